@@ -1,0 +1,97 @@
+"""From the configuration to the objects it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from kfac_bench.config import (
+    CIFAR_RESNETS,
+    AdamConfig,
+    AutoencoderConfig,
+    DataConfig,
+    KFACConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SGDConfig,
+    TaskConfig,
+)
+from kfac_bench.core import KFAC
+from kfac_bench.data import cifar10, digits
+from kfac_bench.data.data import Data
+from kfac_bench.errors import UsageError
+from kfac_bench.models.autoencoder import Autoencoder
+from kfac_bench.models.cifar_resnet import cifar_resnet
+from kfac_bench.models.torchvision_resnet import torchvision_resnet
+from kfac_bench.tasks.classification import Classification
+from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.tasks.task import Task
+
+
+def build_data(config: DataConfig, task: TaskConfig) -> Data:
+    """The data set; raises :class:`UsageError` naming a missing folder and its layout."""
+    if config.name == "digits":
+        return digits.load(config.image_size, normalize=task.name == "classification")
+    if config.root is None:
+        raise UsageError(f"data={config.name} is read from disk: set data.root=FOLDER")
+    if config.name == "cifar10":
+        return cifar10.load(Path(config.root), augment=config.augment)
+    from kfac_bench.data import imagefolder  # torchvision, which the others do without
+
+    return imagefolder.load(Path(config.root), config.image_size, config.workers)
+
+
+def build_task(config: TaskConfig) -> Task:
+    """The task by name."""
+    if config.name == "reconstruction":
+        return Reconstruction()
+    return Classification(config.label_smoothing)
+
+
+def build_model(config: ModelConfig, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """The network for inputs of ``shape`` (C, H, W); works on the meta device."""
+    if isinstance(config, AutoencoderConfig):
+        inputs = shape[0] * shape[1] * shape[2]
+        return Autoencoder(inputs, config.hidden, config.activation)
+    if config.name in CIFAR_RESNETS:
+        return cifar_resnet(int(config.name.removeprefix("resnet")), num_classes, shape[0])
+    return torchvision_resnet(config.name, num_classes, shape[0])
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    """The first-order optimizer over all parameters."""
+    if isinstance(config, SGDConfig):
+        return SGD(
+            model.parameters(),
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+        )
+    assert isinstance(config, AdamConfig)
+    cls = AdamW if config.name == "adamw" else Adam
+    return cls(
+        model.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+
+
+def build_kfac(config: KFACConfig, model: nn.Module, optimizer: Optimizer) -> KFAC | None:
+    """The preconditioner; raises :class:`UsageError` where its options do not fit the model."""
+    if not config.enabled:
+        return None
+    keywords = {k: v for k, v in asdict(config).items() if k != "enabled"}
+    try:
+        return KFAC(model, optimizer, **keywords)
+    except ValueError as error:
+        raise UsageError(f"kfac: {error}") from None

@@ -1,0 +1,208 @@
+"""The console commands: parse, call, turn errors into one line and an exit code.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input, 128 + n stopped by signal n. Nothing heavy
+is imported before the input is known to be good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kfac_bench.errors import UsageError
+
+TRAIN_USAGE = """\
+usage: kfac-train [GROUP=NAME | OPTION=VALUE]... [--config-dir DIR] [--cfg job] [--multirun]
+
+Train a model, with K-FAC or without. Every option has a default that needs no data on disk.
+
+  kfac-train model=resnet50 kfac.update_freq=500
+  kfac-train model=resnet20 data=cifar10 data.root=DIR kfac=layer_wise trainer.target=0.92
+  kfac-train experiment=digits_autoencoder_kfac seed=1
+  torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (several ranks)
+
+  --cfg job          print the configuration and stop     dry_run=true   print what it costs
+  --config-dir DIR   more configuration files, as in conf/: DIR/experiment/NAME.yaml
+  --multirun, -m     run each of seed=0,1,2 ... (Hydra)   --version, --help
+"""
+
+
+def train(argv: Sequence[str] | None = None) -> NoReturn:
+    """``kfac-train``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _exit_with("kfac-train", lambda: _train(arguments))
+
+
+def bench(argv: Sequence[str] | None = None) -> NoReturn:
+    """``kfac-bench``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _exit_with("kfac-bench", lambda: _bench(arguments))
+
+
+def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
+    try:
+        code = main()
+    except UsageError as error:
+        _say_once(f"{name}: {error}")
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def _say_once(text: str) -> None:
+    """On rank 0, or alone: all ranks parse the same command line."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, in one line and without its usage dump."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _train(arguments: list[str]) -> int:
+    parser = _Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=("job",))
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+    if options.version:
+        from kfac_bench import __version__
+
+        print(__version__)
+        return 0
+    from kfac_bench import compose
+
+    if options.config_dir is not None and not options.config_dir.is_dir():
+        raise UsageError(f"--config-dir {options.config_dir}: no such folder")
+    if options.help:
+        print(TRAIN_USAGE + compose.describe_options(options.config_dir))
+        return 0
+    if options.multirun:
+        return _multirun(options.overrides, options.config_dir)
+    config = compose.load(options.overrides, options.config_dir)
+    if options.cfg:
+        print(compose.to_yaml(config), end="")
+        return 0
+    return _run(config)
+
+
+def _run(config: object) -> int:
+    from kfac_bench.config import TrainConfig
+
+    assert isinstance(config, TrainConfig)
+    if config.dry_run:
+        from kfac_bench import dry_run
+
+        print(dry_run.describe(config))
+        return 0
+    from kfac_bench import ranks, run
+
+    with ranks.join(config.trainer.device) as joined:
+        status, signal = run.train(config, joined)
+    return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
+
+
+def _multirun(overrides: list[str], config_dir: Path | None) -> int:
+    """Hydra's own sweep: its launchers and sweepers work."""
+    import hydra
+    from omegaconf import DictConfig
+
+    from kfac_bench import compose
+
+    codes: list[int] = []
+
+    @hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="train")
+    def job(composed: DictConfig) -> int:
+        try:
+            codes.append(_run(compose.from_composed(composed)))
+        except UsageError as error:
+            _say_once(f"kfac-train: {error}")
+            codes.append(2)
+        return codes[-1]
+
+    extra = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    sys.argv = ["kfac-train", "--multirun", *extra, *overrides]
+    job()
+    return max(codes, default=0)
+
+
+def _bench(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="kfac-bench",
+        description="Compare runs, run a benchmark, tune its settings. Event files alone are read.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    compare = commands.add_parser("compare", help="table and curves of runs")
+    compare.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
+    compare.add_argument("--html", type=Path, help="write one self-contained page")
+    compare.add_argument("--svg", type=Path, help="write the figure alone")
+    compare.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    commands.add_parser("list", help="benchmarks there are")
+    run = commands.add_parser("run", help="run a benchmark's cells, then compare them")
+    tune = commands.add_parser("tune", help="find settings, with one equal budget per optimizer")
+    for command in (run, tune):
+        command.add_argument("benchmark", help="a name from kfac-bench list")
+        command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
+    run.add_argument("--seeds", type=int, nargs="+", help="instead of the benchmark's own")
+    run.add_argument("--html", type=Path, help="the page (RUNS_DIR/report.html)")
+    tune.add_argument("--out", type=Path, required=True, help="folder for experiment files")
+    options = parser.parse_args(arguments)
+    if options.command == "compare":
+        return _compare(options.runs, options.html, options.svg, options.markdown)
+    from kfac_bench import bench, compose
+
+    if options.command == "list":
+        for name in compose.options_of("benchmark"):
+            print(f"{name}: {bench.load(name).title}")
+        return 0
+    benchmark = bench.load(options.benchmark)
+    if options.command == "tune":
+        from kfac_bench import tune as tuner
+
+        runs_dir = options.runs_dir or f"runs/{options.benchmark}_tuning"
+        tuner.tune(benchmark, runs_dir, options.out, _say)
+        return 0
+    runs_dir = options.runs_dir or f"runs/{options.benchmark}"
+    cells = bench.cells(benchmark, runs_dir, options.seeds)
+    failed = bench.run_cells(cells, _say)
+    paths = [path for path in (cell.path() for cell in cells) if path.exists()]
+    _compare(paths, options.html or Path(runs_dir) / "report.html", None, False)
+    return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bool) -> int:
+    from rich.console import Console
+
+    from kfac_bench import report
+
+    found = report.compare(runs, html)
+    if markdown:
+        print(report.markdown_table(found.rows))
+    else:
+        Console().print(report.terminal_table(found.rows))
+    for note in found.notes:
+        print(note)
+    if svg is not None:
+        svg.write_text(report.figure_svg(found.settings), encoding="utf-8")
+        print(f"figure: {svg}")
+    if html is not None:
+        print(f"report: {html.resolve()}")
+    return 0

@@ -1,0 +1,186 @@
+"""YAML and command line to a checked :class:`TrainConfig`; Hydra's errors as one clear line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kfac_bench import config
+from kfac_bench.config import TrainConfig
+from kfac_bench.errors import UsageError
+
+_PACKAGE = Path(__file__).parent
+CONF_DIR = next(p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if p.is_dir())
+"""conf/ of the wheel, or of the checkout."""
+
+_STORE = ConfigStore.instance()
+_STORE.store("train", TrainConfig, group="schema")
+for _group, _variants in config.VARIANTS.items():
+    for _name, _schema in _variants.items():
+        _STORE.store(_name, _schema, group=f"schema/{_group}")
+
+
+def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfig:
+    """Compose conf/train.yaml with the overrides, check types and ranges.
+
+    ``config_dir`` is a folder of the user's own with the same groups (``experiment/mine.yaml``);
+    it is searched after ours. Raises :class:`UsageError`, always one line.
+    """
+    search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            composed = compose("train", overrides=[*overrides, *search])
+    except yaml.YAMLError as error:
+        raise UsageError(_describe_yaml(error)) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UsageError(_describe(error, overrides, config_dir)) from None
+    return from_composed(composed)
+
+
+def from_composed(composed: DictConfig) -> TrainConfig:
+    """The typed, checked configuration; nothing past this line sees a DictConfig."""
+    _refuse_additions(composed)
+    try:
+        result = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise UsageError(_first_line(error)) from None
+    assert isinstance(result, TrainConfig)
+    config.check(result)
+    return result
+
+
+def _refuse_additions(node: Any, prefix: str = "") -> None:
+    """``+key=value`` adds what no code reads: say so instead of ignoring it."""
+    if not OmegaConf.is_dict(node) or OmegaConf.get_type(node) is dict:
+        return
+    known = set(OmegaConf.structured(OmegaConf.get_type(node)))
+    for key in node:
+        if key not in known:
+            raise UsageError(f"{prefix}{key}: no such option{_did_you_mean(str(key), known)}")
+        if not OmegaConf.is_missing(node, key):
+            _refuse_additions(node[key], f"{prefix}{key}.")
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The resolved configuration, as ``--cfg job`` prints it and ``config.yaml`` holds it."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def describe_options(config_dir: Path | None = None) -> str:
+    """Every group with its choices and every option with its meaning, range and default."""
+    lines = ["groups:"]
+    for folder in sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir()):
+        if folder in (*config.VARIANTS, "experiment"):
+            lines.append(f"  {folder}={'|'.join(options_of(folder, config_dir))}")
+    lines.append("options:")
+    default = load([])
+    for name, value, meta in config.options(default):
+        bounds = " and ".join(f"{word} {bound:g}" for word, bound in meta["bounds"].items())
+        extra = "|".join(meta["choices"]) or bounds
+        shown = "null" if value is None else str(value)
+        lines.append(f"  {name}={shown}\n      {meta['help']}{f' ({extra})' if extra else ''}")
+    return "\n".join(lines)
+
+
+def options_of(group: str, config_dir: Path | None = None) -> list[str]:
+    """Choices of a config group: ``options_of("model")``."""
+    folders = [d for d in (CONF_DIR, config_dir) if d is not None]
+    return sorted({p.stem for d in folders for p in (d / group).glob("*.yaml")})
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _describe_yaml(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or _first_line(error)
+    if mark is None:
+        return f"YAML: {problem}"
+    return f"{mark.name}:{mark.line + 1}: not valid YAML: {problem}"
+
+
+def _describe(error: Exception, overrides: Sequence[str], config_dir: Path | None) -> str:
+    """One line from what Hydra raised; its texts are the only interface it has."""
+    text, cause = str(error), error.__cause__
+    if found := re.search(r"Could not find '([^/']+)/([^']+)'", text):
+        group, name = found.groups()
+        choices = options_of(group, config_dir)
+        return (
+            f"{group}={name}: no such {group}{_did_you_mean(name, choices)}; choose one of "
+            f"{', '.join(choices) or 'none: the folder is empty'}"
+        )
+    where = _file_and_line(text, config_dir)
+    detail = text if cause is None else str(cause)
+    if found := re.search(r"Key '([^']+)' (?:is )?not in '?(\w+)'?", detail):
+        key, schema = found.groups()
+        full = _full_key(detail) or key
+        parent = full.rpartition(".")[0]
+        known = _known_keys(schema, parent)
+        return f"{where}{full}: no such option{_did_you_mean(key, known)}"
+    if found := re.search(r"Value '(.*?)'.* could not be converted to (\w+)", detail, re.DOTALL):
+        value, kind = found.groups()
+        return f"{where}{_full_key(detail) or 'option'}={value}: expected {_kind(kind)}"
+    if type(error).__name__ == "OverrideParseException":
+        given = next((o for o in overrides if o.strip() and o in text), " ".join(overrides))
+        return f"{given!r} is not an override: write option=value, quote special characters"
+    if "Could not override" in text and (found := re.search(r"override '([^']+)'", text)):
+        key = found[1]
+        groups = [p.name for p in CONF_DIR.iterdir() if p.is_dir()]
+        return f"{where}{key}: no such option or group{_did_you_mean(key, groups)}"
+    if "Ambiguous value" in text:
+        return f"{_first_line(error)}: give one value, or add --multirun to run each"
+    if isinstance(error, ValueError) and "Config group override" in text:
+        return f"{_first_line(error)}: a group is chosen by name, as in kfac=comm_opt"
+    return f"{where}{_first_line(detail)}"
+
+
+def _full_key(text: str) -> str | None:
+    found = re.search(r"full_key: (\S+)", text)
+    return found[1] if found else None
+
+
+def _known_keys(schema: str, parent: str) -> set[str]:
+    """Field names of a schema class by name, and the groups if it is the top one."""
+    cls = getattr(config, schema, None)
+    names = set(OmegaConf.structured(cls)) if isinstance(cls, type) else set()
+    return names | ({"experiment"} if not parent else set())
+
+
+def _kind(kind: str) -> str:
+    article = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+    return article.get(kind, kind.lower())
+
+
+def _file_and_line(text: str, config_dir: Path | None) -> str:
+    """"path:line: " of the key that an "In 'experiment/x': ..." error is about, else empty."""
+    found = re.search(r"In '([^']+)':", text)
+    if not found or found[1] == "train":
+        return ""
+    folders = [d for d in (config_dir, CONF_DIR) if d is not None]
+    path = next((p for d in folders if (p := d / f"{found[1]}.yaml").is_file()), None)
+    if path is None:
+        return ""
+    names = [_full_key(text), *re.findall(r"override '([^'@]+)", text)]
+    key = next((n.rpartition(".")[2] for n in names if n), None)
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if key and re.search(rf"(?:^|[\s{{/,]){re.escape(key)}\s*:", line):
+            return f"{path}:{number}: "
+    return f"{path}: "
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().split("\n")[0]

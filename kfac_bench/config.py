@@ -1,0 +1,235 @@
+"""Every option of a training run, typed, with its range and its meaning: the schema of conf/.
+
+Values live in YAML, names and types here; ``kfac-train --help`` prints this file's help texts.
+Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from kfac_bench.core.plan import METHODS, STRATEGIES
+from kfac_bench.errors import UsageError
+
+CONVENTIONS = ("kfc", "sc20", "kaisa")
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field with its meaning and its range, both read by people and by :func:`check`."""
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    metadata = {
+        "help": help,
+        "bounds": {k: v for k, v in bounds.items() if v is not None},
+        "choices": choices,
+    }
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    """The network; its input channels and classes come from the data."""
+
+    name: str = option(MISSING, "architecture", choices=(*RESNETS, *CIFAR_RESNETS, "autoencoder"))
+
+
+@dataclass
+class AutoencoderConfig(ModelConfig):
+    """A deep autoencoder of fully connected layers."""
+
+    hidden: list[int] = option([128, 64, 32, 12], "widths down to the code; mirrored on the way up")
+    activation: str = option("tanh", "between layers", choices=("tanh", "relu", "sigmoid"))
+
+
+@dataclass
+class DataConfig:
+    """The data set."""
+
+    name: str = option(MISSING, "data set", choices=("digits", "cifar10", "imagefolder"))
+    root: str | None = option(None, "folder of the data set on disk (digits ships in a package)")
+    image_size: int = option(MISSING, "side of an input image in pixels", at_least=1)
+    workers: int = option(0, "loader processes per rank (imagefolder)", at_least=0)
+    augment: bool = option(True, "random crops and flips while training (cifar10)")
+
+
+@dataclass
+class TaskConfig:
+    """What is learned, and the validation figure that a target is about."""
+
+    name: str = option(MISSING, "task", choices=("classification", "reconstruction"))
+    label_smoothing: float = option(0.0, "of the cross-entropy", at_least=0, below=1)
+
+
+@dataclass
+class OptimizerConfig:
+    """The first-order optimizer, with or without a preconditioner before it."""
+
+    name: str = option(MISSING, "optimizer", choices=("sgd", "adam", "adamw"))
+    lr: float = option(MISSING, "learning rate", above=0)
+    weight_decay: float = option(0.0, "L2 penalty (sgd, adam) or decoupled decay (adamw)", at_least=0)
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """SGD with momentum."""
+
+    momentum: float = option(0.9, "heavy-ball momentum", at_least=0, below=1)
+    nesterov: bool = option(False, "Nesterov's variant")
+
+
+@dataclass
+class AdamConfig(OptimizerConfig):
+    """Adam and AdamW."""
+
+    beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)
+    beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+
+
+@dataclass
+class KFACConfig:
+    """K-FAC preconditioning; kfac=none turns it off."""
+
+    enabled: bool = option(True, "precondition gradients")
+    strategy: str = option("comm_opt", "who computes what on several ranks", choices=STRATEGIES)
+    grad_worker_fraction: float = option(
+        0.5, "share of ranks that precondition a layer (hybrid_opt)", above=0, at_most=1
+    )
+    method: str = option("eigen", "eigendecomposition or Cholesky inverse", choices=METHODS)
+    update_freq: int = option(100, "steps between decompositions", at_least=1)
+    factor_update_freq: int = option(10, "steps between factor updates", at_least=1)
+    damping: float = option(1e-3, "Tikhonov damping gamma", above=0)
+    kl_clip: float | None = option(1e-3, "kappa of eq. 16; null: no clip", above=0)
+    factor_decay: float = option(
+        0.95, "weight of the old factor in the running average", at_least=0, below=1
+    )
+    factor_convention: str = option("kfc", "how factors are scaled", choices=CONVENTIONS)
+    skip: list[str] = option([], "regular expressions of layers left to the optimizer")
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    batch_size: int = option(256, "examples per step over all ranks", at_least=1)
+    max_epochs: int | None = option(20, "passes over the training set; null: no limit", at_least=1)
+    max_steps: int | None = option(None, "optimizer steps; null: no limit", at_least=1)
+    target: float | None = option(None, "stop when the validation figure reaches this; null: never")
+    eval_freq: int | None = option(None, "steps between evaluations; null: each epoch", at_least=1)
+    log_freq: int = option(10, "steps between Trained events", at_least=1)
+    checkpoint_freq: int | None = option(
+        None, "steps between checkpoints; null: each epoch", at_least=1
+    )
+    keep_last: int = option(2, "checkpoints kept", at_least=1)
+    eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
+    device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
+    threads: int | None = option(None, "CPU threads per rank; null: torch decides", at_least=1)
+
+
+@dataclass
+class LoggerConfig:
+    """Where the event stream is shown beside events.jsonl and the console."""
+
+    name: str = option("wandb", "view", choices=("wandb", "tensorboard", "none"))
+    mode: str = option(
+        "auto",
+        "W&B: auto is online if a key is set and the network answers, else offline",
+        choices=("auto", "online", "offline", "disabled"),
+    )
+    project: str = option("kfac_bench", "W&B project")
+    entity: str | None = option(None, "W&B user or team")
+
+
+@dataclass
+class TrainConfig:
+    """One training run: ``kfac-train``."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    task: TaskConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    kfac: KFACConfig = MISSING
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    seed: int = option(0, "of weights, data order and augmentation", at_least=0, below=2**32)
+    run_id: str | None = option(None, "name of the run directory; null: hash of the configuration")
+    runs_dir: str = option("runs", "where run directories are made")
+    resume: str | None = option(None, "run directory or checkpoint to start from")
+    dry_run: bool = option(False, "print what would be trained and what it costs, and stop")
+
+
+VARIANTS: dict[str, dict[str, type]] = {
+    "model": {"base": ModelConfig, "autoencoder": AutoencoderConfig},
+    "data": {"base": DataConfig},
+    "task": {"base": TaskConfig},
+    "optimizer": {"sgd": SGDConfig, "adam": AdamConfig},
+    "kfac": {"base": KFACConfig},
+    "logger": {"base": LoggerConfig},
+}
+"""Schema of each config group; a YAML file names the one it fills in."""
+
+
+def options(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(dotted name, value, metadata) of every option below ``config``."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from options(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, value, dict(f.metadata)
+
+
+def check(config: TrainConfig) -> None:
+    """Raise :class:`UsageError` for the first option out of range, or options that clash."""
+    for name, value, meta in options(config):
+        if value is not None:
+            _check_option(name, value, meta)
+    kfac, trainer, task = config.kfac, config.trainer, config.task
+    if kfac.enabled and kfac.update_freq % kfac.factor_update_freq:
+        raise UsageError(
+            f"kfac.update_freq={kfac.update_freq} must be a multiple of "
+            f"kfac.factor_update_freq={kfac.factor_update_freq}: a decomposition follows a factor "
+            "update"
+        )
+    if trainer.max_epochs is None and trainer.max_steps is None:
+        raise UsageError("trainer.max_epochs and trainer.max_steps are both null: set one")
+    if (config.model.name == "autoencoder") != (task.name == "reconstruction"):
+        raise UsageError(
+            f"model={config.model.name} does not fit task={task.name}: "
+            "task=reconstruction goes with model=autoencoder"
+        )
+
+
+def _check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
+    choices, bounds = meta.get("choices", ()), meta.get("bounds", {})
+    if choices and value not in choices:
+        raise UsageError(f"{name}={value}: choose one of {', '.join(choices)}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    holds = {
+        "at least": lambda bound: value >= bound,
+        "above": lambda bound: value > bound,
+        "at most": lambda bound: value <= bound,
+        "below": lambda bound: value < bound,
+    }
+    for word, bound in bounds.items():
+        if not holds[word](bound) or value in (float("inf"), float("-inf")):
+            said = " and ".join(f"{w} {b:g}" for w, b in bounds.items())
+            raise UsageError(f"{name}={value}: must be {said} ({meta['help']})")

@@ -1,0 +1,107 @@
+"""What K-FAC asks of a communication backend, and who provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Return when it has arrived."""
+
+
+class Collective(Protocol):
+    """Messages start asynchronously and work in place; ``name`` is equal on the ranks of one."""
+
+    rank: int
+    world_size: int
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Called once, by all ranks, with the same groups in the same order."""
+
+    def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+        """Sum over ``ranks``."""
+
+    def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
+        """Copy from ``root``, a global rank, to ``ranks``."""
+
+
+class TorchCollective:
+    """torch.distributed's default process group: gloo on CPUs, NCCL on GPUs."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        world = dist.group.WORLD
+        assert world is not None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(range(self.world_size)): world
+        }
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Make each group once; every rank takes part, member or not."""
+        for ranks in groups:
+            if ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks))
+
+    def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+        """See :class:`Collective`."""
+        work: Work | None = dist.all_reduce(x, group=self._groups[ranks], async_op=True)
+        assert work is not None
+        return work
+
+    def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
+        """See :class:`Collective`."""
+        work: Work | None = dist.broadcast(x, src=root, group=self._groups[ranks], async_op=True)
+        assert work is not None
+        return work
+
+
+class SingleProcess:
+    """A world of one, whose plan holds no messages."""
+
+    rank, world_size = 0, 1
+
+    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Nothing to set up."""
+
+    def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+        """Never called."""
+        raise AssertionError("a one-rank plan sends nothing")
+
+    def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
+        """Never called."""
+        raise AssertionError("a one-rank plan sends nothing")
+
+
+def default_collective() -> Collective:
+    """torch.distributed where it is initialised with several ranks, else this process alone."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchCollective()
+    return SingleProcess()
+
+
+def check_same_on_all_ranks(collective: Collective, digest: str, device: torch.device) -> None:
+    """Raise ``RuntimeError`` on every rank if one has another plan, before anything can hang."""
+    if collective.world_size == 1:
+        return
+    world = tuple(range(collective.world_size))
+    # 16 bits an element: exact in any dtype a backend reduces, and small enough to sum
+    mine = torch.tensor([int(digest[i : i + 4], 16) for i in range(0, 64, 4)], device=device)
+    first = mine.clone()
+    collective.broadcast(first, 0, world, "check/digest").wait()
+    differ = torch.zeros(collective.world_size, dtype=torch.int64, device=device)
+    differ[collective.rank] = int(not torch.equal(mine, first))
+    collective.all_reduce(differ, world, "check/differ").wait()
+    if differ.any():
+        ranks = differ.nonzero().flatten().tolist()
+        raise RuntimeError(
+            f"ranks {ranks} made another K-FAC plan than rank 0: every rank must build the same "
+            "model and pass the same strategy, method and skip patterns"
+        )

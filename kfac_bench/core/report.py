@@ -1,0 +1,67 @@
+"""What a preconditioner covers and what it weighs, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kfac_bench.core.estimate import memory_bytes, payload_bytes
+from kfac_bench.core.layers import Layer, Skipped
+from kfac_bench.core.plan import Plan, Stage
+
+
+@dataclass(frozen=True)
+class Report:
+    """``print(preconditioner.report())``; the fields hold the same for programs."""
+
+    plan: Plan
+    rank: int
+    layers: Sequence[Layer]
+    skipped: Sequence[Skipped]
+
+    @property
+    def covered_params(self) -> int:
+        """Parameters whose gradients are preconditioned."""
+        return sum(layer.spec.a_dim * layer.spec.g_dim for layer in self.layers)
+
+    @property
+    def skipped_params(self) -> int:
+        """Parameters left to the optimizer alone."""
+        return sum(s.params for s in self.skipped)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._coverage(), *self._cost()])
+
+    def _coverage(self) -> list[str]:
+        total = self.covered_params + self.skipped_params
+        share = 100 * self.covered_params / total
+        rows = [
+            f"K-FAC covers {len(self.layers)} layers, {self.covered_params:,} of {total:,} "
+            f"parameters ({share:.1f} %)"
+        ]
+        width = max(len(x.name) for x in [*self.layers, *self.skipped])
+        for layer in self.layers:
+            kind = type(layer.module).__name__
+            spec = layer.spec
+            rows.append(f"  {layer.name:{width}}  {kind:10}  A {spec.a_dim}, G {spec.g_dim}")
+        if self.skipped:
+            rows.append(f"left to the optimizer: {len(self.skipped)} modules")
+            rows += [f"  {s.name:{width}}  {s.kind:10}  {s.reason}" for s in self.skipped]
+        return rows
+
+    def _cost(self) -> list[str]:
+        plan = self.plan
+        memory = memory_bytes(plan, self.rank)
+        rows = [
+            f"strategy {plan.strategy}, method {plan.method}, {plan.world_size} rank(s)",
+            f"memory of rank {self.rank}: "
+            + ", ".join(f"{kind} {_mb(n)}" for kind, n in memory.items()),
+        ]
+        for stage in Stage:
+            sent = payload_bytes(plan, stage)
+            rows += [f"sent per {stage.value} stage: {kind} {_mb(n)}" for kind, n in sent.items()]
+        return rows
+
+
+def _mb(n: float) -> str:
+    return f"{n / 1e6:.2f} MB"

@@ -1,0 +1,115 @@
+"""What the trainer asks of a data set, and the data set that fits in memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
+
+Batch = tuple[Tensor, Tensor]
+"""float32 images [n, C, H, W], normalised, and int64 labels [n], on the CPU."""
+
+
+class Data(Protocol):
+    """A training and an evaluation set of labelled images.
+
+    `shape` is (C, H, W) of one input; `train_size` and `eval_size` count examples over all ranks.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    num_classes: int
+    train_size: int
+    eval_size: int
+
+    def train(
+        self, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+    ) -> Iterator[Batch]:
+        """Yield this rank's part of the global batches start, start+1, ... of an epoch.
+
+        `batch_size` is global and must be a multiple of the world size (UsageError). Batches are
+        bit-identical whenever the arguments are, whatever ran before: a resumed run continues
+        exactly. Global random state is neither read nor changed.
+        """
+        ...
+
+    def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
+        """Yield this rank's evaluation batches: every example once over all ranks, no padding.
+
+        Ranks may get different numbers of batches, also none. `batch_size` is global.
+        """
+        ...
+
+
+class TensorData:
+    """Data held in memory, as uint8 (pixels 0..255, scaled to [0, 1] at batch time) or float.
+
+    `train` and `evaluation` are (images [N, C, H, W], int64 labels [N]). A batch is converted to
+    float32 and becomes (x - mean) / std with one mean and std per channel, if these are given.
+    `augment(images, generator)` maps stored, not yet normalised training images [n, C, H, W]
+    to the same shape and dtype; its generator is keyed by (seed, epoch, step, rank) alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        train: tuple[Tensor, Tensor],
+        evaluation: tuple[Tensor, Tensor],
+        num_classes: int,
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        augment: Callable[[Tensor, Generator], Tensor] | None = None,
+    ) -> None:
+        for images, labels in (train, evaluation):
+            if images.ndim != 4 or labels.shape != images.shape[:1]:
+                raise ValueError(
+                    f"images must be [N, C, H, W] and labels [N], "
+                    f"got {list(images.shape)} and {list(labels.shape)}"
+                )
+        channels, height, width = train[0].shape[1:]
+        self.name = name
+        self.shape: tuple[int, int, int] = (channels, height, width)
+        self.num_classes = num_classes
+        self.train_size = len(train[0])
+        self.eval_size = len(evaluation[0])
+        self._train = train
+        self._evaluation = evaluation
+        self._mean = _per_channel(mean or [0.0] * channels)
+        self._std = _per_channel(std or [1.0] * channels)
+        self._augment = augment
+
+    def train(
+        self, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+    ) -> Iterator[Batch]:
+        """Yield this rank's training batches from step `start` on; see Data.train."""
+        batches = train_indices(self.train_size, batch_size, seed, epoch, start, shard)
+        return (
+            self._train_batch(indices, (seed, epoch, step, shard.rank))
+            for step, indices in enumerate(batches, start)
+        )
+
+    def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
+        """Yield this rank's evaluation batches, never augmented; see Data.evaluate."""
+        images, labels = self._evaluation
+        return (
+            (self._normalised(images[indices]), labels[indices])
+            for indices in eval_indices(self.eval_size, batch_size, shard)
+        )
+
+    def _train_batch(self, indices: Tensor, key: tuple[int, int, int, int]) -> Batch:
+        images, labels = self._train
+        chosen = images[indices]
+        if self._augment is not None:
+            chosen = self._augment(chosen, keyed_generator(*key))
+        return self._normalised(chosen), labels[indices]
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        scale = 255.0 if images.dtype == torch.uint8 else 1.0
+        return (images.float() / scale - self._mean) / self._std
+
+
+def _per_channel(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1)

@@ -1,0 +1,161 @@
+"""Folders of JPEG files in the layout of ImageNet, decoded and augmented by worker processes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from kfac_bench.data.batches import Shard, eval_indices, mixed_seed, train_indices
+from kfac_bench.data.data import Batch, Data
+from kfac_bench.errors import UsageError
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+EVAL_RESIZE = 256 / 224
+"""The shorter side of an evaluation image before the centre crop, in units of the crop."""
+
+
+def load(root: Path, image_size: int = 224, workers: int = 4) -> Data:
+    """Open `root/train/<class>/*.JPEG` and `root/val/<class>/*.JPEG`; [3, size, size].
+
+    Training images are cropped and resized at random and flipped; evaluation images are resized
+    and cropped in the centre; both get ImageNet's mean and std. `workers` processes per rank
+    decode ahead (0: this process decodes, same batches). Raises UsageError for a missing
+    folder, classes that differ between train and val, and, while iterating, a corrupt image.
+    """
+    if image_size < 1 or workers < 0:
+        raise UsageError(
+            f"image_size must be at least 1 and workers at least 0, got {image_size} and {workers}"
+        )
+    return _ImageFolders(
+        _open(root, "train"), _open(root, "val"), image_size=image_size, workers=workers
+    )
+
+
+def _open(root: Path, split: str) -> Any:
+    folder = root / split
+    if not folder.is_dir():
+        raise UsageError(f"no folder {folder}: expected {folder}/<class>/<image>.JPEG")
+    try:
+        return ImageFolder(str(folder))
+    except FileNotFoundError as error:  # no classes, or a class without images
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"images are missing: {reason}; expected {folder}/<class>/<image>.JPEG"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """What a worker sends for a corrupt file: an exception would arrive with a traceback in it."""
+
+    path: str
+    reason: str
+
+
+Sample = tuple[Tensor, int] | _Unreadable
+
+
+class _Samples(Dataset[Sample]):
+    """Transformed images of one folder; sample (key, i) is a pure function of the key and i."""
+
+    def __init__(self, folder: Any, transform: Any, key: tuple[int, ...]) -> None:
+        self.folder = folder
+        self.transform = transform
+        self.key = key
+
+    def __getitem__(self, index: int) -> Sample:
+        path, label = self.folder.samples[index]
+        try:
+            image = self.folder.loader(path)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            return _Unreadable(path, " ".join(str(error).split()))
+        # transforms draw from torch's global CPU generator and cannot be given another one; CUDA
+        # generators are left alone, which torch.manual_seed would not do
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(mixed_seed(*self.key, index))
+            return self.transform(image), label
+
+
+def _collate(samples: list[Sample]) -> Batch | _Unreadable:
+    for sample in samples:
+        if isinstance(sample, _Unreadable):
+            return sample
+    images, labels = default_collate(samples)
+    return images, labels
+
+
+class _ImageFolders:
+    """A pair of folders as `Data`; every epoch starts its own workers, which end with it."""
+
+    def __init__(self, train: Any, evaluation: Any, image_size: int, workers: int) -> None:
+        _check_classes(train, evaluation)
+        self.name = "imagefolder"
+        self.shape = (3, image_size, image_size)
+        self.num_classes = len(train.classes)
+        self.train_size = len(train)
+        self.eval_size = len(evaluation)
+        self._train = train
+        self._evaluation = evaluation
+        self._workers = workers
+        finish = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        self._train_transform = v2.Compose(
+            [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), *finish]
+        )
+        self._eval_transform = v2.Compose(
+            [v2.Resize(round(image_size * EVAL_RESIZE)), v2.CenterCrop(image_size), *finish]
+        )
+
+    def train(
+        self, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+    ) -> Iterator[Batch]:
+        """Yield this rank's training batches from step `start` on; skipped ones are not read.
+
+        The augmentation of an image depends on (seed, epoch, index of the image) alone.
+        """
+        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard)
+        return self._batches(_Samples(self._train, self._train_transform, (seed, epoch)), indices)
+
+    def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
+        """Yield this rank's evaluation batches; see Data.evaluate."""
+        indices = eval_indices(self.eval_size, batch_size, shard)
+        return self._batches(_Samples(self._evaluation, self._eval_transform, ()), indices)
+
+    def _batches(self, samples: _Samples, indices: Iterator[Tensor]) -> Iterator[Batch]:
+        loader: DataLoader[Any] = DataLoader(
+            samples,
+            batch_sampler=(batch.tolist() for batch in indices),
+            num_workers=self._workers,
+            collate_fn=_collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # or the loader draws its workers' seed from global state
+        )
+        for batch in loader:
+            if isinstance(batch, _Unreadable):
+                raise UsageError(f"image {batch.path} cannot be read: {batch.reason}")
+            images, labels = batch  # pinning turns the tuple into a list
+            yield images, labels
+
+
+def _check_classes(train: Any, evaluation: Any) -> None:
+    only_train = sorted(set(train.classes) - set(evaluation.classes))
+    only_val = sorted(set(evaluation.classes) - set(train.classes))
+    if only_train or only_val:
+        raise UsageError(
+            "train and val must have the same class folders: "
+            f"{_listed(only_train)} only in {train.root}, {_listed(only_val)} only in "
+            f"{evaluation.root}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,74 @@
+"""What a result depends on beside the configuration: code, versions, hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "torchvision", "hydra-core", "wandb", "numpy", "scikit-learn")
+
+
+def describe() -> dict[str, Any]:
+    """Plain strings and numbers, for ``run.json`` and the first event."""
+    import kfac_bench
+
+    versions = {"kfac_bench": kfac_bench.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "git_commit": _git_commit(),
+        "versions": versions,
+        "hardware": _hardware(),
+        "command": " ".join(sys.argv),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
+    }
+
+
+def _hardware() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": ", ".join(gpus) or "none",
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _git_commit() -> str:
+    """Commit of the checkout the package lies in, ``+changes`` if it differs; empty if none."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    try:
+        top = _run([*git, "rev-parse", "--show-toplevel"])
+        if Path(top) != here.parent:  # installed into somebody else's repository
+            return ""
+        commit = _run([*git, "rev-parse", "HEAD"])
+        return commit + ("+changes" if _run([*git, "status", "--porcelain", "-uno"]) else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603
+    return done.stdout.strip()

@@ -1,0 +1,236 @@
+"""One stream of typed events per run; everything that is shown, plotted or tabled reads it.
+
+``events.jsonl`` is the record of a run: one JSON object a line, flushed at once, appended
+only. Console, W&B and TensorBoard are views (:class:`Sink`). Field names carry the unit
+(``_s``, ``_bytes``). Times are seconds of the *training clock*, which stands still during
+evaluation, checkpoints and logging.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from kfac_bench.errors import UsageError
+
+EVENTS_FILE = "events.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base: every event knows the step (updates done so far) and the training clock."""
+
+    step: int
+    train_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    """First event of a run: what is run (the resolved configuration), where, with what.
+
+    ``metric`` names the validation figure that a target is about.
+    """
+
+    run_id: str
+    metric: str
+    higher_is_better: bool
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """The run went on from a checkpoint of ``step``: events after that step are void."""
+
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trained(Event):
+    """The last training step: global mean loss, throughput since the previous event.
+
+    ``nu`` is the KL clip factor (eq. 16), ``cosine`` the angle between the gradient and the
+    preconditioned gradient by layer, ``stage_s`` seconds of the step's K-FAC stages; all
+    empty without K-FAC.
+    """
+
+    epoch: float
+    loss: float
+    lr: float
+    examples_per_s: float
+    nu: float | None = None
+    cosine: Mapping[str, float] = field(default_factory=dict)
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    """Exact metrics over the whole validation set (each example once, on any rank count)."""
+
+    epoch: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReached(Event):
+    """The validation metric met the target: ``train_s`` is the time to target."""
+
+    metric: str
+    value: float
+    target: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed(Event):
+    """A checkpoint is complete on disk; ``write_s`` is what the training waited for it."""
+
+    path: str
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(Event):
+    """Last event of a process: ``reached``, ``finished``, ``interrupted`` or ``failed``.
+
+    ``weights_sha256`` is of all parameters and buffers: equal runs have equal ones.
+    """
+
+    status: str
+    message: str = ""
+    weights_sha256: str = ""
+
+
+EVENTS: dict[str, type[Event]] = {
+    cls.__name__: cls
+    for cls in (
+        RunStarted,
+        Resumed,
+        Trained,
+        Evaluated,
+        TargetReached,
+        Checkpointed,
+        RunEnded,
+    )
+}
+
+
+class Sink(Protocol):
+    """Receives events; a view of the stream, never its owner."""
+
+    def write(self, event: Event) -> None:
+        """Show or store one event."""
+
+    def close(self) -> None:
+        """Release what is open; called once, also after an error."""
+
+
+class JsonlSink:
+    """The record: appends to ``path``, one flushed line per event."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        """Append one line."""
+        self._file.write(json.dumps({"event": type(event).__name__, **asdict(event)}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class EventLog:
+    """Fans events out to the sinks of this rank (none on ranks above 0)."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    def emit(self, event: Event) -> None:
+        """Write the event to every sink."""
+        for sink in self._sinks:
+            sink.write(event)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def read(path: Path) -> list[Event]:
+    """Events of a run (its directory or its event file), without those a resume made void.
+
+    A torn last line (the process was killed while writing) is dropped; unknown events and
+    fields of later versions are skipped. Raises :class:`UsageError` on anything else.
+    """
+    path = path / EVENTS_FILE if path.is_dir() else path
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UsageError(f"{path}: no event file to read ({error.strerror})") from None
+    events: list[Event] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            event = _parse(json.loads(line))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            if number == len(lines):  # no newline after it: torn by a kill
+                break
+            raise UsageError(f"{path}:{number}: not an event ({error})") from None
+        if isinstance(event, RunStarted):  # anew: killed before its first checkpoint
+            events = []
+        if isinstance(event, Resumed):
+            resumed_at = event.step
+            events = [e for e in events if e.step <= resumed_at and not isinstance(e, RunEnded)]
+        if event is not None:
+            events.append(event)
+    return events
+
+
+def _parse(fields: Any) -> Event | None:
+    if not isinstance(fields, dict):
+        raise TypeError("a line must be a JSON object")
+    cls = EVENTS.get(fields["event"])
+    if cls is None:
+        return None
+    known = {f.name for f in dataclasses.fields(cls)}
+    fields["step"], fields["train_s"] = int(fields["step"]), float(fields["train_s"])
+    return cls(**{k: v for k, v in fields.items() if k in known})
+
+
+class Clock:
+    """Training time: a stopwatch that is paused for all that is not training."""
+
+    def __init__(self, elapsed_s: float = 0.0) -> None:
+        self._elapsed_s = elapsed_s
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Let it run."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Let it stand still."""
+        self._elapsed_s, self._since = self.train_s(), None
+
+    def train_s(self) -> float:
+        """Seconds counted so far."""
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._elapsed_s + running
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stand still inside the block (and stay so if it stood still before)."""
+        was_running = self._since is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if was_running:
+                self.start()

@@ -1,0 +1,1 @@
+"""Models that torchvision lacks, and the door to those that it has."""

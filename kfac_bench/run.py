@@ -1,0 +1,149 @@
+"""One training run: built, taken up where it stopped, trained, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_bench import build, checkpoint, environment
+from kfac_bench.config import TrainConfig
+from kfac_bench.errors import UsageError
+from kfac_bench.events import EventLog, JsonlSink, RunEnded, RunStarted, Sink, TargetReached, read
+from kfac_bench.ranks import Ranks
+from kfac_bench.run_directory import RunDirectory
+from kfac_bench.sinks.console import ConsoleSink
+from kfac_bench.trainer import Trainer
+
+
+def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
+    """Train, or go on training, what the configuration says; all ranks call it.
+
+    Returns the status of the run's last event and the signal that stopped it (0: none). Raises :class:`UsageError` for what the user
+    can mend.
+    """
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    directory = RunDirectory(config)
+    about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
+    with ExitStack() as stack:
+        if ranks.is_main:
+            stack.enter_context(directory.open(config, about))
+        trainer = _build_trainer(config, ranks, directory)
+        complete = _status_if_complete(directory, trainer) if ranks.is_main else None
+        if ranks.any(complete is not None):
+            return complete or "finished", 0
+        if ranks.is_main:
+            trainer.log, trainer.say = _open_log(config, trainer, directory)
+            stack.callback(trainer.log.close)
+        _start(config, trainer, directory, about)
+        return trainer.fit(), trainer.stop.signal
+
+
+def _build_trainer(config: TrainConfig, ranks: Ranks, directory: RunDirectory) -> Trainer:
+    data = build.build_data(config.data, config.task)
+    torch.manual_seed(config.seed)
+    model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
+    optimizer = build.build_optimizer(config.optimizer, model)
+    kfac = build.build_kfac(config.kfac, model, optimizer)
+    if ranks.world_size > 1:
+        on = [ranks.device.index] if ranks.device.type == "cuda" else None
+        model = nn.parallel.DistributedDataParallel(model, device_ids=on)
+    return Trainer(
+        build.build_task(config.task),
+        data,
+        model,
+        optimizer,
+        kfac,
+        config.trainer,
+        config.seed,
+        ranks,
+        EventLog([]),
+        directory.checkpoints,
+    )
+
+
+def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None:
+    """How the run ended, if nothing is left to do; says so."""
+    events = read(directory.events) if directory.events.exists() else []
+    ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
+    hit = next((e for e in reversed(events) if isinstance(e, TargetReached)), None)
+    if ended is None:
+        return None
+    at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
+    if not at_target and ended.step < trainer.max_steps:
+        return None
+    print(  # noqa: T201
+        f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "
+        "set seed=N or run_id=NAME, or delete the directory"
+    )
+    return ended.status
+
+
+def _open_log(
+    config: TrainConfig, trainer: Trainer, directory: RunDirectory
+) -> tuple[EventLog, Callable[[str], None]]:
+    """The record and its views, on rank 0; and how to say a line beside them."""
+    about_metric = {
+        "metric": trainer.task.metric,
+        "higher_is_better": trainer.task.higher_is_better,
+    }
+    console = ConsoleSink(
+        **about_metric, total_steps=trainer.max_steps, target=config.trainer.target
+    )
+    sinks: list[Sink] = [JsonlSink(directory.events), console]
+    logger = config.logger
+    if logger.name == "wandb":
+        from kfac_bench.sinks.wandb import WandbSink
+
+        sinks.append(
+            WandbSink(
+                directory.path,
+                directory.run_id,
+                logger.project,
+                logger.entity,
+                asdict(config),
+                mode=logger.mode,
+                **about_metric,
+                say=console.say,
+            )
+        )
+    elif logger.name == "tensorboard":
+        from kfac_bench.sinks.tensorboard import TensorboardSink
+
+        sinks.append(TensorboardSink(directory.path))
+    return EventLog(sinks), console.say
+
+
+def _start(
+    config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
+) -> None:
+    """The first event, or the newest good checkpoint: the run's own before ``resume``'s."""
+    saved, bad = checkpoint.find(directory.path)
+    own = saved is not None
+    if saved is None and config.resume is not None:
+        saved, more_bad = checkpoint.find(Path(config.resume))
+        bad += more_bad
+        if saved is None:
+            raise UsageError(f"resume={config.resume}: no good checkpoint there")
+    for line in bad:
+        trainer.say(f"{line}; an older one is used, if there is one")
+    if not own:
+        task = trainer.task
+        trainer.log.emit(
+            RunStarted(
+                *(0, 0.0, directory.run_id, task.metric, task.higher_is_better),
+                asdict(config),
+                about,
+            )
+        )
+    if saved is not None:
+        try:
+            trainer.restore(saved)
+        except ValueError as error:
+            raise UsageError(f"resume: {error}") from None

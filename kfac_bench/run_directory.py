@@ -1,0 +1,110 @@
+"""``runs/<run_id>/``: everything one run leaves behind, found again by the same command."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from kfac_bench import compose
+from kfac_bench.config import TrainConfig
+from kfac_bench.errors import UsageError
+from kfac_bench.events import EVENTS_FILE
+
+_NOT_THE_RUN = ("run_id", "runs_dir", "dry_run", "logger")
+"""Options that say where a run is shown, not what it is: no part of the hash."""
+
+_MAY_CHANGE = (
+    *_NOT_THE_RUN,
+    *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
+    *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
+    *("trainer.threads", "data.root", "data.workers"),
+)
+"""Options with which a run of a given ``run_id`` may be continued."""
+
+
+def run_id(config: TrainConfig) -> str:
+    """The configured name, or one that the configuration (and SLURM_JOB_ID) determines."""
+    if config.run_id is not None:
+        if not re.fullmatch(r"[\w.=+-]{1,100}", config.run_id) or set(config.run_id) <= {"."}:
+            raise UsageError(
+                f"run_id={config.run_id!r}: use up to 100 letters, digits and . _ - = +"
+            )
+        return config.run_id
+    content = {k: v for k, v in asdict(config).items() if k not in _NOT_THE_RUN}
+    content["job"] = os.environ.get("SLURM_JOB_ID", "")
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+    kfac = config.kfac.strategy if config.kfac.enabled else "none"
+    parts = (config.data.name, config.model.name, config.optimizer.name, f"kfac_{kfac}", digest)
+    return "-".join(parts)
+
+
+class RunDirectory:
+    """Paths of one run; made by rank 0, read by all."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.run_id = run_id(config)
+        self.path = Path(config.runs_dir) / self.run_id
+        self.events = self.path / EVENTS_FILE
+        self.checkpoints = self.path / "checkpoints"
+
+    @contextmanager
+    def open(self, config: TrainConfig, environment: Mapping[str, Any]) -> Iterator[None]:
+        """Make or take up the directory and hold it; rank 0 alone.
+
+        Raises :class:`UsageError` if another process writes to it, if it holds a run of another
+        configuration, or if it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(
+                    f"{self.path}: another process is running it; wait, or set run_id=NAME"
+                ) from None
+            self._check_same_run(config)
+            (self.path / "config.yaml").write_text(compose.to_yaml(config))
+            record = {"run_id": self.run_id, **environment}
+            (self.path / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+            yield
+
+    def _check_same_run(self, config: TrainConfig) -> None:
+        path = self.path / "config.yaml"
+        if not path.exists() or not self.events.exists():
+            return
+        try:
+            old = _flat(OmegaConf.to_container(OmegaConf.load(path)))
+        except Exception as error:
+            raise UsageError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+        new = _flat(asdict(config))
+        for key in sorted(old.keys() | new.keys()):
+            if key.startswith(_MAY_CHANGE) or old.get(key) == new.get(key):
+                continue
+            raise UsageError(
+                f"{self.path} holds a run with {key}={old.get(key)}, not {new.get(key)}: set "
+                f"another run_id (resume={self.path} starts from its checkpoint)"
+            )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[prefix + str(key)] = value
+    return out

@@ -1,0 +1,71 @@
+"""One mapping from events to flat metric names, shared by W&B and TensorBoard.
+
+The names are stable; dashboards are built on them.
+
+===========================  =============  ===============================================
+name                         event          meaning
+===========================  =============  ===============================================
+``step``                     every row      axis: updates done so far
+``train_s``                  every row      axis: seconds of the training clock
+``epoch``                    where known    axis: epochs done (Trained, Evaluated)
+``train/loss``               Trained        mean loss of the global batch
+``train/lr``                 Trained        learning rate
+``train/examples_per_s``     Trained        throughput since the previous Trained
+``train/epoch``              Trained        epochs done
+``kfac/nu``                  Trained        KL clip factor (1: no clipping)
+``kfac/cosine/<layer>``      Trained        cosine of gradient and preconditioned gradient
+``kfac/cosine_min``          Trained        the smallest of them
+``kfac/cosine_median``       Trained        the median of them
+``kfac/stage_s/<stage>``     Trained        seconds of one K-FAC stage of the step
+``eval/<metric>``            Evaluated      validation metric, exact
+``target/time_to_target_s``  TargetReached  training seconds until the target was met
+``target/steps_to_target``   TargetReached  steps until then
+``target/value``             TargetReached  the metric at that moment
+``checkpoint/write_s``       Checkpointed   seconds the training waited for the checkpoint
+===========================  =============  ===============================================
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from kfac_bench.events import Checkpointed, Evaluated, Event, TargetReached, Trained
+
+AXES = ("step", "epoch", "train_s")
+
+
+def metrics_of(event: Event) -> dict[str, float]:
+    """Return the event as a row of named numbers; empty if it measures nothing."""
+    match event:
+        case Trained():
+            row = {"epoch": event.epoch, **_trained(event)}
+        case Evaluated():
+            row = {"epoch": event.epoch}
+            row |= {f"eval/{name}": value for name, value in event.metrics.items()}
+        case TargetReached():
+            row = {
+                "target/time_to_target_s": event.train_s,
+                "target/steps_to_target": event.step,
+                "target/value": event.value,
+            }
+        case Checkpointed():
+            row = {"checkpoint/write_s": event.write_s}
+        case _:
+            return {}
+    return {"step": event.step, "train_s": event.train_s, **row}
+
+
+def _trained(event: Trained) -> dict[str, float]:
+    row = {
+        "train/loss": event.loss,
+        "train/lr": event.lr,
+        "train/examples_per_s": event.examples_per_s,
+        "train/epoch": event.epoch,
+    }
+    if event.nu is not None:
+        row["kfac/nu"] = event.nu
+    if event.cosine:
+        row |= {f"kfac/cosine/{layer}": value for layer, value in event.cosine.items()}
+        row["kfac/cosine_min"] = min(event.cosine.values())
+        row["kfac/cosine_median"] = statistics.median(event.cosine.values())
+    return row | {f"kfac/stage_s/{stage}": value for stage, value in event.stage_s.items()}

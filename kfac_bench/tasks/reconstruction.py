@@ -1,0 +1,49 @@
+"""The input is its own target."""
+
+import torch
+from torch import Tensor, nn
+
+from kfac_bench.data.data import Batch
+from kfac_bench.errors import UsageError
+
+
+class Reconstruction:
+    """Squared error between an image and the model's output of the same shape.
+
+    Metric `squared_error`: the squared difference SUMMED over an image's pixels, mean over the
+    images, in squared units of the input; lower is better. The training loss is HALF of it: the
+    negative log likelihood of a Gaussian of unit variance around the output, for which the
+    Gauss-Newton matrix is the Fisher, so K-FAC approximates the right one without a stray factor.
+    """
+
+    def __init__(self) -> None:
+        self.metric = "squared_error"
+        self.higher_is_better = False
+        self.num_totals = 2
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return half the squared error, mean over the examples."""
+        images, _ = batch
+        return 0.5 * (_output(model, images) - images).square().sum() / len(images)
+
+    @torch.no_grad()
+    def totals(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return [examples, sum of squared errors], float64."""
+        images, _ = batch
+        error = (_output(model, images).double() - images.double()).square().sum()
+        return torch.stack([torch.full_like(error, len(images)), error])
+
+    def metrics(self, totals: Tensor) -> dict[str, float]:
+        """Return `squared_error` over all examples that the totals count."""
+        examples, error = totals.tolist()
+        return {"squared_error": error / examples}
+
+
+def _output(model: nn.Module, images: Tensor) -> Tensor:
+    output: Tensor = model(images)
+    if output.shape != images.shape:  # or broadcasting might make a number of it
+        raise UsageError(
+            "reconstruction needs a model whose output has the shape of its input: "
+            f"{list(images.shape)} became {list(output.shape)}"
+        )
+    return output

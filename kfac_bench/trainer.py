@@ -1,0 +1,285 @@
+"""The training loop: every run of the suite goes through this file."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kfac_bench import checkpoint
+from kfac_bench.config import TrainerConfig
+from kfac_bench.core import KFAC
+from kfac_bench.data.batches import Shard, steps_per_epoch
+from kfac_bench.data.data import Batch, Data
+from kfac_bench.events import (
+    Checkpointed,
+    Clock,
+    Evaluated,
+    EventLog,
+    Resumed,
+    RunEnded,
+    TargetReached,
+    Trained,
+)
+from kfac_bench.ranks import Ranks
+from kfac_bench.tasks.task import Task, reached
+
+
+class NonFiniteError(Exception):
+    """The loss (or, before a checkpoint, a weight) is not a finite number."""
+
+
+@dataclass
+class Stop:
+    """Set by SIGTERM and SIGINT; the loop looks at it once a step."""
+
+    signal: int = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals inside the block."""
+
+        def note(number: int, frame: object) -> None:
+            if self.signal == number == signal.SIGINT:
+                raise KeyboardInterrupt  # a second Ctrl-C means now
+            self.signal = number
+
+        before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass
+class Trainer:
+    """Trains until the target is reached, the steps are used up, or somebody says stop."""
+
+    task: Task
+    data: Data
+    model: nn.Module
+    """As the loss sees it; inside DistributedDataParallel on several ranks."""
+    optimizer: Optimizer
+    kfac: KFAC | None
+    config: TrainerConfig
+    seed: int
+    ranks: Ranks
+    log: EventLog
+    checkpoints: Path
+    say: Callable[[str], None] = print
+    step: int = 0
+    """Updates done."""
+    clock: Clock = field(default_factory=Clock)
+    stop: Stop = field(default_factory=Stop)
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = steps_per_epoch(self.data.train_size, self.config.batch_size)
+        limits = (
+            self.config.max_steps,
+            self.config.max_epochs and self.config.max_epochs * self.steps_per_epoch,
+        )
+        self.max_steps = min(limit for limit in limits if limit is not None)
+        self._eval_freq = self.config.eval_freq or self.steps_per_epoch
+        self._checkpoint_freq = self.config.checkpoint_freq or self.steps_per_epoch
+        self._metrics: dict[str, float] = {}
+        self._saved_at = -1
+        self._since = (0, 0.0)  # step and clock of the last Trained event
+
+    def fit(self) -> str:
+        """Train; the status of the :class:`RunEnded` event it ends with."""
+        message = ""
+        with self.stop.listening():
+            try:
+                status = self._fit()
+            except NonFiniteError as error:
+                status, message = "failed", str(error)
+        self.clock.stop()
+        self.log.emit(
+            RunEnded(self.step, self.clock.train_s(), status, message, weights_sha256(self._bare))
+        )
+        return status
+
+    def _fit(self) -> str:
+        if self.step == 0:
+            self._evaluate()
+        self._since = (self.step, self.clock.train_s())
+        self.clock.start()
+        for batch in self._batches():
+            loss, stopping = self._train_step(batch)
+            done, reached_target = self.step >= self.max_steps, False
+            if self.step % self.config.log_freq == 0 or done:
+                self._emit_trained(loss)
+            if self.step % self._eval_freq == 0 or done:
+                reached_target = self._evaluate()
+            if reached_target or done or stopping or self.step % self._checkpoint_freq == 0:
+                self.save()
+            if reached_target:
+                return "reached"
+            if stopping and not done:
+                return "interrupted"
+        return "finished"
+
+    def _batches(self) -> Iterator[Batch]:
+        """From the next step on: the order is a function of seed, epoch and rank alone."""
+        shard = Shard(self.ranks.rank, self.ranks.world_size)
+        while self.step < self.max_steps:
+            epoch, start = divmod(self.step, self.steps_per_epoch)
+            for batch in self.data.train(self.config.batch_size, self.seed, epoch, start, shard):
+                yield self._to_device(batch)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        x, y = batch
+        return (
+            x.to(self.ranks.device, non_blocking=True),
+            y.to(self.ranks.device, non_blocking=True),
+        )
+
+    def _train_step(self, batch: Batch) -> tuple[float, bool]:
+        """Forward, backward, K-FAC, optimizer: the whole algorithm.
+
+        Returns the global mean loss, and whether a rank was told to stop.
+        """
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.task.loss(self.model, batch)
+        stop = loss.new_tensor(float(bool(self.stop.signal)))
+        total, stops = self.ranks.sum(torch.stack([loss.detach().float(), stop])).tolist()
+        mean = total / self.ranks.world_size
+        if not math.isfinite(mean):
+            raise NonFiniteError(f"the loss is {mean} at step {self.step + 1}; no update was made")
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.kfac is not None:
+            self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
+            self.kfac.step()
+        self.optimizer.step()
+        self.step += 1
+        return mean, stops > 0
+
+    def _emit_trained(self, loss: float) -> None:
+        self._synchronize()
+        with self.clock.paused():
+            train_s = self.clock.train_s()
+            steps, seconds = self.step - self._since[0], train_s - self._since[1]
+            statistics = {} if self.kfac is None else self.kfac.statistics()
+            self.log.emit(
+                Trained(
+                    self.step,
+                    train_s,
+                    self.step / self.steps_per_epoch,
+                    loss,
+                    float(self.optimizer.param_groups[0]["lr"]),
+                    steps * self.config.batch_size / seconds if seconds > 0 else 0.0,
+                    **statistics,
+                )
+            )
+            self._since = (self.step, train_s)
+
+    def _evaluate(self) -> bool:
+        """Exact metrics of the validation set; whether the target is reached. No training time."""
+        self._synchronize()
+        with self.clock.paused(), torch.no_grad():
+            train_s = self.ranks.max(self.clock.train_s())
+            self.ranks.share_buffers(self._bare)
+            self.model.eval()
+            totals: Tensor | None = None
+            shard = Shard(self.ranks.rank, self.ranks.world_size)
+            for batch in self.data.evaluate(self.config.eval_batch_size, shard):
+                new = self.task.totals(self._bare, self._to_device(batch))
+                totals = new if totals is None else totals + new
+            if totals is None:  # fewer examples than ranks
+                totals = torch.zeros(self.task.num_totals, dtype=torch.float64)
+            summed = self.ranks.sum(totals.to(self.ranks.device))
+            metrics = self.task.metrics(summed.cpu())
+            self.log.emit(
+                Evaluated(self.step, train_s, self.step / self.steps_per_epoch, metrics)
+            )
+            value, target = metrics[self.task.metric], self.config.target
+            if target is None or not reached(self.task, value, target):
+                return False
+            self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
+            return True
+
+    @property
+    def _bare(self) -> nn.Module:
+        """The model without its wrapper: names in checkpoints know nothing of it."""
+        model = self.model
+        return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+    def _synchronize(self) -> None:
+        """Let the clock see what the device has really done."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def save(self) -> None:
+        """Write a checkpoint, once per step; a model with a non-finite weight is not one."""
+        if self._saved_at == self.step:
+            return
+        self._synchronize()
+        with self.clock.paused(), torch.no_grad():
+            if not all(torch.isfinite(p.sum()) for p in self._bare.parameters()):
+                raise NonFiniteError(f"a weight is not finite after step {self.step}")
+            clock = Clock()
+            clock.start()
+            self.ranks.share_buffers(self._bare)
+            path = checkpoint.save(
+                self.checkpoints, self.step, self._shard(), self.ranks, self.config.keep_last
+            )
+            self._saved_at = self.step
+            self.log.emit(
+                Checkpointed(self.step, self.clock.train_s(), str(path), clock.train_s())
+            )
+
+    def _shard(self) -> dict[str, Any]:
+        """What this rank adds to a checkpoint."""
+        cuda = self.ranks.device.type == "cuda"
+        shard: dict[str, Any] = {
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if cuda else None,
+            "kfac": None if self.kfac is None else self.kfac.state_dict(shard=True),
+        }
+        if self.ranks.is_main:
+            shard |= {
+                "model": self._bare.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "train_s": self.clock.train_s(),
+            }
+        return shard
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint, of any number of ranks. ``ValueError`` if it does not fit."""
+        main = saved.shards[0]
+        states = [s["kfac"] for s in saved.shards if s["kfac"] is not None]
+        if self.kfac is not None and states:
+            self.kfac.load_state_dict(*states)
+        try:
+            self._bare.load_state_dict(main["model"])
+        except RuntimeError as error:
+            raise ValueError(f"{saved.path}: another model ({str(error).splitlines()[0]})") from None
+        self.optimizer.load_state_dict(main["optimizer"])
+        if self.ranks.rank < len(saved.shards):
+            own = saved.shards[self.ranks.rank]
+            torch.set_rng_state(own["rng"])
+            if own["cuda_rng"] is not None and self.ranks.device.type == "cuda":
+                torch.cuda.set_rng_state(own["cuda_rng"])
+        self.step = self._saved_at = saved.step
+        self.clock = Clock(float(main["train_s"]))
+        self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over all parameters and buffers, names included."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
