@@ -19,6 +19,7 @@ from kfac_bench.events import Evaluated, RunEnded, TargetReached, Trained
 from kfac_bench.sinks import wandb as sink_module
 from kfac_bench.sinks.wandb import WandbSink, decide_mode, wandb_id
 
+ROOT = Path(__file__).parents[1]
 KEY = "0123456789" * 4
 
 
@@ -139,10 +140,13 @@ def test_every_name_is_defined_with_effect(tmp_path, monkeypatch):
     assert [name for name, value in measured.items() if not isinstance(value, dict)] == []
 
 
-def test_a_run_without_end_is_marked_failed(tmp_path):
+def test_failed_run_is_marked_and_takes_no_code_along(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # a git repository
     sink = new_sink(tmp_path)
     sink.write(RunEnded(step=0, train_s=0.0, status="failed"))
     sink.close()
+    assert '"git"' not in inspect(tmp_path, "--json")
+    assert [p for p in tmp_path.rglob("*") if p.suffix in (".patch", ".py", ".txt")] == []
     assert json.loads(inspect(tmp_path, "--summary", "--json"))["exit_code"] == 1
 
 
@@ -318,7 +322,7 @@ def test_dead_or_hung_service_never_stops_training(tmp_path, signal):
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,

@@ -32,11 +32,16 @@ def with_bias(moment: Tensor, row_sum: Tensor, rows: int) -> Tensor:
 
 
 def patch_moment(
-    x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Moment and sum of a convolution's input patches; ``x`` [N, C, H, W] is padded already.
+    x: Tensor,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    *,
+    bias: bool = False,
+) -> Tensor:
+    """Moment of a convolution's input patches; ``x`` [N, C, H, W] is padded already.
 
-    Columns are ordered (c, ky, kx) like ``weight.flatten(1)``: [C ky kx] square, and [C ky kx].
+    Columns are ordered (c, ky, kx) like ``weight.flatten(1)``, then the bias if there is one.
     One channels-last copy of the patches and one product; the order is mended on the result.
     """
     n, c, h, w = x.shape
@@ -46,10 +51,14 @@ def patch_moment(
     steps = (h * w * c, sh * w * c, sw * c, dh * w * c, dw * c, 1)
     patches = x.as_strided((n, out_h, out_w, kh, kw, c), steps, x.storage_offset())
     rows = patches.reshape(n * out_h * out_w, kh * kw * c)
-    return _channels_first(gram(rows), kh * kw, c), _row_channels_first(rows.sum(0), kh * kw, c)
+    moment = _channels_first(gram(rows), kh * kw, c)
+    if not bias:
+        return moment
+    row_sum = rows.sum(0, dtype=moment.dtype).view(kh * kw, c).mT.reshape(-1)
+    return with_bias(moment, row_sum, len(rows))
 
 
-def autocorrelation_moment_3x3(x: Tensor) -> tuple[Tensor, Tensor]:
+def autocorrelation_moment_3x3(x: Tensor, *, bias: bool = False) -> Tensor:
     """The same for a 3x3 kernel, stride 1, zero padding 1, without making patches.
 
     ``x`` [N, C, H, W] is *not* padded; H, W >= 2. Block (offset d, offset e) of the moment sums
@@ -76,18 +85,19 @@ def autocorrelation_moment_3x3(x: Tensor) -> tuple[Tensor, Tensor]:
     moment[0, 2, 0, 2] -= corner[2]
     moment[0, 0, 0, 0] -= corner[3]
     square = moment.permute(4, 0, 1, 5, 2, 3).reshape(9 * c, 9 * c)
-    # The sum over patches of x[p + d] is the sum of the window that d leaves inside.
-    sums = torch.stack(
-        [
-            x[:, :, max(0, i - 1) : h + min(0, i - 1), max(0, j - 1) : w + min(0, j - 1)].sum(
-                (0, 2, 3)
-            )
-            for i in range(3)
-            for j in range(3)
-        ],
-        dim=1,
-    )
-    return square, sums.reshape(9 * c)
+    return with_bias(square, _patch_sum_3x3(x), n * h * w) if bias else square
+
+
+def _patch_sum_3x3(x: Tensor) -> Tensor:
+    """Sum of the patches [9 C]: for offset d that of the window d leaves inside the image."""
+    h, w = x.shape[2:]
+    image = x.sum(0)
+    sums = [
+        image[:, max(0, dy) : h + min(0, dy), max(0, dx) : w + min(0, dx)].sum((1, 2))
+        for dy in (-1, 0, 1)
+        for dx in (-1, 0, 1)
+    ]
+    return torch.stack(sums, dim=1).flatten()
 
 
 def _autocorrelation(x: Tensor) -> Tensor:
@@ -119,10 +129,6 @@ def _edge_moments(x: Tensor) -> list[Tensor]:
 def _channels_first(moment: Tensor, k: int, c: int) -> Tensor:
     """Reorder a [k c, k c] moment from (offset, channel) to (channel, offset)."""
     return moment.view(k, c, k, c).permute(1, 0, 3, 2).reshape(k * c, k * c)
-
-
-def _row_channels_first(row: Tensor, k: int, c: int) -> Tensor:
-    return row.view(k, c).mT.reshape(k * c)
 
 
 Scale = Callable[[int, float, bool], tuple[float, float]]

@@ -86,12 +86,10 @@ class Conv2dLayer(Layer):
             x, g = x.unsqueeze(0), g.unsqueeze(0)
         positions = g.shape[2] * g.shape[3]
         rows = len(g) * positions
-        a, row_sum = self._input_moment(x)
-        if self.bias is not None:
-            a = with_bias(a, row_sum, rows)
+        a = self._input_moment(x)
         return Moments(a, gram(g.permute(0, 2, 3, 1).reshape(rows, -1)), len(g), rows)
 
-    def _input_moment(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _input_moment(self, x: Tensor) -> Tensor:
         conv = self.module
         kernel = (conv.kernel_size[0], conv.kernel_size[1])
         stride = (conv.stride[0], conv.stride[1])
@@ -103,11 +101,11 @@ class Conv2dLayer(Layer):
             and conv.padding_mode == "zeros"
             and min(x.shape[2:]) >= 2
         ):
-            return autocorrelation_moment_3x3(x)
+            return autocorrelation_moment_3x3(x, bias=self.bias is not None)
         if any(pad):
             mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
             x = F.pad(x, pad, mode=mode)
-        return patch_moment(x, kernel, stride, dilation)
+        return patch_moment(x, kernel, stride, dilation, bias=self.bias is not None)
 
 
 @dataclass(frozen=True, slots=True)

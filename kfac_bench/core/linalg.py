@@ -47,8 +47,7 @@ def damped_inverse(factor: Tensor, damping: float) -> Tensor:
             damped = factor.to(dtype, copy=True)
             damped.diagonal().add_(damping)
             lower, info = torch.linalg.cholesky_ex(damped)
-            inverse = torch.cholesky_inverse(lower)
-            if info == 0 and torch.isfinite(inverse.sum()):
+            if info == 0 and (inverse := torch.cholesky_inverse(lower)).isfinite().all():
                 return inverse.to(factor.dtype)
     raise DecompositionError(f"Cholesky of a [{len(factor)}, {len(factor)}] factor failed")
 

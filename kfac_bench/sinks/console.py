@@ -63,6 +63,7 @@ class ConsoleSink:
         self._evaluated_lines = _Interval(interval_s)
         self._best: float | None = None
         self._latest: float | None = None
+        self._last: Trained | None = None
         self._broken = False
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._bar = _Bar(self._stream, total_steps) if is_terminal else None
@@ -117,6 +118,7 @@ class ConsoleSink:
         self.say(f"run {event.run_id}{steps}{goal}")
 
     def _trained(self, event: Trained) -> None:
+        self._last = event
         # The most telling first: a narrow terminal cuts the end off.
         parts = [f"loss {event.loss:.4g}"]
         if self._latest is not None:
@@ -144,6 +146,8 @@ class ConsoleSink:
         if improved:
             self._best = value
         self._latest = value
+        if self._bar is not None and self._last is not None:
+            self._trained(self._last)  # the bar shows the latest value, too
         if self._evaluated_lines.is_due(always=improved):
             names = sorted(event.metrics, key=lambda name: (name != self._metric, name))
             values = "  ".join(f"{name} {event.metrics[name]:.4g}" for name in names)

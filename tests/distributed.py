@@ -1,0 +1,107 @@
+"""Run functions on real gloo ranks: one pool of processes per world size, started once.
+
+A function runs on every rank of the pool; an exception on any rank is raised in the test with
+that rank's traceback, and the pool, whose other ranks may hang in a message, is replaced.
+"""
+
+import atexit
+import os
+import socket
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 60
+_pools = {}
+
+
+class RankFailed(AssertionError):
+    """A rank raised, or died."""
+
+
+def _worker(rank, world_size, port, pipe):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    try:
+        while (job := pipe.recv()) is not None:
+            function, args = job
+            try:
+                pipe.send((True, function(*args)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
+    finally:
+        dist.destroy_process_group()
+
+
+class Pool:
+    """``world_size`` processes in one gloo group."""
+
+    def __init__(self, world_size):
+        context = mp.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_worker, args=(rank, world_size, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, *args):
+        """Results of all ranks, in rank order."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results, waiting = {}, dict(enumerate(self.pipes))
+        while waiting:
+            ready = wait(list(waiting.values()), timeout=2 * TIMEOUT_S)
+            if not ready:
+                raise RankFailed(f"ranks {list(waiting)} hang")
+            for rank, pipe in list(waiting.items()):
+                if pipe in ready:
+                    try:
+                        good, result = pipe.recv()
+                    except EOFError:
+                        good, result = False, "the process died"
+                    if not good:
+                        raise RankFailed(f"rank {rank}:\n{result}")
+                    results[rank] = result
+                    del waiting[rank]
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self, kill=False):
+        """Let the processes go."""
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if kill:
+                process.kill()
+            elif process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+
+
+def run_ranks(world_size, function, *args):
+    """``function(*args)`` on every one of ``world_size`` ranks; their results."""
+    pool = _pools.get(world_size) or _pools.setdefault(world_size, Pool(world_size))
+    try:
+        return pool.run(function, *args)
+    except RankFailed:
+        _pools.pop(world_size).close(kill=True)
+        raise
+
+
+@atexit.register
+def _close_pools():
+    for pool in _pools.values():
+        pool.close()

@@ -1,0 +1,63 @@
+"""Dense K-FAC in float64, written for clarity; what the fast code is held against."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def per_call_rows(module, x, g):
+    """(a rows [N*s, a_dim], g rows [N*s, g_dim], N, s) of one call, by unfold, in float64."""
+    x, g = x.double(), g.double()
+    if isinstance(module, nn.Conv2d):
+        if isinstance(module.padding, str):
+            pads = module._reversed_padding_repeated_twice
+        else:
+            pads = [p for p in reversed(module.padding) for _ in range(2)]
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, pads, mode=mode)
+        x = F.unfold(x, module.kernel_size, module.dilation, 0, module.stride).mT  # [N, s, d]
+        g = g.flatten(2).mT
+    else:
+        x, g = x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
+    n, s, _ = x.shape
+    a = x.reshape(n * s, -1)
+    if module.bias is not None:
+        a = torch.cat([a, torch.ones(n * s, 1, dtype=a.dtype)], dim=1)
+    return a, g.reshape(n * s, -1), n, s
+
+
+def factors(module, x, g, convention="kfc"):
+    """A and G of one call, from the definitions in the sources of each convention."""
+    a, g, n, s = per_call_rows(module, x, g)
+    conv = isinstance(module, nn.Conv2d)
+    if convention == "kfc":  # mean over samples and positions; per-sample gradients are N g
+        return a.T @ a / (n * s), (n * g).T @ (n * g) / n
+    if convention == "sc20" and conv:  # a / s; g N s, averaged over N s rows
+        return (a / s).T @ (a / s) / n, (g * n * s).T @ (g * n * s) / (n * s)
+    if convention == "sc20":
+        return a.T @ a / len(a), (g * len(a)).T @ (g * len(a)) / len(a)
+    if conv:  # kaisa: both divided by s, averaged over N s rows
+        return (a / s).T @ (a / s) / (n * s), (g / s).T @ (g / s) / (n * s)
+    return a.T @ a / len(a), g.T @ g / len(g)
+
+
+def precondition(grad, a, g, damping, method="eigen"):
+    """Solve with the full [g_dim a_dim] square matrix (row-major vec, so G kron A)."""
+    eye_a, eye_g = (torch.eye(len(m), dtype=torch.float64) for m in (a, g))
+    if method == "eigen":
+        curvature = torch.kron(g, a) + damping * torch.eye(len(a) * len(g), dtype=torch.float64)
+    else:
+        curvature = torch.kron(g + damping * eye_g, a + damping * eye_a)
+    return torch.linalg.solve(curvature, grad.double().reshape(-1)).view_as(grad)
+
+
+class Recorder:
+    """Inputs and output gradients of modules during one forward and backward."""
+
+    def __init__(self, modules):
+        self.calls = {m: [] for m in modules}
+        self.handles = [m.register_forward_hook(self._hook) for m in modules]
+
+    def _hook(self, module, inputs, output):
+        x = inputs[0].detach().clone()
+        output.register_hook(lambda g: self.calls[module].append((x, g.detach().clone())))
