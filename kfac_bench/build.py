@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

@@ -33,9 +33,7 @@ class Checkpoint:
     shards: list[dict[str, Any]]
 
 
-def save(
-    directory: Path, step: int, shard: dict[str, Any], ranks: Ranks, keep_last: int
-) -> Path:
+def save(directory: Path, step: int, shard: dict[str, Any], ranks: Ranks, keep_last: int) -> Path:
     """Write ``shard`` of every rank as one checkpoint; all ranks call it.
 
     Raises ``OSError`` on every rank if one could not write; older checkpoints are then untouched.

@@ -83,7 +83,9 @@ class OptimizerConfig:
 
     name: str = option(MISSING, "optimizer", choices=("sgd", "adam", "adamw"))
     lr: float = option(MISSING, "learning rate", above=0)
-    weight_decay: float = option(0.0, "L2 penalty (sgd, adam) or decoupled decay (adamw)", at_least=0)
+    weight_decay: float = option(
+        0.0, "L2 penalty (sgd, adam) or decoupled decay (adamw)", at_least=0
+    )
 
 
 @dataclass

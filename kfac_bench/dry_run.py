@@ -38,9 +38,7 @@ def describe(config: TrainConfig) -> str:
     return "\n".join([*lines, str(kfac.report()), *_stages(config, kfac, rows, step_flops)])
 
 
-def _stages(
-    config: TrainConfig, kfac: KFAC, rows: dict[str, int], step_flops: float
-) -> list[str]:
+def _stages(config: TrainConfig, kfac: KFAC, rows: dict[str, int], step_flops: float) -> list[str]:
     """FLOPs of each stage, when it runs and averaged over steps."""
     every = {
         "factors": config.kfac.factor_update_freq,

@@ -200,9 +200,7 @@ class Trainer:
                 totals = torch.zeros(self.task.num_totals, dtype=torch.float64)
             summed = self.ranks.sum(totals.to(self.ranks.device))
             metrics = self.task.metrics(summed.cpu())
-            self.log.emit(
-                Evaluated(self.step, train_s, self.step / self.steps_per_epoch, metrics)
-            )
+            self.log.emit(Evaluated(self.step, train_s, self.step / self.steps_per_epoch, metrics))
             value, target = metrics[self.task.metric], self.config.target
             if target is None or not reached(self.task, value, target):
                 return False
@@ -235,9 +233,7 @@ class Trainer:
                 self.checkpoints, self.step, self._shard(), self.ranks, self.config.keep_last
             )
             self._saved_at = self.step
-            self.log.emit(
-                Checkpointed(self.step, self.clock.train_s(), str(path), clock.train_s())
-            )
+            self.log.emit(Checkpointed(self.step, self.clock.train_s(), str(path), clock.train_s()))
 
     def _shard(self) -> dict[str, Any]:
         """What this rank adds to a checkpoint."""
@@ -264,7 +260,9 @@ class Trainer:
         try:
             self._bare.load_state_dict(main["model"])
         except RuntimeError as error:
-            raise ValueError(f"{saved.path}: another model ({str(error).splitlines()[0]})") from None
+            raise ValueError(
+                f"{saved.path}: another model ({str(error).splitlines()[0]})"
+            ) from None
         self.optimizer.load_state_dict(main["optimizer"])
         if self.ranks.rank < len(saved.shards):
             own = saved.shards[self.ranks.rank]

@@ -130,4 +130,3 @@ def experiment_yaml(
         + yaml.safe_dump({"defaults": defaults}, sort_keys=False, default_flow_style=None)
         + yaml.safe_dump(tree, sort_keys=False)
     )
-

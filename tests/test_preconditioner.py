@@ -251,7 +251,9 @@ def test_an_unused_layer_and_a_frozen_one_do_not_matter():
         if step == 1:
             model["used"].weight.requires_grad_(False)
     assert model["unused"].weight.grad is None
-    assert all(torch.isfinite(p.grad).all() for p in model["used"].parameters() if p.grad is not None)
+    assert all(
+        torch.isfinite(p.grad).all() for p in model["used"].parameters() if p.grad is not None
+    )
 
 
 def test_a_non_finite_statistic_never_enters_the_average():
@@ -339,7 +341,11 @@ def test_a_failed_decomposition_keeps_the_last_good_one(monkeypatch, caplog):
 
 def test_report_says_what_is_covered_and_why_not():
     model = nn.Sequential(
-        nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8, 2), nn.Linear(2, 2)
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+        nn.Linear(2, 2),
     )
     model[4].weight.requires_grad_(False)
     report = kfac_of(model).report()

@@ -60,9 +60,7 @@ class Capture:
             new = layer.moments(x, g)
         old = self._collected.get(layer.name)
         if old is None:
-            self._collected[layer.name] = Collected(
-                new.a, new.g, new.samples, new.rows, forward
-            )
+            self._collected[layer.name] = Collected(new.a, new.g, new.samples, new.rows, forward)
         else:
             old.a += new.a
             old.g += new.g

@@ -124,9 +124,7 @@ class Executor:
             zeros = torch.zeros(spec.dim(factor), spec.dim(factor), device=weight_of.device)
             self._fresh[spec.name, factor] = zeros, zeros.new_zeros(())
             return
-        scales = self.scale(
-            new.samples, new.rows / new.samples, self.layers[spec.name].is_conv
-        )
+        scales = self.scale(new.samples, new.rows / new.samples, self.layers[spec.name].is_conv)
         moment = new.a if factor == "A" else new.g
         moment *= scales[FACTORS.index(factor)]
         finite = torch.isfinite(moment.sum())  # an overflow must never enter the average
@@ -174,9 +172,7 @@ class Executor:
             return
         a, g = (self.states[spec.name].decompositions[f] for f in FACTORS)
         if self.plan.method == "eigen":
-            result = linalg.precondition_eigen(
-                grad, (a[0], a[1]), (g[0], g[1]), request.damping
-            )
+            result = linalg.precondition_eigen(grad, (a[0], a[1]), (g[0], g[1]), request.damping)
         else:
             result = linalg.precondition_inverse(grad, a[0], g[0])
         self._preconditioned[spec.name] = result

@@ -21,7 +21,7 @@ class DecompositionError(RuntimeError):
 
 
 def eigendecompose(factor: Tensor) -> Eigen:
-    """factor = Q diag(v) Q^T; rounding's negative eigenvalues are clamped to 0.
+    """Factor = Q diag(v) Q^T; rounding's negative eigenvalues are clamped to 0.
 
     eigh may raise, or return NaN without raising: both are retried in float64. Raises
     :class:`DecompositionError` if that fails too.
@@ -71,7 +71,7 @@ def precondition_inverse(grad: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> 
 def kl_clip_scale(
     preconditioned: Sequence[Tensor], grads: Sequence[Tensor], lrs: Sequence[float], kl_clip: float
 ) -> Tensor:
-    """nu = min(1, sqrt(kl_clip / sum_i lr_i^2 |<preconditioned_i, grad_i>|)), eq. 16.
+    """Nu = min(1, sqrt(kl_clip / sum_i lr_i^2 |<preconditioned_i, grad_i>|)), eq. 16.
 
     A 0-d tensor on the gradients' device: nothing waits for it.
     """

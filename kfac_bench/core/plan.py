@@ -280,9 +280,7 @@ def _factor_ops(
             bucket, index = _Bucket(), index + 1
 
 
-def _decompose_ops(
-    placements: Sequence[Placement], method: str, bucket_numel: int
-) -> Iterator[Op]:
+def _decompose_ops(placements: Sequence[Placement], method: str, bucket_numel: int) -> Iterator[Op]:
     open_buckets: dict[tuple[int, tuple[int, ...]], _Bucket[tuple[LayerSpec, Factor]]] = {}
     index = 0
     for placement in reversed(placements):

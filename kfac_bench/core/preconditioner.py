@@ -1,10 +1,10 @@
 """K-FAC as a gradient preconditioner: the public face of the package.
 
-    preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100)
-    ...
-    loss.backward()
-    preconditioner.step()  # gradients are preconditioned in place
-    optimizer.step()
+preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100)
+...
+loss.backward()
+preconditioner.step()  # gradients are preconditioned in place
+optimizer.step()
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class KFAC:
     def _find_param_groups(self) -> dict[str, int]:
         """Index of the optimizer's parameter group, and so the learning rate, of each layer."""
         index = {
-            id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]
+            id(p): i
+            for i, group in enumerate(self._optimizer.param_groups)
+            for p in group["params"]
         }
         missing = [layer.name for layer in self._layers if id(layer.weight) not in index]
         if missing:
@@ -279,7 +281,9 @@ class KFAC:
                 saved = entry.get(self.plan.method)
                 complete = complete and saved is not None
                 if saved is not None and self.collective.rank in placement.grad_workers:
-                    state.decompositions[factor] = tuple(x.to(like.device, copy=True) for x in saved)
+                    state.decompositions[factor] = tuple(
+                        x.to(like.device, copy=True) for x in saved
+                    )
         self._decompose_now = steps > 0 and not complete
         if self._capture is not None:
             self._capture.pop()

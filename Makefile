@@ -1,0 +1,43 @@
+# Two commands on a fresh machine: make demo, make test. Both make .venv first.
+PYTHON ?= python3
+SEEDS  ?=
+BIN    := .venv/bin
+READY  := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo tune test lint format clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1|/' | column -t -s'|'
+
+setup: $(READY)  ## .venv with pinned versions (about 6 GB: torch's CUDA build), some minutes
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kfac_bench needs Python 3.11 or newer: make setup PYTHON=python3.12"; exit 2; }
+	@echo "installing into .venv: about 6 GB, 2 to 5 minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report (SEEDS=0: one seed)
+	$(BIN)/kfac-bench run demo $(if $(SEEDS),--seeds $(SEEDS))
+
+tune: setup  ## find the demo's settings anew, one equal budget per optimizer (20 minutes)
+	$(BIN)/kfac-bench tune demo --out conf/experiment
+
+test: setup lint  ## linters and the whole test suite
+	$(BIN)/python -m pytest -q
+
+lint: setup  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment, caches and build leftovers; runs/ stays
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
