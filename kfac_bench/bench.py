@@ -107,13 +107,20 @@ def run_cells(todo: Sequence[Cell], say: Callable[[str], None]) -> int:
     """Run every cell that has not ended, one after the other; how many failed."""
     failed = 0
     for number, cell in enumerate(todo, start=1):
-        before = _outcome(cell)
-        error = "" if before else _run(cell)
-        outcome = before or _outcome(cell)
-        failed += outcome is None
-        said = f"failed: {error}" if outcome is None else outcome + (" (before)" if before else "")
+        good, said = run_cell(cell)
+        failed += not good
         say(f"[{number}/{len(todo)}] {cell.label}: {said}")
     return failed
+
+
+def run_cell(cell: Cell) -> tuple[bool, str]:
+    """Run the cell unless it has ended; whether it has now, and how, in words."""
+    before = _outcome(cell)
+    if before:
+        return True, f"{before} (before)"
+    error = _run(cell)
+    outcome = _outcome(cell)
+    return (False, f"failed: {error}") if outcome is None else (True, outcome)
 
 
 def _run(cell: Cell) -> str:

@@ -94,7 +94,7 @@ def find(path: Path) -> tuple[Checkpoint | None, list[str]]:
     if (path / MANIFEST).exists():
         return load(path), []
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    bad = []
+    bad: list[str] = []
     for step in reversed(_steps(folder)):
         try:
             return load(folder / f"step-{step:08d}"), bad

@@ -166,7 +166,7 @@ def _kind(kind: str) -> str:
 
 
 def _file_and_line(text: str, config_dir: Path | None) -> str:
-    """ "path:line: " of the key that an "In 'experiment/x': ..." error is about, else empty."""
+    """Where the key of an "In 'experiment/x': ..." error stands: "path:line: ", or empty."""
     found = re.search(r"In '([^']+)':", text)
     if not found or found[1] == "train":
         return ""

@@ -137,7 +137,9 @@ class TrainerConfig:
     eval_freq: int | None = option(None, "steps between evaluations; null: each epoch", at_least=1)
     log_freq: int = option(10, "steps between Trained events", at_least=1)
     checkpoint_freq: int | None = option(
-        None, "steps between checkpoints; null: each epoch", at_least=1
+        None,
+        "steps between checkpoints; null: at an epoch's end, at most once a minute",
+        at_least=1,
     )
     keep_last: int = option(2, "checkpoints kept", at_least=1)
     eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)

@@ -16,7 +16,7 @@ from kfac_bench.errors import UsageError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among ``world_size``; every method but ``is_main`` is called by all ranks."""
+    """One process among ``world_size``; all ranks call every method together."""
 
     rank: int
     world_size: int

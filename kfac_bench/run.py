@@ -24,8 +24,8 @@ from kfac_bench.trainer import Trainer
 def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
     """Train, or go on training, what the configuration says; all ranks call it.
 
-    Returns the status of the run's last event and the signal that stopped it (0: none). Raises :class:`UsageError` for what the user
-    can mend.
+    Returns the status of the run's last event and the signal that stopped it (0: none). Raises
+    :class:`UsageError` for what the user can mend.
     """
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
@@ -42,6 +42,7 @@ def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
             trainer.log, trainer.say = _open_log(config, trainer, directory)
             stack.callback(trainer.log.close)
         _start(config, trainer, directory, about)
+        _say_what_kfac_does(trainer)
         return trainer.fit(), trainer.stop.signal
 
 
@@ -89,35 +90,49 @@ def _open_log(
     config: TrainConfig, trainer: Trainer, directory: RunDirectory
 ) -> tuple[EventLog, Callable[[str], None]]:
     """The record and its views, on rank 0; and how to say a line beside them."""
-    about_metric = {
-        "metric": trainer.task.metric,
-        "higher_is_better": trainer.task.higher_is_better,
-    }
+    metric, higher_is_better = trainer.task.metric, trainer.task.higher_is_better
     console = ConsoleSink(
-        **about_metric, total_steps=trainer.max_steps, target=config.trainer.target
+        metric=metric,
+        higher_is_better=higher_is_better,
+        total_steps=trainer.max_steps,
+        target=config.trainer.target,
     )
     sinks: list[Sink] = [JsonlSink(directory.events), console]
     logger = config.logger
     if logger.name == "wandb":
         from kfac_bench.sinks.wandb import WandbSink
 
-        sinks.append(
-            WandbSink(
-                directory.path,
-                directory.run_id,
-                logger.project,
-                logger.entity,
-                asdict(config),
-                mode=logger.mode,
-                **about_metric,
-                say=console.say,
-            )
+        wandb = WandbSink(
+            directory.path,
+            directory.run_id,
+            logger.project,
+            logger.entity,
+            asdict(config),
+            mode=logger.mode,
+            metric=metric,
+            higher_is_better=higher_is_better,
+            say=console.say,
         )
+        sinks.append(wandb)
     elif logger.name == "tensorboard":
         from kfac_bench.sinks.tensorboard import TensorboardSink
 
-        sinks.append(TensorboardSink(directory.path))
+        sinks.append(TensorboardSink(directory.path, say=console.say))
     return EventLog(sinks), console.say
+
+
+def _say_what_kfac_does(trainer: Trainer) -> None:
+    """One line that also explains why a first step on a large model takes its time."""
+    if trainer.kfac is None:
+        return
+    report, config = trainer.kfac.report(), trainer.kfac.update_freq
+    largest = max(max(x.spec.a_dim, x.spec.g_dim) for x in report.layers)
+    total = report.covered_params + report.skipped_params
+    trainer.say(
+        f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
+        f"parameters); every {config} steps it decomposes {2 * len(report.layers)} factors, the "
+        f"largest {largest} x {largest}"
+    )
 
 
 def _start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ from kfac_bench.events import (
 )
 from kfac_bench.ranks import Ranks
 from kfac_bench.tasks.task import Task, reached
+
+
+CHECKPOINT_INTERVAL_S = 60.0
+"""Between checkpoints at epoch ends: epochs of a demo last milliseconds."""
 
 
 class NonFiniteError(Exception):
@@ -76,7 +81,8 @@ class Trainer:
     ranks: Ranks
     log: EventLog
     checkpoints: Path
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = lambda text: None
+    """Tells the user a line, on rank 0."""
     step: int = 0
     """Updates done."""
     clock: Clock = field(default_factory=Clock)
@@ -90,9 +96,7 @@ class Trainer:
         )
         self.max_steps = min(limit for limit in limits if limit is not None)
         self._eval_freq = self.config.eval_freq or self.steps_per_epoch
-        self._checkpoint_freq = self.config.checkpoint_freq or self.steps_per_epoch
-        self._metrics: dict[str, float] = {}
-        self._saved_at = -1
+        self._saved_at, self._saved_s = -1, time.monotonic()
         self._since = (0, 0.0)  # step and clock of the last Trained event
 
     def fit(self) -> str:
@@ -121,13 +125,22 @@ class Trainer:
                 self._emit_trained(loss)
             if self.step % self._eval_freq == 0 or done:
                 reached_target = self._evaluate()
-            if reached_target or done or stopping or self.step % self._checkpoint_freq == 0:
+            if reached_target or done or stopping or self._checkpoint_is_due():
                 self.save()
             if reached_target:
                 return "reached"
-            if stopping and not done:
+            if done:
+                return "finished"
+            if stopping:
                 return "interrupted"
-        return "finished"
+        return "finished"  # nothing was left to do
+
+    def _checkpoint_is_due(self) -> bool:
+        if self.config.checkpoint_freq is not None:
+            return self.step % self.config.checkpoint_freq == 0
+        if self.step % self.steps_per_epoch:
+            return False
+        return self.ranks.any(time.monotonic() - self._saved_s > CHECKPOINT_INTERVAL_S)
 
     def _batches(self) -> Iterator[Batch]:
         """From the next step on: the order is a function of seed, epoch and rank alone."""
@@ -232,7 +245,7 @@ class Trainer:
             path = checkpoint.save(
                 self.checkpoints, self.step, self._shard(), self.ranks, self.config.keep_last
             )
-            self._saved_at = self.step
+            self._saved_at, self._saved_s = self.step, time.monotonic()
             self.log.emit(Checkpointed(self.step, self.clock.train_s(), str(path), clock.train_s()))
 
     def _shard(self) -> dict[str, Any]:

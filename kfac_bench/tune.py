@@ -33,6 +33,10 @@ class Trial:
         """Mean training seconds to target, inf if missed on a seed."""
         return self.key[0]
 
+    def __str__(self) -> str:
+        found = "missed" if math.isinf(self.mean_s) else f"{self.mean_s:.2f} s to target"
+        return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {found}"
+
 
 def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Callable[[str], None]) -> None:
     """Tune every point of the benchmark's axes, and write one experiment file for each.
@@ -45,10 +49,10 @@ def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Callable[[str], No
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder")
     for point in bench.points(benchmark):
-        trials = [
-            _run_trial(tuning, point, settings, runs_dir, say)
-            for settings in trial_settings(tuning, point["optimizer"])
-        ]
+        trials = []
+        for settings in trial_settings(tuning, point["optimizer"]):
+            trials.append(_run_trial(tuning, point, settings, runs_dir))
+            say(f"{' '.join(point.values())} [{len(trials)}/{tuning.trials}] {trials[-1]}")
         best = min(trials, key=lambda t: t.key)
         path = out / f"{tuning.experiment.format(**point)}.yaml"
         path.write_text(experiment_yaml(tuning, point, trials, best))
@@ -78,19 +82,14 @@ def _value(option: Mapping[str, list[Any]], u: float) -> Any:
 
 
 def _run_trial(
-    tuning: Tuning,
-    point: Mapping[str, str],
-    settings: Mapping[str, Any],
-    runs_dir: str,
-    say: Callable[[str], None],
+    tuning: Tuning, point: Mapping[str, str], settings: Mapping[str, Any], runs_dir: str
 ) -> Trial:
     base = [text.format(**point) for text in tuning.overrides]
     times, gaps = [], []
     for seed in tuning.seeds:
-        overrides = [*base, *(f"{k}={v}" for k, v in settings.items())]
-        label = " ".join([*point.values(), *(f"{k}={v}" for k, v in settings.items())])
-        cell = Cell(f"{label} seed {seed}", (*overrides, f"seed={seed}", f"runs_dir={runs_dir}"))
-        bench.run_cells([cell], say)
+        chosen = (f"{k}={v}" for k, v in settings.items())
+        cell = Cell("trial", (*base, *chosen, f"seed={seed}", f"runs_dir={runs_dir}"))
+        bench.run_cell(cell)
         time_s, gap = _judge(cell)
         times.append(time_s)
         gaps.append(gap)
@@ -119,14 +118,17 @@ def experiment_yaml(
         group, _, option = key.partition(".")
         if option:
             tree.setdefault(group, {})[option] = value
-    parent = tuning.overrides[0].format(**point).removeprefix("experiment=")
+    parent: str = tuning.overrides[0].format(**point).removeprefix("experiment=")
     hits = sum(not math.isinf(t.mean_s) for t in trials)
     seeds = ", ".join(map(str, tuning.seeds))
     defaults = [parent, *({f"override /{k}": v} for k, v in groups.items()), "_self_"]
-    return (
-        "# @package _global_\n"
-        f"# Written by kfac-bench tune: the best of {len(trials)} trials on seeds {seeds}, of which "
-        f"{hits} reached\n# the target; mean training time to target {best.mean_s:.2f} s.\n"
-        + yaml.safe_dump({"defaults": defaults}, sort_keys=False, default_flow_style=None)
-        + yaml.safe_dump(tree, sort_keys=False)
+    header = (
+        f"# Written by kfac-bench tune: the best of {len(trials)} trials on seeds {seeds}; {hits} of "
+        f"them reached\n# the target. Mean training time to target {best.mean_s:.2f} s.\n"
     )
+    # Dumped apart: the defaults list reads best in one line an entry, options as a block.
+    blocks = [
+        yaml.safe_dump({"defaults": defaults}, sort_keys=False, default_flow_style=None),
+        yaml.safe_dump(tree, sort_keys=False),
+    ]
+    return "".join(["# @package _global_\n", header, *blocks])

@@ -335,7 +335,6 @@ def test_a_failed_decomposition_keeps_the_last_good_one(monkeypatch, caplog):
     kfac.step()
     assert kfac.failed_decompositions == 8
     assert torch.equal(kfac.state_dict()["layers"]["0"]["A"]["eigen"][1], before)
-    assert "did not" not in caplog.text
     assert "last good one" in caplog.text
 
 

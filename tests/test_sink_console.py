@@ -83,7 +83,7 @@ def test_terminal_shows_a_bar_with_lines_above():
         "decomposing 108 factors, largest 4608",
         "step 10  epoch 1.00  validation: acc[red] 0.25  loss 1  train 20.0 s",
         "target reached: acc[red] 1 >= 0.9 at step 40 after 1:20 of training",
-        "reached at step 40 after 1:20 of training",
+        "reached at step 40 after 1:20 of training, acc[red] 1",
     ):
         assert line in text
     assert "saved p" not in text
@@ -133,7 +133,7 @@ def test_pipe_gets_few_plain_lines():
     assert len([line for line in lines if "validation" in line]) == 4  # each improves
     assert lines[-2:] == [
         "target reached: acc[red] 1 >= 0.9 at step 40 after 1:20 of training",
-        "reached at step 40 after 1:20 of training",
+        "reached at step 40 after 1:20 of training, acc[red] 1",
     ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,23 +39,29 @@ class Capture:
         self._collected: dict[str, Collected] = {}
         self._forward = 0
         self._handles = [model.register_forward_pre_hook(self._count_forward)]
-        self._handles += [layer.module.register_forward_hook(self._hook(layer)) for layer in layers]
+        self._handles += [
+            layer.module.register_forward_hook(self._hook(layer), with_kwargs=True)
+            for layer in layers
+        ]
 
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
 
-    def _hook(self, layer: Layer):  # type: ignore[no-untyped-def]
-        def on_forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _hook(self, layer: Layer) -> Callable[..., None]:
+        def on_forward(
+            module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+        ) -> None:
             if module is not layer.module:  # a deep copy of the model carries our hook: not ours
                 return
             if not (self.enabled and module.training and output.requires_grad):
                 return
-            x, forward = inputs[0].detach(), self._forward
-            output.register_hook(lambda g: self._add(layer, x, g.detach(), forward))
+            x = args[0] if args else kwargs["input"]
+            add = partial(self._add, layer, x.detach(), self._forward)
+            output.register_hook(add)  # type: ignore[no-untyped-call]
 
         return on_forward
 
-    def _add(self, layer: Layer, x: Tensor, g: Tensor, forward: int) -> None:
+    def _add(self, layer: Layer, x: Tensor, forward: int, g: Tensor) -> None:
         start = time.perf_counter()
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             new = layer.moments(x, g)

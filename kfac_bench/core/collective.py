@@ -39,10 +39,7 @@ class TorchCollective:
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         world = dist.group.WORLD
-        assert world is not None
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
-            tuple(range(self.world_size)): world
-        }
+        self._groups = {tuple(range(self.world_size)): world}
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Make each group once; every rank takes part, member or not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from kfac_bench.core.plan import (
@@ -43,15 +43,16 @@ def payload_bytes(plan: Plan, *stages: Stage, itemsize: int = 4) -> dict[str, in
 
 
 def wire_bytes(plan: Plan, rank: int, *stages: Stage, itemsize: int = 4) -> dict[str, float]:
-    """Bytes ``rank`` receives, by kind of op: rings move 2 (p-1)/p of a reduced payload and
-    (p-1)/p of a broadcast one over p ranks.
+    """Bytes ``rank`` receives, by kind of op.
+
+    Over p ranks a ring moves 2 (p-1)/p of a reduced payload and (p-1)/p of a broadcast one.
     """
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for op in plan.ops(*stages):
         if isinstance(op, Message) and rank in op.ranks:
             passes = 2 if isinstance(op, ReduceFactors) else 1
             share = (len(op.ranks) - 1) / len(op.ranks)
-            total[type(op).__name__] += passes * share * op.numel * itemsize  # type: ignore[assignment]
+            total[type(op).__name__] += passes * share * op.numel * itemsize
     return dict(total)
 
 

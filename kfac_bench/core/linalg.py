@@ -30,7 +30,7 @@ def eigendecompose(factor: Tensor) -> Eigen:
         for dtype in (factor.dtype, torch.float64):
             try:
                 values, vectors = torch.linalg.eigh(factor.to(dtype))
-            except torch.linalg.LinAlgError:
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
                 continue
             if torch.isfinite(values.sum() + vectors.sum()):
                 return values.clamp_(min=0.0).to(factor.dtype), vectors.to(factor.dtype)

@@ -22,7 +22,7 @@ from kfac_bench.core.collective import Collective, check_same_on_all_ranks, defa
 from kfac_bench.core.executor import Executor, Request
 from kfac_bench.core.factors import CONVENTIONS
 from kfac_bench.core.layers import find_layers, unwrap
-from kfac_bench.core.plan import FACTORS, Stage, make_plan
+from kfac_bench.core.plan import FACTORS, Factor, Stage, make_plan
 from kfac_bench.core.report import Report
 
 Schedule = float | Callable[[int], float]
@@ -138,7 +138,7 @@ class KFAC:
         stage_s = self._executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + self._capture.seconds
         self._capture.seconds = 0.0
-        with self._executor._timed("WriteBack"):
+        with self._executor.timed("WriteBack"):
             self._write_back(grads, preconditioned)
         self._decompose_now = False
         self.steps += 1
@@ -149,6 +149,8 @@ class KFAC:
         damping, decay = _at(self.damping, step), _at(self.factor_decay, step)
         if not damping > 0:
             raise ValueError(f"damping={damping} at step {step}: must be above 0")
+        if self.kl_clip is not None and not _at(self.kl_clip, step) > 0:
+            raise ValueError(f"kl_clip={_at(self.kl_clip, step)} at step {step}: must be above 0")
         if not 0 <= decay < 1:
             raise ValueError(f"factor_decay={decay} at step {step}: must be in [0, 1)")
         due = []
@@ -171,11 +173,11 @@ class KFAC:
         self._nu = None
         if self.kl_clip is not None and pairs:
             lrs = [float(self._optimizer.param_groups[self._group_of[n]]["lr"]) for n in names]
-            kl_clip = _at(self.kl_clip, self.steps)
-            if not kl_clip > 0:
-                raise ValueError(f"kl_clip={kl_clip} at step {self.steps}: must be above 0")
             self._nu = linalg.kl_clip_scale(
-                [p for p, _ in pairs], [g for _, g in pairs], lrs, kl_clip
+                [p for p, _ in pairs],
+                [g for _, g in pairs],
+                lrs,
+                _at(self.kl_clip, self.steps),
             )
         self._cosine_of = names if self.track_cosine else []
         if self.track_cosine and pairs:
@@ -188,8 +190,10 @@ class KFAC:
                 layer.set_grad(grad if self._nu is None else grad * self._nu)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the last step, on the host: ``nu`` (None: no clip), ``cosine`` by layer (empty
-        unless ``track_cosine`` was set), ``stage_s`` seconds by kind of op.
+        """Figures of the last step, on the host.
+
+        ``nu`` of eq. 16 (None: no clip), ``cosine`` by layer (empty unless ``track_cosine`` was
+        set), ``stage_s`` seconds by kind of op.
         """
         cosine = [] if not self._cosine_of or self._cosine is None else self._cosine.tolist()
         return {
@@ -222,19 +226,20 @@ class KFAC:
         :meth:`load_state_dict` to go on bit-exactly; with one rank's dict alone, missing
         decompositions are made anew from the factors at the next step.
         """
+        run = self._executor
         layers: dict[str, dict[str, dict[str, Any]]] = {}
         for placement in self.plan.placements:
             name = placement.layer.name
-            state = self._executor.states[name]
             layers[name] = {}
             for factor in FACTORS:
-                if factor not in state.factors:
+                key = (name, factor)
+                if key not in run.factors:
                     continue
                 if shard and placement.worker(factor) != self.collective.rank:
                     continue
-                entry = {"factor": state.factors[factor], "weight": state.weights[factor]}
-                if factor in state.decompositions:
-                    entry[self.plan.method] = list(state.decompositions[factor])
+                entry: dict[str, Any] = {"factor": run.factors[key], "weight": run.weights[key]}
+                if key in run.decompositions:
+                    entry[self.plan.method] = list(run.decompositions[key])
                 layers[name][factor] = entry
         return {"steps": self.steps, "layers": layers}
 
@@ -244,7 +249,7 @@ class KFAC:
         Raises ``ValueError`` if a layer is missing, unknown or of another shape; then nothing
         has changed. Every rank must load the same dicts.
         """
-        merged: dict[str, dict[str, dict[str, Any]]] = {}
+        merged: dict[str, dict[Factor, dict[str, Any]]] = {}
         for state in states:
             for name, entries in state["layers"].items():
                 for factor, entry in entries.items():
@@ -266,28 +271,26 @@ class KFAC:
                     )
         self._take(merged, steps)
 
-    def _take(self, merged: Mapping[str, Mapping[str, Mapping[str, Any]]], steps: int) -> None:
-        self.steps, complete = steps, True
+    def _take(self, merged: Mapping[str, Mapping[Factor, Mapping[str, Any]]], steps: int) -> None:
+        run, complete = self._executor, True
+        for held in (run.factors, run.weights, run.decompositions):
+            held.clear()
         for placement in self.plan.placements:
             name = placement.layer.name
-            like = self._executor.layers[name].weight
-            state = self._executor.states[name] = type(self._executor.states[name])()
-            for factor in FACTORS:
-                entry = merged.get(name, {}).get(factor)
-                if entry is None:
-                    continue
-                state.factors[factor] = entry["factor"].to(like.device, copy=True)
-                state.weights[factor] = entry["weight"].to(like.device, copy=True)
+            device = run.layers[name].weight.device
+            for factor, entry in merged.get(name, {}).items():
+                key = (name, factor)
+                run.factors[key] = entry["factor"].to(device, copy=True)
+                run.weights[key] = entry["weight"].to(device, copy=True)
                 saved = entry.get(self.plan.method)
                 complete = complete and saved is not None
                 if saved is not None and self.collective.rank in placement.grad_workers:
-                    state.decompositions[factor] = tuple(
-                        x.to(like.device, copy=True) for x in saved
-                    )
+                    run.decompositions[key] = tuple(x.to(device, copy=True) for x in saved)
+        self.steps = steps
         self._decompose_now = steps > 0 and not complete
         if self._capture is not None:
             self._capture.pop()
-            self._capture.enabled = Stage.FACTORS in self._read_schedules(self.steps)[2]
+            self._capture.enabled = Stage.FACTORS in self._read_schedules(steps)[2]
 
 
 def _at(schedule: Schedule, step: int) -> float:

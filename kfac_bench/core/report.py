@@ -39,7 +39,8 @@ class Report:
             f"K-FAC covers {len(self.layers)} layers, {self.covered_params:,} of {total:,} "
             f"parameters ({share:.1f} %)"
         ]
-        width = max(len(x.name) for x in [*self.layers, *self.skipped])
+        names = [x.name for x in self.layers] + [s.name for s in self.skipped]
+        width = max(map(len, names))
         for layer in self.layers:
             kind = type(layer.module).__name__
             spec = layer.spec

@@ -94,10 +94,11 @@ class ConsoleSink:
             case RunStarted():
                 self._started(event)
             case RunEnded():
+                value = f", {self._metric} {self._latest:.4g}" if self._latest is not None else ""
                 message = f": {event.message}" if event.message else ""
                 self.say(
                     f"{event.status} at step {event.step} "
-                    f"after {_duration(event.train_s)} of training{message}"
+                    f"after {_duration(event.train_s)} of training{value}{message}"
                 )
 
     def close(self) -> None:
