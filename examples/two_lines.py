@@ -23,7 +23,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 preconditioner = KFAC(model, optimizer, damping=0.03, update_freq=10, factor_update_freq=5)  # (1)
 print(preconditioner.report())
 
-for step in range(60):
+for _ in range(60):
     batch = torch.randperm(1400)[:256]
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(x[train][batch]), y[train][batch])

@@ -34,7 +34,6 @@ from kfac_bench.events import (
 from kfac_bench.ranks import Ranks
 from kfac_bench.tasks.task import Task, reached
 
-
 CHECKPOINT_INTERVAL_S = 60.0
 """Between checkpoints at epoch ends: epochs of a demo last milliseconds."""
 

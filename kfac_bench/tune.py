@@ -123,8 +123,8 @@ def experiment_yaml(
     seeds = ", ".join(map(str, tuning.seeds))
     defaults = [parent, *({f"override /{k}": v} for k, v in groups.items()), "_self_"]
     header = (
-        f"# Written by kfac-bench tune: the best of {len(trials)} trials on seeds {seeds}; {hits} of "
-        f"them reached\n# the target. Mean training time to target {best.mean_s:.2f} s.\n"
+        f"# Written by kfac-bench tune: the best of {len(trials)} trials on seeds {seeds}, of which "
+        f"{hits} reached\n# the target; its mean training time to target was {best.mean_s:.2f} s.\n"
     )
     # Dumped apart: the defaults list reads best in one line an entry, options as a block.
     blocks = [

@@ -382,3 +382,15 @@ def test_bad_options_are_refused_at_once(options, message):
 def test_an_optimizer_of_other_parameters_is_refused():
     with pytest.raises(ValueError, match="does not hold the weights"):
         KFAC(tiny_model(), sgd(tiny_model()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_train_and_keep_theirs(dtype):
+    model = tiny_model().to(dtype)
+    kfac = kfac_of(model)
+    x, y = batch()
+    backward(model, x.to(dtype), y)
+    kfac.step()
+    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
+    factor = kfac.state_dict()["layers"]["0"]["A"]["factor"]
+    assert factor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -15,9 +15,14 @@ from torch import Tensor
 _convolution_backward = torch.ops.aten.convolution_backward
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precisions become float32: nothing of K-FAC survives 8 bits of mantissa."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def gram(rows: Tensor) -> Tensor:
-    """rows^T rows of [N, d] in float32 (float64 stays), [d, d]."""
-    rows = rows if rows.dtype == torch.float64 else rows.float()
+    """rows^T rows of [N, d], at least in float32, [d, d]."""
+    rows = at_least_float32(rows)
     return rows.mT @ rows
 
 
@@ -68,7 +73,7 @@ def autocorrelation_moment_3x3(x: Tensor, *, bias: bool = False) -> Tensor:
     cuts off (four edges, four corners) is subtracted exactly.
     """
     n, c, h, w = x.shape
-    x = x if x.dtype == torch.float64 else x.float()
+    x = at_least_float32(x)
     lags = _autocorrelation(x)  # [25, C, C]
     d = torch.arange(3, device=x.device)
     dy, dx, ey, ex = d.view(3, 1, 1, 1), d.view(1, 3, 1, 1), d.view(1, 1, 3, 1), d.view(1, 1, 1, 3)

@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_bench.core.factors import autocorrelation_moment_3x3, gram, patch_moment, with_bias
+from kfac_bench.core.factors import (
+    at_least_float32,
+    autocorrelation_moment_3x3,
+    gram,
+    patch_moment,
+    with_bias,
+)
 from kfac_bench.core.plan import LayerSpec
 
 
@@ -41,14 +47,17 @@ class Layer:
         raise NotImplementedError
 
     def get_grad(self) -> Tensor | None:
-        """Weight and bias gradient as [g_dim, a_dim]; None if backward did not reach it."""
+        """Weight and bias gradient as [g_dim, a_dim], at least float32.
+
+        None if backward did not reach it.
+        """
         if self.weight.grad is None:
             return None
-        grad = self.weight.grad.flatten(1)
+        grad = at_least_float32(self.weight.grad.flatten(1))
         if self.bias is None:
             return grad
         bias = self.bias.grad
-        column = grad.new_zeros(len(grad)) if bias is None else bias
+        column = grad.new_zeros(len(grad)) if bias is None else bias.to(grad.dtype)
         return torch.cat([grad, column.unsqueeze(1)], dim=1)
 
     def set_grad(self, grad: Tensor) -> None:
