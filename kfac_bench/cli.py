@@ -160,6 +160,7 @@ def _bench(arguments: list[str]) -> int:
     run.add_argument("--seeds", type=int, nargs="+", help="instead of the benchmark's own")
     run.add_argument("--html", type=Path, help="the page (RUNS_DIR/report.html)")
     tune.add_argument("--out", type=Path, required=True, help="folder for experiment files")
+    tune.add_argument("--only", default="", help="the one experiment to find settings for")
     options = parser.parse_args(arguments)
     if options.command == "compare":
         return _compare(options.runs, options.html, options.svg, options.markdown)
@@ -174,7 +175,7 @@ def _bench(arguments: list[str]) -> int:
         from kfac_bench import tune as tuner
 
         runs_dir = options.runs_dir or f"runs/{options.benchmark}_tuning"
-        tuner.tune(benchmark, runs_dir, options.out, _say)
+        tuner.tune(benchmark, runs_dir, options.out, _say, options.only)
         return 0
     runs_dir = options.runs_dir or f"runs/{options.benchmark}"
     cells = bench.cells(benchmark, runs_dir, options.seeds)

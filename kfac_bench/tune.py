@@ -38,23 +38,31 @@ class Trial:
         return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {found}"
 
 
-def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Callable[[str], None]) -> None:
+def tune(
+    benchmark: Benchmark, runs_dir: str, out: Path, say: Callable[[str], None], only: str = ""
+) -> None:
     """Tune every point of the benchmark's axes, and write one experiment file for each.
 
-    Raises :class:`UsageError` if the benchmark has no tuning section or ``out`` is no folder.
+    ``only`` names the one experiment to write. Raises :class:`UsageError` if the benchmark has no
+    tuning section, ``only`` is none of its experiments, or ``out`` is no folder.
     """
     tuning = benchmark.tuning
     if tuning is None:
         raise UsageError(f"{benchmark.title!r} has no tuning section")
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder")
-    for point in bench.points(benchmark):
+    experiments = {tuning.experiment.format(**p): p for p in bench.points(benchmark)}
+    if only and only not in experiments:
+        raise UsageError(f"--only {only}: choose one of {', '.join(experiments)}")
+    for name, point in experiments.items():
+        if only not in ("", name):
+            continue
         trials = []
         for settings in trial_settings(tuning, point["optimizer"]):
             trials.append(_run_trial(tuning, point, settings, runs_dir))
             say(f"{' '.join(point.values())} [{len(trials)}/{tuning.trials}] {trials[-1]}")
         best = min(trials, key=lambda t: t.key)
-        path = out / f"{tuning.experiment.format(**point)}.yaml"
+        path = out / f"{name}.yaml"
         path.write_text(experiment_yaml(tuning, point, trials, best))
         say(f"{path}: best of {len(trials)} trials, {best.mean_s:.2f} s to target")
 
@@ -123,8 +131,8 @@ def experiment_yaml(
     seeds = ", ".join(map(str, tuning.seeds))
     defaults = [parent, *({f"override /{k}": v} for k, v in groups.items()), "_self_"]
     header = (
-        f"# Written by kfac-bench tune: the best of {len(trials)} trials on seeds {seeds}, of which "
-        f"{hits} reached\n# the target; its mean training time to target was {best.mean_s:.2f} s.\n"
+        f"# Written by kfac-bench tune: best of {len(trials)} trials on seeds {seeds}, of which "
+        f"{hits} reached\n# the target; its mean time to target was {best.mean_s:.2f} s.\n"
     )
     # Dumped apart: the defaults list reads best in one line an entry, options as a block.
     blocks = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,8 @@ class TorchCollective:
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        world = dist.group.WORLD
-        self._groups = {tuple(range(self.world_size)): world}
+        # Any: new_group's type also has the "not a member" number, which K-FAC never sends to
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): dist.group.WORLD}
 
     def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Make each group once; every rank takes part, member or not."""
