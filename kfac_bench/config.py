@@ -131,8 +131,10 @@ class TrainerConfig:
     """The training loop."""
 
     batch_size: int = option(256, "examples per step over all ranks", at_least=1)
-    max_epochs: int | None = option(20, "passes over the training set; null: no limit", at_least=1)
-    max_steps: int | None = option(None, "optimizer steps; null: no limit", at_least=1)
+    max_epochs: int | None = option(
+        None, "passes over the training set; null: 20 if max_steps is null too", at_least=1
+    )
+    max_steps: int | None = option(None, "optimizer steps; null: no limit of their own", at_least=1)
     target: float | None = option(None, "stop when the validation figure reaches this; null: never")
     eval_freq: int | None = option(None, "steps between evaluations; null: each epoch", at_least=1)
     log_freq: int = option(10, "steps between Trained events", at_least=1)
@@ -205,15 +207,13 @@ def check(config: TrainConfig) -> None:
     for name, value, meta in options(config):
         if value is not None:
             _check_option(name, value, meta)
-    kfac, trainer, task = config.kfac, config.trainer, config.task
+    kfac, task = config.kfac, config.task
     if kfac.enabled and kfac.update_freq % kfac.factor_update_freq:
         raise UsageError(
             f"kfac.update_freq={kfac.update_freq} must be a multiple of "
             f"kfac.factor_update_freq={kfac.factor_update_freq}: a decomposition follows a factor "
             "update"
         )
-    if trainer.max_epochs is None and trainer.max_steps is None:
-        raise UsageError("trainer.max_epochs and trainer.max_steps are both null: set one")
     if (config.model.name == "autoencoder") != (task.name == "reconstruction"):
         raise UsageError(
             f"model={config.model.name} does not fit task={task.name}: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ from kfac_bench.events import (
 )
 from kfac_bench.ranks import Ranks
 from kfac_bench.tasks.task import Task, reached
+
+DEFAULT_EPOCHS = 20
+"""Where neither trainer.max_epochs nor trainer.max_steps is set."""
 
 CHECKPOINT_INTERVAL_S = 60.0
 """Between checkpoints at epoch ends: epochs of a demo last milliseconds."""
@@ -89,11 +93,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.steps_per_epoch = steps_per_epoch(self.data.train_size, self.config.batch_size)
-        limits = (
-            self.config.max_steps,
-            self.config.max_epochs and self.config.max_epochs * self.steps_per_epoch,
-        )
-        self.max_steps = min(limit for limit in limits if limit is not None)
+        self.max_steps = _max_steps(self.config, self.steps_per_epoch)
         self._eval_freq = self.config.eval_freq or self.steps_per_epoch
         self._saved_at, self._saved_s = -1, time.monotonic()
         self._since = (0, 0.0)  # step and clock of the last Trained event
@@ -284,6 +284,15 @@ class Trainer:
         self.step = self._saved_at = saved.step
         self.clock = Clock(float(main["train_s"]))
         self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
+
+
+def _max_steps(config: TrainerConfig, steps_per_epoch: int) -> int:
+    epochs = config.max_epochs
+    if epochs is None:
+        if config.max_steps is not None:
+            return config.max_steps
+        epochs = DEFAULT_EPOCHS
+    return min(epochs * steps_per_epoch, config.max_steps or sys.maxsize)
 
 
 def weights_sha256(model: nn.Module) -> str:
