@@ -114,7 +114,11 @@ class Executor:
                 raise TypeError(op)
 
     def _send(self, op: Message) -> tuple[Work, Callable[[], None]]:
-        """Start a message; what to do with its bucket when it has arrived."""
+        """Start a message; what to do with its bucket when it has arrived.
+
+        The root unpacks what it sent, too: with equal bits in equal memory layouts, all ranks
+        compute equal bits from them, and their weights never drift apart.
+        """
         device = next(iter(self.layers.values())).weight.device
         bucket = torch.empty(op.numel, device=device)
         match op:
@@ -127,15 +131,11 @@ class Executor:
                 if root == self.collective.rank:
                     messages.pack_decompositions(op, method, target, bucket)
                 work = self.collective.broadcast(bucket, root, op.ranks, op.name)
-                if root == self.collective.rank:
-                    return work, lambda: None
                 return work, lambda: messages.unpack_decompositions(op, method, bucket, target)
             case ShareGradients(root=root):
                 if root == self.collective.rank:
                     messages.pack_gradients(op, self._preconditioned, bucket)
                 work = self.collective.broadcast(bucket, root, op.ranks, op.name)
-                if root == self.collective.rank:
-                    return work, lambda: None
                 return work, lambda: messages.unpack_gradients(op, bucket, self._preconditioned)
         raise TypeError(op)
 
