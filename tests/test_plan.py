@@ -199,6 +199,20 @@ def test_a_bucket_holds_its_members_and_closes_as_soon_as_it_reaches_the_cap(cas
         assert op.numel - sum(sizes[-last:]) < case.bucket_numel
 
 
+@pytest.mark.parametrize(("cap", "sizes"), [(12, [12, 12]), (13, [18, 6]), (11, [12, 12])])
+def test_buckets_by_hand(cap, sizes):
+    """All factors are 2 x 2: a rank makes four decompositions of 6 elements, or gradients of 4."""
+    specs = [LayerSpec(f"layer{i}", 2, 2) for i in range(4)]
+    plan = make_plan(specs, 2, bucket_numel=cap)
+    shared = of_kind(plan, ShareDecompositions)
+    for root in range(2):
+        assert [op.numel for op in shared if op.root == root] == sizes
+    gradients = of_kind(make_plan(specs, 2, strategy="mem_opt", bucket_numel=8), ShareGradients)
+    assert [(op.root, op.numel) for op in gradients] == [(1, 8), (0, 8)]
+    reduced = of_kind(make_plan(specs, 2, bucket_numel=16), ReduceFactors)
+    assert [op.numel for op in reduced] == [16, 16]
+
+
 @for_all(cases())
 def test_only_the_last_bucket_of_its_ranks_and_root_is_below_the_cap(case):
     for kind in (ReduceFactors, ShareDecompositions, ShareGradients):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -84,10 +85,11 @@ def default_collective() -> Collective:
     return SingleProcess()
 
 
-def check_same_on_all_ranks(collective: Collective, digest: str, device: torch.device) -> None:
-    """Raise ``RuntimeError`` on every rank if one has another plan, before anything can hang."""
+def check_same_on_all_ranks(collective: Collective, what: str, device: torch.device) -> None:
+    """Raise ``RuntimeError`` on every rank if ``what`` differs on one, before anything can hang."""
     if collective.world_size == 1:
         return
+    digest = hashlib.sha256(what.encode()).hexdigest()
     world = tuple(range(collective.world_size))
     # 16 bits an element: exact in any dtype a backend reduces, and small enough to sum
     mine = torch.tensor([int(digest[i : i + 4], 16) for i in range(0, 64, 4)], device=device)
@@ -100,5 +102,5 @@ def check_same_on_all_ranks(collective: Collective, digest: str, device: torch.d
         ranks = differ.nonzero().flatten().tolist()
         raise RuntimeError(
             f"ranks {ranks} made another K-FAC plan than rank 0: every rank must build the same "
-            "model and pass the same strategy, method and skip patterns"
+            "model and pass the same options"
         )

@@ -161,5 +161,6 @@ gradients' moments, summed over positions; independent of batch size. The produc
 Grosse & Martens 2016 (eq. 31 ff.) and of K-FAC-expand (Eschenhagen et al. 2023).
 ``sc20``: the code behind the paper's ResNet tables: convolutions' patches divided by s, g times
 N s. ``kaisa``: SC21's code: both divided by s, g not multiplied by N, so G shrinks with the batch
-size. In both, a Linear layer's positions count as samples.
+size; a rank's G is that of its own part of the batch, so results depend on the number of ranks, as
+SC21's do. In both, a Linear layer's positions count as samples.
 """

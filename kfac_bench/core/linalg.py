@@ -33,7 +33,9 @@ def eigendecompose(factor: Tensor) -> Eigen:
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
                 continue
             if torch.isfinite(values.sum() + vectors.sum()):
-                return values.clamp_(min=0.0).to(factor.dtype), vectors.to(factor.dtype)
+                values = values.clamp_(min=0.0).to(factor.dtype)
+                # eigh returns columns side by side: one layout, so one set of bits, on all ranks
+                return values, vectors.to(factor.dtype).contiguous()
     raise DecompositionError(f"eigh of a [{len(factor)}, {len(factor)}] factor failed")
 
 
@@ -48,7 +50,7 @@ def damped_inverse(factor: Tensor, damping: float) -> Tensor:
             damped.diagonal().add_(damping)
             lower, info = torch.linalg.cholesky_ex(damped)
             if info == 0 and (inverse := torch.cholesky_inverse(lower)).isfinite().all():
-                return inverse.to(factor.dtype)
+                return inverse.to(factor.dtype).contiguous()
     raise DecompositionError(f"Cholesky of a [{len(factor)}, {len(factor)}] factor failed")
 
 
@@ -78,8 +80,7 @@ def kl_clip_scale(
     products = torch.stack(
         [(p * g).sum().abs() * lr**2 for p, g, lr in zip(preconditioned, grads, lrs, strict=True)]
     )
-    tiny = torch.finfo(products.dtype).tiny
-    return (kl_clip / products.sum().clamp_min(tiny)).sqrt().clamp_max(1.0)
+    return (kl_clip / products.sum()).sqrt().clamp_max(1.0)  # kl_clip / 0 is inf: no clip
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:

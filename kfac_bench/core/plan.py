@@ -200,9 +200,11 @@ def make_plan(
         raise ValueError(f"strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
     if method not in METHODS:
         raise ValueError(f"method={method!r}: choose one of {', '.join(METHODS)}")
+    if not 0 <= grad_worker_fraction <= 1:
+        raise ValueError(f"grad_worker_fraction={grad_worker_fraction:g}: must be in [0, 1]")
     fraction = {"comm_opt": 1.0, "hybrid_opt": grad_worker_fraction}.get(strategy, 0.0)
     workers = max(1, round(world_size * fraction))
-    if not 0 <= fraction <= 1 or world_size % workers:
+    if world_size % workers:
         raise ValueError(
             f"grad_worker_fraction={fraction:g} of {world_size} ranks is {workers} gradient "
             f"workers, which do not divide the ranks; choose k/{world_size} with k a divisor"

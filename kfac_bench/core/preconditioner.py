@@ -96,9 +96,10 @@ class KFAC:
             grad_worker_fraction=grad_worker_fraction,
             method=method,
         )
-        self._read_schedules(0)
+        schedules = (self.update_freq, self.factor_update_freq, self.kl_clip or 0)
+        options = [*self._read_schedules(0), *(_at(s, 0) for s in schedules), factor_convention]
         device = self._layers[0].weight.device
-        check_same_on_all_ranks(self.collective, self.plan.digest(), device)
+        check_same_on_all_ranks(self.collective, f"{self.plan.digest()} {options}", device)
         self.collective.prepare(sorted({op.ranks for op in self.plan.ops() if len(op.ranks) > 1}))
         self._executor = Executor(
             self.plan, self.collective, self._layers, CONVENTIONS[factor_convention]
