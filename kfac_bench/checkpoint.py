@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,33 +42,55 @@ def save(directory: Path, step: int, shard: dict[str, Any], ranks: Ranks, keep_l
     """
     final = directory / f"step-{step:08d}"
     partial = directory / f".step-{step:08d}.partial"
-    if ranks.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    ranks.any(False)  # a barrier: the folder is there
-    error: OSError | None = None
     try:
-        _write_synced(partial / f"rank{ranks.rank}.pt", shard)
-    except (OSError, RuntimeError) as caught:  # torch.save reports a full disk as RuntimeError
-        error = OSError(f"checkpoint {final}: {caught}")
-    if ranks.any(error is not None):
+        _together(ranks, final, ranks.is_main, lambda: _make_anew(partial))
+        _together(
+            ranks, final, True, lambda: _write_synced(partial / f"rank{ranks.rank}.pt", shard)
+        )
+        _together(
+            ranks, final, ranks.is_main, lambda: _commit(partial, final, step, ranks.world_size)
+        )
+    except OSError:
         if ranks.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise error or OSError(f"checkpoint {final}: another rank could not write its part")
+        raise
     if ranks.is_main:
-        files = {p.name: _sha256(p) for p in sorted(partial.glob("rank*.pt"))}
-        manifest = {"step": step, "world_size": ranks.world_size, "sha256": files}
-        with (partial / MANIFEST).open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync_directory(directory)
-        for old in _steps(directory)[:-keep_last]:
+        steps = _steps(directory)  # later ones were passed over as damaged: they are void
+        kept = [s for s in steps if s <= step][-keep_last:]
+        for old in set(steps) - set(kept):
             shutil.rmtree(directory / f"step-{old:08d}", ignore_errors=True)
     ranks.any(False)
     return final
+
+
+def _together(ranks: Ranks, final: Path, mine: bool, action: Callable[[], None]) -> None:
+    """Act if it is ours to do; ``OSError`` on every rank if one failed."""
+    error: OSError | None = None
+    try:
+        if mine:
+            action()
+    except (OSError, RuntimeError) as caught:  # torch.save reports a full disk as RuntimeError
+        error = OSError(f"checkpoint {final}: {caught}")
+    if ranks.any(error is not None):
+        raise error or OSError(f"checkpoint {final}: another rank could not write its part")
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _commit(partial: Path, final: Path, step: int, world_size: int) -> None:
+    """Write the manifest and rename the folder into place."""
+    files = {p.name: _sha256(p) for p in sorted(partial.glob("rank*.pt"))}
+    manifest = {"step": step, "world_size": world_size, "sha256": files}
+    with (partial / MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _sync_directory(final.parent)
 
 
 def load(path: Path) -> Checkpoint:
@@ -75,6 +99,8 @@ def load(path: Path) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_text())
         step, files = int(manifest["step"]), dict(manifest["sha256"])
         names = [f"rank{r}.pt" for r in range(int(manifest["world_size"]))]
+        if not names:
+            raise ValueError("it lists no ranks")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: no checkpoint ({MANIFEST}: {error})") from None
     shards = []
@@ -82,7 +108,12 @@ def load(path: Path) -> Checkpoint:
         file = path / name
         if not file.is_file() or _sha256(file) != files.get(name):
             raise UsageError(f"{file}: damaged (its SHA-256 is not the manifest's)")
-        shards.append(torch.load(file, map_location="cpu", weights_only=True))
+        try:
+            shards.append(torch.load(file, map_location="cpu", weights_only=True))
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+            raise UsageError(
+                f"{file}: not a checkpoint of ours ({str(error).split(chr(10))[0][:100]})"
+            ) from None
     return Checkpoint(path, step, shards)
 
 

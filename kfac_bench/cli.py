@@ -51,9 +51,14 @@ def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except SystemExit as stop:  # argparse has printed its help
+        code = int(stop.code or 0)
+    except BrokenPipeError:
+        code = 0
+    try:
+        sys.stdout.flush()
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     sys.exit(code)
 
 
@@ -118,6 +123,8 @@ def _run(config: object) -> int:
 
 def _multirun(overrides: list[str], config_dir: Path | None) -> int:
     """Hydra's own sweep: its launchers and sweepers work."""
+    import tempfile
+
     import hydra
     from omegaconf import DictConfig
 
@@ -127,6 +134,8 @@ def _multirun(overrides: list[str], config_dir: Path | None) -> int:
 
     @hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="train")
     def job(composed: DictConfig) -> int:
+        if any(code >= 128 for code in codes):  # stopped by a signal: so is the sweep
+            return codes[-1]
         try:
             codes.append(_run(compose.from_composed(composed)))
         except UsageError as error:
@@ -135,8 +144,13 @@ def _multirun(overrides: list[str], config_dir: Path | None) -> int:
         return codes[-1]
 
     extra = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    sys.argv = ["kfac-train", "--multirun", *extra, *overrides]
-    job()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come out as exceptions
+    with tempfile.TemporaryDirectory() as scratch:  # for Hydra's own files
+        sys.argv = ["kfac-train", "--multirun", *extra, *overrides, f"hydra.sweep.dir={scratch}"]
+        try:
+            job()
+        except compose.HYDRA_ERRORS as error:
+            raise compose.usage_error(error, overrides, config_dir) from None
     return max(codes, default=0)
 
 
@@ -180,7 +194,7 @@ def _bench(arguments: list[str]) -> int:
     runs_dir = options.runs_dir or f"runs/{options.benchmark}"
     cells = bench.cells(benchmark, runs_dir, options.seeds)
     failed = bench.run_cells(cells, _say)
-    paths = [path for path in (cell.path() for cell in cells) if path.exists()]
+    paths = [p for p in (cell.path() for cell in cells) if (p / "events.jsonl").exists()]
     _compare(paths, options.html or Path(runs_dir) / "report.html", None, False)
     return 1 if failed else 0
 
@@ -202,7 +216,10 @@ def _compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bo
     for note in found.notes:
         print(note)
     if svg is not None:
-        svg.write_text(report.figure_svg(found.settings), encoding="utf-8")
+        try:
+            svg.write_text(report.figure_svg(found.settings), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{svg}: cannot be written ({error.strerror})") from None
         print(f"figure: {svg}")
     if html is not None:
         print(f"report: {html.resolve()}")

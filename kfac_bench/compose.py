@@ -42,20 +42,30 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             composed = compose("train", overrides=[*overrides, *search])
-    except yaml.YAMLError as error:
-        raise UsageError(_describe_yaml(error)) from None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UsageError(_describe(error, overrides, config_dir)) from None
+    except (*HYDRA_ERRORS, ValueError) as error:
+        raise usage_error(error, overrides, config_dir) from None
     return from_composed(composed)
+
+
+HYDRA_ERRORS = (yaml.YAMLError, HydraException, OmegaConfBaseException)
+
+
+def usage_error(
+    error: Exception, overrides: Sequence[str], config_dir: Path | None = None
+) -> UsageError:
+    """What Hydra raised while composing, as one line."""
+    if isinstance(error, yaml.YAMLError):
+        return UsageError(_describe_yaml(error))
+    return UsageError(_describe(error, overrides, config_dir))
 
 
 def from_composed(composed: DictConfig) -> TrainConfig:
     """The typed, checked configuration; nothing past this line sees a DictConfig."""
-    _refuse_additions(composed)
     try:
+        _refuse_additions(composed)
         result = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise UsageError(_first_line(error)) from None
+        raise UsageError(_with_key(str(error))) from None
     assert isinstance(result, TrainConfig)
     config.check(result)
     return result
@@ -109,14 +119,14 @@ def _describe_yaml(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or _first_line(error)
     if mark is None:
-        return f"YAML: {problem}"
+        return f"{getattr(error, 'name', 'YAML')}: not valid YAML: {problem}"
     return f"{mark.name}:{mark.line + 1}: not valid YAML: {problem}"
 
 
 def _describe(error: Exception, overrides: Sequence[str], config_dir: Path | None) -> str:
     """One line from what Hydra raised; its texts are the only interface it has."""
     text, cause = str(error), error.__cause__
-    if found := re.search(r"Could not find '([^/']+)/([^']+)'", text):
+    if found := re.search(r"Could not find '([^/']+)/([^']*)'", text):
         group, name = found.groups()
         choices = options_of(group, config_dir)
         return (
@@ -125,13 +135,20 @@ def _describe(error: Exception, overrides: Sequence[str], config_dir: Path | Non
         )
     where = _file_and_line(text, config_dir)
     detail = text if cause is None else str(cause)
+    detail = re.sub(r"^In '[^']+': \w+ raised while composing config:\n", "", detail)
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_undecodable(config_dir) or 'a configuration file'}: not UTF-8 text ({text})"
+    if "Key 'experiment' not in 'TrainConfig'" in detail:
+        return f"{where}an experiment file starts with the line '# @package _global_'"
     if found := re.search(r"Key '([^']+)' (?:is )?not in '?(\w+)'?", detail):
         key, schema = found.groups()
         full = _full_key(detail) or key
         parent = full.rpartition(".")[0]
         known = _known_keys(schema, parent)
         return f"{where}{full}: no such option{_did_you_mean(key, known)}"
-    if found := re.search(r"Value '(.*?)'.* could not be converted to (\w+)", detail, re.DOTALL):
+    if found := re.search(
+        r"Value '(.*?)'.* (?:could not be converted to|is not a valid) (\w+)", detail, re.DOTALL
+    ):
         value, kind = found.groups()
         return f"{where}{_full_key(detail) or 'option'}={value}: expected {_kind(kind)}"
     if type(error).__name__ == "OverrideParseException":
@@ -144,8 +161,25 @@ def _describe(error: Exception, overrides: Sequence[str], config_dir: Path | Non
     if "Ambiguous value" in text:
         return f"{_first_line(error)}: give one value, or add --multirun to run each"
     if isinstance(error, ValueError) and "Config group override" in text:
-        return f"{_first_line(error)}: a group is chosen by name, as in kfac=comm_opt"
-    return f"{where}{_first_line(detail)}"
+        given = " ".join(overrides)
+        return f"{given}: {_first_line(error)}: a group is chosen by name, as in kfac=comm_opt"
+    return f"{where}{_with_key(detail)}"
+
+
+def _with_key(text: str) -> str:
+    """The first line of OmegaConf's text, after the option that it is about."""
+    key = _full_key(text)
+    return f"{key}: {_first_line(text)}" if key else _first_line(text)
+
+
+def _undecodable(config_dir: Path | None) -> Path | None:
+    for folder in (d for d in (config_dir, CONF_DIR) if d is not None):
+        for path in sorted(folder.rglob("*.yaml")):
+            try:
+                path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                return path
+    return None
 
 
 def _full_key(text: str) -> str | None:
@@ -161,7 +195,7 @@ def _known_keys(schema: str, parent: str) -> set[str]:
 
 
 def _kind(kind: str) -> str:
-    article = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+    article = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     return article.get(kind, kind.lower())
 
 

@@ -7,6 +7,8 @@ Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,6 +210,13 @@ def check(config: TrainConfig) -> None:
         if value is not None:
             _check_option(name, value, meta)
     kfac, task = config.kfac, config.task
+    for pattern in kfac.skip:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(
+                f"kfac.skip: {pattern!r} is not a regular expression: {error}"
+            ) from None
     if kfac.enabled and kfac.update_freq % kfac.factor_update_freq:
         raise UsageError(
             f"kfac.update_freq={kfac.update_freq} must be a multiple of "
@@ -227,6 +236,8 @@ def _check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
         raise UsageError(f"{name}={value}: choose one of {', '.join(choices)}")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
+    if not math.isfinite(value) and not bounds:
+        raise UsageError(f"{name}={value}: must be a finite number ({meta['help']})")
     holds = {
         "at least": lambda bound: value >= bound,
         "above": lambda bound: value > bound,

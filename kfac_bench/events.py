@@ -134,6 +134,8 @@ class JsonlSink:
     """The record: appends to ``path``, one flushed line per event."""
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            _drop_torn_line(path)
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, event: Event) -> None:
@@ -143,6 +145,13 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a killed process did not finish, or the next event would be glued to it."""
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
 
 
 class EventLog:

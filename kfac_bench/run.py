@@ -32,8 +32,7 @@ def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
     directory = RunDirectory(config)
     about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
     with ExitStack() as stack:
-        if ranks.is_main:
-            stack.enter_context(directory.open(config, about))
+        _open_together(stack, ranks, directory, config, about)
         trainer = _build_trainer(config, ranks, directory)
         complete = _status_if_complete(directory, trainer) if ranks.is_main else None
         if ranks.any(complete is not None):
@@ -44,6 +43,24 @@ def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
         _start(config, trainer, directory, about)
         _say_what_kfac_does(trainer)
         return trainer.fit(), trainer.stop.signal
+
+
+def _open_together(
+    stack: ExitStack,
+    ranks: Ranks,
+    directory: RunDirectory,
+    config: TrainConfig,
+    about: Mapping[str, Any],
+) -> None:
+    """Rank 0 opens the directory; if it may not, all ranks stop."""
+    error: UsageError | None = None
+    try:
+        if ranks.is_main:
+            stack.enter_context(directory.open(config, about))
+    except UsageError as caught:
+        error = caught
+    if ranks.any(error is not None):
+        raise error or UsageError(f"{directory.path}: rank 0 cannot open it")
 
 
 def _build_trainer(config: TrainConfig, ranks: Ranks, directory: RunDirectory) -> Trainer:

@@ -275,7 +275,7 @@ class Trainer:
             raise ValueError(
                 f"{saved.path}: another model ({str(error).splitlines()[0]})"
             ) from None
-        self.optimizer.load_state_dict(main["optimizer"])
+        self._restore_optimizer(main["optimizer"], saved.path)
         if self.ranks.rank < len(saved.shards):
             own = saved.shards[self.ranks.rank]
             torch.set_rng_state(own["rng"])
@@ -284,6 +284,17 @@ class Trainer:
         self.step = self._saved_at = saved.step
         self.clock = Clock(float(main["train_s"]))
         self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
+
+    def _restore_optimizer(self, state: dict[str, Any], path: Path) -> None:
+        """Take over the momenta, not the settings: those are the configuration's."""
+        groups = self.optimizer.param_groups
+        mine = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        theirs = state["param_groups"]
+        if [set(g) for g in mine] != [set(g) - {"params"} for g in theirs]:
+            raise ValueError(f"{path}: another optimizer")
+        self.optimizer.load_state_dict(state)
+        for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
+            group.update(settings)
 
 
 def _max_steps(config: TrainerConfig, steps_per_epoch: int) -> int:

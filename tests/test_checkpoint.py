@@ -183,7 +183,7 @@ def test_a_signed_file_that_is_no_checkpoint_is_refused_and_not_run(folder, tmp_
     if content == "pickle":
         torch.save({"model": Evil(touched)}, path / "rank0.pt")
     else:
-        (path / "rank0.pt").write_bytes(b"\x80garbage" if content == "garbage" else b"")
+        (path / "rank0.pt").write_bytes(b"PK\x03\x04 garbage" if content == "garbage" else b"")
     sign(path)
     with pytest.raises(UsageError) as caught:
         checkpoint.load(path)
@@ -218,11 +218,11 @@ def test_a_new_checkpoint_is_kept_beside_damaged_later_ones(folder, keep_last):
 # ---- a disk that fails ----
 
 
-def full_disk(*_):
+def full_disk(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def torch_full_disk(*_):
+def torch_full_disk(*_, **__):
     raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
 
 

@@ -1,0 +1,359 @@
+"""The commands as people type them: processes, exit codes, what they print and leave behind."""
+
+import importlib.util
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kfac_bench
+from kfac_bench import cli, compose
+from kfac_bench.events import RunEnded, RunStarted, Trained, read
+
+BIN = Path(sys.executable).parent
+ROOT = compose.CONF_DIR.parent
+TINY = (
+    *("model=autoencoder", "model.hidden=[4]", "logger=none", "trainer.max_steps=3"),
+    *("trainer.threads=1", "kfac.update_freq=2", "kfac.factor_update_freq=1"),
+)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run a command in an empty folder, as a user's shell would; output captured."""
+
+    def run(*arguments, **options):
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        return subprocess.run(
+            [str(a) for a in arguments],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            timeout=120,
+            **({"capture_output": True} | options),
+        )
+
+    return run
+
+
+def refused(done, fragment):
+    """Exit code 2 and exactly one line, on stderr alone."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("kfac-")
+    assert fragment in done.stderr
+
+
+# ---- help and configuration ----
+
+
+def test_version(command):
+    done = command(BIN / "kfac-train", "--version")
+    assert (done.returncode, done.stdout.strip()) == (0, kfac_bench.__version__)
+
+
+def test_help_is_quick_and_needs_no_torch(command):
+    code = (
+        "import sys, kfac_bench.cli\n"
+        "try: kfac_bench.cli.train(['--help'])\n"
+        "except SystemExit as stop: code = stop.code\n"
+        "heavy = {'torch', 'numpy', 'sklearn', 'wandb', 'matplotlib', 'scipy'} & set(sys.modules)\n"
+        "print(code, sorted(heavy), file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(2):  # the first may read from a cold disk
+        began = time.perf_counter()
+        done = command(sys.executable, "-c", code)
+        seconds.append(time.perf_counter() - began)
+    assert done.stderr == "0 []\n"
+    assert min(seconds) < 1.5
+    assert done.stdout.startswith("usage: kfac-train")
+    for said in ("--multirun", "dry_run=true", "kfac.update_freq=100", "model=autoencoder|resnet"):
+        assert said in done.stdout
+
+
+def test_cfg_job_is_the_configuration_as_yaml(command):
+    done = command(BIN / "kfac-train", "model=resnet50", "kfac.update_freq=500", "--cfg", "job")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = yaml.safe_load(done.stdout)
+    assert (said["model"]["name"], said["kfac"]["update_freq"]) == ("resnet50", 500)
+    assert said.keys() >= {"data", "task", "optimizer", "trainer", "logger", "seed", "run_id"}
+    assert not said.keys() & {"hydra", "schema", "defaults"}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("kfac-train", ["--help"]),
+        ("kfac-train", ["--cfg", "job"]),
+        ("kfac-bench", ["--help"]),
+        ("kfac-bench", ["list"]),
+    ],
+)
+def test_a_closed_pipe_is_no_error(command, script, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)  # as head does
+    done = command(
+        BIN / script, *arguments, capture_output=False, stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert done.stderr == ""
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["kfac.dampign=1"], "did you mean damping?"),
+        (["kfac.update_freq=-3"], "must be at least 1"),
+        (["model=resnet51"], "choose one of autoencoder"),
+        (["--cfg", "all"], "--cfg"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--config-dir", "/nowhere"], "/nowhere: no such folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fragment):
+    refused(command(BIN / "kfac-train", *arguments), fragment)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ([], "command"),
+        (["lst"], "choose from"),
+        (["run", "no_such"], "no such benchmark; choose one of demo"),
+        (["run", "demo", "--seeds", "x"], "--seeds"),
+        (["tune", "demo"], "--out"),
+        (["tune", "demo", "--out", "/nowhere"], "/nowhere: no such folder"),
+        (["tune", "demo", "--out", ".", "--only", "x"], "--only x: choose one of"),
+        (["compare", "no_such_run"], "no_such_run"),
+        (["compare", "."], "no runs here"),
+    ],
+)
+def test_bad_input_to_kfac_bench(tmp_path, monkeypatch, capsys, arguments, fragment):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(arguments)
+    said = capsys.readouterr()
+    assert caught.value.code == 2
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert fragment in said.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["data=imagefolder", "data.root=/nowhere"], ["/nowhere/train", "<class>/<image>.JPEG"]),
+        (["data=cifar10", "data.root=/nowhere"], ["/nowhere", "cifar-10"]),
+        (["data=cifar10"], ["data.root"]),
+        (["trainer.batch_size=5000"], ["5000", "1347"]),
+        (["model=autoencoder", "model.hidden=[0]"], ["positive"]),
+        (["kfac.skip=[.]"], ["kfac"]),
+        (["run_id=a/b"], ["run_id='a/b'"]),
+        (["resume=/nowhere"], ["resume=/nowhere"]),
+    ],
+)
+def test_what_only_the_run_can_know_is_also_one_line(tmp_path, capsys, overrides, fragments):
+    with pytest.raises(SystemExit) as caught:
+        cli.train([*overrides, "logger=none", f"runs_dir={tmp_path}"])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert len(said.splitlines()) == 1, said
+    for fragment in fragments:
+        assert fragment in said
+
+
+def test_on_several_ranks_one_of_them_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        cli.train(["kfac.dampign=1"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+# ---- the dry run ----
+
+
+def test_a_dry_run_of_the_papers_model_tells_what_it_costs(command, tmp_path):
+    began = time.perf_counter()
+    done = command(
+        *(BIN / "kfac-train", "model=resnet50", "data=imagefolder", "kfac.update_freq=500"),
+        *("trainer.batch_size=32", "dry_run=true"),
+    )
+    assert time.perf_counter() - began < 30
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == [], "a dry run leaves nothing behind"
+    text = done.stdout
+    assert "imagefolder [3, 224, 224]" in text
+    assert "parameters 25,557,032 (102.2 MB in fp32)" in text
+    assert "K-FAC covers 54 layers" in text  # 53 convolutions and the classifier
+    assert re.search(r"layer3\.0\.conv2 +Conv2d +A 2304, G 256", text)
+    assert re.search(r"fc +Linear +A 2049, G 1000", text)
+    assert re.search(r"left to the optimizer: 53 modules\n(.*BatchNorm2d .*\n)+", text)
+    reason = re.search(r"bn1 +BatchNorm2d +(.*)", text)[1]
+    assert len(reason) > 5
+    assert re.search(r"memory of rank 0: .*MB", text)
+    for stage, every in (("factors", 10), ("decompose", 500), ("precondition", 1)):
+        assert re.search(rf"stage {stage} +[\d.]+ [TGM]FLOP every {every} step", text)
+    flop = float(re.search(r"forward and backward: ([\d.]+) GFLOP", text)[1])
+    assert flop == pytest.approx(32 * 3 * 2 * 4.09, rel=0.05)
+
+
+def peak_bytes():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_a_dry_run_allocates_nothing(capsys):
+    before = peak_bytes()
+    with pytest.raises(SystemExit) as caught:
+        cli.train(["model=resnet152", "data=imagefolder", "trainer.batch_size=999", "dry_run=true"])
+    assert caught.value.code == 0
+    assert "K-FAC covers 156 layers" in capsys.readouterr().out
+    grown = peak_bytes() - before
+    assert grown < 200e6, f"{grown / 1e6:.0f} MB for what is to weigh nothing"
+
+
+@pytest.mark.parametrize("kfac", ["none", "comm_opt"])
+@pytest.mark.parametrize("model", ["autoencoder", "resnet20"])
+def test_a_dry_run_of_anything(capsys, model, kfac):
+    with pytest.raises(SystemExit) as caught:
+        cli.train([f"model={model}", f"kfac={kfac}", "dry_run=true"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert ("K-FAC: off" in said) == (kfac == "none")
+
+
+# ---- runs ----
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """``kfac-train --multirun seed=0,1`` in an empty folder."""
+    folder = tmp_path_factory.mktemp("sweep")
+    done = subprocess.run(
+        [str(BIN / "kfac-train"), "--multirun", "seed=0,1", "runs_dir=runs", *TINY],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return folder, done
+
+
+def test_a_sweep_makes_one_run_for_each_value(swept):
+    folder, done = swept
+    assert done.returncode == 0, done.stderr
+    runs = [read(p) for p in sorted((folder / "runs").iterdir())]
+    assert sorted(r[0].config["seed"] for r in runs) == [0, 1]
+    assert all(r[-1].status == "finished" and r[-1].step == 3 for r in runs)
+
+
+def test_a_sweep_leaves_no_stray_files(swept):
+    assert [p.name for p in swept[0].iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (["kfac.dampign=0,1"], "did you mean damping?"),
+        (["model=foo,bar"], "no such model"),
+        (["a b"], "'a b' is not an override"),
+    ],
+)
+def test_bad_input_to_a_sweep_is_one_line_too(command, tmp_path, overrides, fragment):
+    refused(command(BIN / "kfac-train", "--multirun", *overrides), fragment)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_list(command):
+    done = command(BIN / "kfac-bench", "list")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^demo: .*SGD.*Adam.*K-FAC", done.stdout, re.MULTILINE)
+
+
+def test_compare_writes_one_page_that_needs_no_network(swept, command, tmp_path):
+    runs = sorted((swept[0] / "runs").iterdir())
+    done = command(BIN / "kfac-bench", "compare", *runs, "--html", "out.html", "--svg", "out.svg")
+    assert done.returncode == 0, done.stderr
+    assert "optimizer" in done.stdout
+    assert "K-FAC + SGD" in done.stdout
+    assert "out.html" in done.stdout
+    page = (tmp_path / "out.html").read_text()
+    assert "<svg" in page
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    assert (tmp_path / "out.svg").read_text().lstrip().startswith(("<?xml", "<svg"))
+
+
+def test_compare_as_markdown_and_where_nothing_can_be_written(swept, capsys):
+    runs = str(swept[0] / "runs")
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["compare", runs, "--markdown"])
+    assert caught.value.code == 0
+    assert re.search(r"^\| *task *\| *optimizer *\| *steps to target", capsys.readouterr().out)
+    for option in ("--html", "--svg"):
+        with pytest.raises(SystemExit) as caught:
+            cli.bench(["compare", runs, option, "/nowhere/out"])
+        assert caught.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.ranks
+def test_torchrun_with_the_module_trains_on_two_ranks(command, tmp_path):
+    done = command(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "kfac_bench", *TINY, "trainer.device=cpu", "trainer.batch_size=64"),
+    )
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "runs").iterdir()
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    events = read(path)
+    assert isinstance(events[0], RunStarted)
+    assert events[-1].status == "finished"
+    assert [e.step for e in events if isinstance(e, Trained)] == [3]
+    about = json.loads((path / "run.json").read_text())
+    assert about["world_size"] == 2
+    assert "Traceback" not in done.stderr
+    ends = [e for e in events if isinstance(e, RunEnded)]
+    assert len(ends) == 1
+    assert sorted(p.name for p in path.glob("checkpoints/*/*")) == [
+        "manifest.json",
+        "rank0.pt",
+        "rank1.pt",
+    ]
+
+
+# ---- the wheel ----
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(m) for m in ("build", "hatchling")),
+    reason="build and hatchling are not installed",
+)
+def test_the_wheel_carries_conf_and_template(command, tmp_path):
+    done = command(
+        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT)
+    )
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        scripts = next(n for n in names if n.endswith("entry_points.txt"))
+        commands = archive.read(scripts).decode()
+    ours = {f"kfac_bench/{p.relative_to(ROOT)}" for p in compose.CONF_DIR.rglob("*.yaml")}
+    assert "kfac_bench/conf/train.yaml" in ours
+    assert names >= {"kfac_bench/report.html.jinja", "kfac_bench/__main__.py", *ours}
+    assert not any(n.startswith(("tests/", "conf/")) for n in names)
+    assert "kfac-train = kfac_bench.cli:train" in commands
+    assert "kfac-bench = kfac_bench.cli:bench" in commands
