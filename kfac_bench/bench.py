@@ -93,11 +93,14 @@ def points(benchmark: Benchmark) -> Iterator[dict[str, str]]:
 
 
 def cells(benchmark: Benchmark, runs_dir: str, seeds: Sequence[int] | None = None) -> list[Cell]:
-    """The grid of the axes times the seeds."""
+    """The grid of the axes times the seeds.
+
+    Seeds are the outer loop: what slows the machine for a while slows every setting.
+    """
     result = []
-    for point in points(benchmark):
-        overrides = [text.format(**point) for text in benchmark.overrides]
-        for seed in benchmark.seeds if seeds is None else seeds:
+    for seed in benchmark.seeds if seeds is None else seeds:
+        for point in points(benchmark):
+            overrides = [text.format(**point) for text in benchmark.overrides]
             label = " ".join([*point.values(), f"seed {seed}"])
             result.append(Cell(label, (*overrides, f"seed={seed}", f"runs_dir={runs_dir}")))
     return result

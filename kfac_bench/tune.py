@@ -54,17 +54,18 @@ def tune(
     experiments = {tuning.experiment.format(**p): p for p in bench.points(benchmark)}
     if only and only not in experiments:
         raise UsageError(f"--only {only}: choose one of {', '.join(experiments)}")
-    for name, point in experiments.items():
-        if only not in ("", name):
-            continue
-        trials = []
-        for settings in trial_settings(tuning, point["optimizer"]):
-            trials.append(_run_trial(tuning, point, settings, runs_dir))
-            say(f"{' '.join(point.values())} [{len(trials)}/{tuning.trials}] {trials[-1]}")
-        best = min(trials, key=lambda t: t.key)
+    chosen = {n: p for n, p in experiments.items() if only in ("", n)}
+    trials: dict[str, list[Trial]] = {name: [] for name in chosen}
+    for number in range(tuning.trials):  # the outer loop: a slow hour slows every optimizer
+        for name, point in chosen.items():
+            settings = trial_settings(tuning, point["optimizer"])[number]
+            trials[name].append(_run_trial(tuning, point, settings, runs_dir))
+            say(f"[{number + 1}/{tuning.trials}] {name} {trials[name][-1]}")
+    for name, point in chosen.items():
+        best = min(trials[name], key=lambda t: t.key)
         path = out / f"{name}.yaml"
-        path.write_text(experiment_yaml(tuning, point, trials, best))
-        say(f"{path}: best of {len(trials)} trials, {best.mean_s:.2f} s to target")
+        path.write_text(experiment_yaml(tuning, point, trials[name], best))
+        say(f"{path}: best of {tuning.trials} trials, {best.mean_s:.2f} s to target")
 
 
 def trial_settings(tuning: Tuning, optimizer: str) -> list[dict[str, Any]]:

@@ -302,9 +302,11 @@ def test_a_trial_that_misses_on_one_seed_is_behind_all_that_do_not(tuned):
     assert tuned(outcomes) == 0.2
 
 
-def test_where_all_miss_the_nearest_wins(tuned):
-    outcomes = {(0.1, 1): (0.5, None), (0.2, 1): (0.9, None), (0.3, 1): (None, None)}
-    assert tuned(outcomes) == 0.2
+@pytest.mark.parametrize("others", [0.5, math.nan, None])  # far off, diverged, never started
+@pytest.mark.parametrize("best", [0.1, 0.2, 0.3])
+def test_where_all_miss_the_nearest_wins(tuned, best, others):
+    outcomes = {(lr, 1): (others, None) for lr in (0.1, 0.2, 0.3)} | {(best, 1): (0.9, None)}
+    assert tuned(outcomes) == best
     assert {c.config().seed for c in tuned.cells} == {1}, "a missed trial needs no second seed"
     assert "inf s" in tuned.said[-1] or "none" in tuned.said[-1].lower()
 
