@@ -1,10 +1,12 @@
 """K-FAC as a gradient preconditioner: the public face of the package.
 
-preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100)
-...
-loss.backward()
-preconditioner.step()  # gradients are preconditioned in place
-optimizer.step()
+Usage::
+
+    preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100)
+    ...
+    loss.backward()
+    preconditioner.step()  # gradients are preconditioned in place
+    optimizer.step()
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ class KFAC:
         self.damping, self.kl_clip, self.factor_decay = damping, kl_clip, factor_decay
         self.update_freq, self.factor_update_freq = update_freq, factor_update_freq
         self.steps = 0
+        self._decompose_now = False  # a loaded state lacked decompositions
         self.track_cosine = False
         """Compute per-layer cosines in the next step; read them with :meth:`statistics`."""
         self._model = unwrap(model)
@@ -105,7 +108,6 @@ class KFAC:
             self.plan, self.collective, self._layers, CONVENTIONS[factor_convention]
         )
         self._capture: Capture | None = Capture(self._model, self._layers)
-        self._decompose_now = False
         self._nu: Tensor | None = None
         self._cosine: Tensor | None = None
         self._cosine_of: list[str] = []
@@ -164,7 +166,7 @@ class KFAC:
                 raise ValueError(f"{name}={interval} at step {step}: must be a whole number >= 1")
             if step % int(interval) == 0:
                 due.append(stage)
-        if Stage.DECOMPOSE not in due and getattr(self, "_decompose_now", False):
+        if self._decompose_now and Stage.DECOMPOSE not in due:
             due.append(Stage.DECOMPOSE)
         return damping, decay, [*due, Stage.PRECONDITION]
 
