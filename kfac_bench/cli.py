@@ -7,6 +7,7 @@ is imported before the input is known to be good.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -59,6 +60,11 @@ def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Now and then a gloo thread aborts the process in C++'s destructors, its work done.
+        sys.stderr.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -96,6 +102,8 @@ def _train(arguments: list[str]) -> int:
     if options.help:
         print(TRAIN_USAGE + compose.describe_options(options.config_dir))
         return 0
+    if options.multirun and options.cfg:
+        raise UsageError("--cfg prints one configuration: use it without --multirun")
     if options.multirun:
         return _multirun(options.overrides, options.config_dir)
     config = compose.load(options.overrides, options.config_dir)
@@ -194,8 +202,11 @@ def _bench(arguments: list[str]) -> int:
     runs_dir = options.runs_dir or f"runs/{options.benchmark}"
     cells = bench.cells(benchmark, runs_dir, options.seeds)
     failed = bench.run_cells(cells, _say)
-    paths = [p for p in (cell.path() for cell in cells) if (p / "events.jsonl").exists()]
-    _compare(paths, options.html or Path(runs_dir) / "report.html", None, False)
+    paths = {cell.label: cell.path() for cell in cells}
+    began = [path for path in paths.values() if (path / "events.jsonl").exists()]
+    for label in (label for label, path in paths.items() if path not in began):
+        _say(f"not in the table, for it failed before its first event: {label}")
+    _compare(began, options.html or Path(runs_dir) / "report.html", None, False)
     return 1 if failed else 0
 
 

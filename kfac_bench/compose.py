@@ -42,7 +42,7 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             composed = compose("train", overrides=[*overrides, *search])
-    except (*HYDRA_ERRORS, ValueError) as error:
+    except Exception as error:  # whatever Hydra makes of the user's words
         raise usage_error(error, overrides, config_dir) from None
     return from_composed(composed)
 
@@ -95,13 +95,22 @@ def describe_options(config_dir: Path | None = None) -> str:
         if folder in (*config.VARIANTS, "experiment"):
             lines.append(f"  {folder}={'|'.join(options_of(folder, config_dir))}")
     lines.append("options:")
-    default = load([])
-    for name, value, meta in config.options(default):
-        bounds = " and ".join(f"{word} {bound:g}" for word, bound in meta["bounds"].items())
-        extra = "|".join(meta["choices"]) or bounds
-        shown = "null" if value is None else str(value)
-        lines.append(f"  {name}={shown}\n      {meta['help']}{f' ({extra})' if extra else ''}")
+    shown = dict.fromkeys(name for name, *_ in config.options(load([])))
+    lines += [_describe_option(*found) for found in config.options(load([]))]
+    for group, variants in config.VARIANTS.items():
+        for schema in variants.values():  # those that another choice of the group has
+            for name, value, meta in config.options(schema(), f"{group}."):
+                if name not in shown:
+                    shown[name] = None
+                    lines.append(_describe_option(name, value, meta))
     return "\n".join(lines)
+
+
+def _describe_option(name: str, value: Any, meta: dict[str, Any]) -> str:
+    bounds = " and ".join(f"{word} {bound:g}" for word, bound in meta["bounds"].items())
+    extra = "|".join(meta["choices"]) or bounds
+    shown = "null" if value is None else str(value)
+    return f"  {name}={shown}\n      {meta['help']}{f' ({extra})' if extra else ''}"
 
 
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
@@ -163,7 +172,9 @@ def _describe(error: Exception, overrides: Sequence[str], config_dir: Path | Non
     if isinstance(error, ValueError) and "Config group override" in text:
         given = " ".join(overrides)
         return f"{given}: {_first_line(error)}: a group is chosen by name, as in kfac=comm_opt"
-    return f"{where}{_with_key(detail)}"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return f"{where}{_with_key(detail)}"
+    return f"{' '.join(overrides)}: {_first_line(error)}"
 
 
 def _with_key(text: str) -> str:

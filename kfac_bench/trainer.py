@@ -42,8 +42,8 @@ CHECKPOINT_INTERVAL_S = 60.0
 """Between checkpoints at epoch ends: epochs of a demo last milliseconds."""
 
 
-class NonFiniteError(Exception):
-    """The loss (or, before a checkpoint, a weight) is not a finite number."""
+class RunFailedError(Exception):
+    """The run cannot go on, and why: a loss that is no number, a disk that is full."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Trainer:
         with self.stop.listening():
             try:
                 status = self._fit()
-            except NonFiniteError as error:
+            except RunFailedError as error:
                 status, message = "failed", str(error)
         self.clock.stop()
         self.log.emit(
@@ -168,7 +168,7 @@ class Trainer:
         total, stops = self.ranks.sum(torch.stack([loss.detach().float(), stop])).tolist()
         mean = total / self.ranks.world_size
         if not math.isfinite(mean):
-            raise NonFiniteError(f"the loss is {mean} at step {self.step + 1}; no update was made")
+            raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
         loss.backward()  # type: ignore[no-untyped-call]
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
@@ -237,13 +237,16 @@ class Trainer:
         self._synchronize()
         with self.clock.paused(), torch.no_grad():
             if not all(torch.isfinite(p.sum()) for p in self._bare.parameters()):
-                raise NonFiniteError(f"a weight is not finite after step {self.step}")
+                raise RunFailedError(f"a weight is not finite after step {self.step}")
             clock = Clock()
             clock.start()
             self.ranks.share_buffers(self._bare)
-            path = checkpoint.save(
-                self.checkpoints, self.step, self._shard(), self.ranks, self.config.keep_last
-            )
+            try:
+                path = checkpoint.save(
+                    self.checkpoints, self.step, self._shard(), self.ranks, self.config.keep_last
+                )
+            except OSError as error:  # on every rank
+                raise RunFailedError(f"{error}; older checkpoints are untouched") from None
             self._saved_at, self._saved_s = self.step, time.monotonic()
             self.log.emit(Checkpointed(self.step, self.clock.train_s(), str(path), clock.train_s()))
 
