@@ -790,3 +790,15 @@ def divided_here(folder):
 @pytest.mark.ranks
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
     run_ranks(2, divided_here, tmp_path)
+
+
+def test_a_full_disk_ends_the_run_with_a_line_not_a_traceback(tmp_path, monkeypatch):
+    def full(*args, **keywords):
+        raise OSError("checkpoint step-00000005: No space left on device")
+
+    monkeypatch.setattr(trainer_module.checkpoint, "save", full)
+    config = config_of(tmp_path, "trainer.max_steps=6")
+    assert run.train(config, ALONE)[0] == "failed"
+    ended = read(RunDirectory(config).path)[-1]
+    assert isinstance(ended, RunEnded)
+    assert "No space left on device; older checkpoints are untouched" in ended.message
