@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class Moments:
     rows: int
 
 
-class Layer:
+class Layer(ABC):
     """A covered module: its spec, its statistics, its gradient as one matrix."""
 
     is_conv = False
@@ -42,9 +43,9 @@ class Layer:
             name, self.weight[0].numel() + (self.bias is not None), self.weight.shape[0]
         )
 
+    @abstractmethod
     def moments(self, x: Tensor, g: Tensor) -> Moments:
         """From the input ``x`` and the gradient ``g`` of the output, as the module saw them."""
-        raise NotImplementedError
 
     def get_grad(self) -> Tensor | None:
         """Weight and bias gradient as [g_dim, a_dim], at least float32.
