@@ -61,6 +61,16 @@ def build_model(config: ModelConfig, shape: tuple[int, int, int], num_classes: i
     return torchvision_resnet(config.name, num_classes, shape[0])
 
 
+def check_batch_norm(model: nn.Module, config: ModelConfig, batch_per_rank: int) -> None:
+    """Raise :class:`UsageError` where batch norm would get one example, which has no variance."""
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    if norms and batch_per_rank == 1:
+        raise UsageError(
+            f"model={config.name} has batch norm, which needs two examples per rank: set "
+            "trainer.batch_size to at least twice the number of ranks"
+        )
+
+
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     """The first-order optimizer over all parameters."""
     if isinstance(config, SGDConfig):

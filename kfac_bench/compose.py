@@ -95,13 +95,14 @@ def describe_options(config_dir: Path | None = None) -> str:
         if folder in (*config.VARIANTS, "experiment"):
             lines.append(f"  {folder}={'|'.join(options_of(folder, config_dir))}")
     lines.append("options:")
-    shown = dict.fromkeys(name for name, *_ in config.options(load([])))
-    lines += [_describe_option(*found) for found in config.options(load([]))]
+    defaults = list(config.options(load([])))
+    lines += [_describe_option(*found) for found in defaults]
+    shown = {name for name, *_ in defaults}
     for group, variants in config.VARIANTS.items():
         for schema in variants.values():  # those that another choice of the group has
             for name, value, meta in config.options(schema(), f"{group}."):
                 if name not in shown:
-                    shown[name] = None
+                    shown.add(name)
                     lines.append(_describe_option(name, value, meta))
     return "\n".join(lines)
 

@@ -23,6 +23,7 @@ def describe(config: TrainConfig) -> str:
     with torch.device("meta"):
         model = build.build_model(config.model, shape, classes)
     batch = config.trainer.batch_size
+    build.check_batch_norm(model, config.model, batch)
     rows, step_flops = _trace(model, torch.empty(batch, *shape, device="meta"))
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -42,7 +43,12 @@ def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
             stack.callback(trainer.log.close)
         _start(config, trainer, directory, about)
         _say_what_kfac_does(trainer)
-        return trainer.fit(), trainer.stop.signal
+        try:
+            return trainer.fit(), trainer.stop.signal
+        except UsageError as error:  # a sample that this rank alone met: rank 0 cannot tell of it
+            if not ranks.is_main:
+                print(f"kfac-train: rank {ranks.rank}: {error}", file=sys.stderr)  # noqa: T201
+            raise
 
 
 def _open_together(
@@ -67,6 +73,8 @@ def _build_trainer(config: TrainConfig, ranks: Ranks, directory: RunDirectory) -
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
     model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
+    batch_per_rank = config.trainer.batch_size // ranks.world_size
+    build.check_batch_norm(model, config.model, batch_per_rank)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer)
     if ranks.world_size > 1:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import yaml
 
 import kfac_bench
-from kfac_bench import checkpoint, cli, compose, run
+from kfac_bench import checkpoint, cli, compose, dry_run, run
 from kfac_bench import trainer as trainer_module
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
@@ -802,3 +802,23 @@ def test_a_full_disk_ends_the_run_with_a_line_not_a_traceback(tmp_path, monkeypa
     ended = read(RunDirectory(config).path)[-1]
     assert isinstance(ended, RunEnded)
     assert "No space left on device; older checkpoints are untouched" in ended.message
+
+
+@pytest.mark.parametrize("entry", ["run", "dry_run"])
+def test_batch_norm_of_one_example_is_refused(tmp_path, entry):
+    config = config_of(tmp_path, "trainer.batch_size=1", base=("logger=none",))
+    with pytest.raises(UsageError, match="needs two examples per rank"):
+        run.train(config, ALONE) if entry == "run" else dry_run.describe(config)
+    alone_is_fine = config_of(tmp_path, "trainer.batch_size=1", "trainer.max_steps=2")
+    assert run.train(alone_is_fine, ALONE)[0] == "finished"  # an autoencoder has none
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ""), (1, "kfac-train: rank 1: a.JPEG: corrupt\n")])
+def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys, rank, said):
+    def fit(self):
+        raise UsageError("a.JPEG: corrupt")
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    with pytest.raises(UsageError, match=r"a\.JPEG"):  # rank 0's is printed by the command
+        run.train(config_of(tmp_path), Ranks(rank, 1, CPU))
+    assert capsys.readouterr().err == said

@@ -16,8 +16,7 @@ class Autoencoder(nn.Module):
     `inputs` is C * H * W of one image; the code (the output of width hidden[-1]) and the
     reconstruction are linear, every other layer is followed by `activation` (tanh, relu or
     sigmoid). Initialisation is torch's own for Linear, uniform in +-1/sqrt(fan_in), from the
-    global generator: on digits, Adam's training error after 1000 full batches was 0.37 with it
-    and 0.49 with Xavier.
+    global generator.
     Raises UsageError for an unknown activation or an empty or non-positive `hidden`.
     """
 
