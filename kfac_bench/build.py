@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -20,6 +21,7 @@ from kfac_bench.config import (
     TaskConfig,
 )
 from kfac_bench.core import KFAC
+from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.data import cifar10, digits
 from kfac_bench.data.data import Data
 from kfac_bench.errors import UsageError
@@ -61,13 +63,16 @@ def build_model(config: ModelConfig, shape: tuple[int, int, int], num_classes: i
     return torchvision_resnet(config.name, num_classes, shape[0])
 
 
-def check_batch_norm(model: nn.Module, config: ModelConfig, batch_per_rank: int) -> None:
-    """Raise :class:`UsageError` where batch norm would get one example, which has no variance."""
+def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:
+    """Raise :class:`UsageError` where batch norm would get one example, which has no variance.
+
+    ``examples`` go through the model at a time: a rank's batch, or the least part of one.
+    """
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if norms and batch_per_rank == 1:
+    if norms and examples == 1:
         raise UsageError(
             f"model={config.name} has batch norm, which needs two examples per rank: set "
-            "trainer.batch_size to at least twice the number of ranks"
+            "trainer.batch_size to at least twice the number of ranks times trainer.accumulate"
         )
 
 
@@ -96,8 +101,28 @@ def build_kfac(config: KFACConfig, model: nn.Module, optimizer: Optimizer) -> KF
     """The preconditioner; raises :class:`UsageError` where its options do not fit the model."""
     if not config.enabled:
         return None
-    keywords = {k: v for k, v in asdict(config).items() if k != "enabled"}
+    keywords = {k: v for k, v in asdict(config).items() if k not in _NO_KEYWORDS}
+    keywords["state_dtype"] = DTYPES[config.state_dtype]
+    if config.adaptive_damping:
+        keywords["damping"] = _adaptive_damping(config)
     try:
         return KFAC(model, optimizer, **keywords)
     except ValueError as error:
         raise UsageError(f"kfac: {error}") from None
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the names that the configuration uses."""
+
+_NO_KEYWORDS = ("enabled", "adaptive_damping", "damping_freq")
+"""Options that KFAC does not take under their own names."""
+
+
+def _adaptive_damping(config: KFACConfig) -> LevenbergMarquardt:
+    least, most = LevenbergMarquardt.least, LevenbergMarquardt.most
+    if not least <= config.damping <= most:
+        raise UsageError(
+            f"kfac.damping={config.damping:g}: an adaptive damping starts between {least:g} and "
+            f"{most:g}"
+        )
+    return LevenbergMarquardt(initial=config.damping, interval=config.damping_freq)

@@ -18,7 +18,12 @@ from omegaconf import MISSING
 from kfac_bench.core.plan import METHODS, STRATEGIES
 from kfac_bench.errors import UsageError
 
+# The core's own, which need torch; tests/test_config.py holds them against it.
 CONVENTIONS = ("kfc", "sc20", "kaisa")
+FISHERS = ("empirical", "mc", "type2")
+WEIGHT_SHARING = ("expand", "reduce")
+
+PRECISIONS = ("fp32", "bf16", "fp16")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
 
@@ -116,16 +121,39 @@ class KFACConfig:
     grad_worker_fraction: float = option(
         0.5, "share of ranks that precondition a layer (hybrid_opt)", above=0, at_most=1
     )
-    method: str = option("eigen", "eigendecomposition or Cholesky inverse", choices=METHODS)
+    method: str = option(
+        "eigen", "eigendecomposition, Cholesky inverse, or George et al.'s EKFAC", choices=METHODS
+    )
     update_freq: int = option(100, "steps between decompositions", at_least=1)
     factor_update_freq: int = option(10, "steps between factor updates", at_least=1)
-    damping: float = option(1e-3, "Tikhonov damping gamma", above=0)
+    spread: bool | None = option(
+        None, "decompose in slices at different steps, so that none is long; null: on one rank"
+    )
+    damping: float = option(1e-3, "Tikhonov damping gamma; where it adapts, the first", above=0)
+    factored_damping: bool = option(False, "split gamma between A and G by their mean eigenvalues")
+    adaptive_damping: bool = option(False, "let Levenberg and Marquardt's rule change gamma")
+    damping_freq: int = option(5, "steps between changes of an adaptive gamma", at_least=1)
     kl_clip: float | None = option(1e-3, "kappa of eq. 16; null: no clip", above=0)
     factor_decay: float = option(
         0.95, "weight of the old factor in the running average", at_least=0, below=1
     )
     factor_convention: str = option("kfc", "how factors are scaled", choices=CONVENTIONS)
-    skip: list[str] = option([], "regular expressions of layers left to the optimizer")
+    fisher: str = option(
+        "empirical",
+        "G of the loss' gradients, or of labels from the model: a sample, all",
+        choices=FISHERS,
+    )
+    weight_sharing: str = option(
+        "expand", "positions that share a weight: samples, or reduced first", choices=WEIGHT_SHARING
+    )
+    state_dtype: str = option(
+        "fp32", "what factors and decompositions are kept and sent in", choices=PRECISIONS
+    )
+    skip: list[str] = option(
+        ["Norm", "Embedding"],
+        "regular expressions of layers, by name or class, left to the optimizer; []: none",
+    )
+    max_dim: int = option(8192, "a factor of more rows is kept as a diagonal", at_least=1)
 
 
 @dataclass
@@ -147,6 +175,14 @@ class TrainerConfig:
     )
     keep_last: int = option(2, "checkpoints kept", at_least=1)
     eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
+    precision: str = option(
+        "fp32",
+        "of forward and backward; weights and evaluation stay fp32, fp16 scales the loss",
+        choices=PRECISIONS,
+    )
+    accumulate: int = option(
+        1, "parts of a rank's batch that go through the model one by one", at_least=1
+    )
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank; null: torch decides", at_least=1)
 
@@ -217,16 +253,32 @@ def check(config: TrainConfig) -> None:
             raise UsageError(
                 f"kfac.skip: {pattern!r} is not a regular expression: {error}"
             ) from None
-    if kfac.enabled and kfac.update_freq % kfac.factor_update_freq:
+    if kfac.enabled:
+        _check_kfac(kfac)
+    trainer = config.trainer
+    if trainer.accumulate > trainer.batch_size:
         raise UsageError(
-            f"kfac.update_freq={kfac.update_freq} must be a multiple of "
-            f"kfac.factor_update_freq={kfac.factor_update_freq}: a decomposition follows a factor "
-            "update"
+            f"trainer.accumulate={trainer.accumulate} is more than "
+            f"trainer.batch_size={trainer.batch_size}: a part needs an example"
         )
     if (config.model.name == "autoencoder") != (task.name == "reconstruction"):
         raise UsageError(
             f"model={config.model.name} does not fit task={task.name}: "
             "task=reconstruction goes with model=autoencoder"
+        )
+
+
+def _check_kfac(kfac: KFACConfig) -> None:
+    if kfac.update_freq % kfac.factor_update_freq:
+        raise UsageError(
+            f"kfac.update_freq={kfac.update_freq} must be a multiple of "
+            f"kfac.factor_update_freq={kfac.factor_update_freq}: a decomposition follows a factor "
+            "update"
+        )
+    if kfac.factored_damping and kfac.method == "ekfac":
+        raise UsageError(
+            "kfac.factored_damping=true does not fit kfac.method=ekfac, whose eigenvalues are not "
+            "products of A's and G's"
         )
 
 

@@ -56,8 +56,10 @@ class Trained(Event):
     """The last training step: global mean loss, throughput since the previous event.
 
     ``nu`` is the KL clip factor (eq. 16), ``cosine`` the angle between the gradient and the
-    preconditioned gradient by layer, ``stage_s`` seconds of the step's K-FAC stages; all
-    empty without K-FAC.
+    preconditioned gradient by layer, ``stage_s`` seconds of the step's K-FAC stages,
+    ``damping`` that of the next step; ``failed_decompositions`` and ``dropped_statistics``
+    (not finite, left out) count over all ranks since the process started. All empty without
+    K-FAC.
     """
 
     epoch: float
@@ -67,6 +69,9 @@ class Trained(Event):
     nu: float | None = None
     cosine: Mapping[str, float] = field(default_factory=dict)
     stage_s: Mapping[str, float] = field(default_factory=dict)
+    damping: float | None = None
+    failed_decompositions: int | None = None
+    dropped_statistics: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

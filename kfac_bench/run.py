@@ -14,6 +14,7 @@ from torch import nn
 
 from kfac_bench import build, checkpoint, environment
 from kfac_bench.config import TrainConfig
+from kfac_bench.core.plan import FACTORS
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EventLog, JsonlSink, RunEnded, RunStarted, Sink, TargetReached, read
 from kfac_bench.ranks import Ranks
@@ -73,8 +74,8 @@ def _build_trainer(config: TrainConfig, ranks: Ranks, directory: RunDirectory) -
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
     model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
-    batch_per_rank = config.trainer.batch_size // ranks.world_size
-    build.check_batch_norm(model, config.model, batch_per_rank)
+    examples = config.trainer.batch_size // ranks.world_size // config.trainer.accumulate
+    build.check_batch_norm(model, config.model, examples)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer)
     if ranks.world_size > 1:
@@ -150,13 +151,14 @@ def _say_what_kfac_does(trainer: Trainer) -> None:
     """One line that also explains why a first step on a large model takes its time."""
     if trainer.kfac is None:
         return
-    report, config = trainer.kfac.report(), trainer.kfac.update_freq
-    largest = max(max(x.spec.a_dim, x.spec.g_dim) for x in report.layers)
+    report, update_freq = trainer.kfac.report(), trainer.kfac.schedules.at(0).update_freq
+    dims = [x.spec.dim(f) for x in report.layers for f in FACTORS if not x.spec.diagonal(f)]
+    largest = max(dims, default=1)
     total = report.covered_params + report.skipped_params
     trainer.say(
         f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
-        f"parameters); every {config} steps it decomposes {2 * len(report.layers)} factors, the "
-        f"largest {largest} x {largest}"
+        f"parameters); every {update_freq} steps it decomposes {2 * len(report.layers)} factors, "
+        f"the largest {largest} x {largest}"
     )
 
 

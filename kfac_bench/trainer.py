@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from kfac_bench import checkpoint
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
-from kfac_bench.data.batches import Shard, steps_per_epoch
+from kfac_bench.data.batches import Shard, mixed_seed, steps_per_epoch
 from kfac_bench.data.data import Batch, Data
 from kfac_bench.events import (
     Checkpointed,
@@ -34,6 +34,7 @@ from kfac_bench.events import (
 )
 from kfac_bench.ranks import Ranks
 from kfac_bench.tasks.task import Task, reached
+from kfac_bench.update import Update
 
 DEFAULT_EPOCHS = 20
 """Where neither trainer.max_epochs nor trainer.max_steps is set."""
@@ -95,8 +96,13 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch(self.data.train_size, self.config.batch_size)
         self.max_steps = _max_steps(self.config, self.steps_per_epoch)
         self._eval_freq = self.config.eval_freq or self.steps_per_epoch
+        self._update = Update(
+            self.task, self.model, self.optimizer, self.kfac, self.config, self.ranks
+        )
         self._saved_at, self._saved_s = -1, time.monotonic()
         self._since = (0, 0.0)  # step and clock of the last Trained event
+        # Labels that kfac.fisher draws: each rank its own; -1 is no epoch of the data order.
+        torch.manual_seed(mixed_seed(self.seed, -1, self.ranks.rank))
 
     def fit(self) -> str:
         """Train; the status of the :class:`RunEnded` event it ends with."""
@@ -157,23 +163,20 @@ class Trainer:
         )
 
     def _train_step(self, batch: Batch) -> tuple[float, bool]:
-        """Forward, backward, K-FAC, optimizer: the whole algorithm.
+        """One :class:`Update`, unless the loss is no number.
 
         Returns the global mean loss, and whether a rank was told to stop.
         """
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.task.loss(self.model, batch)
+        if self.kfac is not None:
+            self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
+        loss = self._update.backward(batch)
         stop = loss.new_tensor(float(bool(self.stop.signal)))
-        total, stops = self.ranks.sum(torch.stack([loss.detach().float(), stop])).tolist()
+        total, stops = self.ranks.sum(torch.stack([loss, stop])).tolist()
         mean = total / self.ranks.world_size
         if not math.isfinite(mean):
             raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self.kfac is not None:
-            self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
-            self.kfac.step()
-        self.optimizer.step()
+        self._update.step(batch, loss)
         self.step += 1
         return mean, stops > 0
 
@@ -182,7 +185,7 @@ class Trainer:
         with self.clock.paused():
             train_s = self.clock.train_s()
             steps, seconds = self.step - self._since[0], train_s - self._since[1]
-            statistics = {} if self.kfac is None else self.kfac.statistics()
+            statistics = self._kfac_statistics()
             self.log.emit(
                 Trained(
                     self.step,
@@ -195,6 +198,21 @@ class Trainer:
                 )
             )
             self._since = (self.step, train_s)
+
+    def _kfac_statistics(self) -> dict[str, Any]:
+        """K-FAC's fields of the :class:`Trained` event; all ranks call it."""
+        if self.kfac is None:
+            return {}
+        counts = torch.tensor(
+            [self.kfac.failed_decompositions, self.kfac.dropped_statistics],
+            device=self.ranks.device,
+        )
+        failed, dropped = self.ranks.sum(counts).tolist()
+        return self.kfac.statistics() | {
+            "damping": self.kfac.damping,
+            "failed_decompositions": failed,
+            "dropped_statistics": dropped,
+        }
 
     def _evaluate(self) -> bool:
         """Exact metrics of the validation set; whether the target is reached. No training time."""
@@ -262,6 +280,7 @@ class Trainer:
             shard |= {
                 "model": self._bare.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
+                "scaler": self._update.scaler.state_dict(),
                 "train_s": self.clock.train_s(),
             }
         return shard
@@ -279,6 +298,8 @@ class Trainer:
                 f"{saved.path}: another model ({str(error).splitlines()[0]})"
             ) from None
         self._restore_optimizer(main["optimizer"], saved.path)
+        if main.get("scaler") and self._update.scaler.is_enabled():
+            self._update.scaler.load_state_dict(main["scaler"])
         if self.ranks.rank < len(saved.shards):
             own = saved.shards[self.ranks.rank]
             torch.set_rng_state(own["rng"])

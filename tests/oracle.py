@@ -61,3 +61,70 @@ class Recorder:
     def _hook(self, module, inputs, output):
         x = inputs[0].detach().clone()
         output.register_hook(lambda g: self.calls[module].append((x, g.detach().clone())))
+
+
+class Calls(Recorder):
+    """A recorder that also knows keyword arguments."""
+
+    def __init__(self, modules):
+        self.calls = {m: [] for m in modules}
+        self.handles = [m.register_forward_hook(self._any, with_kwargs=True) for m in self.calls]
+
+    def _any(self, module, args, kwargs, output):
+        self._hook(module, (*args, *kwargs.values()), output)
+
+
+def layer_rows(module, x, g):
+    """By group, sample and position: a [groups, N, s, a_dim] and g [groups, N, s, g_dim], float64.
+
+    A convolution's a is what the module itself makes of x with one-hot kernels.
+    """
+    x, g = x if isinstance(module, nn.Embedding) else x.double(), g.double()
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        if x.ndim < module.weight.ndim:
+            x, g = x[None], g[None]
+        groups, a_dim = module.groups, module.weight[0].numel()
+        one_hot = torch.eye(a_dim, dtype=x.dtype).view(a_dim, *module.weight.shape[1:])
+        module.groups = 1
+        parts = [module._conv_forward(c, one_hot, None) for c in x.chunk(groups, 1)]
+        module.groups = groups
+        a = torch.stack(parts).flatten(3).mT
+        g = torch.stack([c.flatten(2).mT for c in g.chunk(groups, 1)])
+    else:
+        if isinstance(module, nn.Embedding):
+            x = F.one_hot(x, len(module.weight)).double()
+            if module.padding_idx is not None:  # the weight's row is a constant
+                g = g * (1 - x[..., module.padding_idx]).unsqueeze(-1)
+        samples = len(x) if x.ndim > 1 else 1
+        a, g = (t.reshape(1, samples, -1, t.shape[-1]) for t in (x, g))
+    if getattr(module, "bias", None) is not None and module.bias.requires_grad:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    return a, g
+
+
+def layer_factors(calls, reduce=False):
+    """A, G of kfc, [groups, ...], from the :func:`layer_rows` of calls in one forward.
+
+    The loss is a mean over samples. reduce: eq. 17 of Eschenhagen et al. 2023.
+    """
+    a, g = (torch.cat(parts, 2) for parts in zip(*calls, strict=True))
+    samples = a.shape[1]
+    g = g * samples  # each sample's own loss
+    if reduce:
+        a, g = a.mean(2, keepdim=True), g.sum(2, keepdim=True)
+    return (
+        torch.einsum("knsi,knsj->kij", a, a) / (samples * a.shape[2]),
+        torch.einsum("knsi,knsj->kij", g, g) / samples,
+    )
+
+
+def layer_gradient(module):
+    """[groups, g_dim, a_dim], a copy in float64."""
+    grad = module.weight.grad.double()
+    if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":
+        grad = grad.mT
+    groups = getattr(module, "groups", 1)
+    grad = grad.flatten(1).unflatten(0, (groups, -1))
+    if getattr(module, "bias", None) is not None and module.bias.requires_grad:
+        grad = torch.cat([grad, module.bias.grad.double().view(groups, -1, 1)], -1)
+    return grad.clone()

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 import kfac_bench
-from kfac_bench import cli, compose
+from kfac_bench import cli, compose, dry_run
+from kfac_bench.errors import UsageError
 from kfac_bench.events import RunEnded, RunStarted, Trained, read
 
 BIN = Path(sys.executable).parent
@@ -163,6 +164,14 @@ def test_bad_input_to_kfac_bench(tmp_path, monkeypatch, capsys, arguments, fragm
         (["kfac.skip=[.]"], ["kfac"]),
         (["run_id=a/b"], ["run_id='a/b'"]),
         (["resume=/nowhere"], ["resume=/nowhere"]),
+        (
+            ["kfac.adaptive_damping=true", "kfac.damping=1e-7"],
+            ["kfac.damping=1e-07: an adaptive damping starts between 1e-06 and 100"],
+        ),
+        (
+            ["trainer.batch_size=8", "trainer.accumulate=8"],
+            ["model=resnet8", "batch norm", "twice the number of ranks times trainer.accumulate"],
+        ),
     ],
 )
 def test_what_only_the_run_can_know_is_also_one_line(tmp_path, capsys, overrides, fragments):
@@ -225,14 +234,84 @@ def test_a_dry_run_allocates_nothing(capsys):
     assert grown < 200e6, f"{grown / 1e6:.0f} MB for what is to weigh nothing"
 
 
-@pytest.mark.parametrize("kfac", ["none", "comm_opt"])
-@pytest.mark.parametrize("model", ["autoencoder", "resnet20"])
-def test_a_dry_run_of_anything(capsys, model, kfac):
-    with pytest.raises(SystemExit) as caught:
-        cli.train([f"model={model}", f"kfac={kfac}", "dry_run=true"])
-    assert caught.value.code == 0
-    said = capsys.readouterr().out
-    assert ("K-FAC: off" in said) == (kfac == "none")
+def dry_run_of(*overrides):
+    return dry_run.describe(compose.load(overrides))
+
+
+def flop_of(text, stage):
+    """FLOPs of a stage and its interval, as printed."""
+    found = re.search(rf"stage {stage} +([\d.]+) (k|M|G|T)FLOP every (\d+) step", text)
+    assert found, text
+    unit = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]
+    return float(found[1]) * unit, int(found[3])
+
+
+ALL = ("kfac.skip=[]", "kfac.method=ekfac", "kfac.fisher=type2", "kfac.adaptive_damping=true")
+OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kfac=layer_wise")
+
+
+@pytest.mark.parametrize("options", [ALL, OTHERS])
+@pytest.mark.parametrize("model", compose.options_of("model"))
+def test_a_dry_run_of_anything(model, options):
+    text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options)
+    assert f": {model} on digits" in text
+    assert re.search(r"K-FAC adds [\d.]+ .FLOP per step on average \(\d+ % of forward", text)
+
+
+def test_a_dry_run_without_kfac():
+    text = dry_run_of("kfac=none", "kfac.fisher=mc")
+    assert text.endswith("K-FAC: off (kfac=none)")
+    assert "forward and backward" in text
+
+
+AUTOENCODER = ("model=autoencoder", "model.hidden=[4]", "trainer.batch_size=32")
+A, G = (65, 5), (4, 64)  # 64-4-64, and a bias each
+
+
+def test_the_stages_of_a_dry_run_are_those_of_its_layers():
+    text = dry_run_of(*AUTOENCODER)
+    squares = sum(n * n for n in (*A, *G))
+    assert flop_of(text, "factors") == (pytest.approx(2 * 32 * squares, rel=0.01), 10)
+    cubes = sum(n**3 for n in (*A, *G))
+    assert flop_of(text, "decompose") == (pytest.approx(14 / 3 * cubes, rel=0.01), 100)
+    assert "stage fisher" not in text
+    assert "stage damping" not in text
+
+
+def test_a_dry_run_counts_what_the_options_add():
+    plain = flop_of(dry_run_of(*AUTOENCODER), "factors")[0]
+    second = 2 * 32 * sum(a * a + g * g + a * g for a, g in zip(A, G, strict=True))
+    ekfac = flop_of(dry_run_of(*AUTOENCODER, "kfac.method=ekfac"), "factors")[0]
+    assert ekfac - plain == pytest.approx(second, rel=0.02)
+
+    to_layers = 2 * 32 * 64 * 4  # from the output back through the last weight
+    mc = dry_run_of(*AUTOENCODER, "kfac.fisher=mc", "kfac.factor_update_freq=5")
+    assert flop_of(mc, "fisher") == (pytest.approx(to_layers, rel=0.01), 5)
+    assert flop_of(mc, "factors")[0] == plain
+    type2 = dry_run_of(*AUTOENCODER, "kfac.fisher=type2")
+    assert flop_of(type2, "fisher") == (pytest.approx(64 * to_layers, rel=0.01), 10)
+    squares = [sum(n * n for n in side) for side in (A, G)]
+    assert flop_of(type2, "factors")[0] == pytest.approx(
+        2 * 32 * (squares[0] + 64 * squares[1]), rel=0.01
+    )
+    classes = flop_of(dry_run_of("kfac.fisher=type2"), "fisher")[0]
+    assert classes == pytest.approx(10 * flop_of(dry_run_of("kfac.fisher=mc"), "fisher")[0], 0.01)
+
+    adaptive = dry_run_of(*AUTOENCODER, "kfac.adaptive_damping=true", "kfac.damping_freq=3")
+    assert flop_of(adaptive, "damping") == (pytest.approx(2 * 2 * 32 * 64 * 4, rel=0.01), 3)
+
+    expand, reduce = (
+        flop_of(dry_run_of(f"kfac.weight_sharing={how}"), "factors")[0]
+        for how in ("expand", "reduce")
+    )
+    assert reduce < expand / 4, "64, 16 and 4 positions are one row"
+
+
+def test_a_dry_run_says_how_the_batch_goes_through():
+    text = dry_run_of("trainer.precision=bf16", "trainer.accumulate=4")
+    assert "batch 256 in 4 parts, bf16" in text
+    with pytest.raises(UsageError, match="batch norm"):
+        dry_run_of("trainer.batch_size=8", "trainer.accumulate=8")
 
 
 # ---- runs ----

@@ -5,14 +5,16 @@ import inspect
 from dataclasses import asdict
 
 import pytest
+import torch
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
-from kfac_bench import bench, compose, config
+from kfac_bench import bench, build, compose, config, update
 from kfac_bench.config import KFACConfig, TrainConfig
-from kfac_bench.core import KFAC, factors
+from kfac_bench.core import KFAC, coverage, factors, fisher, preconditioner
+from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.errors import UsageError
 
 GROUPS = ("model", "optimizer", "kfac", "data", "task", "logger")
@@ -188,16 +190,60 @@ def test_kfac_defaults_are_those_of_the_core():
     keywords = {
         name: p.default
         for name, p in inspect.signature(KFAC).parameters.items()
-        if p.kind is p.KEYWORD_ONLY and name != "collective"
+        if p.kind is p.KEYWORD_ONLY and name not in ("collective", "layer_types")
     }
     ours = asdict(KFACConfig()) | {"skip": tuple(KFACConfig().skip)}
     assert ours.pop("enabled") is True
+    assert ours.pop("adaptive_damping") is False
+    assert ours.pop("damping_freq") == LevenbergMarquardt().interval
+    ours["state_dtype"] = build.DTYPES[ours["state_dtype"]]
     assert ours == keywords
     assert asdict(DEFAULT.kfac) == asdict(KFACConfig()), "conf/kfac/comm_opt.yaml says otherwise"
 
 
-def test_conventions_are_those_of_the_core():
+def test_names_are_those_of_the_core():
     assert list(config.CONVENTIONS) == list(factors.CONVENTIONS)
+    assert config.FISHERS == fisher.FISHERS
+    assert config.WEIGHT_SHARING == preconditioner.WEIGHT_SHARING
+    assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP
+    assert list(config.PRECISIONS) == list(update.DTYPES)
+    assert list(config.PRECISIONS) == list(build.DTYPES)
+    assert tuple(build.DTYPES.values()) == preconditioner.STATE_DTYPES
+
+
+@pytest.mark.parametrize(
+    ("said", "keyword", "value"),
+    [
+        ("method=ekfac", "method", "ekfac"),
+        ("factored_damping=true", "factored_damping", True),
+        ("spread=false", "spread", False),
+        ("fisher=type2", "fisher", "type2"),
+        ("weight_sharing=reduce", "weight_sharing", "reduce"),
+        ("state_dtype=bf16", "state_dtype", torch.bfloat16),
+        ("skip=[]", "skip", []),
+        ("skip=[fc]", "skip", ["fc"]),
+        ("max_dim=7", "max_dim", 7),
+        ("damping=0.5", "damping", 0.5),
+    ],
+)
+def test_what_is_said_of_kfac_is_what_the_core_gets(monkeypatch, said, keyword, value):
+    given = {}
+    monkeypatch.setattr(build, "KFAC", lambda model, optimizer, **keywords: given.update(keywords))
+    build.build_kfac(compose.load([f"kfac.{said}"]).kfac, None, None)
+    assert given[keyword] == value
+    build.build_kfac(DEFAULT.kfac, None, None)
+    assert given[keyword] != value
+
+
+def test_an_adaptive_damping_starts_from_damping(monkeypatch):
+    given = {}
+    monkeypatch.setattr(build, "KFAC", lambda model, optimizer, **keywords: given.update(keywords))
+    said = ["kfac.adaptive_damping=true", "kfac.damping=0.25", "kfac.damping_freq=7"]
+    build.build_kfac(compose.load(said).kfac, None, None)
+    damping = given["damping"]
+    assert isinstance(damping, LevenbergMarquardt)
+    assert (damping.initial, damping.value, damping.interval) == (0.25, 0.25, 7)
+    assert {"adaptive_damping", "damping_freq", "enabled"}.isdisjoint(given)
 
 
 SCHEMAS = [c for variants in config.VARIANTS.values() for c in variants.values()]
@@ -346,6 +392,14 @@ BAD = [
     ("trainer.target=nan", "trainer.target=nan"),
     ("kfac.method=qr", "kfac.method=qr: choose one of eigen, inverse"),
     ("kfac.factor_convention=x", "choose one of kfc, sc20, kaisa"),
+    ("kfac.fisher=exact", "kfac.fisher=exact: choose one of empirical, mc, type2"),
+    ("kfac.weight_sharing=x", "choose one of expand, reduce"),
+    ("kfac.state_dtype=fp8", "kfac.state_dtype=fp8: choose one of fp32, bf16, fp16"),
+    ("kfac.max_dim=0", "kfac.max_dim=0: must be at least 1"),
+    ("kfac.damping_freq=0", "kfac.damping_freq=0: must be at least 1"),
+    ("kfac.spread=some", "kfac.spread=some: expected true or false"),
+    ("trainer.precision=fp8", "trainer.precision=fp8: choose one of fp32, bf16, fp16"),
+    ("trainer.accumulate=0", "trainer.accumulate=0: must be at least 1"),
     ("kfac.strategy=x", "choose one of comm_opt"),
     ("model.name=resnet51", "model.name=resnet51: choose one of resnet18"),
     ("trainer.device=tpu", "choose one of auto, cpu, cuda"),
@@ -354,6 +408,7 @@ BAD = [
     # options that clash
     ("task=reconstruction", "model=resnet8 does not fit task=reconstruction"),
     ("kfac.update_freq=7", "must be a multiple of kfac.factor_update_freq=10"),
+    ("trainer.accumulate=257", "trainer.accumulate=257 is more than trainer.batch_size=256"),
     # what is not an override
     ("seed=1,2", "'seed=1,2': give one value, or add --multirun"),
     ("kfac=comm_opt,layer_wise", "add --multirun"),
@@ -381,6 +436,13 @@ def test_model_and_task_must_fit():
     text = refused(["model=autoencoder", "task=classification"])
     assert "model=autoencoder does not fit task=classification" in text
     assert compose.load(["model=autoencoder"]).task.name == "reconstruction"
+
+
+def test_ekfac_and_a_damping_of_the_factors_clash():
+    said = ["kfac.method=ekfac", "kfac.factored_damping=true"]
+    assert "kfac.factored_damping=true does not fit kfac.method=ekfac" in refused(said)
+    compose.load([*said, "kfac=none"])  # of no matter
+    compose.load(["kfac.method=inverse", "kfac.factored_damping=true"])
 
 
 def test_a_misspelt_option_names_the_one_of_the_group_in_use():

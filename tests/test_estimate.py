@@ -12,28 +12,49 @@ from kfac_bench.core.estimate import (
     wire_bytes,
 )
 from kfac_bench.core.plan import (
+    FACTORS,
     METHODS,
     STRATEGIES,
     ComputeFactor,
+    ComputeSecondMoment,
     Decompose,
     LayerSpec,
     Precondition,
     ReduceFactors,
+    ReduceSecondMoments,
     Stage,
-    make_plan,
 )
+from kfac_bench.core.planner import make_plan
 
-SPECS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8).map(
-    lambda dims: [LayerSpec(f"layer{i}", a, g) for i, (a, g) in enumerate(dims)]
+DIMS = st.one_of(st.sampled_from([1, 2, 3, 8]), st.integers(1, 60))
+SHAPES = st.tuples(
+    DIMS,
+    DIMS,
+    st.sampled_from([1, 1, 1, 2, 5]),
+    st.sampled_from([False, False, False, True]),
+    st.sampled_from([False, False, False, True]),
+)
+SPECS = st.lists(SHAPES, min_size=1, max_size=8).map(
+    lambda shapes: [LayerSpec(f"layer{i}", *shape) for i, shape in enumerate(shapes)]
 )
 WORLDS = st.sampled_from([2, 3, 4, 6, 8, 16])
 CAPS = st.sampled_from([1, 500, 1 << 22])
+CHOICES = st.sampled_from(
+    [(s, m) for s in STRATEGIES for m in METHODS if m != "ekfac" or s == "comm_opt"]
+)
 
 # By hand: x has A 3 x 3 and G 2 x 2, y has A 4 x 4 and G 1 x 1
 X, Y = LayerSpec("x", 3, 2), LayerSpec("y", 4, 1)
 ROWS = {"x": 10, "y": 5}
 FACTORS_OF_ALL = (9 + 4 + 16 + 1) * 4  # bytes
 REDUCED = (6 + 1 + 3 + 1 + 10 + 1 + 1 + 1) * 4  # a triangle and a weight each
+
+# Two groups of A 3 x 3 and G 2 x 2; an A of 5 on the diagonal and G 2 x 2; a G of 7 on it, A 2 x 2
+GROUPED = LayerSpec("grouped", 3, 2, groups=2)
+EMBEDDING = LayerSpec("embedding", 5, 2, a_diagonal=True)
+HEAD = LayerSpec("head", 2, 7, g_diagonal=True)
+ALL_KINDS = [GROUPED, EMBEDDING, HEAD]
+ROWS_OF_ALL = {"grouped": 10, "embedding": 4, "head": 6}
 
 
 def for_all(*strategies):
@@ -59,7 +80,25 @@ def test_memory_by_hand(strategy, method, decompositions):
     for rank, numel in enumerate(decompositions):
         want = {"factors": FACTORS_OF_ALL, "decompositions": numel * 4}
         assert memory_bytes(plan, rank) == want
-        assert memory_bytes(plan, rank, itemsize=2) == {k: n // 2 for k, n in want.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "decompositions", "sent"),
+    [
+        ("eigen", 30 * 2 + 10 * 4, 30 * 2 + 10 * 4),  # vectors; values in fp32
+        ("inverse", 30 * 2 + 4 * 4, 20 * 2 + 4 * 4),  # of each matrix its size in fp32
+    ],
+)
+def test_half_precision_by_hand(method, decompositions, sent):
+    plan = make_plan([X, Y], 2, method=method, itemsize=2)
+    want = {"factors": 30 * 2 + 4 * 4, "decompositions": decompositions}
+    assert memory_bytes(plan, 0) == memory_bytes(plan, 1) == want
+    assert payload_bytes(plan) == {
+        "ReduceScales": 4 * 2 * 4,  # of each factor its size and weight in fp32
+        "ReduceFactors": 20 * 2,
+        "ShareDecompositions": sent,
+    }
+    assert wire_bytes(plan, 0)["ReduceScales"] == 4 * 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -81,7 +120,6 @@ def test_payload_by_hand(strategy, method, decompositions, gradients):
     assert payload_bytes(plan, Stage.PRECONDITION) == sent
     assert payload_bytes(plan) == reduced | shared | sent
     assert payload_bytes(plan, Stage.FACTORS, Stage.PRECONDITION) == reduced | sent
-    assert payload_bytes(plan, Stage.FACTORS, itemsize=8) == {"ReduceFactors": 2 * REDUCED}
 
 
 def test_payload_of_two_gradient_workers_by_hand():
@@ -109,21 +147,75 @@ def test_wire_by_hand():
             "ReduceFactors": 1.5 * REDUCED,
             "ShareDecompositions": 0.75 * 20 * 4,
         }
-        assert wire_bytes(plan, rank, Stage.FACTORS, itemsize=2) == {
-            "ReduceFactors": 0.75 * REDUCED
-        }
         assert wire_bytes(plan, rank, Stage.PRECONDITION) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "factors", "decompositions"),
+    [
+        ("eigen", 26 + 9 + 11, (24 + 12) + (5 + 6) + (6 + 7)),
+        ("inverse", 26 + 9 + 11, 26 + (5 + 4) + (4 + 7)),
+        ("ekfac", 26 + 9 + 11 + 12, (24 + 12) + (5 + 6) + (6 + 7)),  # second moments of grouped
+    ],
+)
+def test_memory_of_groups_and_diagonals_by_hand(method, factors, decompositions):
+    plan = make_plan(ALL_KINDS, 2, method=method)
+    for rank in range(2):
+        want = {"factors": factors * 4, "decompositions": decompositions * 4}
+        assert memory_bytes(plan, rank) == want
+
+
+@pytest.mark.parametrize(
+    ("method", "decompositions"),
+    [("eigen", 24 + 12 + 6 + 6), ("inverse", 12 + 6 + 3 + 3), ("ekfac", 24 + 12 + 6 + 6)],
+)
+def test_payload_of_groups_and_diagonals_by_hand(method, decompositions):
+    """Diagonals are sent to be reduced, not as decompositions."""
+    plan = make_plan(ALL_KINDS, 4, method=method)
+    reduced = (12 + 1 + 6 + 1) + (5 + 1 + 3 + 1) + (3 + 1 + 7 + 1)
+    second = {"ReduceSecondMoments": (12 + 1) * 4} if method == "ekfac" else {}
+    assert payload_bytes(plan, Stage.FACTORS) == {"ReduceFactors": reduced * 4} | second
+    assert payload_bytes(plan, Stage.DECOMPOSE) == {"ShareDecompositions": decompositions * 4}
+    assert payload_bytes(plan, Stage.PRECONDITION) == {}
+    for rank in range(4):
+        assert wire_bytes(plan, rank, Stage.FACTORS) == {
+            kind: 2 * 3 / 4 * n for kind, n in payload_bytes(plan, Stage.FACTORS).items()
+        }
+    by_layer = make_plan(ALL_KINDS, 2, strategy="mem_opt")
+    assert payload_bytes(by_layer, Stage.PRECONDITION) == {"ShareGradients": (12 + 10 + 14) * 4}
+
+
+def test_flops_of_groups_and_diagonals_by_hand():
+    def of(op, method="eigen"):
+        return flops(op, method, ROWS_OF_ALL)
+
+    assert of(ComputeFactor((0,), GROUPED, "A")) == 2 * 10 * 2 * 9
+    assert of(ComputeFactor((0,), EMBEDDING, "A")) == 2 * 4 * 5
+    assert of(ComputeFactor((0,), HEAD, "G")) == 2 * 6 * 7
+    assert of(ComputeFactor((0,), HEAD, "A")) == 2 * 6 * 4
+    batch = Decompose((0,), ((GROUPED, "A"), (HEAD, "A")))
+    assert of(batch, "inverse") == 2 * 27 + 8
+    assert of(batch) == of(batch, "ekfac") == pytest.approx(14 / 3 * (2 * 27 + 8))
+    assert of(Decompose((0,), ((EMBEDDING, "A"), (HEAD, "G")))) == 0
+    # one side alone where the other is a diagonal
+    assert of(Precondition((0,), (GROUPED,)), "inverse") == 2 * (2 * 2 * 2 * 3 + 2 * 2 * 3 * 3)
+    assert of(Precondition((0,), (EMBEDDING,)), "inverse") == 2 * 2 * 2 * 5
+    assert of(Precondition((0,), (HEAD,)), "inverse") == 2 * 7 * 2 * 2
+    assert of(Precondition((0,), (HEAD, EMBEDDING))) == 2 * (2 * 7 * 2 * 2 + 2 * 2 * 2 * 5)
+    # rows times Q_A, rows times Q_G, and the product of squares
+    assert of(ComputeSecondMoment((0,), GROUPED), "ekfac") == 2 * 10 * 2 * (9 + 4 + 6)
+    assert of(ReduceSecondMoments((0, 1), 0, 9, ()), "ekfac") == 0
 
 
 def test_flops_by_hand():
     assert flops(ComputeFactor((0,), X, "A"), "eigen", ROWS) == 2 * 10 * 9
     assert flops(ComputeFactor((0,), X, "G"), "eigen", ROWS) == 2 * 10 * 4
     assert flops(ComputeFactor((0,), Y, "A"), "inverse", ROWS) == 2 * 5 * 16
-    assert flops(Decompose((0,), X, "A"), "eigen", ROWS) == pytest.approx(14 / 3 * 27)
-    assert flops(Decompose((0,), Y, "A"), "inverse", ROWS) == 64
+    assert flops(Decompose((0,), ((X, "A"),)), "eigen", ROWS) == pytest.approx(14 / 3 * 27)
+    assert flops(Decompose((0,), ((Y, "A"),)), "inverse", ROWS) == 64
     # two rotations there and two back: 2 (2 * 2 * 3) + 2 (2 * 3 * 3) twice
-    assert flops(Precondition((0,), X), "eigen", ROWS) == 2 * (2 * 2 * 2 * 3 + 2 * 2 * 3 * 3)
-    assert flops(Precondition((0,), X), "inverse", ROWS) == 2 * 2 * 2 * 3 + 2 * 2 * 3 * 3
+    assert flops(Precondition((0,), (X,)), "eigen", ROWS) == 2 * (2 * 2 * 2 * 3 + 2 * 2 * 3 * 3)
+    assert flops(Precondition((0,), (X,)), "inverse", ROWS) == 2 * 2 * 2 * 3 + 2 * 2 * 3 * 3
     assert flops(ReduceFactors((0, 1), 0, 9, ()), "eigen", ROWS) == 0
 
 
@@ -143,23 +235,40 @@ def test_stage_flops_by_hand():
     assert [s[Stage.PRECONDITION] for s in both] == [100, 100]
 
 
-@for_all(SPECS, WORLDS, st.sampled_from(METHODS), CAPS)
+def stored(spec, factor):
+    """Elements of a factor."""
+    n = spec.dim(factor)
+    return spec.groups * (n if spec.diagonal(factor) else n * n)
+
+
+@for_all(SPECS, WORLDS, st.sampled_from(["eigen", "inverse"]), CAPS)
 def test_strategies_trade_memory_for_communication(specs, world, method, cap):
     plans = {s: build(specs, world, s, method, cap) for s in STRATEGIES}
     assert "ShareGradients" not in payload_bytes(plans["comm_opt"])
     for strategy in ("layer_wise", "mem_opt"):
         assert "ShareDecompositions" not in payload_bytes(plans[strategy])
-    one_copy = sum(
-        d * d + (d if method == "eigen" else 0) for s in specs for d in (s.a_dim, s.g_dim)
-    )
+    factors = sum(stored(s, f) for s in specs for f in FACTORS)
+    values = sum(s.groups * s.dim(f) for s in specs for f in FACTORS if not s.diagonal(f))
+    one_copy = factors + (values if method == "eigen" else 0)
     copies = {"comm_opt": world, "layer_wise": 1, "mem_opt": 1, "hybrid_opt": workers(world)}
     for strategy, plan in plans.items():
         held = [memory_bytes(plan, r) for r in range(world)]
         assert sum(h["decompositions"] for h in held) == copies[strategy] * one_copy * 4
-        assert {h["factors"] for h in held} == {
-            sum(d * d for s in specs for d in (s.a_dim, s.g_dim)) * 4
-        }
+        assert {h["factors"] for h in held} == {factors * 4}
     assert len({payload_bytes(p, Stage.FACTORS)["ReduceFactors"] for p in plans.values()}) == 1
+
+
+@for_all(SPECS, WORLDS, CAPS)
+def test_ekfac_costs_second_moments_more_than_eigen(specs, world, cap):
+    eigen, ekfac = (build(specs, world, "comm_opt", m, cap) for m in ("eigen", "ekfac"))
+    having = [s for s in specs if not (s.a_diagonal or s.g_diagonal)]
+    kept = sum(s.grad_numel for s in having)
+    for rank in range(world):
+        more, less = (memory_bytes(p, rank) for p in (ekfac, eigen))
+        assert more == less | {"factors": less["factors"] + 4 * kept}
+    sent, without = payload_bytes(ekfac), payload_bytes(eigen)
+    assert sent.pop("ReduceSecondMoments", 0) == 4 * (kept + len(having))
+    assert sent == without
 
 
 def workers(world):
@@ -167,7 +276,7 @@ def workers(world):
     return world // 2 if world % 2 == 0 else world
 
 
-def build(specs, world, strategy, method, cap):
+def build(specs, world, strategy, method, cap, **options):
     return make_plan(
         specs,
         world,
@@ -175,27 +284,52 @@ def build(specs, world, strategy, method, cap):
         method=method,
         grad_worker_fraction=workers(world) / world,
         bucket_numel=cap,
+        **options,
     )
 
 
-@for_all(SPECS, WORLDS, st.sampled_from(METHODS), st.sampled_from(STRATEGIES), CAPS)
-def test_buckets_change_no_sum(specs, world, method, strategy, cap):
-    small, large = (build(specs, world, strategy, method, c) for c in (cap, 1 << 30))
-    assert payload_bytes(small) == payload_bytes(large)
+@for_all(
+    SPECS,
+    WORLDS,
+    CHOICES,
+    st.fixed_dictionaries(
+        {
+            "bucket_numel": st.sampled_from([1, 500, 1 << 30]),
+            "batch_numel": st.sampled_from([0, 1, 100, 1 << 30]),
+            "spread": st.sampled_from([1, 2, 99]),
+        }
+    ),
+)
+def test_buckets_batches_and_slices_change_no_sum(specs, world, choice, options):
+    plain = build(specs, world, *choice, 1 << 22)
+    fraction = workers(world) / world
+    plan = make_plan(
+        specs,
+        world,
+        strategy=choice[0],
+        method=choice[1],
+        grad_worker_fraction=fraction,
+        **options,
+    )
+    rows = {s.name: 7 + i for i, s in enumerate(specs)}
+    for stage in Stage:
+        assert payload_bytes(plan, stage) == payload_bytes(plain, stage)
     for rank in range(world):
-        assert wire_bytes(small, rank) == pytest.approx(wire_bytes(large, rank))
-        rows = dict.fromkeys((s.name for s in specs), 7)
-        assert stage_flops(small, rank, rows) == stage_flops(large, rank, rows)
+        assert memory_bytes(plan, rank) == memory_bytes(plain, rank)
+        assert wire_bytes(plan, rank) == pytest.approx(wire_bytes(plain, rank))
+        want = stage_flops(plain, rank, rows)
+        assert stage_flops(plan, rank, rows) == pytest.approx(want, rel=1e-12)
 
 
-@for_all(SPECS, WORLDS, st.sampled_from(METHODS), st.sampled_from(STRATEGIES), CAPS)
-def test_what_all_ranks_receive_is_what_the_messages_carry(specs, world, method, strategy, cap):
+@for_all(SPECS, WORLDS, CHOICES, CAPS)
+def test_what_all_ranks_receive_is_what_the_messages_carry(specs, world, choice, cap):
     """Over p ranks a broadcast arrives at p - 1, and a ring moves 2 (p - 1) payloads."""
-    plan = build(specs, world, strategy, method, cap)
+    (strategy, _), plan = choice, build(specs, world, *choice, cap)
     received = [wire_bytes(plan, rank) for rank in range(world)]
     ranks = {"comm_opt": world, "hybrid_opt": workers(world)}.get(strategy, 1)
     arrivals = {
         "ReduceFactors": 2 * (world - 1),
+        "ReduceSecondMoments": 2 * (world - 1),
         "ShareDecompositions": ranks - 1,
         "ShareGradients": world // ranks - 1,
     }
@@ -211,8 +345,9 @@ def test_a_world_of_one_sends_nothing(specs, method, strategy):
     assert wire_bytes(plan, 0) == {}
 
 
-@for_all(SPECS, WORLDS, st.sampled_from(METHODS), st.sampled_from(STRATEGIES))
-def test_decompositions_are_done_once_in_all(specs, world, method, strategy):
+@for_all(SPECS, WORLDS, CHOICES)
+def test_decompositions_are_done_once_in_all(specs, world, choice):
+    strategy, method = choice
     plan = build(specs, world, strategy, method, 1 << 22)
     rows = dict.fromkeys((s.name for s in specs), 3)
     alone = stage_flops(make_plan(specs, 1, method=method), 0, rows)

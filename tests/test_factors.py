@@ -1,4 +1,7 @@
-"""A and G of a call against unfold in float64: fast paths, layouts, paddings, conventions."""
+"""Raw moments against F.unfold and loops in float64: fast paths, layouts, paddings, groups."""
+
+import itertools
+import math
 
 import pytest
 import torch
@@ -7,13 +10,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kfac_bench.core.factors import autocorrelation_moment_3x3, gram, patch_moment, with_bias
-from kfac_bench.core.layers import Conv2dLayer, LinearLayer
-from tests import oracle
+from kfac_bench.core import factors
+from kfac_bench.core.autocorrelation import autocorrelation_moment_3x3
+from kfac_bench.core.factors import (
+    CONVENTIONS,
+    at_least_float32,
+    gram,
+    input_moment,
+    pad_input,
+    patch_moment,
+    patch_rows,
+    patch_sum,
+)
 
 torch.set_num_threads(1)
 
 LAYOUTS = ("contiguous", "channels_last", "transposed", "sliced", "expanded")
+MODES = ("zeros", "reflect", "replicate", "circular")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def for_all(*strategies, **named):
@@ -21,30 +35,45 @@ def for_all(*strategies, **named):
     return lambda test: slow(given(*strategies, **named)(test))
 
 
-def image(n, c, h, w, layout="contiguous", seed=0, dtype=torch.float32):
+def image(n, c, *size, layout="contiguous", seed=0, dtype=torch.float32):
     """Random values with a mean, so that border terms and bias sums matter."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=dtype) + 0.5
+        return (torch.randn(*shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
 
     if layout == "channels_last":
-        return randn(n, c, h, w).to(memory_format=torch.channels_last)
+        return randn(n, *size, c).movedim(-1, 1)
     if layout == "transposed":
-        return randn(n, c, w, h).transpose(2, 3)
+        return randn(n, c, *reversed(size)).permute(0, 1, *reversed(range(2, 2 + len(size))))
     if layout == "sliced":
-        return randn(n + 1, c + 2, h + 1, 2 * w)[1:, 1:-1, :h, ::2]
+        return randn(n + 1, c + 2, *size[:-1], 2 * size[-1])[1:, 1:-1, ..., ::2]
     if layout == "expanded":
-        return randn(1, c, h, 1).expand(n, c, h, w)
-    return randn(n, c, h, w)
+        return randn(1, c, *size[:-1], 1).expand(n, c, *size)
+    return randn(n, c, *size)
 
 
-def unfolded(x, kernel, stride=1, dilation=1, padding=0, *, bias=False):
-    """sum a a^T over samples and positions, [c kh kw (+ 1)] square, in float64."""
-    rows = F.unfold(x.double(), kernel, dilation, padding, stride).mT.flatten(0, 1)
+def patches(x, kernel, stride, dilation, groups=1):
+    """[N, groups, positions, channels of a group * kernel] in float64, one position at a time."""
+    n, c, *size = x.shape
+    reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    starts = [range(0, s - r, t) for s, r, t in zip(size, reach, stride, strict=True)]
+    out = []
+    for start in itertools.product(*starts):
+        window = [slice(a, a + r + 1, d) for a, r, d in zip(start, reach, dilation, strict=True)]
+        out.append(x.double()[:, :, *window].reshape(n, groups, c // groups * math.prod(kernel)))
+    return torch.stack(out, dim=2)
+
+
+def moment(rows, *, bias=False):
+    """Of [groups, R, d], in float64."""
     if bias:
-        rows = torch.cat([rows, torch.ones(len(rows), 1, dtype=rows.dtype)], 1)
-    return rows.T @ rows
+        rows = torch.cat([rows, torch.ones_like(rows[..., :1])], -1)
+    return torch.stack([r.T @ r for r in rows.double()])
+
+
+def patch_moments(*args, bias=False):
+    return moment(patches(*args).transpose(0, 1).flatten(1, 2), bias=bias)
 
 
 def close(got, want):
@@ -55,92 +84,190 @@ def close(got, want):
     )
 
 
-SIZES = {
-    "n": st.integers(1, 4),
-    "c": st.integers(1, 5),
-    "layout": st.sampled_from(LAYOUTS),
-    "bias": st.booleans(),
-    "dtype": st.sampled_from([torch.float32, torch.float64]),
-    "seed": st.integers(0, 99),
-}
+def symmetric(got):
+    assert got.is_contiguous()
+    assert torch.equal(got, got.mT)
 
 
-@for_all(h=st.integers(2, 7), w=st.integers(2, 7), **SIZES)
-def test_autocorrelation_is_exact(n, c, h, w, layout, bias, dtype, seed):
-    x = image(n, c, h, w, layout, seed, dtype)
-    before = x.clone()
-    got = autocorrelation_moment_3x3(x, bias=bias)
-    assert got.dtype == dtype
-    close(got, unfolded(x, 3, padding=1, bias=bias))
-    assert torch.equal(x, before)
+def widened(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
+# The oracle itself
 
 
 @for_all(
-    kernel=PAIRS,
-    stride=PAIRS,
-    dilation=PAIRS,
-    more=st.tuples(st.integers(0, 5), st.integers(0, 5)),
-    **SIZES,
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    groups=st.integers(1, 3),
 )
-def test_patch_moment_is_exact(n, c, kernel, stride, dilation, more, layout, bias, dtype, seed):
-    h, w = (d * (k - 1) + 1 + m for k, d, m in zip(kernel, dilation, more, strict=True))
-    x = image(n, c, h, w, layout, seed, dtype)
+def test_the_loop_is_unfold(kernel, stride, dilation, groups):
+    x = image(2, 2 * groups, 7, 6, dtype=torch.float64)
+    want = F.unfold(x, kernel, dilation, 0, stride).unflatten(1, (groups, -1)).mT
+    assert torch.equal(patches(x, kernel, stride, dilation, groups), want)
+
+
+# Products
+
+
+@for_all(
+    groups=st.integers(1, 3),
+    rows=st.integers(1, 9),
+    d=st.one_of(st.integers(1, 9), st.integers(60, 70), st.sampled_from([127, 129, 257, 300])),
+    transposed=st.booleans(),
+    bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_gram(groups, rows, d, transposed, bias, dtype):
+    """Sizes around those of the blocks of its triangle."""
+    torch.manual_seed(d)
+    x = torch.randn(groups, d, rows).mT if transposed else torch.randn(groups, rows, d)
+    x = x.to(dtype)
     before = x.clone()
-    got = patch_moment(x, kernel, stride, dilation, bias=bias)
-    assert got.dtype == dtype
-    close(got, unfolded(x, kernel, stride, dilation, bias=bias))
+    got = gram(x, bias=bias)
+    assert got.dtype == widened(dtype)
+    symmetric(got)
+    close(got, moment(x, bias=bias))
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gram_of_groups_that_lie_beside_each_other():
+    """As grouped layers have them: [R, groups, d] seen as [groups, R, d]."""
+    for d in (5, 200):
+        x = torch.randn(7, 3, d, dtype=torch.float64).transpose(0, 1)
+        close(gram(x, bias=True), moment(x, bias=True))
+
+
+def test_nothing_is_read_before_it_is_written(monkeypatch):
+    """New memory may hold NaN, and 0 NaN is NaN."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *a, **k: empty(*a, **k).fill_(float("nan"))
+    )
+    x = image(2, 3, 5, 4)
+    for d in (3, 200):
+        assert gram(torch.randn(2, 3, d), bias=True).isfinite().all()
+    assert patch_moment(x, (3, 3), (1, 1), (1, 1), bias=True).isfinite().all()
+    assert autocorrelation_moment_3x3(x, bias=True).isfinite().all()
+
+
+def test_half_precision_is_summed_in_float32():
+    assert gram(torch.full((1, 2, 1), 256.0, dtype=torch.float16)).item() == 2 * 65536.0
+    x = torch.full((1, 1, 512), 256.0, dtype=torch.bfloat16)
+    assert patch_sum(x, (1,), (1,), (1,)).item() == 131072.0
+    assert patch_sum(x + 1, (2,), (1,), (1,)).dtype == torch.float32
+    assert at_least_float32(x).dtype == torch.float32
+    assert at_least_float32(x.double()).dtype == torch.float64
+
+
+# Patches
+
+
+@st.composite
+def convolutions(draw):
+    """x, kernel, stride, dilation, groups of 1, 2 or 3 spatial dimensions, no padding."""
+    dims = draw(st.integers(1, 3))
+
+    def some(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(dims))
+
+    kernel = (
+        draw(st.just((1,) * dims) | st.just((3,) * dims)) if draw(st.booleans()) else some(1, 3)
+    )
+    stride, dilation = some(1, 3), some(1, 2)
+    more = some(0, 4)
+    size = [d * (k - 1) + 1 + m for k, d, m in zip(kernel, dilation, more, strict=True)]
+    groups = draw(st.integers(1, 3))
+    x = image(
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)) * groups,
+        *size,
+        layout=draw(st.sampled_from(LAYOUTS)),
+        seed=draw(st.integers(0, 99)),
+        dtype=draw(st.sampled_from(DTYPES)),
+    )
+    return x, kernel, stride, dilation, groups
+
+
+@for_all(
+    convolution=convolutions(), bias=st.booleans(), memory=st.sampled_from([1, 50, 500, 1 << 20])
+)
+def test_patch_moment(convolution, bias, memory):
+    """However many patches are made at a time."""
+    x, before = convolution[0], convolution[0].clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "PATCH_NUMEL", memory)
+        got = patch_moment(*convolution, bias=bias)
+    assert got.dtype == widened(x.dtype)
+    symmetric(got)
+    close(got, patch_moments(*convolution, bias=bias))
+    assert torch.equal(x, before)
+
+
+@for_all(convolution=convolutions())
+def test_patch_rows(convolution):
+    got = patch_rows(*convolution)
+    assert torch.equal(got.double(), patches(*convolution))
+
+
+@for_all(convolution=convolutions())
+def test_patch_sum(convolution):
+    x, before = convolution[0], convolution[0].clone()
+    got = patch_sum(*convolution)
+    assert got.dtype == widened(x.dtype)
+    close(got, patches(*convolution).sum(2))
+    assert torch.equal(x, before)
+
+
+def test_patch_sum_of_a_large_image_is_accurate():
+    x = torch.randn(1, 2, 300, 200) + 100
+    want = F.unfold(x.double(), (3, 2), (1, 2), 0, (2, 1)).sum(2).unsqueeze(1)
+    close(patch_sum(x, (3, 2), (2, 1), (1, 2)), want)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_half_precision_inputs_are_summed_in_float32(dtype, layout):
-    x = image(3, 2, 5, 4, layout, dtype=dtype)
-    for got in (
-        autocorrelation_moment_3x3(x, bias=True),
-        patch_moment(F.pad(x, (1, 1, 1, 1)), (3, 3), (1, 1), (1, 1), bias=True),
-    ):
-        assert got.dtype == torch.float32
-        close(got, unfolded(x, 3, padding=1, bias=True))
-    assert gram(torch.full((2, 1), 256.0, dtype=torch.float16)).item() == 2 * 65536.0
+@pytest.mark.parametrize("shape", [(40, 2, 9, 8), (1, 2, 40, 8), (2, 3, 90), (1, 1, 30, 3, 3)])
+def test_the_memory_of_patches_is_bounded(monkeypatch, shape, layout):
+    numbers = []
+    make = factors._patches
+    monkeypatch.setattr(
+        factors, "_patches", lambda *a: numbers.append(make(*a).numel()) or make(*a)
+    )
+    monkeypatch.setattr(factors, "PATCH_NUMEL", 500)
+    x, ones = image(*shape, layout=layout), (1,) * (len(shape) - 2)
+    kernel = tuple(2 for _ in ones)
+    close(patch_moment(x, kernel, ones, ones), patch_moments(x, kernel, ones, ones))
+    assert len(numbers) > 1
+    assert max(numbers) <= 500
+    assert sum(numbers) == patches(x, kernel, ones, ones).numel()
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_with_bias_is_a_column_of_ones(rows):
-    x = torch.randn(rows, 3, dtype=torch.float64)
-    ones = torch.cat([x, torch.ones(rows, 1, dtype=x.dtype)], 1)
-    close(with_bias(gram(x), x.sum(0), rows), ones.T @ ones)
+# 3x3 without patches
 
 
-# Layers: what their modules compute is what their factors are made of
+@for_all(
+    size=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 7), st.integers(1, 7)),
+    layout=st.sampled_from(LAYOUTS),
+    bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES[:2]),
+    seed=st.integers(0, 99),
+)
+def test_autocorrelation(size, layout, bias, dtype, seed):
+    x = image(*size, layout=layout, seed=seed, dtype=dtype)
+    before = x.clone()
+    got = autocorrelation_moment_3x3(x, bias=bias)
+    assert got.dtype == dtype
+    symmetric(got)
+    close(got, patch_moments(F.pad(x, (1, 1, 1, 1)), (3, 3), (1, 1), (1, 1), bias=bias))
+    assert torch.equal(x, before)
 
 
-def check_layer(layer, x, kinds=("A", "G")):
-    """Raw moments times the mean's weights against the oracle's factors of the same call."""
-    recorder = oracle.Recorder([layer.module])
-    generator = torch.Generator().manual_seed(7)
-    y = layer.module(x)
-    weights = torch.randn(y.shape, generator=generator)
-    (y * weights).sum().backward()
-    ((_, g),) = recorder.calls[layer.module]
-    moments = layer.moments(x.detach(), g)
-    _, _, n, s = oracle.per_call_rows(layer.module, x.detach(), g)
-    assert (moments.samples, moments.rows) == (n, n * s)
-    a_want, g_want = oracle.factors(layer.module, x.detach(), g)
-    assert layer.spec.a_dim == len(a_want)
-    assert layer.spec.g_dim == len(g_want)
-    close(moments.a / (n * s), a_want)
-    close(moments.g * n, g_want)
-    for moment in (moments.a, moments.g):
-        assert moment.is_contiguous()
-        torch.testing.assert_close(moment, moment.T)
+# What a convolution sees: its own padding, the fastest way
 
 
 CONVOLUTIONS = {
-    "3x3 same as the fast path": {"kernel_size": 3, "padding": 1},
+    "3x3 without patches": {"kernel_size": 3, "padding": 1},
     "3x3 padding same": {"kernel_size": 3, "padding": "same"},
     "3x3 no padding": {"kernel_size": 3},
     "3x3 padding 2": {"kernel_size": 3, "padding": 2},
@@ -151,9 +278,12 @@ CONVOLUTIONS = {
     "3x3 dilation 2": {"kernel_size": 3, "padding": 2, "dilation": 2},
     "3x3 dilation 2, padding 1": {"kernel_size": 3, "padding": 1, "dilation": 2},
     "3x3 dilation of one side": {"kernel_size": 3, "padding": 1, "dilation": (2, 1)},
+    "3x3 of two groups": {"kernel_size": 3, "padding": 1, "groups": 2},
+    "3x3 depthwise": {"kernel_size": 3, "padding": 1, "groups": 4},
     "1x1": {"kernel_size": 1},
     "1x1 stride 2": {"kernel_size": 1, "stride": 2},
     "1x1 padding 1": {"kernel_size": 1, "padding": 1},
+    "1x1 of two groups": {"kernel_size": 1, "groups": 2},
     "2x2 padding same is uneven": {"kernel_size": 2, "padding": "same"},
     "4x2 padding same": {"kernel_size": (4, 2), "padding": "same", "dilation": (1, 2)},
     "3x1": {"kernel_size": (3, 1), "padding": (1, 0)},
@@ -164,122 +294,135 @@ CONVOLUTIONS = {
     "all uneven": {"kernel_size": (2, 3), "padding": (2, 1), "stride": (3, 2), "dilation": (2, 1)},
     "7x7 stride 2": {"kernel_size": 7, "padding": 3, "stride": 2},
 }
-MODES = ("zeros", "reflect", "replicate", "circular")
 
 
+def weight_gradients(conv, x):
+    """Of every output alone, by autograd: the patches, whatever the convolution takes for one."""
+    conv, x = conv.double(), x.double()
+    per_group = conv.out_channels // conv.groups
+    y = conv(x)[:, ::per_group]  # one output channel of each group sees all that the group sees
+    out = []
+    for n, position in itertools.product(
+        range(len(x)), itertools.product(*map(range, y.shape[2:]))
+    ):
+        params = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
+        grads = torch.autograd.grad(y[n, :, *position].sum(), params, retain_graph=True)
+        out.append(torch.cat([g[::per_group].flatten(1) for g in grads[:1]], 1))
+        if conv.bias is not None:
+            out[-1] = torch.cat([out[-1], grads[1][::per_group, None]], 1)
+    return torch.stack(out, 1)  # [groups, rows, a]
+
+
+@pytest.fixture
+def autocorrelation(monkeypatch):
+    """For small inputs, too."""
+    monkeypatch.setattr(factors, "AUTOCORRELATION_NUMEL", 0)
+
+
+def check_input_moment(conv, x):
+    got = input_moment(
+        x,
+        conv.kernel_size,
+        conv.stride,
+        conv._reversed_padding_repeated_twice,
+        conv.padding_mode,
+        conv.dilation,
+        conv.groups,
+        bias=conv.bias is not None,
+    )
+    close(got, moment(weight_gradients(conv, x)))
+    assert got.is_contiguous()
+
+
+@pytest.mark.usefixtures("autocorrelation")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions(name, layout):
-    torch.manual_seed(0)
-    for bias in (True, False):
-        conv = nn.Conv2d(2, 3, bias=bias, **CONVOLUTIONS[name])
-        check_layer(Conv2dLayer("conv", conv), image(3, 2, 7, 6, layout))
+def test_input_moment_is_that_of_the_convolution(name, bias):
+    for layout in LAYOUTS:
+        conv = nn.Conv2d(4, 4, bias=bias, **CONVOLUTIONS[name])
+        check_input_moment(conv, image(2, 4, 6, 5, layout=layout))
 
 
+@pytest.mark.usefixtures("autocorrelation")
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(
     "options",
     [
         {"kernel_size": 3, "padding": 1},
-        {"kernel_size": 3, "padding": "same"},
-        {"kernel_size": (3, 4), "padding": "same", "dilation": (2, 1)},
-        {"kernel_size": 3, "padding": (2, 1), "stride": 2},
+        {"kernel_size": 3, "padding": "same", "dilation": 2},
+        {"kernel_size": 2, "padding": 2, "stride": 2, "groups": 2},
         {"kernel_size": 1, "padding": 1},
     ],
     ids=str,
 )
-def test_padding_modes(mode, options):
-    torch.manual_seed(0)
-    conv = nn.Conv2d(2, 3, padding_mode=mode, **options)
+def test_padding_modes(mode, dims, options):
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](2, 2, padding_mode=mode, **options)
     for layout in ("contiguous", "channels_last", "sliced"):
-        check_layer(Conv2dLayer("conv", conv), image(3, 2, 7, 6, layout))
+        check_input_moment(conv, image(2, 2, *(5, 4, 3)[:dims], layout=layout))
 
 
-def test_padding_modes_differ_and_so_do_their_factors():
-    x, moments = image(3, 2, 5, 5), []
-    for mode in MODES:
-        layer = Conv2dLayer("conv", nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode))
-        moments.append(layer.moments(x, torch.ones(3, 3, 5, 5)).a)
-    for i in range(4):
-        for j in range(i):
-            assert not torch.allclose(moments[i], moments[j], rtol=0.01)
+@pytest.mark.usefixtures("autocorrelation")
+def test_padding_modes_differ_and_so_do_their_moments():
+    x = image(3, 2, 5, 5)
+    ones = ((3, 3), (1, 1), (1, 1, 1, 1))
+    moments = [input_moment(x, *ones, mode, (1, 1)) for mode in MODES]
+    for a, b in itertools.combinations(moments, 2):
+        assert not torch.allclose(a, b, rtol=0.01)
 
 
-@pytest.mark.parametrize(("h", "w"), [(1, 1), (1, 5), (5, 1), (2, 2), (2, 9), (9, 2)])
+def test_where_autocorrelation_is_chosen(monkeypatch):
+    """Its arithmetic is that of one kind of convolution; where it pays was measured on CPUs."""
+    calls = []
+    monkeypatch.setattr(
+        factors, "autocorrelation_moment_3x3", lambda x, bias: calls.append(x) or torch.zeros(1)
+    )
+
+    def chosen(x, kernel=(3, 3), stride=(1, 1), padding=(1,) * 4, mode="zeros", **options):
+        calls.clear()
+        input_moment(x, kernel, stride, padding, mode, options.pop("dilation", (1, 1)), **options)
+        return bool(calls)
+
+    x = torch.ones(16, 2, 32, 32)
+    assert chosen(x)
+    assert not chosen(x[:2])
+    assert not chosen(x.to("meta"))
+    assert not chosen(x, groups=2)
+    assert not chosen(x, mode="circular")
+    assert not chosen(x, stride=(1, 2))
+    assert not chosen(x, dilation=(2, 1))
+    assert not chosen(x, padding=(1, 1, 0, 0))
+    assert not chosen(x, padding=(0, 2, 0, 2))
+    assert not chosen(x, kernel=(3, 1))
+    assert not chosen(x[..., 0], (3,), (1,), (1, 1), dilation=(1,))
+
+
+@pytest.mark.usefixtures("autocorrelation")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_images_of_one_or_two_rows(h, w, layout):
-    """H or W of 1 has no fast path: its two edges would be one."""
-    torch.manual_seed(0)
-    check_layer(Conv2dLayer("conv", nn.Conv2d(2, 3, 3, padding=1)), image(3, 2, h, w, layout))
+def test_half_precision_inputs(dtype, layout):
+    x = image(3, 2, 5, 4, layout=layout, dtype=dtype)
+    for mode in MODES:
+        got = input_moment(x, (3, 3), (1, 1), (1, 1, 1, 1), mode, (1, 1), bias=True)
+        padded = pad_input(x.double(), (1, 1, 1, 1), mode)
+        assert got.dtype == torch.float32
+        close(got, patch_moments(padded, (3, 3), (1, 1), (1, 1), bias=True))
 
 
-def test_channels_last_weights_keep_the_columns_of_the_gradient():
-    """The factor's column order is that of weight.flatten(1), whatever the memory format."""
-    torch.manual_seed(0)
-    conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
-    layer = Conv2dLayer("conv", conv)
-    x = image(2, 3, 4, 5, "channels_last")
-    check_layer(layer, x)
-    conv(x).square().mean().backward()
-    grad = layer.get_grad()
-    assert torch.equal(grad[:, :-1], conv.weight.grad.reshape(4, 27))
-    assert torch.equal(grad[:, -1], conv.bias.grad)
-    new = torch.arange(4.0 * 28).view(4, 28)
-    layer.set_grad(new)
-    assert torch.equal(conv.weight.grad.reshape(4, 27), new[:, :-1])
-    assert torch.equal(layer.get_grad(), new)
+def test_without_padding_nothing_is_copied():
+    x = image(2, 3, 4, 4)
+    assert pad_input(x, [0, 0, 0, 0], "reflect") is x
 
 
-def test_a_single_image_is_a_batch_of_one():
-    torch.manual_seed(0)
-    for options in ({"padding": 1}, {"stride": 2}):
-        layer = Conv2dLayer("conv", nn.Conv2d(2, 3, 3, **options))
-        x = image(1, 2, 5, 6)
-        g = torch.randn_like(layer.module(x))
-        batched, single = layer.moments(x, g), layer.moments(x[0], g[0])
-        assert torch.equal(batched.a, single.a)
-        assert torch.equal(batched.g, single.g)
-        assert (single.samples, single.rows) == (batched.samples, batched.rows)
+# Conventions
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 5), (6, 2, 3), (1, 4)])
-def test_linear_with_dimensions_between(shape, bias):
-    torch.manual_seed(0)
-    linear = nn.Linear(4, 3, bias=bias)
-    check_layer(LinearLayer("fc", linear), torch.randn(*shape, 4) + 0.5)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x: x.transpose(0, 1),
-        lambda x: x[::2, :, :],
-        lambda x: x[:, ::2],
-        lambda x: x[:, :1].expand(-1, 3, -1),
-        lambda x: torch.stack([x, x + 1], -1)[..., 1],  # strided features
-        lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
-    ],
-)
-def test_linear_on_a_non_contiguous_input(make):
-    torch.manual_seed(0)
-    x = make(torch.randn(6, 5, 4))
-    assert not x.is_contiguous()
-    check_layer(LinearLayer("fc", nn.Linear(4, 3)), x)
-
-
-def test_linear_reads_a_non_contiguous_gradient():
-    layer = LinearLayer("fc", nn.Linear(4, 3))
-    x, g = torch.randn(5, 6, 4), torch.randn(6, 5, 3).transpose(0, 1)
-    got = layer.moments(x, g)
-    close(got.g, g.reshape(-1, 3).double().T @ g.reshape(-1, 3).double())
-
-
-def test_one_vector_is_one_sample():
-    layer = LinearLayer("fc", nn.Linear(4, 3))
-    x, g = torch.randn(4), torch.randn(3)
-    got, batched = layer.moments(x, g), layer.moments(x[None], g[None])
-    assert (got.samples, got.rows) == (1, 1)
-    assert torch.equal(got.a, batched.a)
-    assert torch.equal(got.g, batched.g)
+def test_conventions():
+    """1 / (N s) and N: the paper's; the others divide by what their sources divide by."""
+    scales = {name: scale(4, 9, True) for name, scale in CONVENTIONS.items()}
+    assert scales["kfc"] == (1 / 36, 4)
+    assert scales["sc20"] == (1 / (4 * 81), 36)
+    assert scales["kaisa"] == (1 / (4 * 729), 1 / (4 * 729))
+    linear = {name: scale(4, 9, False) for name, scale in CONVENTIONS.items()}
+    assert linear == {"kfc": (1 / 36, 4), "sc20": (1 / 36, 36), "kaisa": (1 / 36, 1 / 36)}

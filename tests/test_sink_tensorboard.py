@@ -30,6 +30,9 @@ def trained(step: int, loss: float) -> Trained:
         nu=0.5,
         cosine={"a.b": 0.25, "c": 1.0, "d": 0.5},
         stage_s={"factors": 0.01},
+        damping=0.03,
+        failed_decompositions=2,
+        dropped_statistics=0,
     )
 
 
@@ -43,6 +46,9 @@ def test_names_are_the_documented_ones():
         "train/examples_per_s": 100.0,
         "train/epoch": 0.25,
         "kfac/nu": 0.5,
+        "kfac/damping": 0.03,
+        "kfac/failed_decompositions": 2,
+        "kfac/dropped_statistics": 0,
         "kfac/cosine/a.b": 0.25,
         "kfac/cosine/c": 1.0,
         "kfac/cosine/d": 0.5,

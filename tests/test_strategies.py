@@ -1,11 +1,13 @@
 """Every strategy on real gloo ranks: equal to one process, on all ranks, and to its own plan."""
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import io
 import os
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -17,26 +19,41 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import SingleProcess, TorchCollective
+from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.estimate import payload_bytes
 from kfac_bench.core.plan import (
     FACTORS,
     METHODS,
     STRATEGIES,
+    Decompose,
     Message,
+    Precondition,
     ReduceFactors,
+    ReduceSecondMoments,
     Stage,
-    make_plan,
 )
+from kfac_bench.core.planner import make_plan
+from kfac_bench.core.schedule import Schedules
 from tests import oracle
 from tests.distributed import RankFailed, run_ranks
+from tests.test_linalg import solve
 
 pytestmark = pytest.mark.ranks
 torch.set_num_threads(1)
 
-OPTIONS = {"damping": 0.03, "kl_clip": 1e-3, "update_freq": 2, "factor_update_freq": 1}
+OPTIONS = {
+    "damping": 0.03,
+    "kl_clip": 1e-4,
+    "update_freq": 2,
+    "factor_update_freq": 1,
+    "spread": True,
+}
 STEPS, LR = 5, 0.1
 RUNS = {Stage.FACTORS: 5, Stage.DECOMPOSE: 3, Stage.PRECONDITION: 5}  # of STEPS
-BUCKETS = (30, 1 << 22)  # many messages, and one of each root
+SLICES = {False: [[0, 2, 4]], True: [[0, 2, 4], [0, 1, 3]]}  # spread: when each slice is due
+SMALL = {"bucket_numel": 30}  # many messages
+LARGE = {"bucket_numel": 1 << 22}  # one of each root and slice
+CHOICES = [(s, m) for s in STRATEGIES for m in METHODS if m != "ekfac" or s == "comm_opt"]
 
 
 def tiny_model():
@@ -56,9 +73,37 @@ def tiny_model():
     )
 
 
-def batch(step, n=8):
+def batch(step, n=32):
+    """More samples than A has rows: EKFAC would depend on the basis of what they do not span."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(n, 1, 6, 6, generator=generator), torch.randint(3, (n,), generator=generator)
+
+
+class Mixed(nn.Module):
+    """All kinds of layers, some of one shape; a head of more outputs than max_dim."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(9, 4)
+        self.convs = nn.ModuleList(nn.Conv1d(4, 4, 3, padding=1, groups=2) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 11)
+
+    def forward(self, x):
+        x = self.tokens(x).mT
+        for conv in self.convs:
+            x = conv(x).tanh()
+        x = self.norm(x.mT)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+def sentences(step):
+    generator = torch.Generator().manual_seed(200 + step)
+    return [torch.randint(n, (8, 5), generator=generator) for n in (9, 11)]
 
 
 def my_part(*tensors):
@@ -70,13 +115,21 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
+def loss_of(model, x, y):
+    output = model(x)
+    return output, F.cross_entropy(output.flatten(0, -2), y.flatten())
+
+
 def train_step(model, kfac, optimizer, x, y):
     """The preconditioned gradients of the step; the weights after it are the model's."""
     optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
+    output, loss = loss_of(model, x, y)
+    kfac.fisher_backward(output)
+    loss.backward()
     kfac.step()
     grads = [p.grad.clone() for p in model.parameters()]
     optimizer.step()
+    kfac.adapt_damping(loss.detach(), lambda: loss_of(model, x, y)[1])
     return grads
 
 
@@ -103,27 +156,64 @@ def loads(data):
     return torch.load(io.BytesIO(data))
 
 
+def adaptive():
+    """Changes after each step."""
+    return LevenbergMarquardt(initial=0.03, interval=1, decay=0.8)
+
+
+def make_kfac(model, optimizer, options, **more):
+    options = OPTIONS | options | more
+    if options["damping"] is adaptive:
+        options["damping"] = adaptive()
+    return KFAC(model, optimizer, **options)
+
+
+def after_step(kfac):
+    """(nu, damping, reduction ratio)"""
+    damping = kfac.schedules.damping
+    rho = damping.rho if isinstance(damping, LevenbergMarquardt) else 0.0
+    return kfac.statistics()["nu"], kfac.damping, rho
+
+
+def planned(**options):
+    """Within it, KFAC's plan is made with these options, whatever KFAC says."""
+    return mock.patch(
+        "kfac_bench.core.preconditioner.make_plan",
+        lambda *args, **others: make_plan(*args, **others | options),
+    )
+
+
+def has_batches(plan):
+    """Of decompositions and of gradients, or none of either."""
+    decompose, precondition = (
+        any(isinstance(op, kind) and len(op.members) > 1 for op in plan.ops())
+        for kind in (Decompose, Precondition)
+    )
+    assert decompose == precondition
+    return decompose
+
+
 @functools.cache
-def one_process(method):
-    """(preconditioned gradients, weights, nu) after each step on the whole batch."""
-    model, out = tiny_model(), []
+def one_process(make_model, make_batch, options):
+    """(preconditioned gradients, weights, :func:`after_step`) of steps on the whole batch."""
+    model, out = make_model(), []
     optimizer = sgd(model)
-    kfac = KFAC(model, optimizer, method=method, collective=SingleProcess(), **OPTIONS)
+    kfac = make_kfac(model, optimizer, dict(options), collective=SingleProcess())
     for step in range(STEPS):
-        grads = train_step(model, kfac, optimizer, *batch(step))
-        out.append((grads, weights_of(model), kfac.statistics()["nu"]))
+        grads = train_step(model, kfac, optimizer, *make_batch(step))
+        out.append((grads, weights_of(model), after_step(kfac)))
     return out
 
 
 class Counting(TorchCollective):
-    """Counts calls and bytes by message name."""
+    """Notes the step and the bytes of each message by its name."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes = Counter(), Counter()
+        self.step, self.steps, self.bytes = -1, defaultdict(list), Counter()
 
     def _count(self, x, name):
-        self.calls[name] += 1
+        self.steps[name].append(self.step)
         self.bytes[name] += x.numel() * x.element_size()
 
     def all_reduce(self, x, ranks, name):
@@ -135,63 +225,168 @@ class Counting(TorchCollective):
         return super().broadcast(x, root, ranks, name)
 
 
-def small_buckets(numel):
-    return mock.patch(
-        "kfac_bench.core.preconditioner.make_plan", functools.partial(make_plan, bucket_numel=numel)
-    )
+@dataclasses.dataclass
+class Trained:
+    """What the ranks are compared by."""
+
+    digests: list
+    after: list
+    plan: object
+    steps: dict
+    bytes: dict
 
 
-def train_on_rank(strategy, method, bucket_numel):
-    """Compare with one process here; return what the ranks are compared by."""
-    collective, model = Counting(), DistributedDataParallel(tiny_model())
+def train_on_rank(make_model, make_batch, plan_options, strategy, options):
+    """Compare with one process here."""
+    collective, model = Counting(), DistributedDataParallel(make_model())
     optimizer = sgd(model)
-    with small_buckets(bucket_numel):
-        kfac = KFAC(
-            model, optimizer, strategy=strategy, method=method, collective=collective, **OPTIONS
-        )
-    digests = []
-    for step, (want_grads, want_weights, want_nu) in enumerate(one_process(method)):
-        grads = train_step(model, kfac, optimizer, *my_part(*batch(step)))
+    with planned(**plan_options):
+        kfac = make_kfac(model, optimizer, options, strategy=strategy, collective=collective)
+    digests, after = [], []
+    wanted = one_process(make_model, make_batch, tuple(options.items()))
+    for step, (want_grads, want_weights, want_after) in enumerate(wanted):
+        collective.step = step
+        grads = train_step(model, kfac, optimizer, *my_part(*make_batch(step)))
         assert_close(grads, want_grads)
         assert_close(weights_of(model), want_weights)
-        assert kfac.statistics()["nu"] == pytest.approx(want_nu, rel=1e-4)
+        after.append(after_step(kfac))
+        assert after[-1] == pytest.approx(want_after, rel=1e-3)
+        assert kfac.failed_decompositions == kfac.dropped_statistics == 0
         digests.append((sha256(grads), sha256(weights_of(model))))
-    return digests, kfac.plan, collective.calls, collective.bytes
+    return Trained(digests, after, kfac.plan, dict(collective.steps), collective.bytes)
 
 
-@pytest.mark.parametrize("bucket_numel", BUCKETS)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def train_on_ranks(world, *args):
+    """Of rank 0, which no rank differs from by a bit; by rank, what was sent."""
+    results = run_ranks(world, train_on_rank, *args)
+    for rank, other in enumerate(results):
+        assert other.digests == results[0].digests, f"rank {rank} has other bits than rank 0"
+        assert other.after == results[0].after
+        assert other.plan == results[0].plan
+    assert all(0 < nu < 0.9 for nu, _, _ in results[0].after), "the clip is not at work"
+    return results[0], results
+
+
+def steps_of_messages(plan):
+    """By name, the steps a message is due at."""
+    schedules = {k: v for k, v in OPTIONS.items() if k != "spread"}
+    wanted, schedules = defaultdict(list), Schedules(factor_decay=0.95, **schedules)
+    for step in range(STEPS):
+        due = [plan.factors] if schedules.factors_due(step) else []
+        due += [plan.slices[i] for i in schedules.slices_due(step, len(plan.slices))]
+        for op in chain(*due, plan.precondition):
+            if isinstance(op, Message):
+                wanted[op.name].append(step)
+    return wanted
+
+
+@pytest.mark.parametrize(
+    ("plan_options", "spread"), [(SMALL, True), (LARGE, False)], ids=["small", "large"]
+)
+@pytest.mark.parametrize(("strategy", "method"), CHOICES)
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_strategy_equals_one_process_and_its_own_plan(world, strategy, method, bucket_numel):
-    nus = [nu for _, _, nu in one_process(method)]
-    assert all(0 < nu < 0.9 for nu in nus), "the clip is not at work"
-    results = run_ranks(world, train_on_rank, strategy, method, bucket_numel)
+def test_a_strategy_equals_one_process_and_its_own_plan(
+    world, strategy, method, plan_options, spread
+):
+    options = {"method": method, "spread": spread}
+    first, results = train_on_ranks(world, tiny_model, batch, plan_options, strategy, options)
+    plan = first.plan
 
-    digests, plan, _, _ = results[0]
-    for rank, (others, others_plan, _, _) in enumerate(results):
-        assert others == digests, f"rank {rank} has other bits than rank 0"
-        assert others_plan == plan
-
-    # What the plan says is sent, by whom and how often, is what was sent
-    sent = Counter()
-    calls = [Counter(c) for _, _, c, _ in results]
+    # What the plan says is sent, by whom and when, is what was sent
+    sent, wanted = Counter(), steps_of_messages(plan)
+    steps = [dict(r.steps) for r in results]
     for stage, runs in RUNS.items():
         for op in plan.ops(stage):
             if isinstance(op, Message):
-                took_part = tuple(r for r in range(world) if op.name in calls[r])
+                took_part = tuple(r for r in range(world) if op.name in steps[r])
                 assert took_part == op.ranks
                 for rank in op.ranks:
-                    assert calls[rank].pop(op.name) == runs
-                    assert results[rank][3][op.name] == runs * op.numel * 4
-                sent[type(op).__name__] += results[op.ranks[0]][3][op.name]
-    assert all(set(c) == {"check/digest", "check/differ"} for c in calls)
+                    assert steps[rank].pop(op.name) == wanted[op.name]
+                    assert results[rank].bytes[op.name] == runs * op.numel * 4
+                sent[type(op).__name__] += results[op.ranks[0]].bytes[op.name]
+    assert all(set(s) == {"check/digest", "check/differ"} for s in steps)
     want = Counter()
     for stage, runs in RUNS.items():
         want.update({kind: runs * n for kind, n in payload_bytes(plan, stage).items()})
     assert sent == want
-    reductions = sum(isinstance(op, ReduceFactors) for op in plan.ops())
-    assert reductions == (5 if bucket_numel == 30 else 1)
+    assert len(plan.slices) == len(SLICES[spread])
+    for part, due in zip(plan.slices, SLICES[spread], strict=True):
+        assert all(wanted[op.name] == due for op in part if isinstance(op, Message))
+    for kind in (ReduceFactors, ReduceSecondMoments)[: 2 if method == "ekfac" else 1]:
+        count = sum(isinstance(op, kind) for op in plan.ops())
+        assert count == (1 if plan_options is LARGE else 5 if kind is ReduceFactors else 4)
+
+
+COVER_ALL = {"skip": (), "max_dim": 10}
+
+
+@pytest.mark.parametrize(
+    ("batch_numel", "factored"), [(0, False), (1 << 20, False), (1 << 20, True)]
+)
+@pytest.mark.parametrize(
+    ("strategy", "method"), [c for c in CHOICES if c[0] in ("comm_opt", "mem_opt")]
+)
+def test_groups_diagonals_and_batches_equal_one_process(strategy, method, batch_numel, factored):
+    """The one process decomposes and preconditions one by one."""
+    options = COVER_ALL | {"method": method, "factored_damping": factored}
+    plan_options = LARGE | {"batch_numel": batch_numel}
+    first, _ = train_on_ranks(2, Mixed, sentences, plan_options, strategy, options)
+    specs = {p.layer.name: p.layer for p in first.plan.placements}
+    assert (specs["tokens"].a_diagonal, specs["head"].g_diagonal) == (True, True)
+    assert [specs[n].groups for n in ("convs.0", "norm", "head")] == [2, 4, 1]
+    assert len(specs) == 8
+    assert has_batches(first.plan) == bool(batch_numel)
+
+
+@pytest.mark.parametrize("batch_numel", [0, 1 << 20])
+@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_groups_diagonals_and_batches_are_the_dense_solution(method, factored, batch_numel):
+    model = Mixed()
+    options = COVER_ALL | {"method": method, "factored_damping": factored, "kl_clip": None}
+    with planned(batch_numel=batch_numel):
+        kfac = make_kfac(model, sgd(model), options, collective=SingleProcess())
+    assert has_batches(kfac.plan) == bool(batch_numel)
+    loss_of(model, *sentences(0))[1].backward()
+    modules = {n: m for n, m in model.named_modules() if hasattr(m, "weight") and n != "norm"}
+    grads = {n: oracle.layer_gradient(m) for n, m in modules.items()}
+    kfac.step()
+    for name, entries in kfac.state_dict()["layers"].items():
+        if name in modules:
+            a, g = (entries[f]["factor"] for f in FACTORS)
+            want = solve(grads.pop(name), a, g, OPTIONS["damping"], method, factored)
+            assert_close([oracle.layer_gradient(modules[name])], [want])
+    assert not grads
+
+
+@pytest.mark.parametrize(
+    ("fisher", "make_model", "make_batch"),
+    [  # type2 of several positions in a sample draws signs
+        ("empirical", Mixed, sentences),
+        ("type2", tiny_model, batch),
+    ],
+    ids=["empirical", "type2"],
+)
+@pytest.mark.parametrize("damping", [0.03, adaptive], ids=["constant", "adaptive"])
+@pytest.mark.parametrize(("strategy", "method"), [("comm_opt", "ekfac"), ("mem_opt", "inverse")])
+def test_fisher_and_adaptive_damping_equal_one_process(
+    strategy, method, damping, fisher, make_model, make_batch
+):
+    options = COVER_ALL | {"method": method, "damping": damping, "fisher": fisher}
+    first, _ = train_on_ranks(2, make_model, make_batch, LARGE, strategy, options)
+    assert len({damping for _, damping, _ in first.after}) == (1 if damping == 0.03 else STEPS)
+
+
+def refused_on_rank(strategy):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=f"ekfac .* strategy={strategy} .* choose comm_opt"):
+        KFAC(model, sgd(model), method="ekfac", strategy=strategy, **OPTIONS)
+    return True
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "comm_opt"])
+def test_ekfac_with_another_strategy_is_refused_on_every_rank(strategy):
+    assert run_ranks(4, refused_on_rank, strategy) == [True] * 4
 
 
 # A rank that differs
@@ -218,7 +413,17 @@ def build_on_rank(odd, change):
 
 @pytest.mark.parametrize(
     "change",
-    ["width", "depth", {"strategy": "mem_opt"}, {"method": "inverse"}, {"skip": ["Conv"]}],
+    [
+        "width",
+        "depth",
+        {"strategy": "mem_opt"},
+        {"method": "inverse"},
+        {"method": "ekfac"},
+        {"skip": ["Conv"]},
+        {"max_dim": 6},
+        {"fisher": "type2"},
+        {"factored_damping": True},
+    ],
     ids=str,
 )
 def test_a_rank_with_another_model_is_an_error_on_every_rank(change):
@@ -231,14 +436,20 @@ def test_a_rank_with_another_model_is_an_error_on_every_rank(change):
 
 # State
 
-SAVED = 3  # steps; the next one uses the decompositions of step 2, made from other factors
+SAVED = 3  # steps; the next one uses decompositions of earlier steps, made from other factors
 
 
-def train_and_save(strategy, method):
-    """(shard, whole state, weights) after SAVED steps; weights at the end of STEPS."""
+def state_options(method):
+    """EKFAC: so rarely that all second moments are averages, of steps since step 0."""
+    return {"method": method, "update_freq": 6 if method == "ekfac" else 2}
+
+
+def train_and_save(strategy, options):
+    """(shard, whole state, weights) after SAVED steps; weights at the end of STEPS; placements."""
     model = DistributedDataParallel(tiny_model())
     optimizer = sgd(model)
-    kfac = KFAC(model, optimizer, strategy=strategy, method=method, **OPTIONS)
+    kfac = make_kfac(model, optimizer, options, strategy=strategy)
+    assert len(kfac.plan.slices) == 2
     for step in range(STEPS):
         if step == SAVED:
             saved = dumps(kfac.state_dict(shard=True)), dumps(kfac.state_dict())
@@ -247,7 +458,7 @@ def train_and_save(strategy, method):
     return *saved, weights, dumps(weights_of(model)), kfac.plan.placements
 
 
-def go_on(strategy, method, states, weights, distributed=True):
+def go_on(strategy, options, states, weights, distributed=True):
     """Weights at the end of STEPS of a run that starts from what was saved."""
     model = tiny_model()
     with torch.no_grad():
@@ -257,50 +468,102 @@ def go_on(strategy, method, states, weights, distributed=True):
         model = DistributedDataParallel(model)
     optimizer = sgd(model)
     collective = None if distributed else SingleProcess()
-    kfac = KFAC(
-        model, optimizer, strategy=strategy, method=method, collective=collective, **OPTIONS
-    )
-    kfac.load_state_dict(*[loads(s) for s in states])
+    kfac = make_kfac(model, optimizer, options, strategy=strategy, collective=collective)
+    saved = [loads(s) for s in states]
+    kfac.load_state_dict(*saved)
     assert kfac.steps == SAVED
+    assert second_moments([kfac.state_dict()]) == second_moments(saved), "not bit-exact"
     for step in range(SAVED, STEPS):
         data = batch(step)
         train_step(model, kfac, optimizer, *(my_part(*data) if distributed else data))
     return dumps(weights_of(model))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+def second_moments(states):
+    """By layer, as bytes."""
+    return {
+        name: entries["second_moment"].numpy().tobytes()
+        for state in states
+        for name, entries in state["layers"].items()
+        if "second_moment" in entries
+    }
+
+
+STATES = [("comm_opt", "eigen"), ("comm_opt", "inverse"), ("comm_opt", "ekfac"),
+          ("mem_opt", "eigen"), ("mem_opt", "inverse")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "method"), STATES)
 def test_shards_go_on_on_any_world_with_any_strategy(strategy, method):
-    results = run_ranks(2, train_and_save, strategy, method)
+    options = state_options(method)
+    results = run_ranks(2, train_and_save, strategy, options)
     shards, _, weights, ends, (placements, _) = zip(*results, strict=True)
     want = loads(ends[0])
     assert sha256(want) == sha256(loads(ends[1]))
 
+    kind = "inverse" if method == "inverse" else "eigen"
     for rank, shard in enumerate(map(loads, shards)):  # each holds what its rank decomposes
         for p in placements:
             entries = shard["layers"][p.layer.name]
+            moment = entries.pop("second_moment", None)
+            assert (moment is not None) == (method == "ekfac" and p.a_worker == rank)
             assert set(entries) == {f for f in FACTORS if p.worker(f) == rank}
-            assert all({"factor", "weight", method} == set(e) for e in entries.values())
+            assert all({"factor", "weight", kind} == set(e) for e in entries.values())
 
-    assert run_ranks(2, go_on, strategy, method, shards, weights[0]) == list(ends), "not bit-exact"
-    assert_close(loads(go_on("comm_opt", method, shards, weights[0], distributed=False)), want)
-    other = "mem_opt" if strategy == "comm_opt" else "comm_opt"
-    for world, another in ((2, other), (4, other), (4, "hybrid_opt"), (4, "layer_wise")):
-        got = [loads(w) for w in run_ranks(world, go_on, another, method, shards, weights[0])]
+    assert run_ranks(2, go_on, strategy, options, shards, weights[0]) == list(ends), "not bit-exact"
+    assert_close(loads(go_on("comm_opt", options, shards, weights[0], distributed=False)), want)
+    others = [(2, s) for s in ("comm_opt", "mem_opt") if s != strategy]
+    others += [(4, s) for s in STRATEGIES]
+    for world, another in others:
+        if method == "ekfac" and another != "comm_opt":
+            continue
+        got = [loads(w) for w in run_ranks(world, go_on, another, options, shards, weights[0])]
         assert_close(got[0], want)
         assert len({sha256(w) for w in got}) == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+def are_products(layers):
+    """Of each layer, whether its second moments are products of eigenvalues."""
+    assert len(layers) == 5
+    out = set()
+    for entries in layers.values():
+        a, g = (entries[f]["eigen"][0] for f in FACTORS)
+        product = g.unsqueeze(-1) * a.unsqueeze(-2)
+        out.add(torch.allclose(entries["second_moment"], product, rtol=0.01))
+    return out
+
+
+def test_saved_second_moments_are_more_than_products_of_eigenvalues():
+    """From which they start anew where they are missing."""
+    shards, *_ = zip(*run_ranks(2, train_and_save, "comm_opt", state_options("ekfac")), strict=True)
+    layers = defaultdict(dict)
+    for shard in map(loads, shards):
+        for name, entries in shard["layers"].items():
+            layers[name] |= entries
+    assert are_products(layers) == {False}
+
+
+def test_second_moments_start_anew_with_each_eigenbasis():
+    model = tiny_model()
+    optimizer = sgd(model)
+    options = {"method": "ekfac", "update_freq": 3, "spread": False}
+    kfac = make_kfac(model, optimizer, options, collective=SingleProcess())
+    for step in range(STEPS):
+        train_step(model, kfac, optimizer, *batch(step))
+        assert are_products(kfac.state_dict()["layers"]) == {step in (0, 3)}
+
+
+@pytest.mark.parametrize(("strategy", "method"), STATES)
 def test_the_state_of_rank_0_alone_loads_and_trains(strategy, method):
-    _, states, weights, ends, _ = zip(*run_ranks(2, train_and_save, strategy, method), strict=True)
-    got = run_ranks(2, go_on, strategy, method, states[:1], weights[0])
+    options = state_options(method)
+    results = run_ranks(2, train_and_save, strategy, options)
+    _, states, weights, ends, _ = zip(*results, strict=True)
+    got = run_ranks(2, go_on, strategy, options, states[:1], weights[0])
     want = loads(ends[0])
     if strategy == "comm_opt":  # rank 0 held all decompositions
         assert got == list(ends)
         return
-    anew = loads(go_on("comm_opt", method, states[:1], weights[0], distributed=False))
+    anew = loads(go_on("comm_opt", options, states[:1], weights[0], distributed=False))
     assert_close(loads(got[0]), anew)
     assert sha256(loads(got[0])) == sha256(loads(got[1]))
     assert any(not torch.allclose(a, w, rtol=1e-3) for a, w in zip(anew, want, strict=True))
@@ -352,8 +615,9 @@ def use_a_layer_on_one_rank_only(strategy):
         optimizer.step()
         entry = kfac.state_dict()["layers"]["sometimes"]
         for f in FACTORS:
-            want = averages.get(f, torch.zeros_like(entry[f]["factor"]).double())
-            torch.testing.assert_close(entry[f]["factor"].double(), want, rtol=1e-5, atol=1e-7)
+            (factor,) = entry[f]["factor"].double()
+            want = averages.get(f, torch.eye(len(factor), dtype=factor.dtype))
+            torch.testing.assert_close(factor, want, rtol=1e-5, atol=1e-7)
             assert entry[f]["weight"].item() == pytest.approx(weight)
         digests.append(sha256(weights_of(inner)))
     return digests
@@ -365,10 +629,10 @@ def test_a_layer_unused_on_one_rank_counts_the_other_ranks_samples(strategy):
     assert first == second
 
 
-def train_with_unequal_batches(sizes, convention):
+def train_with_unequal_batches(sizes, convention, method):
     """Gradients are averaged by hand with the samples as weights, as factors must be."""
     rank, total = dist.get_rank(), sum(sizes)
-    options = OPTIONS | {"factor_convention": convention}
+    options = OPTIONS | state_options(method) | {"factor_convention": convention}
     alone, model = tiny_model(), tiny_model()
     optimizers = sgd(alone), sgd(model)
     kfac_alone = KFAC(alone, optimizers[0], collective=SingleProcess(), **options)
@@ -388,12 +652,16 @@ def train_with_unequal_batches(sizes, convention):
     for name in wanted:
         for f in FACTORS:
             assert_close([got[name][f]["factor"]], [wanted[name][f]["factor"]])
+        if method == "ekfac":
+            assert_close([got[name]["second_moment"]], [wanted[name]["second_moment"]])
 
 
-@pytest.mark.parametrize("convention", ["kfc", "sc20"])
-@pytest.mark.parametrize("sizes", [(2, 7), (1, 6, 3, 2)], ids=str)
-def test_unequal_local_batches_weigh_factors_by_samples(sizes, convention):
-    run_ranks(len(sizes), train_with_unequal_batches, sizes, convention)
+@pytest.mark.parametrize(
+    ("convention", "method"), [("kfc", "eigen"), ("sc20", "eigen"), ("kfc", "ekfac")]
+)
+@pytest.mark.parametrize("sizes", [(5, 27), (3, 15, 9, 5)], ids=str)
+def test_unequal_local_batches_weigh_statistics_by_samples(sizes, convention, method):
+    run_ranks(len(sizes), train_with_unequal_batches, sizes, convention, method)
 
 
 def overflow_on_one_rank():
@@ -410,13 +678,49 @@ def overflow_on_one_rank():
         p.grad = torch.ones_like(p)
     kfac.step()
     for f, factor in zip(FACTORS, want, strict=True):
-        got = kfac.state_dict()["layers"]["0"][f]["factor"]
+        (got,) = kfac.state_dict()["layers"]["0"][f]["factor"]
         torch.testing.assert_close(got.double(), factor, rtol=1e-5, atol=1e-6)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
 def test_an_overflow_on_one_rank_is_left_out():
     run_ranks(2, overflow_on_one_rank)
+
+
+# Batches
+
+
+class Some(nn.Module):
+    """Three layers of one shape, of which the last is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x, count):
+        for layer in self.layers[:count]:
+            x = layer(x).tanh()
+        return x
+
+
+def train_some(batch_numel):
+    model = Some()
+    optimizer = sgd(model)
+    with planned(batch_numel=batch_numel):
+        kfac = KFAC(model, optimizer, **OPTIONS | {"update_freq": 9, "spread": False})
+    assert has_batches(kfac.plan) == bool(batch_numel)
+    for step, count in enumerate([3, 2, 3, 1, 2, 3]):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x, count).square().mean().backward()
+        kfac.step()
+        optimizer.step()
+    return weights_of(model)
+
+
+def test_a_batch_of_which_backward_reached_a_part():
+    assert_close(train_some(1 << 20), train_some(0))
 
 
 # The helper itself

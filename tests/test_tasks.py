@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kfac_bench.core import fisher
 from kfac_bench.data.batches import Shard, eval_indices
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks.classification import Classification
@@ -50,7 +51,7 @@ def test_accuracy_and_loss_are_exact():
     assert totals.dtype == torch.float64
     assert totals.tolist() == pytest.approx([3, 2, sum(losses)], rel=1e-12)
     assert task.metrics(totals) == pytest.approx({"accuracy": 2 / 3, "loss": sum(losses) / 3})
-    assert task.loss(nn.Identity(), batch).item() == pytest.approx(sum(losses) / 3)
+    assert task.forward(nn.Identity(), batch)[0].item() == pytest.approx(sum(losses) / 3)
     assert task.metric == "accuracy"
     assert task.higher_is_better
 
@@ -60,9 +61,11 @@ def test_smoothing_changes_the_training_loss_and_not_the_metric():
     smooth = Classification(label_smoothing=0.1)
     log_p = model(batch[0]).log_softmax(dim=1)
     target = 0.9 * functional.one_hot(batch[1], 4) + 0.1 / 4
-    torch.testing.assert_close(smooth.loss(model, batch), -(target * log_p).sum(1).mean())
+    loss, logits = smooth.forward(model, batch)
+    torch.testing.assert_close(loss, -(target * log_p).sum(1).mean())
+    assert torch.equal(logits, model(batch[0]))
     assert torch.equal(smooth.totals(model, batch), Classification().totals(model, batch))
-    assert smooth.loss(model, batch) != Classification().loss(model, batch)
+    assert loss != Classification().forward(model, batch)[0]
 
 
 def test_squared_error_is_summed_over_pixels_and_halved_in_the_loss_only():
@@ -73,8 +76,9 @@ def test_squared_error_is_summed_over_pixels_and_halved_in_the_loss_only():
     assert totals.tolist() == [2, 7.5]  # (1 + 4 + 9 + 16) / 4
     assert totals.dtype == torch.float64
     assert task.metrics(totals) == {"squared_error": 3.75}
-    loss = task.loss(model, batch)
+    loss, output = task.forward(model, batch)
     assert loss.item() == 1.875
+    assert torch.equal(output, images / 2)
     loss.backward()
     assert model.factor.grad.item() == -7.5  # mean over examples of sum of x (x/2 - x)
     assert task.metric == "squared_error"
@@ -84,7 +88,7 @@ def test_squared_error_is_summed_over_pixels_and_halved_in_the_loss_only():
 def test_reconstruction_refuses_an_output_that_would_broadcast():
     batch = (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(UsageError, match=r"\[2, 1, 4, 4\] became \[2, 1, 4, 1\]"):
-        Reconstruction().loss(lambda x: x[..., :1], batch)
+        Reconstruction().forward(lambda x: x[..., :1], batch)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -110,8 +114,10 @@ def test_metrics_are_exact_on_uneven_shards(task, world):
 def test_the_loss_is_a_mean_and_totals_record_no_gradient(task):
     batch, model = classified(), model_for(task)
     twice = tuple(torch.cat([part, part]) for part in batch)
-    torch.testing.assert_close(task.loss(model, batch), task.loss(model, twice))
-    assert task.loss(model, batch).requires_grad
+    loss, output = task.forward(model, batch)
+    torch.testing.assert_close(loss, task.forward(model, twice)[0])
+    assert loss.requires_grad
+    assert output.requires_grad
     assert not task.totals(model, batch).requires_grad
     assert task.metric in task.metrics(task.totals(model, batch))
 
@@ -120,7 +126,34 @@ def test_the_loss_is_a_mean_and_totals_record_no_gradient(task):
 def test_the_loss_is_float32_under_autocast(task):
     batch, model = classified(), model_for(task)
     with torch.autocast("cpu", torch.bfloat16):
-        assert task.loss(model, batch).dtype == torch.float32
+        assert task.forward(model, batch)[0].dtype == torch.float32
+
+
+HESSIANS = {
+    "categorical": lambda output: (
+        torch.diag_embed(output.softmax(1))
+        - output.softmax(1).unsqueeze(2) * output.softmax(1).unsqueeze(1)
+    ),
+    "gaussian": lambda output: torch.eye(output[0].numel()).expand(len(output), -1, -1),
+}
+
+
+@pytest.mark.parametrize("task", [*TASKS, Classification(label_smoothing=0.3)])
+def test_the_loss_is_that_of_the_likelihood(task):
+    """Its Hessian in the output is the likelihood's Fisher, as the core scales it."""
+    batch, model = classified(), model_for(task)
+    output = task.forward(model, batch)[1].detach()
+
+    def loss(x):
+        return task.forward(lambda images: x, batch)[0]
+
+    n, size = len(output), output[0].numel()
+    hessian = torch.autograd.functional.hessian(loss, output).reshape(n, size, n, size)
+    blocks = hessian[range(n), :, range(n)]
+    torch.testing.assert_close(n * blocks, HESSIANS[task.likelihood](output))
+    made, count = fisher.seeds(output, "type2", task.likelihood)
+    seeds = torch.stack([s.flatten(1) for s in made]) / count
+    torch.testing.assert_close(n * torch.einsum("sni,snj->nij", seeds, seeds), blocks)
 
 
 def test_reached_knows_the_direction_and_nan_never_reaches():

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from kfac_bench.core.layers import Layer
+from kfac_bench.core.layer import Layer, moment
+
+Eigenbasis = Callable[[str], tuple[Tensor, Tensor] | None]
+"""Eigenvectors of A and G by layer, for EKFAC; None as long as there are none."""
 
 
 @dataclass(slots=True)
@@ -21,7 +28,86 @@ class Collected:
     g: Tensor
     samples: int
     rows: int
-    forward: int  # the forward pass that `samples` last counted
+    forward: object
+    """The forward and backward that ``samples`` last counted."""
+    second_moment: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one layer in one forward, for "reduce": sums over positions, until all have come."""
+
+    a: Tensor
+    g: Tensor
+    samples: int
+    positions: int
+    forward: object
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Of one layer in one forward, for EKFAC: (x, g) of its calls, until all have come."""
+
+    layer: Layer
+    samples: int
+    forward: object
+    pairs: list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A call whose gradient has not come yet.
+
+    It does not know its node in the graph, which knows it: that would be a cycle that holds all
+    activations until Python's garbage collection.
+    """
+
+    layer: Layer
+    x: Tensor
+    prepare: Callable[[Tensor], Tensor] | None
+    forward: int
+
+
+def no_hook(*args: object, **kwargs: object) -> None:
+    """What a copied or unpickled hook becomes: K-FAC stays with the model it was given."""
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
+
+
+def _unpickled() -> Callable[..., None]:
+    return no_hook
+
+
+class _Hook:
+    """A hook that copies and pickles as :func:`no_hook`."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _unpickled, ()
+
+
+_eager: list[AbstractContextManager[Any]] = []
+"""One entry per enabled capture: the first set the stance, the last sets it back."""
+
+
+def _run_eagerly(change: int) -> None:
+    if change > 0:
+        stance = nullcontext() if _eager else torch.compiler.set_stance("force_eager")
+        _eager.append(stance)
+        return
+    stance = _eager.pop(-1 if len(_eager) > 1 else 0)
+    stance.__exit__(None, None, None)  # back to the stance before
 
 
 class Capture:
@@ -30,59 +116,223 @@ class Capture:
     Both moments are computed when the gradient of the output arrives, so a forward without a
     backward counts nothing and one recomputed by activation checkpointing counts once. The input
     that is held until then is the one autograd holds for the weight gradient. The gradient is
-    read by a hook on the output tensor: a module backward hook breaks before in-place activations.
+    read at the graph's node: a module backward hook breaks before in-place activations.
+
+    With ``sampled``, the training loss' backward is ignored: :meth:`backward` is what counts.
+
+    torch.compile: hooks would break the graph at each layer. Instead, while enabled, compiled
+    models run eagerly; at all other steps the compiled graph runs, whole.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
-        self.enabled = True
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        *,
+        reduce: bool = False,
+        sampled: bool = False,
+        eigenbasis: Eigenbasis = lambda name: None,
+    ) -> None:
         self.seconds = 0.0  # host time in the hooks since it was last set to 0
+        self._reduce, self._sampled, self._eigenbasis = reduce, sampled, eigenbasis
         self._collected: dict[str, Collected] = {}
-        self._forward = 0
-        self._handles = [model.register_forward_pre_hook(self._count_forward)]
+        self._sums: dict[str, tuple[Layer, _Sums]] = {}
+        self._second_moments: dict[str, Tensor] = {}
+        self._calls: dict[str, _Calls] = {}
+        self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
+        self._seen: list[tuple[GradientEdge, _Seen]] = []
+        self._forward = self._backwards = 0
+        self._enabled = self._paused = False
+        self._handles = [model.register_forward_pre_hook(_Hook(self._count_forward))]
         self._handles += [
-            layer.module.register_forward_hook(self._hook(layer), with_kwargs=True)
+            module.register_forward_hook(_Hook(partial(self._on_forward, layer)), with_kwargs=True)
             for layer in layers
+            for module in layer.modules
         ]
+        self._holding: list[saved_tensors_hooks] = []
+        for module in {m: None for x in layers if x.reads_saved_tensors for m in x.modules}:
+            release = _Hook(self._release)
+            self._handles += [
+                module.register_forward_pre_hook(_Hook(self._hold)),
+                module.register_forward_hook(release, always_call=True),
+            ]
+        self.enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the next backward counts."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        if value != self._enabled:
+            self._enabled = value
+            _run_eagerly(1 if value else -1)
 
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
 
-    def _hook(self, layer: Layer) -> Callable[..., None]:
-        def on_forward(
-            module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
-        ) -> None:
-            if module is not layer.module:  # a deep copy of the model carries our hook: not ours
-                return
-            if not (self.enabled and module.training and output.requires_grad):
-                return
-            x = args[0] if args else kwargs["input"]
-            add = partial(self._add, layer, x.detach(), self._forward)
-            output.register_hook(add)  # type: ignore[no-untyped-call]
+    def _hold(self, module: nn.Module, inputs: object) -> None:
+        """What autograd saves stays as it is: checkpointing would let it be read only once."""
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if hooked and self._enabled and module.training:
+            self._holding.append(saved_tensors_hooks(_same, _same))
+            self._holding[-1].__enter__()
 
-        return on_forward
+    def _release(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self._holding:
+            self._holding.pop().__exit__()
 
-    def _add(self, layer: Layer, x: Tensor, forward: int, g: Tensor) -> None:
+    def _on_forward(
+        self,
+        layer: Layer,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        if self._paused or not (self._enabled and module.training and torch.is_grad_enabled()):
+            return
+        for call in layer.calls(module, args, kwargs, output):
+            seen = _Seen(layer, call.x, call.prepare, self._forward)
+            use = (layer.name, self._forward)
+            self._uses[use] = self._uses.get(use, 0) + 1
+            if self._sampled:
+                self._seen.append((call.edge, seen))
+            else:
+                hook = partial(self._on_backward, seen, call.edge.output_nr)
+                call.edge.node.register_prehook(hook)
+
+    def _on_backward(self, seen: _Seen, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+        g = grads[output_nr]
+        if g is not None:
+            # calls of one forward and backward are positions of the same samples
+            backward = torch._C._current_graph_task_id()
+            self._add(seen, g, (seen.forward, backward))
+
+    def backward(self, output: Tensor, seeds: Iterable[Tensor], magnitude: int) -> None:
+        """Send ``seeds`` back from ``output`` to the layers; no ``.grad`` is touched.
+
+        They are ``magnitude`` times the gradients of the loss.
+        """
+        seen, self._seen = self._seen, []
+        self._backwards += 1
+        self._paused = True  # checkpointing may run forwards anew
+        edges = [edge for edge, _ in seen]
+        try:
+            for i, seed in enumerate(seeds):
+                grads = torch.autograd.grad(
+                    output, edges, seed, retain_graph=True, allow_unused=True
+                )
+                for (edge, s), g in zip(seen, grads, strict=True):
+                    if g is not None:
+                        self._add(s, g, (s.forward, self._backwards), magnitude, first=i == 0)
+                    elif i == 0:
+                        self._seen.append((edge, s))  # belongs to another output
+                for name in list(self._sums):
+                    self._close(name, first=i == 0)
+                for name in list(self._calls):
+                    self._square(name)
+        finally:
+            self._paused = False
+
+    def _add(
+        self, seen: _Seen, g: Tensor, forward: object, magnitude: int = 0, *, first: bool = True
+    ) -> None:
         start = time.perf_counter()
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            new = layer.moments(x, g)
+        layer, x = seen.layer, seen.x
+        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            if seen.prepare is not None:
+                g = seen.prepare(g)
+            samples, positions = layer.size(x, g)
+            if magnitude:  # to the scale of a loss that is a sum over this forward's samples
+                g = g * (samples / magnitude)
+            if self._reduce:
+                self._add_sums(layer, x, g, _Sums(x, g, samples, positions, forward), first)
+            else:
+                a = layer.moment_a(x, g) if first else None
+                self._count(layer, a, layer.moment_g(x, g), samples, samples * positions, forward)
+            if self._eigenbasis(layer.name) is not None:
+                alone = self._uses.get((layer.name, seen.forward)) == 1
+                self._add_call(_Calls(layer, samples, forward, [(x, g)]), alone)
+        self.seconds += time.perf_counter() - start
+
+    def _add_call(self, new: _Calls, alone: bool) -> None:
+        """A sample's gradient is the sum over a forward's calls: only then it is squared."""
+        name = new.layer.name
+        old = self._calls.get(name)
+        if old is not None and (old.forward, old.samples) == (new.forward, new.samples):
+            old.pairs += new.pairs
+        else:
+            if old is not None:
+                self._square(name)
+            self._calls[name] = new
+        if alone:
+            self._square(name)
+
+    def _square(self, name: str) -> None:
+        calls, basis = self._calls.pop(name), self._eigenbasis(name)
+        if basis is None:  # a state was loaded meanwhile
+            return
+        new = calls.layer.second_moment(calls.pairs, *basis)
+        old = self._second_moments.get(name)
+        self._second_moments[name] = new if old is None else old + new
+
+    def _count(
+        self, layer: Layer, a: Tensor | None, g: Tensor, samples: int, rows: int, forward: object
+    ) -> None:
+        """Add one call's moments; ``a`` is None if they were counted with another seed."""
         old = self._collected.get(layer.name)
         if old is None:
-            self._collected[layer.name] = Collected(new.a, new.g, new.samples, new.rows, forward)
-        else:
-            old.a += new.a
-            old.g += new.g
-            old.rows += new.rows
-            if old.forward != forward:  # further calls in one forward are further positions
-                old.samples += new.samples
-                old.forward = forward
-        self.seconds += time.perf_counter() - start
+            assert a is not None
+            self._collected[layer.name] = Collected(a, g, samples, rows, forward)
+            return
+        old.g += g
+        if a is not None:
+            old.a += a
+            old.rows += rows
+        if old.forward != forward:
+            old.samples += samples
+            old.forward = forward
+
+    def _add_sums(self, layer: Layer, x: Tensor, g: Tensor, new: _Sums, first: bool) -> None:
+        """For "reduce": add up positions, also over calls, before the product."""
+        new.a, new.g = layer.sums(x, g)
+        if layer.name in self._sums:
+            old = self._sums[layer.name][1]
+            if old.forward == new.forward and old.samples == new.samples:
+                old.a, old.g = old.a + new.a, old.g + new.g
+                old.positions += new.positions
+                return
+            self._close(layer.name, first)
+        self._sums[layer.name] = layer, new
+
+    def _close(self, name: str, first: bool = True) -> None:
+        """All positions of a forward are there: mean of a, sum of g, then the moments."""
+        layer, sums = self._sums.pop(name)
+        a = moment(sums.a / sums.positions, diagonal=layer.spec.a_diagonal) if first else None
+        g = moment(sums.g, diagonal=layer.spec.g_diagonal)
+        self._count(layer, a, g, sums.samples, sums.samples, sums.forward)
 
     def pop(self) -> dict[str, Collected]:
         """What was collected since the last call, by layer; layers not used are missing."""
-        collected, self._collected = self._collected, {}
+        for name in list(self._sums):
+            self._close(name)
+        for name in list(self._calls):
+            self._square(name)
+        self._seen.clear()
+        self._uses.clear()
+        for name, second_moment in self._second_moments.items():
+            self._collected[name].second_moment = second_moment
+        collected, self._collected, self._second_moments = self._collected, {}, {}
         return collected
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.enabled = False  # compiled models of the process shall not stay eager
 
     def remove(self) -> None:
         """Take the hooks off the model."""
+        self.enabled = False
         for handle in self._handles:
             handle.remove()

@@ -1,18 +1,29 @@
 """How the raw second moments behind A and G are computed, fast and exactly; how they are scaled.
 
-A *raw moment* is a plain sum of outer products over batch and shared positions. Sums add up over
-micro-batches and calls; :data:`CONVENTIONS` turns them into factors once, at the end.
+A *raw moment* is a plain sum of outer products over batch and shared positions, one matrix per
+group of a grouped layer: [groups, n, n], groups = 1 elsewhere. Sums add up over micro-batches and
+calls; :data:`CONVENTIONS` turns them into factors once, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_convolution_backward = torch.ops.aten.convolution_backward
+from kfac_bench.core.autocorrelation import autocorrelation_moment_3x3
+
+PATCH_NUMEL = 1 << 20
+"""Patches made at a time: 4 MiB in float32 are still in the cache when the product reads them."""
+
+TRIANGLE = 96
+"""Columns from which on computing only one triangle of a product pays."""
+
+AUTOCORRELATION_NUMEL = 1 << 15
+"""Numbers in an input from which on its many calls pay: :func:`autocorrelation_moment_3x3`."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -20,120 +31,219 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def gram(rows: Tensor) -> Tensor:
-    """rows^T rows of [N, d], at least in float32, [d, d]."""
-    rows = at_least_float32(rows)
-    return rows.mT @ rows
+def gram(rows: Tensor, *, bias: bool = False) -> Tensor:
+    """rows^T rows of [groups, R, d], at least in float32: [groups, d, d], exactly symmetric.
+
+    With ``bias`` that of rows that end in a 1: [groups, d + 1, d + 1].
+    """
+    return _sum_of_grams([rows], bias)
 
 
-def with_bias(moment: Tensor, row_sum: Tensor, rows: int) -> Tensor:
-    """The moment of rows that end in a 1: [d + 1, d + 1] from [d, d] and the rows' sum [d]."""
-    d = len(moment)
-    out = moment.new_empty(d + 1, d + 1)
-    out[:d, :d] = moment
-    out[d, :d] = out[:d, d] = row_sum
-    out[d, d] = rows
-    return out
+def _sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
+    """The :func:`gram` of all ``parts`` [groups, R_i, d] below each other; at least one."""
+    out: Tensor | None = None
+    for part in parts:
+        rows = at_least_float32(part)
+        groups, count, d = rows.shape
+        first = out is None
+        if out is None:
+            out = rows.new_empty(groups, d + bias, d + bias)
+        _add_lower_gram(out[:, :d, :d], rows, beta=0 if first else 1)
+        if bias:
+            row_sum = rows.sum(1)
+            out[:, d, :d] = row_sum if first else out[:, d, :d] + row_sum
+            out[:, d, d] = count if first else out[:, d, d] + count
+    assert out is not None
+    return _mirror_lower(out)
+
+
+def _add_lower_gram(out: Tensor, rows: Tensor, beta: int) -> None:
+    """Half of the work of out = beta out + rows^T rows: only the lower triangle of blocks."""
+    d = rows.shape[2]
+    if d < TRIANGLE or not out.is_cpu:  # on a GPU one launch, until many are measured
+        out.baddbmm_(rows.mT, rows, beta=beta)
+        return
+    step = max(32, min(128, d // 4))  # narrow blocks save work, wide ones are faster
+    for o, r in zip(out, rows, strict=True):
+        for i in range(0, d, step):
+            j = min(i + step, d)
+            o[i:j, :j].addmm_(r[:, i:j].mT, r[:, :j], beta=beta)
+
+
+def _mirror_lower(x: Tensor, step: int = 128) -> Tensor:
+    """Copy the lower triangle of [groups, n, n] onto the upper one, in place."""
+    groups, n, _ = x.shape
+    if not x.is_cpu:  # the product is whole but for the row of a bias
+        x[:, :, -1] = x[:, -1]
+        return x
+    # Read from a copy with rows of another length: columns of 2^k numbers share few cache lines.
+    copy = x.new_empty(groups, step, n + 16)
+    for i in range(0, n, step):
+        j = min(i + step, n)
+        if i:
+            x[:, :i, i:j] = copy[:, : j - i, :i].copy_(x[:, i:j, :i]).mT
+        square = x[:, i:j, i:j]
+        square.tril_().add_(square.tril(-1).mT)
+    return x
+
+
+FEW_CHANNELS = 64
+"""Up to so many, one small product per image is faster than bringing channels together."""
+
+
+def channel_gram(x: Tensor) -> Tensor:
+    """Sum over images and pixels of [N, groups, C, pixels], without moving them: [groups, C, C]."""
+    n, groups, c, _ = x.shape
+    images = at_least_float32(x).flatten(0, 1)
+    out = torch.bmm(images, images.mT).view(n, groups, c, c).sum(0)
+    return (out + out.mT) / 2
+
+
+def pad_input(x: Tensor, padding: Sequence[int], mode: str) -> Tensor:
+    """What a convolution pads its input to: ``padding`` as F.pad takes it, a ``padding_mode``."""
+    if not any(padding):
+        return x
+    return F.pad(x, list(padding), mode="constant" if mode == "zeros" else mode)
+
+
+def input_moment(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    padding_mode: str,
+    dilation: Sequence[int],
+    groups: int = 1,
+    *,
+    bias: bool = False,
+) -> Tensor:
+    """:func:`patch_moment` of a convolution's own input, not yet padded, by the fastest way."""
+    same_3x3 = (*kernel, *stride, *dilation, *padding) == (3, 3, 1, 1, 1, 1, 1, 1, 1, 1)
+    if same_3x3 and padding_mode == "zeros" and groups == 1 and _autocorrelation_pays(x):
+        return autocorrelation_moment_3x3(at_least_float32(x), bias=bias)
+    x = pad_input(x, padding, padding_mode)
+    return patch_moment(x, kernel, stride, dilation, groups, bias=bias)
+
+
+def _autocorrelation_pays(x: Tensor) -> bool:
+    """On a GPU it is not measured."""
+    return x.device.type == "cpu" and x.numel() >= AUTOCORRELATION_NUMEL
 
 
 def patch_moment(
     x: Tensor,
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    dilation: tuple[int, int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
     *,
     bias: bool = False,
 ) -> Tensor:
-    """Moment of a convolution's input patches; ``x`` [N, C, H, W] is padded already.
+    """Moment of a convolution's input patches; ``x`` [N, C, *spatial] is padded already.
 
-    Columns are ordered (c, ky, kx) like ``weight.flatten(1)``, then the bias if there is one.
-    One channels-last copy of the patches and one product; the order is mended on the result.
+    [groups, a, a]: columns (channel in the group, *kernel offset) as in ``weight.flatten(1)``, then
+    the bias if there is one.
     """
-    n, c, h, w = x.shape
-    (kh, kw), (sh, sw), (dh, dw) = kernel, stride, dilation
-    out_h, out_w = (h - dh * (kh - 1) - 1) // sh + 1, (w - dw * (kw - 1) - 1) // sw + 1
-    x = x.permute(0, 2, 3, 1).contiguous()  # [N, H, W, C]; no copy if channels-last
-    steps = (h * w * c, sh * w * c, sw * c, dh * w * c, dw * c, 1)
-    patches = x.as_strided((n, out_h, out_w, kh, kw, c), steps, x.storage_offset())
-    rows = patches.reshape(n * out_h * out_w, kh * kw * c)
-    moment = _channels_first(gram(rows), kh * kw, c)
-    if not bias:
-        return moment
-    row_sum = rows.sum(0, dtype=moment.dtype).view(kh * kw, c).mT.reshape(-1)
-    return with_bias(moment, row_sum, len(rows))
+    if math.prod(kernel) == 1 and x.stride(1) == 1:  # channels-last: pixels are the rows already
+        pixels = x[:, :, *(slice(None, None, s) for s in stride)].movedim(1, -1)
+        return gram(pixels.reshape(-1, groups, x.shape[1] // groups).transpose(0, 1), bias=bias)
+
+    columns = x.shape[1] // groups * math.prod(kernel)
+
+    def parts() -> Iterator[Tensor]:
+        for slab in _slabs(x, kernel, stride, dilation):
+            slab = at_least_float32(slab).contiguous()
+            patches = _patches(slab, kernel, stride, dilation, groups)
+            yield patches.reshape(groups, columns, -1).mT
+
+    return _sum_of_grams(parts(), bias)
 
 
-def autocorrelation_moment_3x3(x: Tensor, *, bias: bool = False) -> Tensor:
-    """The same for a 3x3 kernel, stride 1, zero padding 1, without making patches.
+def patch_rows(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+) -> Tensor:
+    """The patches themselves, [N, groups, positions, a] with :func:`patch_moment`'s columns."""
+    patches = _patches(x, kernel, stride, dilation, groups)
+    patches = patches.movedim(2 + len(kernel), 0)  # [N, groups, channel, *kernel, *positions]
+    columns = x.shape[1] // groups * math.prod(kernel)
+    return patches.reshape(len(x), groups, columns, -1).mT
 
-    ``x`` [N, C, H, W] is *not* padded; H, W >= 2. Block (offset d, offset e) of the moment sums
-    x[p + d] x[p + e]^T over positions p: away from the border it depends on e - d alone. So it is
-    one autocorrelation, which is the weight gradient of a convolution of x with itself: one call
-    into the fastest kernel there is. Half of the 5x5 offsets follow by symmetry; what the border
-    cuts off (four edges, four corners) is subtracted exactly.
+
+def patch_sum(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+) -> Tensor:
+    """:func:`patch_rows` summed over positions, [N, groups, a], without making them.
+
+    One spatial dimension after the other: a product with the 0/1 matrix of which pixel meets which
+    kernel offset. The last dimension goes first: it needs no copy, and the others are small then.
     """
-    n, c, h, w = x.shape
+    n, c = x.shape[:2]
     x = at_least_float32(x)
-    lags = _autocorrelation(x)  # [25, C, C]
-    d = torch.arange(3, device=x.device)
-    dy, dx, ey, ex = d.view(3, 1, 1, 1), d.view(1, 3, 1, 1), d.view(1, 1, 3, 1), d.view(1, 1, 1, 3)
-    moment = lags[(2 + ey - dy) * 5 + (2 + ex - dx)]  # [dy, dx, ey, ex, C, C]
-    top, bottom, left, right = _edge_moments(x)
-    moment[2, :, 2] -= top
-    moment[0, :, 0] -= bottom
-    moment[:, 2, :, 2] -= left
-    moment[:, 0, :, 0] -= right
-    corners = x[:, :, :: h - 1, :: w - 1].permute(2, 3, 0, 1).reshape(4, n, c)
-    corner = torch.bmm(corners.mT, corners)
-    moment[2, 2, 2, 2] -= corner[0]
-    moment[2, 0, 2, 0] -= corner[1]
-    moment[0, 2, 0, 2] -= corner[2]
-    moment[0, 0, 0, 0] -= corner[3]
-    square = moment.permute(4, 0, 1, 5, 2, 3).reshape(9 * c, 9 * c)
-    return with_bias(square, _patch_sum_3x3(x), n * h * w) if bias else square
+    for i in reversed(range(len(kernel))):
+        meets = x.new_zeros(x.shape[2 + i], kernel[i])
+        count = _positions(x.shape[2 + i], kernel[i], stride[i], dilation[i])
+        for offset in range(kernel[i]):
+            start = offset * dilation[i]
+            meets[start : start + (count - 1) * stride[i] + 1 : stride[i], offset] = 1
+        x = (x.movedim(2 + i, -1) @ meets).movedim(-1, 2 + i)
+    return x.reshape(n, groups, c // groups * math.prod(kernel))
 
 
-def _patch_sum_3x3(x: Tensor) -> Tensor:
-    """Sum of the patches [9 C]: for offset d that of the window d leaves inside the image."""
-    h, w = x.shape[2:]
-    image = x.sum(0)
-    sums = [
-        image[:, max(0, dy) : h + min(0, dy), max(0, dx) : w + min(0, dx)].sum((1, 2))
-        for dy in (-1, 0, 1)
-        for dx in (-1, 0, 1)
-    ]
-    return torch.stack(sums, dim=1).flatten()
+def _positions(size: int, kernel: int, stride: int, dilation: int) -> int:
+    return (size - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def _autocorrelation(x: Tensor) -> Tensor:
-    """Sum over n, p of x[p] x[p + lag]^T for lags (-2..2)^2, [25, C, C], zeros outside."""
-    c = x.shape[1]
-    weight = x.new_zeros(c, c, 3, 5)
-    if x.is_contiguous(memory_format=torch.channels_last):
-        weight = weight.contiguous(memory_format=torch.channels_last)
-    padded = F.pad(x, (0, 0, 0, 2))
-    half = _convolution_backward(
-        x, padded, weight, None, [1, 1], [0, 2], [1, 1], False, [0, 0], 1, [False, True, False]
-    )[1].permute(2, 3, 0, 1)
-    return torch.cat([half[1:].flip(0, 1).mT, half]).reshape(25, c, c)
+def _patches(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """View [groups, channels of a group, *kernel, N, *positions] of x [N, C, *spatial]."""
+    n, c, *sizes = x.shape
+    sample, channel, *steps = x.stride()
+    positions = map(_positions, sizes, kernel, stride, dilation)
+    return x.as_strided(
+        (groups, c // groups, *kernel, n, *positions),
+        (
+            c // groups * channel,
+            channel,
+            *(step * d for step, d in zip(steps, dilation, strict=True)),
+            sample,
+            *(step * s for step, s in zip(steps, stride, strict=True)),
+        ),
+    )
 
 
-def _edge_moments(x: Tensor) -> list[Tensor]:
-    """1-D patch moments of the top, bottom, left and right edge, each [3, 3, C, C]."""
-    n, c, h, w = x.shape
-    edges = [x[:, :, 0], x[:, :, h - 1], x[..., 0], x[..., w - 1]]  # [N, C, length]
-    out = []
-    for edge in edges:
-        padded = F.pad(edge, (1, 1)).permute(0, 2, 1).contiguous()  # [N, length + 2, C]
-        length = edge.shape[2]
-        rows = padded.as_strided((n, length, 3 * c), ((length + 2) * c, c, 1))
-        out.append(gram(rows.reshape(-1, 3 * c)).view(3, c, 3, c).permute(0, 2, 1, 3))
-    return out
+def _slabs(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Iterator[Tensor]:
+    """Parts of x: together they have x's patches, each has about PATCH_NUMEL numbers of them.
 
-
-def _channels_first(moment: Tensor, k: int, c: int) -> Tensor:
-    """Reorder a [k c, k c] moment from (offset, channel) to (channel, offset)."""
-    return moment.view(k, c, k, c).permute(1, 0, 3, 2).reshape(k * c, k * c)
+    Whole samples; of one that is too large, the output rows (first spatial dimension).
+    """
+    positions = list(map(_positions, x.shape[2:], kernel, stride, dilation))
+    row = x.shape[1] * math.prod(kernel) * math.prod(positions[1:])
+    samples, rows = PATCH_NUMEL // (row * positions[0]), max(1, PATCH_NUMEL // row)
+    if samples:
+        for i in range(0, len(x), samples):
+            yield x[i : i + samples]
+        return
+    for sample in x.unsqueeze(1):
+        for top in range(0, positions[0], rows):
+            last = min(top + rows, positions[0]) - 1
+            yield sample[
+                :, :, top * stride[0] : last * stride[0] + dilation[0] * (kernel[0] - 1) + 1
+            ]
 
 
 Scale = Callable[[int, float, bool], tuple[float, float]]

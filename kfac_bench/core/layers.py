@@ -1,178 +1,224 @@
-"""How a module is seen as one linear map y = W a: the only place that knows modules."""
+"""Linear, convolution and embedding layers: the only place that knows how they map a to y."""
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_bench.core.factors import (
+    FEW_CHANNELS,
     at_least_float32,
-    autocorrelation_moment_3x3,
+    channel_gram,
     gram,
-    patch_moment,
-    with_bias,
+    input_moment,
+    pad_input,
+    patch_rows,
+    patch_sum,
 )
+from kfac_bench.core.layer import Layer, moment, with_ones
 from kfac_bench.core.plan import LayerSpec
 
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Raw moments of one call: sum a a^T, sum g g^T; samples N; rows = N times positions."""
-
-    a: Tensor
-    g: Tensor
-    samples: int
-    rows: int
-
-
-class Layer(ABC):
-    """A covered module: its spec, its statistics, its gradient as one matrix."""
-
-    is_conv = False
-
-    def __init__(self, name: str, module: nn.Linear | nn.Conv2d) -> None:
-        self.name, self.module = name, module
-        self.weight, self.bias = module.weight, module.bias
-        self.spec = LayerSpec(
-            name, self.weight[0].numel() + (self.bias is not None), self.weight.shape[0]
-        )
-
-    @abstractmethod
-    def moments(self, x: Tensor, g: Tensor) -> Moments:
-        """From the input ``x`` and the gradient ``g`` of the output, as the module saw them."""
-
-    def get_grad(self) -> Tensor | None:
-        """Weight and bias gradient as [g_dim, a_dim], at least float32.
-
-        None if backward did not reach it.
-        """
-        if self.weight.grad is None:
-            return None
-        grad = at_least_float32(self.weight.grad.flatten(1))
-        if self.bias is None:
-            return grad
-        bias = self.bias.grad
-        column = grad.new_zeros(len(grad)) if bias is None else bias.to(grad.dtype)
-        return torch.cat([grad, column.unsqueeze(1)], dim=1)
-
-    def set_grad(self, grad: Tensor) -> None:
-        """Write [g_dim, a_dim] back into the parameters' gradients, in place."""
-        assert self.weight.grad is not None
-        if self.bias is not None:
-            if self.bias.grad is not None:
-                self.bias.grad.copy_(grad[:, -1])
-            grad = grad[:, :-1]
-        self.weight.grad.copy_(grad.view_as(self.weight.grad))
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class LinearLayer(Layer):
     """nn.Linear on [N, ..., d]: the dimensions between are shared positions."""
 
-    def moments(self, x: Tensor, g: Tensor) -> Moments:
-        """See :meth:`Layer.moments`."""
-        samples = x.shape[0] if x.ndim > 1 else 1
-        rows = x.reshape(-1, x.shape[-1])
-        a = gram(rows)
-        if self.bias is not None:
-            a = with_bias(a, rows.sum(0, dtype=a.dtype), len(rows))
-        return Moments(a, gram(g.reshape(-1, g.shape[-1])), samples, len(rows))
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.rows`."""
+        x, g = self._by_sample(x), self._by_sample(g)
+        return with_ones(x) if self.bias is not None else x, g
+
+    def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
+        """See :meth:`Layer.size`."""
+        samples = len(g) if g.ndim > 1 else 1
+        return samples, g.numel() // (samples * g.shape[-1])
+
+    def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_a`: the bias is a sum, not a column."""
+        if self.spec.a_diagonal:
+            return super().moment_a(x, g)
+        return gram(x.reshape(1, -1, x.shape[-1]), bias=self.bias is not None)
+
+    def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_g`."""
+        return moment(g.reshape(1, -1, g.shape[-1]), diagonal=self.spec.g_diagonal)
+
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.sums`."""
+        x, g = (at_least_float32(self._by_sample(t)) for t in (x, g))
+        return self._with_bias_sum(x.sum(2), x.shape[2]), g.sum(2)
+
+    @staticmethod
+    def _by_sample(x: Tensor) -> Tensor:
+        """[d] or [N, ..., d] as [1, N, s, d]."""
+        return x.reshape(1, len(x) if x.ndim > 1 else 1, -1, x.shape[-1])
 
 
-class Conv2dLayer(Layer):
-    """nn.Conv2d with groups=1, on [N, C, H, W]: output positions are shared positions."""
+class Conv1DLayer(LinearLayer):
+    """Conv1D of transformers: a Linear layer whose weight is stored as [inputs, outputs]."""
+
+    def make_spec(self, max_dim: int) -> LayerSpec:
+        """See :meth:`Layer.make_spec`."""
+        a_dim, g_dim = len(self.weight) + (self.bias is not None), self.weight.shape[1]
+        return LayerSpec(
+            self.name, a_dim, g_dim, a_diagonal=a_dim > max_dim, g_diagonal=g_dim > max_dim
+        )
+
+    def get_grad(self) -> Tensor | None:
+        """See :meth:`Layer.get_grad`."""
+        if self.weight.grad is None:
+            return None
+        grad = at_least_float32(self.weight.grad.mT.unsqueeze(0))
+        if self.bias is None:
+            return grad
+        bias = grad.new_zeros(grad.shape[1]) if self.bias.grad is None else self.bias.grad
+        return torch.cat([grad, bias.to(grad.dtype).view(1, -1, 1)], dim=-1)
+
+    def set_grad(self, grad: Tensor) -> None:
+        """See :meth:`Layer.set_grad`."""
+        assert self.weight.grad is not None
+        if self.bias is not None and self.bias.grad is not None:
+            self.bias.grad.copy_(grad[0, :, -1])
+        self.weight.grad.copy_(grad[0, :, : len(self.weight)].mT)
+
+
+class ConvLayer(Layer):
+    """nn.Conv1d, 2d, 3d on [N, C, *spatial]: output positions are shared positions."""
 
     is_conv = True
-    module: nn.Conv2d
 
-    def moments(self, x: Tensor, g: Tensor) -> Moments:
-        """See :meth:`Layer.moments`."""
-        if x.ndim == 3:
-            x, g = x.unsqueeze(0), g.unsqueeze(0)
-        positions = g.shape[2] * g.shape[3]
-        rows = len(g) * positions
-        a = self._input_moment(x)
-        return Moments(a, gram(g.permute(0, 2, 3, 1).reshape(rows, -1)), len(g), rows)
+    def make_spec(self, max_dim: int) -> LayerSpec:
+        """See :meth:`Layer.make_spec`."""
+        conv = self._conv
+        a_dim = self.weight[0].numel() + (self.bias is not None)
+        g_dim = conv.out_channels // conv.groups
+        return LayerSpec(
+            self.name,
+            a_dim,
+            g_dim,
+            conv.groups,
+            a_diagonal=a_dim > max_dim,
+            g_diagonal=g_dim > max_dim,
+        )
 
-    def _input_moment(self, x: Tensor) -> Tensor:
-        conv = self.module
-        kernel = (conv.kernel_size[0], conv.kernel_size[1])
-        stride = (conv.stride[0], conv.stride[1])
-        dilation = (conv.dilation[0], conv.dilation[1])
-        pad = list(conv._reversed_padding_repeated_twice)  # of F.pad: also for padding="same"
-        if (
-            x.device.type == "cpu"  # not yet measured on a GPU
-            and (kernel, stride, dilation, pad) == ((3, 3), (1, 1), (1, 1), [1, 1, 1, 1])
-            and conv.padding_mode == "zeros"
-            and min(x.shape[2:]) >= 2
-        ):
-            return autocorrelation_moment_3x3(x, bias=self.bias is not None)
-        if any(pad):
-            mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-            x = F.pad(x, pad, mode=mode)
-        return patch_moment(x, kernel, stride, dilation, bias=self.bias is not None)
+    @property
+    def _conv(self) -> Conv:
+        return self.modules[0]  # type: ignore[return-value]
 
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.rows`: the patches, explicitly."""
+        conv, (x, g) = self._conv, self._batched(x, g)
+        a = patch_rows(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        a = a.transpose(0, 1)
+        return with_ones(a) if self.bias is not None else a, self._output_rows(g)
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A module with parameters of its own that the preconditioner leaves to the optimizer."""
+    def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
+        """See :meth:`Layer.size`."""
+        _, g = self._batched(x, g)
+        return len(g), g[0, 0].numel()
 
-    name: str
-    kind: str
-    params: int
-    reason: str
+    def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_a`: no patches where they can be done without."""
+        if self.spec.a_diagonal:
+            return super().moment_a(x, g)
+        conv, (x, _) = self._conv, self._batched(x, g)
+        return input_moment(
+            x,
+            conv.kernel_size,
+            conv.stride,
+            conv._reversed_padding_repeated_twice,  # right for padding="same", too
+            conv.padding_mode,
+            conv.dilation,
+            conv.groups,
+            bias=self.bias is not None,
+        )
 
+    def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_g`."""
+        _, g = self._batched(x, g)
+        if g.is_contiguous() and self.spec.g_dim <= FEW_CHANNELS and not self.spec.g_diagonal:
+            return channel_gram(g.view(len(g), self.spec.groups, self.spec.g_dim, -1))
+        return moment(self._output_rows(g).flatten(1, 2), diagonal=self.spec.g_diagonal)
 
-def find_layers(model: nn.Module, skip: Sequence[str] = ()) -> tuple[list[Layer], list[Skipped]]:
-    """Covered layers, and all other modules that own parameters, with the reason.
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.sums`."""
+        conv, (x, g) = self._conv, self._batched(x, g)
+        a = patch_sum(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        g_rows = at_least_float32(self._output_rows(g))
+        return self._with_bias_sum(a.transpose(0, 1), g_rows.shape[2]), g_rows.sum(2)
 
-    ``skip`` holds regular expressions, searched in the name and in the class name.
-    """
-    layers: list[Layer] = []
-    skipped: list[Skipped] = []
-    for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if not own:
-            continue
-        reason = _reason_to_skip(name, module, skip)
-        if reason is None:
-            assert isinstance(module, nn.Linear | nn.Conv2d)
-            layers.append(
-                LinearLayer(name, module)
-                if isinstance(module, nn.Linear)
-                else Conv2dLayer(name, module)
-            )
-        else:
-            params = sum(p.numel() for p in own)
-            skipped.append(Skipped(name, type(module).__name__, params, reason))
-    return layers, skipped
+    def _batched(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """A single image [C, *spatial] becomes a batch of one."""
+        return (x, g) if x.ndim == self.weight.ndim else (x.unsqueeze(0), g.unsqueeze(0))
 
+    def _pad(self, x: Tensor) -> Tensor:
+        return pad_input(x, self._conv._reversed_padding_repeated_twice, self._conv.padding_mode)
 
-def _reason_to_skip(name: str, module: nn.Module, skip: Sequence[str]) -> str | None:
-    kind = type(module).__name__
-    for pattern in skip:
-        if re.search(pattern, name) or re.search(pattern, kind):
-            return f"skip pattern {pattern!r}"
-    if not isinstance(module, nn.Linear | nn.Conv2d):
-        return f"no Kronecker factors for {kind}"
-    if isinstance(module, nn.Conv2d) and module.groups != 1:
-        return f"grouped convolution (groups={module.groups})"
-    if not module.weight.requires_grad:
-        return "weight is frozen"
-    return None
+    def _output_rows(self, g: Tensor) -> Tensor:
+        """[N, groups g_dim, *spatial] as [groups, N, s, g_dim]."""
+        n, groups = len(g), self.spec.groups
+        return g.reshape(n, groups, self.spec.g_dim, -1).permute(1, 0, 3, 2)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose names are clean."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+class EmbeddingLayer(Layer):
+    """nn.Embedding on tokens [N, ...]: a is a one-hot row, so A is the diagonal of frequencies."""
+
+    @classmethod
+    def reason_to_skip(cls, module: nn.Module) -> str | None:
+        """See :meth:`Layer.reason_to_skip`."""
+        assert isinstance(module, nn.Embedding)
+        if module.sparse:
+            return "sparse gradients"
+        return "scale_grad_by_freq" if module.scale_grad_by_freq else None
+
+    def make_spec(self, max_dim: int) -> LayerSpec:
+        """See :meth:`Layer.make_spec`."""
+        tokens, d = self.weight.shape
+        return LayerSpec(self.name, tokens, d, a_diagonal=True, g_diagonal=d > max_dim)
+
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.rows`; a is never used like this: it would be [tokens] wide."""
+        raise NotImplementedError
+
+    def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
+        """See :meth:`Layer.size`."""
+        samples = len(x) if x.ndim else 1
+        return samples, x.numel() // samples
+
+    def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_a`: how often each token came."""
+        tokens = x.flatten()
+        counts = at_least_float32(g.new_zeros(1, self.spec.a_dim))
+        counts[0].index_add_(0, tokens, counts.new_ones(()).expand(len(tokens)))
+        return counts
+
+    def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_g`."""
+        return moment(self._output_rows(x, g).flatten(1, 2), diagonal=self.spec.g_diagonal)
+
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.sums`: how often each sample has each token."""
+        g = self._output_rows(x, g)
+        tokens = x.reshape(g.shape[1], -1)
+        counts = g.new_zeros(len(tokens), self.spec.a_dim)
+        counts.scatter_add_(1, tokens, counts.new_ones(()).expand_as(tokens))
+        return counts.unsqueeze(0), g.sum(2)
+
+    def _output_rows(self, x: Tensor, g: Tensor) -> Tensor:
+        """[1, N, s, d]; what padding saw does not reach the weight."""
+        padding: int | None = self.modules[0].padding_idx  # type: ignore[assignment]
+        g = at_least_float32(g)
+        if padding is not None:
+            g = g * (x != padding).unsqueeze(-1)
+        return g.reshape(1, len(x) if x.ndim else 1, -1, self.spec.g_dim)
+
+    def get_grad(self) -> Tensor | None:
+        """See :meth:`Layer.get_grad`."""
+        grad = self.weight.grad
+        return None if grad is None else at_least_float32(grad.mT.unsqueeze(0))
+
+    def set_grad(self, grad: Tensor) -> None:
+        """See :meth:`Layer.set_grad`."""
+        assert self.weight.grad is not None
+        self.weight.grad.copy_(grad[0].mT)

@@ -1,8 +1,8 @@
 """K-FAC's linear algebra: functions of tensors to tensors, nothing else.
 
-Shapes: a factor is [n, n], symmetric positive semi-definite; a layer's gradient is
-[g_dim, a_dim], weight and bias side by side. Equation numbers are those of "Deep Neural Network
-Training With Distributed K-FAC" (TPDS 2022).
+Shapes: a factor is [groups, n, n], symmetric positive semi-definite, or [groups, n], a diagonal; a
+layer's gradient is [groups, g_dim, a_dim], weight and bias side by side. Equation numbers are
+those of "Deep Neural Network Training With Distributed K-FAC" (TPDS 2022).
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Eigen = tuple[Tensor, Tensor]
-"""Eigenvalues [n], not negative, and eigenvectors [n, n] in columns."""
+Eigen = tuple[Tensor, Tensor | None]
+"""Eigenvalues [..., n], not negative, and eigenvectors [..., n, n] in columns.
+
+No eigenvectors: the factor is a diagonal, its own eigenvalues.
+"""
 
 
 class DecompositionError(RuntimeError):
     """A factor could not be decomposed, in its own precision or in float64."""
 
 
-def eigendecompose(factor: Tensor) -> Eigen:
-    """Factor = Q diag(v) Q^T; rounding's negative eigenvalues are clamped to 0.
+def eigendecompose(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Factor = Q diag(v) Q^T of [..., n, n]; rounding's negative eigenvalues are clamped to 0.
 
     eigh may raise, or return NaN without raising: both are retried in float64. Raises
     :class:`DecompositionError` if that fails too.
@@ -36,38 +39,74 @@ def eigendecompose(factor: Tensor) -> Eigen:
                 values = values.clamp_(min=0.0).to(factor.dtype)
                 # eigh returns columns side by side: one layout, so one set of bits, on all ranks
                 return values, vectors.to(factor.dtype).contiguous()
-    raise DecompositionError(f"eigh of a [{len(factor)}, {len(factor)}] factor failed")
+    raise DecompositionError(f"eigh of a {list(factor.shape)} factor failed")
 
 
-def damped_inverse(factor: Tensor, damping: float) -> Tensor:
-    """(factor + damping I)^-1 by Cholesky (eq. 9), [n, n].
+def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
+    """(factor + damping I)^-1 of [..., n, n] by Cholesky (eq. 9).
 
-    Retried in float64; raises :class:`DecompositionError` if that fails too.
+    ``damping`` is a number or [...]. Retried in float64; raises :class:`DecompositionError` if
+    that fails too.
     """
+    if isinstance(damping, Tensor) and damping.ndim:
+        damping = damping.unsqueeze(-1)
     if torch.isfinite(factor.sum()):
         for dtype in (factor.dtype, torch.float64):
             damped = factor.to(dtype, copy=True)
-            damped.diagonal().add_(damping)
+            damped.diagonal(dim1=-2, dim2=-1).add_(damping)
             lower, info = torch.linalg.cholesky_ex(damped)
-            if info == 0 and (inverse := torch.cholesky_inverse(lower)).isfinite().all():
+            if not info.any() and (inverse := torch.cholesky_inverse(lower)).isfinite().all():
                 return inverse.to(factor.dtype).contiguous()
-    raise DecompositionError(f"Cholesky of a [{len(factor)}, {len(factor)}] factor failed")
+    raise DecompositionError(f"Cholesky of a {list(factor.shape)} factor failed")
 
 
-def precondition_eigen(grad: Tensor, a: Eigen, g: Eigen, damping: float) -> Tensor:
-    """(G kron A + damping I)^-1 vec(grad) as [g_dim, a_dim]: rotate, divide, rotate back.
+def split_damping(mean_a: Tensor, mean_g: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Of A pi sqrt(damping), of G sqrt(damping) / pi; pi^2 = mean_a / mean_g.
 
-    Eq. 11-13; exact Tikhonov damping of the Kronecker product.
+    The mean eigenvalues are the factors' traces over their sizes: "factored Tikhonov" of Martens
+    & Grosse 2015 (section 6.3). What has no trace takes no part: then pi = 1.
     """
-    (values_a, vectors_a), (values_g, vectors_g) = a, g
-    rotated = vectors_g.mT @ grad @ vectors_a
-    rotated /= torch.outer(values_g, values_a).add_(damping)
-    return vectors_g @ rotated @ vectors_a.mT
+    pi = mean_a.sqrt() / mean_g.sqrt()  # the quotient of the means may leave float32
+    pi = torch.where((mean_a > 0) & (mean_g > 0), pi, torch.ones_like(pi))
+    root = damping**0.5
+    return pi * root, root / pi
+
+
+def damped_eigenvalues(
+    a: Tensor, g: Tensor, damping: float | Tensor, *, factored: bool = False
+) -> Tensor:
+    """Of the damped G kron A, [..., g_dim, a_dim], from eigenvalues [..., a_dim], [..., g_dim].
+
+    v_g v_a + damping (eq. 12), or ``factored``: (v_g + dg) (v_a + da) of :func:`split_damping`.
+    """
+    if factored:
+        da, dg = split_damping(a.mean(-1), g.mean(-1), damping)
+        a, g, damping = a + da.unsqueeze(-1), g + dg.unsqueeze(-1), 0.0
+    return (g.unsqueeze(-1) * a.unsqueeze(-2)).add_(damping)
+
+
+def rotate(x: Tensor, a: Tensor | None, g: Tensor | None) -> Tensor:
+    """g^T x a of [..., g_dim, a_dim]; None stands for the identity."""
+    if g is not None:
+        x = g.mT @ x
+    return x if a is None else x @ a
+
+
+def precondition_eigen(
+    grad: Tensor, a: Tensor | None, g: Tensor | None, eigenvalues: Tensor
+) -> Tensor:
+    """Rotate [..., g_dim, a_dim] into the eigenbasis, divide, rotate back (eq. 11-13)."""
+    rotated = rotate(grad, a, g)
+    # not in place: without eigenvectors it is still the caller's gradient
+    scaled = rotated / eigenvalues
+    return rotate(scaled, None if a is None else a.mT, None if g is None else g.mT)
 
 
 def precondition_inverse(grad: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> Tensor:
-    """(G + damping I)^-1 grad (A + damping I)^-1, eq. 10."""
-    return g_inverse @ grad @ a_inverse
+    """(G + damping I)^-1 grad (A + damping I)^-1, eq. 10; a diagonal inverse is [..., n]."""
+    dense_a, dense_g = a_inverse.ndim == grad.ndim, g_inverse.ndim == grad.ndim
+    out = g_inverse @ grad if dense_g else grad * g_inverse.unsqueeze(-1)
+    return out @ a_inverse if dense_a else out * a_inverse.unsqueeze(-2)
 
 
 def kl_clip_scale(
@@ -84,35 +123,37 @@ def kl_clip_scale(
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:
-    """Symmetric [n, n] into ``out`` [n (n + 1) / 2].
+    """Symmetric [b, n, n] into ``out`` [b n (n + 1) / 2].
 
     Rectangular full packed format (Gustavson et al. 2010): the lower triangle of the left half
     and, in the corner it leaves free, that of the right half. Slices only: an index of the
     triangle would weigh twice the matrix it saves.
     """
-    n, k = len(x), len(x) // 2
+    b, n = x.shape[:2]
+    k = n // 2
     if n % 2:
-        rect = out.view(n, k + 1)
-        rect.copy_(x[:, : k + 1]).tril_()
-        rect[:k, 1:] += x[k + 1 :, k + 1 :].triu()
+        rect = out.view(b, n, k + 1)
+        rect.copy_(x[..., : k + 1]).tril_()
+        rect[:, :k, 1:] += x[:, k + 1 :, k + 1 :].triu()
     else:
-        rect = out.view(n + 1, k)
-        rect[0].zero_()
-        rect[1:].copy_(x[:, :k]).tril_()
-        rect[:k] += x[k:, k:].triu()
+        rect = out.view(b, n + 1, k)
+        rect[:, 0].zero_()
+        rect[:, 1:].copy_(x[..., :k]).tril_()
+        rect[:, :k] += x[:, k:, k:].triu()
 
 
-def unpack_triangle(packed: Tensor, n: int) -> Tensor:
-    """The symmetric [n, n] that :func:`pack_triangle` packed, a fresh tensor."""
+def unpack_triangle(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The symmetric [b, n, n] that :func:`pack_triangle` packed, a fresh tensor."""
+    b, n, _ = shape
     k, odd = n // 2, n % 2
-    x = packed.new_empty(n, n)
-    rect = packed.view(n, k + 1) if odd else packed.view(n + 1, k)
-    left = (rect if odd else rect[1:]).tril()
+    x = packed.new_empty(shape)
+    rect = packed.view(b, n, k + 1) if odd else packed.view(b, n + 1, k)
+    left = (rect if odd else rect[:, 1:]).tril()
     m = k + odd  # columns of the left half
-    x[:, :m] = left
-    x[:m, :m] += left[:m].tril(-1).mT
-    x[:m, m:] = left[m:].mT
+    x[..., :m] = left
+    x[:, :m, :m] += left[:, :m].tril(-1).mT
+    x[:, :m, m:] = left[:, m:].mT
     if k:
-        right = (rect[:k, 1:] if odd else rect[:k]).triu()
-        x[m:, m:] = right + right.triu(1).mT
+        right = (rect[:, :k, 1:] if odd else rect[:, :k]).triu()
+        x[:, m:, m:] = right + right.triu(1).mT
     return x

@@ -16,67 +16,153 @@ from kfac_bench.core.plan import (
     Factor,
     LayerSpec,
     ReduceFactors,
+    ReduceScales,
+    ReduceSecondMoments,
     ShareDecompositions,
     ShareGradients,
-    decomposition_numel,
-    packed_numel,
 )
+from kfac_bench.core.planner import decomposition_numel, packed_numel
 
 Decomposition = tuple[Tensor, ...]
-"""Eigenvalues [n] and eigenvectors [n, n], or the damped inverse [n, n] alone."""
+"""Eigenvalues [groups, n] and eigenvectors [groups, n, n], or the damped inverse alone; of a
+diagonal factor its eigenvalues or their damped inverses [groups, n]. In half precision an inverse
+is followed by its size [groups], which it was divided by."""
 
 Statistics = MutableMapping[tuple[str, Factor], tuple[Tensor, Tensor]]
-"""By layer and factor: a fresh statistic [n, n] and its weight, a 0-d tensor of samples."""
+"""By layer and factor: a fresh statistic and its weight, a 0-d tensor of samples."""
+
+SecondMoments = MutableMapping[str, tuple[Tensor, Tensor]]
+"""By layer: fresh second moments [groups, g_dim, a_dim] and their weight."""
 
 Decompositions = MutableMapping[tuple[str, Factor], Decomposition]
 
 
+def pack_scales(op: ReduceScales, fresh: Statistics, bucket: Tensor) -> None:
+    """Of each statistic its weight, and its weight times its largest element."""
+    for i, (spec, factor) in enumerate(op.members):
+        statistic, weight = fresh[spec.name, factor]
+        bucket[2 * i] = weight
+        bucket[2 * i + 1] = weight * statistic.abs().amax()
+
+
+def unpack_scales(op: ReduceScales, bucket: Tensor, fresh: Statistics) -> None:
+    """Statistics times their share of all weights over their mean size; what to undo it with.
+
+    The sum over ranks of what becomes of the statistics is of order 1.
+    """
+    tiny = torch.finfo(bucket.dtype).tiny
+    for i, (spec, factor) in enumerate(op.members):
+        total, size = bucket[2 * i], bucket[2 * i + 1]  # the size is the mean times the total
+        statistic, weight = fresh[spec.name, factor]
+        statistic.mul_(weight / size.clamp_min(tiny))
+        mean_size = size / total.clamp_min(tiny)
+        fresh[spec.name, factor] = statistic, torch.stack([total, mean_size])
+
+
 def pack_factors(op: ReduceFactors, fresh: Statistics, bucket: Tensor) -> None:
-    """Statistics times their weights, so that a sum over ranks is a weighted sum."""
+    """Statistics times their weights, so that a sum over ranks is a weighted sum.
+
+    In half precision they are that already (:func:`unpack_scales`).
+    """
     for spec, factor, part in _factor_parts(op, bucket):
         statistic, weight = fresh[spec.name, factor]
-        pack_triangle(statistic, part[:-1])
-        part[:-1] *= weight
-        part[-1] = weight
+        values = part if op.itemsize < 4 else part[:-1]
+        if spec.diagonal(factor):
+            values.copy_(statistic.flatten())
+        else:
+            pack_triangle(statistic, values)
+        if op.itemsize == 4:
+            part[:-1] *= weight
+            part[-1] = weight
 
 
 def unpack_factors(op: ReduceFactors, bucket: Tensor, fresh: Statistics) -> None:
     """The weighted mean over ranks, and the sum of the weights."""
     for spec, factor, part in _factor_parts(op, bucket):
-        weight = part[-1]
-        part[:-1] /= weight.clamp_min(torch.finfo(part.dtype).tiny)
-        fresh[spec.name, factor] = unpack_triangle(part[:-1], spec.dim(factor)), weight
+        if op.itemsize < 4:
+            weight, scale = fresh[spec.name, factor][1]
+            values = part.float() * scale
+        else:
+            values, weight = _weighted_mean(part)
+        shape = spec.factor_shape(factor)
+        full = values.view(shape) if spec.diagonal(factor) else unpack_triangle(values, shape)
+        fresh[spec.name, factor] = full, weight
+
+
+def _weighted_mean(part: Tensor) -> tuple[Tensor, Tensor]:
+    weight = part[-1]
+    part[:-1] /= weight.clamp_min(torch.finfo(part.dtype).tiny)
+    return part[:-1], weight
 
 
 def _factor_parts(op: ReduceFactors, bucket: Tensor) -> Iterator[tuple[LayerSpec, Factor, Tensor]]:
     at = 0
     for spec, factor in op.members:
-        numel = packed_numel(spec.dim(factor)) + 1
+        numel = packed_numel(spec, factor) + (0 if op.itemsize < 4 else 1)
         yield spec, factor, bucket[at : at + numel]
         at += numel
+
+
+def pack_second_moments(op: ReduceSecondMoments, fresh: SecondMoments, bucket: Tensor) -> None:
+    """Second moments times their weights."""
+    for spec, part in _second_moment_parts(op, bucket):
+        moment, weight = fresh[spec.name]
+        part[:-1] = moment.flatten()
+        part[:-1] *= weight
+        part[-1] = weight
+
+
+def unpack_second_moments(op: ReduceSecondMoments, bucket: Tensor, fresh: SecondMoments) -> None:
+    """The weighted mean over ranks, views into the bucket, and the sum of the weights."""
+    for spec, part in _second_moment_parts(op, bucket):
+        mean, weight = _weighted_mean(part)
+        fresh[spec.name] = mean.view(spec.grad_shape), weight
+
+
+def _second_moment_parts(
+    op: ReduceSecondMoments, bucket: Tensor
+) -> Iterator[tuple[LayerSpec, Tensor]]:
+    at = 0
+    for spec in op.members:
+        yield spec, bucket[at : at + spec.grad_numel + 1]
+        at += spec.grad_numel + 1
 
 
 def pack_decompositions(
     op: ShareDecompositions, method: str, source: Decompositions, bucket: Tensor
 ) -> None:
-    """Eigenvalues then eigenvectors, or the inverse's triangle."""
+    """Eigenvalues then eigenvectors; or the inverse's triangle, then its size if it has one.
+
+    What is fp32 in a bucket of half precision travels as its bits: nothing computes with them.
+    """
     for spec, factor, part in _decomposition_parts(op, method, bucket):
         decomposition = source[spec.name, factor]
-        if method == "eigen":
-            torch.cat([x.flatten() for x in decomposition], out=part)
+        if method == "inverse":
+            triangle = packed_numel(spec, factor)
+            pack_triangle(decomposition[0], part[:triangle])
+            if len(decomposition) > 1:
+                part[triangle:] = decomposition[1].view(part.dtype)
         else:
-            pack_triangle(decomposition[0], part)
+            values, vectors = decomposition
+            bits = values.flatten().view(part.dtype)
+            part[: len(bits)] = bits
+            part[len(bits) :] = vectors.flatten()
 
 
 def unpack_decompositions(
-    op: ShareDecompositions, method: str, bucket: Tensor, target: Decompositions
-) -> None:
+    op: ShareDecompositions, method: str, bucket: Tensor
+) -> Iterator[tuple[tuple[str, Factor], Decomposition]]:
     """Views into the bucket, which lives as long as they do, or fresh inverses."""
     for spec, factor, part in _decomposition_parts(op, method, bucket):
-        n = spec.dim(factor)
-        target[spec.name, factor] = (
-            (part[:n], part[n:].view(n, n)) if method == "eigen" else (unpack_triangle(part, n),)
-        )
+        shape = spec.factor_shape(factor)
+        if method == "inverse":
+            triangle = packed_numel(spec, factor)
+            size = [part[triangle:].clone().view(torch.float32)] if len(part) > triangle else []
+            yield (spec.name, factor), (unpack_triangle(part[:triangle], shape), *size)
+            continue
+        at = spec.groups * spec.dim(factor) * (4 // op.itemsize)
+        values = part[:at] if op.itemsize == 4 else part[:at].clone().view(torch.float32)
+        yield (spec.name, factor), (values.view(shape[:2]), part[at:].view(shape))
 
 
 def _decomposition_parts(
@@ -84,7 +170,7 @@ def _decomposition_parts(
 ) -> Iterator[tuple[LayerSpec, Factor, Tensor]]:
     at = 0
     for spec, factor in op.members:
-        numel = decomposition_numel(spec.dim(factor), method)
+        numel = decomposition_numel(spec, factor, method, op.itemsize)
         yield spec, factor, bucket[at : at + numel]
         at += numel
 
@@ -109,6 +195,5 @@ def unpack_gradients(
 def _gradient_parts(op: ShareGradients, bucket: Tensor) -> Iterator[tuple[LayerSpec, Tensor]]:
     at = 0
     for spec in op.members:
-        numel = spec.g_dim * spec.a_dim
-        yield spec, bucket[at : at + numel].view(spec.g_dim, spec.a_dim)
-        at += numel
+        yield spec, bucket[at : at + spec.grad_numel].view(spec.grad_shape)
+        at += spec.grad_numel

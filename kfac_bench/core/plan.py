@@ -1,8 +1,8 @@
 """Which rank does what in one K-FAC step: an immutable table, computed once.
 
 A :class:`Plan` is a pure function of layer shapes, world size and strategy. It holds no tensor,
-no process group and no "my rank", so every rank builds the same one; the step executes it, the
-memory and communication report sums it, a simulator can time it.
+no process group and no "my rank", so every rank builds the same one (:mod:`.planner`); the step
+executes it, the memory and communication report sums it, a simulator can time it.
 
 The grid of gradient workers (KAISA), here for 8 ranks and 2 gradient workers per layer::
 
@@ -19,22 +19,16 @@ paper's own, section 4.2); between them is ``hybrid_opt``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, Literal, TypeVar
-
-T = TypeVar("T")
+from typing import Literal
 
 Factor = Literal["A", "G"]
 FACTORS: tuple[Factor, ...] = ("A", "G")
 
-METHODS = ("eigen", "inverse")
+METHODS = ("eigen", "inverse", "ekfac")
 STRATEGIES = ("comm_opt", "layer_wise", "mem_opt", "hybrid_opt")
-
-BUCKET_NUMEL = 1 << 22
-"""Elements a message collects before it is sent (16 MiB of fp32): far beyond where latency
-matters, small enough that the first message leaves while later ones are still computed."""
 
 
 class Stage(Enum):
@@ -47,15 +41,41 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Shapes of one layer seen as y = W a: A is [a_dim, a_dim], G is [g_dim, g_dim]."""
+    """Shapes of one layer seen as ``groups`` independent maps y = W a.
+
+    The gradient is [groups, g_dim, a_dim]. A is [groups, a_dim, a_dim], or [groups, a_dim] where
+    only its diagonal is kept (an embedding's tokens); G likewise (a head's vocabulary).
+    """
 
     name: str
     a_dim: int  # inputs of the linear map, plus one if it has a bias
     g_dim: int  # outputs
+    groups: int = 1
+    a_diagonal: bool = False
+    g_diagonal: bool = False
 
     def dim(self, factor: Factor) -> int:
-        """Side of the A or the G matrix."""
+        """Side of one block of A or G."""
         return self.a_dim if factor == "A" else self.g_dim
+
+    def diagonal(self, factor: Factor) -> bool:
+        """Whether only the factor's diagonal is kept."""
+        return self.a_diagonal if factor == "A" else self.g_diagonal
+
+    def factor_shape(self, factor: Factor) -> tuple[int, ...]:
+        """Shape of the factor as it is stored."""
+        n = self.dim(factor)
+        return (self.groups, n) if self.diagonal(factor) else (self.groups, n, n)
+
+    @property
+    def grad_shape(self) -> tuple[int, int, int]:
+        """Shape of the gradient as K-FAC sees it: weight and bias side by side."""
+        return self.groups, self.g_dim, self.a_dim
+
+    @property
+    def grad_numel(self) -> int:
+        """Elements of the gradient."""
+        return self.groups * self.g_dim * self.a_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +94,24 @@ class ComputeFactor(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Decompose(Op):
-    """Eigendecompose or invert one running factor."""
+class ComputeSecondMoment(Op):
+    """The fresh second moments of one layer's gradients in its eigenbasis (EKFAC)."""
 
     layer: LayerSpec
-    factor: Factor
+
+
+@dataclass(frozen=True, slots=True)
+class Decompose(Op):
+    """Eigendecompose or invert running factors of one shape, as one batch."""
+
+    members: tuple[tuple[LayerSpec, Factor], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Precondition(Op):
-    """Multiply one layer's gradient by the damped inverse curvature."""
+    """Multiply gradients of one shape by their damped inverse curvatures, as one batch."""
 
-    layer: LayerSpec
+    members: tuple[LayerSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +120,8 @@ class Message(Op):
 
     index: int
     numel: int
+    itemsize: int = field(default=4, kw_only=True)
+    """Bytes per element."""
 
     @property
     def name(self) -> str:
@@ -102,10 +130,28 @@ class Message(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceFactors(Message):
-    """Sum fresh statistics over ranks: of each a packed triangle and its weight."""
+class ReduceScales(Message):
+    """Sum each statistic's weight and size over ranks, in fp32, before half precision sends them.
+
+    With it every rank divides by the same size, and nothing overflows or vanishes. The messages
+    after it wait for it.
+    """
 
     members: tuple[tuple[LayerSpec, Factor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceFactors(Message):
+    """Sum fresh statistics over ranks: of each a packed triangle, and in fp32 its weight."""
+
+    members: tuple[tuple[LayerSpec, Factor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceSecondMoments(Message):
+    """Sum fresh second moments over ranks: of each the [groups, g_dim, a_dim] and its weight."""
+
+    members: tuple[LayerSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +198,17 @@ class Plan:
     method: str
     placements: tuple[Placement, ...]
     factors: tuple[Op, ...]
-    decompose: tuple[Op, ...]
+    slices: tuple[tuple[Op, ...], ...]
+    """The decompose stage, in parts of about equal work that may run at different steps."""
     precondition: tuple[Op, ...]
+    itemsize: int = 4
+    """Bytes per element of dense factors, eigenvectors and inverses, kept and sent; the rest is
+    fp32."""
+
+    @property
+    def decompose(self) -> tuple[Op, ...]:
+        """All slices, one after the other."""
+        return tuple(op for part in self.slices for op in part)
 
     def ops(self, *stages: Stage) -> Iterator[Op]:
         """Ops of the stages (all three by default), in order."""
@@ -163,166 +218,3 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of the whole table; ranks compare it before they start."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
-
-
-def cubic_cost(n: int) -> float:
-    """Work of decomposing an [n, n] factor, up to a constant."""
-    return float(n) ** 3
-
-
-def packed_numel(n: int) -> int:
-    """Elements of one triangle of a symmetric [n, n] matrix, the diagonal included."""
-    return n * (n + 1) // 2
-
-
-def decomposition_numel(n: int, method: str) -> int:
-    """Elements sent for one factor: values and vectors, or the inverse's triangle."""
-    return n + n * n if method == "eigen" else packed_numel(n)
-
-
-def make_plan(
-    layers: Sequence[LayerSpec],
-    world_size: int = 1,
-    *,
-    strategy: str = "comm_opt",
-    grad_worker_fraction: float = 0.5,
-    method: str = "eigen",
-    cost: Callable[[int], float] = cubic_cost,
-    bucket_numel: int = BUCKET_NUMEL,
-) -> Plan:
-    """Place layers on ranks and derive every op.
-
-    ``grad_worker_fraction`` is read by ``hybrid_opt`` alone; ``cost`` balances decompositions.
-    Ties go to the lower rank, so the result is the same everywhere. Raises ``ValueError`` for
-    an unknown name or a fraction whose gradient workers do not divide the ranks.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: choose one of {', '.join(METHODS)}")
-    if not 0 <= grad_worker_fraction <= 1:
-        raise ValueError(f"grad_worker_fraction={grad_worker_fraction:g}: must be in [0, 1]")
-    fraction = {"comm_opt": 1.0, "hybrid_opt": grad_worker_fraction}.get(strategy, 0.0)
-    workers = max(1, round(world_size * fraction))
-    if world_size % workers:
-        raise ValueError(
-            f"grad_worker_fraction={fraction:g} of {world_size} ranks is {workers} gradient "
-            f"workers, which do not divide the ranks; choose k/{world_size} with k a divisor"
-        )
-    placements = _place(layers, world_size, workers, strategy, cost)
-    width = world_size // workers
-    return Plan(
-        world_size,
-        strategy,
-        method,
-        placements,
-        tuple(_factor_ops(placements, world_size, bucket_numel)),
-        tuple(_decompose_ops(placements, method, bucket_numel)),
-        tuple(_precondition_ops(placements, width, bucket_numel)),
-    )
-
-
-def _place(
-    layers: Sequence[LayerSpec],
-    world_size: int,
-    workers: int,
-    strategy: str,
-    cost: Callable[[int], float],
-) -> tuple[Placement, ...]:
-    """Columns of the grid by longest-processing-time-first; ``layer_wise`` takes turns."""
-    if strategy == "layer_wise":
-        turns = [i % world_size for i in range(len(layers))]
-        return tuple(Placement(s, r, r, (r,)) for s, r in zip(layers, turns, strict=True))
-    width = world_size // workers
-    columns = [tuple(range(c, world_size, width)) for c in range(width)]
-    load = [0.0] * world_size
-
-    def assign(column: tuple[int, ...], work: float) -> int:
-        rank = min(column, key=lambda r: (load[r], r))
-        load[rank] += work
-        return rank
-
-    placed: dict[str, Placement] = {}
-    for spec in sorted(layers, key=lambda s: (-cost(s.a_dim) - cost(s.g_dim), s.name)):
-        column = min(columns, key=lambda c: (sum(load[r] for r in c), c))
-        if strategy == "comm_opt":  # section 4.3: factors of one layer on different workers
-            heavy_first = sorted(FACTORS, key=lambda f: -cost(spec.dim(f)))
-            worker = {f: assign(column, cost(spec.dim(f))) for f in heavy_first}
-        else:
-            rank = assign(column, cost(spec.a_dim) + cost(spec.g_dim))
-            worker = dict.fromkeys(FACTORS, rank)
-        placed[spec.name] = Placement(spec, worker["A"], worker["G"], column)
-    return tuple(placed[s.name] for s in layers)
-
-
-class _Bucket(Generic[T]):
-    """Members with one set of ranks (and root) that travel in one message."""
-
-    def __init__(self) -> None:
-        self.members: list[T] = []
-        self.numel = 0
-
-    def add(self, member: T, numel: int) -> None:
-        self.members.append(member)
-        self.numel += numel
-
-
-def _factor_ops(
-    placements: Sequence[Placement], world_size: int, bucket_numel: int
-) -> Iterator[Op]:
-    world = tuple(range(world_size))
-    bucket: _Bucket[tuple[LayerSpec, Factor]] = _Bucket()
-    index = 0
-    for placement in reversed(placements):  # backward reaches the last layer first
-        for factor in FACTORS:
-            yield ComputeFactor(world, placement.layer, factor)
-            bucket.add((placement.layer, factor), packed_numel(placement.layer.dim(factor)) + 1)
-        if world_size > 1 and (bucket.numel >= bucket_numel or placement is placements[0]):
-            yield ReduceFactors(world, index, bucket.numel, tuple(bucket.members))
-            bucket, index = _Bucket(), index + 1
-
-
-def _decompose_ops(placements: Sequence[Placement], method: str, bucket_numel: int) -> Iterator[Op]:
-    open_buckets: dict[tuple[int, tuple[int, ...]], _Bucket[tuple[LayerSpec, Factor]]] = {}
-    index = 0
-    for placement in reversed(placements):
-        for factor in FACTORS:
-            root, ranks = placement.worker(factor), placement.grad_workers
-            yield Decompose((root,), placement.layer, factor)
-            if len(ranks) == 1:
-                continue
-            bucket = open_buckets.setdefault((root, ranks), _Bucket())
-            numel = decomposition_numel(placement.layer.dim(factor), method)
-            bucket.add((placement.layer, factor), numel)
-            if bucket.numel >= bucket_numel:
-                del open_buckets[root, ranks]
-                yield ShareDecompositions(ranks, index, bucket.numel, root, tuple(bucket.members))
-                index += 1
-    for (root, ranks), bucket in open_buckets.items():
-        yield ShareDecompositions(ranks, index, bucket.numel, root, tuple(bucket.members))
-        index += 1
-
-
-def _precondition_ops(
-    placements: Sequence[Placement], width: int, bucket_numel: int
-) -> Iterator[Op]:
-    open_buckets: dict[int, _Bucket[LayerSpec]] = {}
-    index = 0
-
-    def share(root: int, bucket: _Bucket[LayerSpec]) -> ShareGradients:
-        row = tuple(range(root // width * width, root // width * width + width))
-        return ShareGradients(row, index, bucket.numel, root, tuple(bucket.members))
-
-    for placement in reversed(placements):
-        yield Precondition(placement.grad_workers, placement.layer)
-        if width == 1:
-            continue
-        for root in placement.grad_workers:
-            bucket = open_buckets.setdefault(root, _Bucket())
-            bucket.add(placement.layer, placement.layer.a_dim * placement.layer.g_dim)
-            if bucket.numel >= bucket_numel:
-                yield share(root, open_buckets.pop(root))
-                index += 1
-    for root, bucket in open_buckets.items():
-        yield share(root, bucket)
-        index += 1

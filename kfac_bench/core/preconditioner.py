@@ -18,21 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import linalg
+from kfac_bench.core import fisher as fishers
+from kfac_bench.core import linalg, state
 from kfac_bench.core.capture import Capture
 from kfac_bench.core.collective import Collective, check_same_on_all_ranks, default_collective
+from kfac_bench.core.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
+from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.executor import Executor, Request
 from kfac_bench.core.factors import CONVENTIONS
-from kfac_bench.core.layers import find_layers, unwrap
-from kfac_bench.core.plan import FACTORS, Factor, Stage, make_plan
+from kfac_bench.core.planner import make_plan
 from kfac_bench.core.report import Report
+from kfac_bench.core.schedule import Schedule, Schedules, Settings, free_phases
 
-Schedule = float | Callable[[int], float]
-"""A number, or a function of the step (0 at the first)."""
+WEIGHT_SHARING = ("expand", "reduce")
+BATCH_NUMEL = 1 << 22
+"""Elements of layers of one shape that a GPU preconditions, or decomposes, at once; on a CPU
+it gains nothing (docs/performance.md)."""
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KFAC:
-    """Preconditions ``.grad`` of Linear and Conv2d layers by the Kronecker-factored Fisher.
+    """Preconditions ``.grad`` of the layers it covers by the Kronecker-factored Fisher.
 
     Call :meth:`step` between ``backward`` and ``optimizer.step``, with gradients already averaged
     over ranks (DistributedDataParallel does so), unscaled if a GradScaler is used, and not yet
@@ -44,14 +50,29 @@ class KFAC:
     strategy: who computes what on several ranks: ``comm_opt`` (default), ``layer_wise``,
         ``mem_opt``, ``hybrid_opt``; see :mod:`kfac_bench.core.plan`.
     grad_worker_fraction: for ``hybrid_opt``, the share of ranks that precondition a layer.
-    method: ``eigen`` (eq. 11-13) or ``inverse`` (eq. 9-10, by Cholesky).
-    damping*: gamma > 0, Tikhonov; of the Kronecker product (eigen), of each factor (inverse).
+    method: ``eigen`` (eq. 11-13), ``inverse`` (eq. 9-10, by Cholesky), or ``ekfac``: eigen with
+        eigenvalues that are second moments of the gradients in the eigenbasis (George et al. 2018).
+    damping*: gamma > 0, Tikhonov; of the Kronecker product (eigen), of each factor (inverse). A
+        :class:`LevenbergMarquardt` adapts itself; see :meth:`adapt_damping`.
+    factored_damping: split gamma between A and G by their mean eigenvalues (the pi of Martens &
+        Grosse 2015): A gets pi sqrt(gamma), G sqrt(gamma) / pi, whatever the method but ekfac.
     kl_clip*: kappa of eq. 16; None for no clip.
     update_freq*, factor_update_freq*: steps between decompositions, and between factor updates.
+    spread: decompose in slices, at different steps of an interval, so that no step is long; each
+        factor is still decomposed every ``update_freq`` steps. False: all at once, as the papers
+        do, so that ranks share the work. None (default): where one process does it alone.
     factor_decay*: weight of the *old* factor in the running average, in [0, 1); averages are
         debiased. The paper's xi (eq. 14-15) weighs the new one: xi = 0.95 is 0.05 here.
     factor_convention: ``kfc``, ``sc20`` or ``kaisa``; see :data:`factors.CONVENTIONS`.
-    skip: regular expressions of layers (by name or class name) left to the optimizer.
+    fisher: ``empirical`` uses the loss' own gradients; ``mc`` and ``type2`` those of labels drawn
+        from the model, and need :meth:`fisher_backward`; see :mod:`kfac_bench.core.fisher`.
+    weight_sharing: positions that share a weight are further samples (``expand``), or a is
+        averaged and g summed over them first (``reduce``): Eschenhagen et al. 2023.
+    state_dtype: ``torch.bfloat16`` or ``torch.float16`` keep and send factors and decompositions
+        in half the bytes; sums, eigenvalues, damping and gradients stay in float32.
+    skip: regular expressions of modules (by name or class name) left to the optimizer.
+    max_dim: a factor of more rows is kept as a diagonal (the G of a vocabulary head).
+    layer_types: classes for module types of your own; see :mod:`kfac_bench.core.layer`.
     collective: the communication backend; by default torch.distributed where initialised.
 
     Raises ``ValueError`` for a value out of range, a model with nothing to precondition, or
@@ -67,50 +88,86 @@ class KFAC:
         grad_worker_fraction: float = 0.5,
         method: str = "eigen",
         damping: Schedule = 1e-3,
+        factored_damping: bool = False,
         kl_clip: Schedule | None = 1e-3,
         update_freq: Schedule = 100,
         factor_update_freq: Schedule = 10,
+        spread: bool | None = None,
         factor_decay: Schedule = 0.95,
         factor_convention: str = "kfc",
-        skip: Sequence[str] = (),
+        fisher: str = "empirical",
+        weight_sharing: str = "expand",
+        state_dtype: torch.dtype = torch.float32,
+        skip: Sequence[str] = DEFAULT_SKIP,
+        max_dim: int = MAX_DIM,
+        layer_types: LayerTypes | None = None,
         collective: Collective | None = None,
     ) -> None:
-        if factor_convention not in CONVENTIONS:
-            raise ValueError(
-                f"factor_convention={factor_convention!r}: choose one of {', '.join(CONVENTIONS)}"
-            )
-        self.damping, self.kl_clip, self.factor_decay = damping, kl_clip, factor_decay
-        self.update_freq, self.factor_update_freq = update_freq, factor_update_freq
+        _check_choice("factor_convention", factor_convention, tuple(CONVENTIONS))
+        _check_choice("fisher", fisher, fishers.FISHERS)
+        _check_choice("weight_sharing", weight_sharing, WEIGHT_SHARING)
+        _check_choice("state_dtype", state_dtype, STATE_DTYPES)
+        self.schedules = Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
+        self.fisher = fisher
         self.steps = 0
         self._decompose_now = False  # a loaded state lacked decompositions
         self.track_cosine = False
         """Compute per-layer cosines in the next step; read them with :meth:`statistics`."""
         self._model = unwrap(model)
-        self._layers, self._skipped = find_layers(self._model, skip)
+        self._layers, self._skipped = find_layers(
+            self._model, skip, layer_types=layer_types, max_dim=max_dim
+        )
         if not self._layers:
-            raise ValueError("the model has no Linear or Conv2d layer to precondition")
+            raise ValueError("the model has no layer to precondition")
         self._optimizer = optimizer
         self._group_of = self._find_param_groups()
         self.collective = collective or default_collective()
+        device = self._layers[0].weight.device
+        if spread is None:
+            spread = self.collective.world_size == 1
         self.plan = make_plan(
             [layer.spec for layer in self._layers],
             self.collective.world_size,
             strategy=strategy,
             grad_worker_fraction=grad_worker_fraction,
             method=method,
+            spread=self._most_slices() if spread else 1,
+            itemsize=state_dtype.itemsize,
+            batch_numel=BATCH_NUMEL if device.type == "cuda" else 0,
         )
-        schedules = (self.update_freq, self.factor_update_freq, self.kl_clip or 0)
-        options = [*self._read_schedules(0), *(_at(s, 0) for s in schedules), factor_convention]
-        device = self._layers[0].weight.device
+        adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
+        options = (
+            f"{self.schedules.at(0)} {adaptive} {factored_damping} {factor_convention} {fisher} "
+            f"{weight_sharing}"
+        )
         check_same_on_all_ranks(self.collective, f"{self.plan.digest()} {options}", device)
         self.collective.prepare(sorted({op.ranks for op in self.plan.ops() if len(op.ranks) > 1}))
         self._executor = Executor(
-            self.plan, self.collective, self._layers, CONVENTIONS[factor_convention]
+            self.plan,
+            self.collective,
+            self._layers,
+            CONVENTIONS[factor_convention],
+            factored_damping=factored_damping,
+            state_dtype=state_dtype,
         )
-        self._capture: Capture | None = Capture(self._model, self._layers)
+        self._capture: Capture | None = Capture(
+            self._model,
+            self._layers,
+            reduce=weight_sharing == "reduce",
+            sampled=fisher != "empirical",
+            eigenbasis=self._executor.eigenbasis,
+        )
+        self._trial: Trial | None = None
         self._nu: Tensor | None = None
         self._cosine: Tensor | None = None
         self._cosine_of: list[str] = []
+
+    def _most_slices(self) -> int:
+        """One for each step of an interval that is free; any number where intervals change."""
+        first, freqs = self.schedules.at(0), self.schedules
+        if callable(freqs.update_freq) or callable(freqs.factor_update_freq):
+            return 2 * len(self._layers)
+        return len(free_phases(first.update_freq, first.factor_update_freq))
 
     def _find_param_groups(self) -> dict[str, int]:
         """Index of the optimizer's parameter group, and so the learning rate, of each layer."""
@@ -128,59 +185,111 @@ class KFAC:
         return {layer.name: index[id(layer.weight)] for layer in self._layers}
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update factors and decompositions where due; precondition all gradients in place."""
+    def step(self, loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0) -> None:
+        """Update factors and decompositions where due; precondition all gradients in place.
+
+        ``loss_scale`` is what multiplied the loss before backward: with a GradScaler, call
+        ``scaler.unscale_(optimizer)`` first and pass ``scaler.get_scale``; it is asked only when
+        factors are due.
+        """
         if self._capture is None:
             raise RuntimeError("step() after detach(): the hooks are off the model")
-        damping, factor_decay, stages = self._read_schedules(self.steps)
+        settings = self.schedules.at(self.steps)
         grads = {n: g for n, g in ((x.name, x.get_grad()) for x in self._layers) if g is not None}
-        collected = self._capture.pop() if Stage.FACTORS in stages else {}
-        preconditioned = self._executor.run(
-            Request(stages, damping, factor_decay, collected, grads)
-        )
+        self._begin_trial()
+        preconditioned = self._executor.run(self._request(settings, grads, loss_scale))
         stage_s = self._executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + self._capture.seconds
         self._capture.seconds = 0.0
         with self._executor.timed("WriteBack"):
-            self._write_back(grads, preconditioned)
+            self._write_back(grads, preconditioned, settings.kl_clip)
         self._decompose_now = False
         self.steps += 1
-        self._capture.enabled = Stage.FACTORS in self._read_schedules(self.steps)[2]
+        self._capture.enabled = self.schedules.factors_due(self.steps)
 
-    def _read_schedules(self, step: int) -> tuple[float, float, list[Stage]]:
-        """Damping, factor decay and due stages at ``step``; ``ValueError`` out of range."""
-        damping, decay = _at(self.damping, step), _at(self.factor_decay, step)
-        if not damping > 0:
-            raise ValueError(f"damping={damping} at step {step}: must be above 0")
-        if self.kl_clip is not None and not _at(self.kl_clip, step) > 0:
-            raise ValueError(f"kl_clip={_at(self.kl_clip, step)} at step {step}: must be above 0")
-        if not 0 <= decay < 1:
-            raise ValueError(f"factor_decay={decay} at step {step}: must be in [0, 1)")
-        due = []
-        for stage, name in (
-            (Stage.FACTORS, "factor_update_freq"),
-            (Stage.DECOMPOSE, "update_freq"),
-        ):
-            interval = _at(getattr(self, name), step)
-            if interval < 1 or interval != int(interval):
-                raise ValueError(f"{name}={interval} at step {step}: must be a whole number >= 1")
-            if step % int(interval) == 0:
-                due.append(stage)
-        if self._decompose_now and Stage.DECOMPOSE not in due:
-            due.append(Stage.DECOMPOSE)
-        return damping, decay, [*due, Stage.PRECONDITION]
+    def _request(
+        self,
+        settings: Settings,
+        grads: Mapping[str, Tensor],
+        loss_scale: float | Tensor | Callable[[], float | Tensor],
+    ) -> Request:
+        """What is due, with what the hooks collected for it."""
+        plan, stages, collected = self.plan, [], {}
+        scale: float | Tensor | None = None
+        if self.schedules.factors_due(self.steps):
+            stages.append(plan.factors)
+            assert self._capture is not None
+            collected = self._capture.pop()
+            if self.fisher == "empirical":
+                scale = loss_scale() if callable(loss_scale) else loss_scale
+            elif not collected:
+                raise RuntimeError(
+                    f"fisher={self.fisher} has no statistics: call fisher_backward(output) between "
+                    "forward and backward at each step"
+                )
+        count = len(plan.slices)
+        due = range(count) if self._decompose_now else self.schedules.slices_due(self.steps, count)
+        stages += [plan.slices[i] for i in due]
+        stages.append(plan.precondition)
+        return Request(stages, settings.damping, settings.factor_decay, collected, grads, scale)
 
-    def _write_back(self, grads: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    def fisher_backward(
+        self,
+        output: Tensor,
+        likelihood: str = "categorical",
+        *,
+        dim: int = -1,
+        mask: Tensor | None = None,
+        curvature: float = 1.0,
+    ) -> None:
+        """For ``fisher="mc"`` and ``"type2"``: call it with the model's output before ``backward``.
+
+        A backward of its own that reaches no ``.grad``; only when factors are due, else it returns
+        at once, as it does with ``fisher="empirical"``. ``likelihood`` is what the loss is the
+        negative logarithm of: ``categorical`` (cross entropy of logits, classes along ``dim``, mean
+        over all positions or those where ``mask`` is not 0), ``gaussian`` (``curvature / 2`` times
+        the squared error) or ``bernoulli`` (binary cross entropy of logits), both summed over all
+        dimensions but the first, mean over the first.
+        """
+        if self._capture is None or not self._capture.enabled or self.fisher == "empirical":
+            return
+        made, magnitude = fishers.seeds(
+            output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature
+        )
+        self._capture.backward(output, made, magnitude)
+
+    def _begin_trial(self) -> None:
+        """Where an adaptive damping wants to know what this step brings, remember what was."""
+        damping = self.schedules.damping
+        self._trial = None
+        if isinstance(damping, LevenbergMarquardt) and damping.is_due(self.steps):
+            self._trial = Trial(self._model, damping)
+
+    @torch.no_grad()
+    def adapt_damping(self, loss: Tensor, loss_after: Callable[[], Tensor]) -> None:
+        """For ``damping=LevenbergMarquardt(...)``: call it after ``optimizer.step()``.
+
+        ``loss`` is the step's loss, unscaled; ``loss_after`` computes it anew, on the same batch:
+        it is called every few steps, and not at all with other dampings. On a model in training
+        mode it moves batch norm's running averages once more. A loss that is no number lets the
+        damping grow.
+        """
+        if self._trial is not None:
+            run = self._executor
+            factors = {key: run.factor(key) for key in run.factors}
+            self._trial.finish(loss, loss_after(), self._layers, factors, self.collective)
+            self._trial = None
+
+    def _write_back(
+        self, grads: Mapping[str, Tensor], new: Mapping[str, Tensor], kl_clip: float | None
+    ) -> None:
         names = [layer.name for layer in self._layers if layer.name in grads]
         pairs = [(new[n], grads[n]) for n in names]
         self._nu = None
-        if self.kl_clip is not None and pairs:
+        if kl_clip is not None and pairs:
             lrs = [float(self._optimizer.param_groups[self._group_of[n]]["lr"]) for n in names]
             self._nu = linalg.kl_clip_scale(
-                [p for p, _ in pairs],
-                [g for _, g in pairs],
-                lrs,
-                _at(self.kl_clip, self.steps),
+                [p for p, _ in pairs], [g for _, g in pairs], lrs, kl_clip
             )
         self._cosine_of = names if self.track_cosine else []
         if self.track_cosine and pairs:
@@ -206,9 +315,19 @@ class KFAC:
         }
 
     @property
+    def damping(self) -> float:
+        """The damping of the next step."""
+        return self.schedules.at(self.steps).damping
+
+    @property
     def failed_decompositions(self) -> int:
         """Decompositions that failed on this rank, in float32 and float64, since the start."""
         return self._executor.failed_decompositions
+
+    @property
+    def dropped_statistics(self) -> int:
+        """Statistics of this rank that were not finite and left out, since the start."""
+        return 0 if self._executor.dropped is None else int(self._executor.dropped)
 
     def report(self) -> Report:
         """What is covered and what not, and why; what it weighs on this rank. Printable."""
@@ -229,22 +348,11 @@ class KFAC:
         :meth:`load_state_dict` to go on bit-exactly; with one rank's dict alone, missing
         decompositions are made anew from the factors at the next step.
         """
-        run = self._executor
-        layers: dict[str, dict[str, dict[str, Any]]] = {}
-        for placement in self.plan.placements:
-            name = placement.layer.name
-            layers[name] = {}
-            for factor in FACTORS:
-                key = (name, factor)
-                if key not in run.factors:
-                    continue
-                if shard and placement.worker(factor) != self.collective.rank:
-                    continue
-                entry: dict[str, Any] = {"factor": run.factors[key], "weight": run.weights[key]}
-                if key in run.decompositions:
-                    entry[self.plan.method] = list(run.decompositions[key])
-                layers[name][factor] = entry
-        return {"steps": self.steps, "layers": layers}
+        layers = state.layers_state(self._executor, shard=shard)
+        saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
+        if isinstance(self.schedules.damping, LevenbergMarquardt):
+            saved["damping"] = self.schedules.damping.value
+        return saved
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Take over the state of one or several :meth:`state_dict` (shards of all ranks).
@@ -252,49 +360,19 @@ class KFAC:
         Raises ``ValueError`` if a layer is missing, unknown or of another shape; then nothing
         has changed. Every rank must load the same dicts.
         """
-        merged: dict[str, dict[Factor, dict[str, Any]]] = {}
-        for state in states:
-            for name, entries in state["layers"].items():
-                for factor, entry in entries.items():
-                    merged.setdefault(name, {}).setdefault(factor, {}).update(entry)
-        expected = {layer.name: layer.spec for layer in self._layers}
-        unknown = sorted(merged.keys() - expected.keys())
-        if unknown:
-            raise ValueError(f"K-FAC state has layers this model lacks: {unknown[:3]}")
-        steps = max(int(state["steps"]) for state in states)
-        for name, spec in expected.items():
-            for factor in FACTORS:
-                got = merged.get(name, {}).get(factor, {}).get("factor")
-                n = spec.dim(factor)
-                if steps > 0 and (got is None or tuple(got.shape) != (n, n)):
-                    found = "nothing" if got is None else list(got.shape)
-                    raise ValueError(
-                        f"K-FAC state of {name}: expected a [{n}, {n}] {factor}, found {found}; "
-                        "pass the state of every rank that saved one, and the same model"
-                    )
-        self._take(merged, steps)
-
-    def _take(self, merged: Mapping[str, Mapping[Factor, Mapping[str, Any]]], steps: int) -> None:
-        run, complete = self._executor, True
-        for held in (run.factors, run.weights, run.decompositions):
-            held.clear()
-        for placement in self.plan.placements:
-            name = placement.layer.name
-            device = run.layers[name].weight.device
-            for factor, entry in merged.get(name, {}).items():
-                key = (name, factor)
-                run.factors[key] = entry["factor"].to(device, copy=True)
-                run.weights[key] = entry["weight"].to(device, copy=True)
-                saved = entry.get(self.plan.method)
-                complete = complete and saved is not None
-                if saved is not None and self.collective.rank in placement.grad_workers:
-                    run.decompositions[key] = tuple(x.to(device, copy=True) for x in saved)
+        merged, steps = state.merge(states), max(int(s["steps"]) for s in states)
+        state.check(merged, self._executor, steps)
+        complete = state.take(merged, self._executor)
         self.steps = steps
         self._decompose_now = steps > 0 and not complete
+        damping = self.schedules.damping
+        if isinstance(damping, LevenbergMarquardt) and "damping" in states[0]:
+            damping.value = float(states[0]["damping"])
         if self._capture is not None:
             self._capture.pop()
-            self._capture.enabled = Stage.FACTORS in self._read_schedules(steps)[2]
+            self._capture.enabled = self.schedules.factors_due(steps)
 
 
-def _at(schedule: Schedule, step: int) -> float:
-    return float(schedule(step) if callable(schedule) else schedule)
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")

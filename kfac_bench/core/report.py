@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kfac_bench.core.coverage import Skipped
 from kfac_bench.core.estimate import memory_bytes, payload_bytes
-from kfac_bench.core.layers import Layer, Skipped
-from kfac_bench.core.plan import Plan, Stage
+from kfac_bench.core.layer import Layer
+from kfac_bench.core.plan import FACTORS, LayerSpec, Plan, Stage
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Report:
     @property
     def covered_params(self) -> int:
         """Parameters whose gradients are preconditioned."""
-        return sum(layer.spec.a_dim * layer.spec.g_dim for layer in self.layers)
+        return sum(layer.spec.grad_numel for layer in self.layers)
 
     @property
     def skipped_params(self) -> int:
@@ -42,9 +43,8 @@ class Report:
         names = [x.name for x in self.layers] + [s.name for s in self.skipped]
         width = max(map(len, names))
         for layer in self.layers:
-            kind = type(layer.module).__name__
-            spec = layer.spec
-            rows.append(f"  {layer.name:{width}}  {kind:10}  A {spec.a_dim}, G {spec.g_dim}")
+            kind = type(layer.modules[0]).__name__
+            rows.append(f"  {layer.name:{width}}  {kind:10}  {_factors(layer.spec)}")
         if self.skipped:
             rows.append(f"left to the optimizer: {len(self.skipped)} modules")
             rows += [f"  {s.name:{width}}  {s.kind:10}  {s.reason}" for s in self.skipped]
@@ -62,6 +62,11 @@ class Report:
             sent = payload_bytes(plan, stage)
             rows += [f"sent per {stage.value} stage: {kind} {_mb(n)}" for kind, n in sent.items()]
         return rows
+
+
+def _factors(spec: LayerSpec) -> str:
+    each = [f"{f} {spec.dim(f)}{' (diagonal)' if spec.diagonal(f) else ''}" for f in FACTORS]
+    return ", ".join(each) + (f", {spec.groups} groups" if spec.groups > 1 else "")
 
 
 def _mb(n: float) -> str:

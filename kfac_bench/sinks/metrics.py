@@ -2,27 +2,30 @@
 
 The names are stable; dashboards are built on them.
 
-===========================  =============  ===============================================
-name                         event          meaning
-===========================  =============  ===============================================
-``step``                     every row      axis: updates done so far
-``train_s``                  every row      axis: seconds of the training clock
-``epoch``                    where known    axis: epochs done (Trained, Evaluated)
-``train/loss``               Trained        mean loss of the global batch
-``train/lr``                 Trained        learning rate
-``train/examples_per_s``     Trained        throughput since the previous Trained
-``train/epoch``              Trained        epochs done
-``kfac/nu``                  Trained        KL clip factor (1: no clipping)
-``kfac/cosine/<layer>``      Trained        cosine of gradient and preconditioned gradient
-``kfac/cosine_min``          Trained        the smallest of them
-``kfac/cosine_median``       Trained        the median of them
-``kfac/stage_s/<stage>``     Trained        seconds of one K-FAC stage of the step
-``eval/<metric>``            Evaluated      validation metric, exact
-``target/time_to_target_s``  TargetReached  training seconds until the target was met
-``target/steps_to_target``   TargetReached  steps until then
-``target/value``             TargetReached  the metric at that moment
-``checkpoint/write_s``       Checkpointed   seconds the training waited for the checkpoint
-===========================  =============  ===============================================
+==============================  =============  ===============================================
+name                            event          meaning
+==============================  =============  ===============================================
+``step``                        every row      axis: updates done so far
+``train_s``                     every row      axis: seconds of the training clock
+``epoch``                       where known    axis: epochs done (Trained, Evaluated)
+``train/loss``                  Trained        mean loss of the global batch
+``train/lr``                    Trained        learning rate
+``train/examples_per_s``        Trained        throughput since the previous Trained
+``train/epoch``                 Trained        epochs done
+``kfac/nu``                     Trained        KL clip factor (1: no clipping)
+``kfac/damping``                Trained        damping of the next step
+``kfac/failed_decompositions``  Trained        decompositions that failed, on all ranks
+``kfac/dropped_statistics``     Trained        statistics left out: not finite, on all ranks
+``kfac/cosine/<layer>``         Trained        cosine of gradient and preconditioned gradient
+``kfac/cosine_min``             Trained        the smallest of them
+``kfac/cosine_median``          Trained        the median of them
+``kfac/stage_s/<stage>``        Trained        seconds of one K-FAC stage of the step
+``eval/<metric>``               Evaluated      validation metric, exact
+``target/time_to_target_s``     TargetReached  training seconds until the target was met
+``target/steps_to_target``      TargetReached  steps until then
+``target/value``                TargetReached  the metric at that moment
+``checkpoint/write_s``          Checkpointed   seconds the training waited for the checkpoint
+==============================  =============  ===============================================
 """
 
 from __future__ import annotations
@@ -62,8 +65,10 @@ def _trained(event: Trained) -> dict[str, float]:
         "train/examples_per_s": event.examples_per_s,
         "train/epoch": event.epoch,
     }
-    if event.nu is not None:
-        row["kfac/nu"] = event.nu
+    for name in ("nu", "damping", "failed_decompositions", "dropped_statistics"):
+        value = getattr(event, name)
+        if value is not None:
+            row[f"kfac/{name}"] = value
     if event.cosine:
         row |= {f"kfac/cosine/{layer}": value for layer, value in event.cosine.items()}
         row["kfac/cosine_min"] = min(event.cosine.values())

@@ -12,18 +12,24 @@ class Classification:
 
     Metrics: `accuracy`, the fraction in [0, 1] of examples whose largest logit is their label's,
     and `loss`, the mean cross entropy in nats WITHOUT smoothing, comparable between settings.
+
+    The likelihood is the softmax of the logits, smoothed labels or not: the Fisher is that of the
+    model's distribution, and smoothing does not change the loss' Hessian in the logits.
     """
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.metric = "accuracy"
         self.higher_is_better = True
         self.num_totals = 3
+        self.likelihood = "categorical"
         self.label_smoothing = label_smoothing
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the smoothed cross entropy, mean over the examples, in nats."""
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the smoothed cross entropy, mean over the examples, in nats; and the logits."""
         images, labels = batch
-        return functional.cross_entropy(model(images), labels, label_smoothing=self.label_smoothing)
+        logits = model(images)
+        loss = functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        return loss, logits
 
     @torch.no_grad()
     def totals(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -20,11 +20,13 @@ class Reconstruction:
         self.metric = "squared_error"
         self.higher_is_better = False
         self.num_totals = 2
+        self.likelihood = "gaussian"
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return half the squared error, mean over the examples."""
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return half the squared error, mean over the examples; and the images made."""
         images, _ = batch
-        return 0.5 * (_output(model, images) - images).square().sum() / len(images)
+        output = _output(model, images)
+        return 0.5 * (output - images).square().sum() / len(images), output
 
     @torch.no_grad()
     def totals(self, model: nn.Module, batch: Batch) -> Tensor:

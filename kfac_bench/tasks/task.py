@@ -13,16 +13,22 @@ class Task(Protocol):
     `metric` names the entry of `metrics()` that a target is about, `higher_is_better` its
     direction. `num_totals` is the length of `totals()`: a rank without any evaluation batch
     contributes that many zeros.
+
+    `likelihood` is the distribution that the model's output stands for, as `KFAC.fisher_backward`
+    names it: its labels are what a Fisher other than the empirical one is an expectation over.
     """
 
     metric: str
     higher_is_better: bool
     num_totals: int
+    likelihood: str
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the differentiable training loss, a scalar: the MEAN over the examples.
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the differentiable training loss, a scalar, and the output it was made from.
 
-        K-FAC relies on the mean: it undoes the factor 1/n to make G independent of the batch.
+        The loss is the MEAN over the examples: K-FAC relies on it, it undoes the factor 1/n to make
+        G independent of the batch. It is the negative log likelihood, of the scale that
+        `KFAC.fisher_backward` documents, up to terms linear in the output (label smoothing is one).
         """
         ...
 

@@ -1,0 +1,227 @@
+"""What is due when: whatever the intervals, constant or changing, from the start or resumed."""
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kfac_bench.core.schedule import Schedules, Settings, free_phases, slice_phases
+
+COUNTS = st.integers(1, 40)
+INTERVALS = st.integers(1, 30)
+NESTED = st.one_of(  # one interval a multiple of the other
+    st.tuples(st.integers(1, 8), st.integers(1, 6)).map(lambda x: (x[0] * x[1], x[1])),
+    st.tuples(st.integers(1, 8), st.integers(1, 6)).map(lambda x: (x[1], x[0] * x[1])),
+)
+
+
+def for_all(*strategies):
+    slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return lambda test: slow(given(*strategies)(test))
+
+
+def schedules(update_freq=10, factor_update_freq=1, damping=1e-3, kl_clip=1e-3, factor_decay=0.95):
+    return Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
+
+
+def due(count, steps, *freqs):
+    """By slice, the steps at which it is due."""
+    plan = schedules(*freqs)
+    at = {step: plan.slices_due(step, count) for step in steps}
+    return [[step for step in steps if i in at[step]] for i in range(count)]
+
+
+# Phases
+
+
+@pytest.mark.parametrize(
+    ("update_freq", "factor_update_freq", "free"),
+    [
+        (10, 5, [1, 2, 3, 4, 6, 7, 8, 9]),
+        (4, 2, [1, 3]),
+        (5, 10, [1, 2, 3, 4]),  # factors less often: step 0 of an interval is still left to them
+        (3, 1, [0, 1, 2]),  # every step has a factor update: all of them
+        (15, 10, [i for i in range(15) if i % 5]),  # step 20 has a factor update, too
+        (3, 2, [0, 1, 2]),  # each phase meets some
+        (1, 1, [0]),
+        (1, 7, [0]),
+    ],
+)
+def test_free_phases_by_hand(update_freq, factor_update_freq, free):
+    assert free_phases(update_freq, factor_update_freq) == free
+
+
+@pytest.mark.parametrize(
+    ("count", "phases"),
+    [
+        (1, [0]),  # as without slices
+        (2, [1, 6]),
+        (3, [1, 3, 7]),
+        (8, [1, 2, 3, 4, 6, 7, 8, 9]),
+        (16, [1, 1, 2, 2, 3, 3, 4, 4, 6, 6, 7, 7, 8, 8, 9, 9]),
+    ],
+)
+def test_slice_phases_by_hand(count, phases):
+    assert slice_phases(count, 10, 5) == phases
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS)
+def test_slices_fill_the_free_phases_evenly(count, update_freq, factor_update_freq):
+    phases = slice_phases(count, update_freq, factor_update_freq)
+    assert len(phases) == count
+    assert phases == sorted(phases)
+    if count == 1:
+        assert phases == [0]
+        return
+    free = free_phases(update_freq, factor_update_freq)
+    per_phase = Counter(phases)
+    assert set(per_phase) <= set(free)
+    each = [per_phase[phase] for phase in free]
+    assert max(each) - min(each) <= 1
+
+
+# Slices
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS, st.integers(1, 200))
+def test_every_slice_is_due_exactly_once_in_any_interval(count, update, factor_update, start):
+    """Also in one that begins anywhere, as a resumed run does."""
+    for steps in due(count, range(start, start + update), update, factor_update):
+        assert len(steps) == 1
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS)
+def test_all_slices_are_due_at_the_first_step(count, update, factor_update):
+    assert schedules(update, factor_update).slices_due(0, count) == list(range(count))
+
+
+@for_all(COUNTS, NESTED)
+def test_no_slice_is_due_at_a_factor_step_where_there_are_others(count, freqs):
+    update, factor_update = freqs
+    plan = schedules(update, factor_update)
+    interval = range(math.lcm(update, factor_update), 3 * math.lcm(update, factor_update))
+    free = [step for step in interval if not plan.factors_due(step)]
+    phases_met = {step % update for step in interval if plan.factors_due(step)}
+    if count == 1 or len(phases_met) == update:  # no phase is free: any will do
+        return
+    used = {step for steps in due(count, interval, update, factor_update) for step in steps}
+    assert used
+    assert used <= set(free)
+
+
+@pytest.mark.parametrize("freqs", [(15, 10), (6, 4)])
+def test_phases_are_free_in_all_intervals(freqs):
+    """15 and 10: phase 5 is free in the first interval, and step 20 in the second."""
+    plan = schedules(*freqs)
+    for steps in due(40, range(1, 200), *freqs):
+        assert not any(map(plan.factors_due, steps))
+
+
+def test_slices_due_by_hand():
+    """Four slices, decomposed every 6 steps, factors every 3: steps 1, 2, 4, 5 are free."""
+    assert due(4, range(14), 6, 3) == [[0, 1, 7, 13], [0, 2, 8], [0, 4, 10], [0, 5, 11]]
+    assert due(1, range(14), 6, 3) == [[0, 6, 12]]
+    assert due(3, range(4), 1, 1) == [[0, 1, 2, 3]] * 3  # update_freq=1: all, always
+    assert due(3, range(4), 1, 5) == [[0, 1, 2, 3]] * 3
+    assert due(3, range(7), 3, 1) == [[0, 3, 6], [0, 1, 4], [0, 2, 5]]  # factor_update_freq=1
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS, INTERVALS, INTERVALS, st.integers(1, 90))
+def test_no_slice_waits_longer_than_an_interval_when_intervals_change(
+    count, old, old_factor, new, new_factor, change
+):
+    freqs = (
+        lambda step: old if step < change else new,
+        lambda step: old_factor if step < change else new_factor,
+    )
+    for steps in due(count, range(change + 3 * new), *freqs):
+        assert steps[0] == 0
+        before = [step for step in steps if step < change]
+        after = [step for step in steps if step >= change]
+        later = [b - a for a, b in pairwise(before[1:])]
+        assert all(gap == old for gap in later)
+        assert change - before[-1] <= old
+        assert after[0] - change < new
+        assert all(b - a == new for a, b in pairwise(after))
+
+
+def test_intervals_that_grow_by_hand():
+    def every(step):
+        return 2 if step < 6 else 4
+
+    # phases 0 and 1 of 2, then 0 and 2 of 4
+    assert due(2, range(16), every, 1) == [[0, 2, 4, 8, 12], [0, 1, 3, 5, 6, 10, 14]]
+
+
+# Factors
+
+
+@for_all(INTERVALS, st.integers(0, 500))
+def test_factors_are_due_at_multiples_of_their_interval(freq, step):
+    assert schedules(3, freq).factors_due(step) == (step % freq == 0)
+
+
+def test_factors_are_due_by_a_schedule_of_their_own():
+    plan = schedules(3, lambda step: 1 if step < 3 else 4)
+    assert [step for step in range(13) if plan.factors_due(step)] == [0, 1, 2, 4, 8, 12]
+
+
+# Values
+
+
+def test_numbers_and_functions_of_the_step():
+    plan = Schedules(
+        damping=lambda step: 1 / (1 + step),
+        kl_clip=None,
+        factor_decay=lambda step: 0.5 + step / 100,
+        update_freq=lambda step: 10.0 * (1 + step),
+        factor_update_freq=2,
+    )
+    assert plan.at(0) == Settings(1.0, None, 0.5, 10, 2)
+    assert plan.at(3) == Settings(0.25, None, 0.53, 40, 2)
+    assert isinstance(plan.at(3).update_freq, int)
+    assert schedules(kl_clip=lambda step: 0.1 * (1 + step)).at(1).kl_clip == 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("damping", 0, "damping=0.0 at step 7: must be above 0"),
+        ("damping", -1.0, "must be above 0"),
+        ("damping", math.nan, "damping=nan at step 7: must be above 0"),
+        ("kl_clip", 0, "kl_clip=0.0 at step 7: must be above 0"),
+        ("kl_clip", math.nan, "must be above 0"),
+        ("factor_decay", 1, r"factor_decay=1.0 at step 7: must be in \[0, 1\)"),
+        ("factor_decay", -0.1, r"must be in \[0, 1\)"),
+        ("factor_decay", math.nan, r"must be in \[0, 1\)"),
+        ("update_freq", 0, "update_freq=0.0 at step 7: must be a whole number >= 1"),
+        ("update_freq", 2.5, "update_freq=2.5 at step 7: must be a whole number >= 1"),
+        ("factor_update_freq", 0.5, "factor_update_freq=0.5 at step 7: must be a whole number"),
+        ("factor_update_freq", -1, "factor_update_freq=-1.0 at step 7: must be a whole number"),
+    ],
+)
+def test_what_is_out_of_range_is_named_with_its_step(name, value, said):
+    good = getattr(schedules(), name)
+    plan = schedules(**{name: lambda step: value if step == 7 else good})
+    plan.at(6)
+    with pytest.raises(ValueError, match=said):
+        plan.at(7)
+    if name.endswith("freq"):
+        with pytest.raises(ValueError, match=said):
+            plan.slices_due(7, 2)
+    if name == "factor_update_freq":
+        with pytest.raises(ValueError, match=said):
+            plan.factors_due(7)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_an_interval_that_is_no_number_is_refused_in_the_same_words(value):
+    with pytest.raises(ValueError, match="must be a whole number >= 1"):
+        schedules(update_freq=value).at(0)
+
+
+def test_the_limits_are_allowed():
+    assert schedules(1, 1, factor_decay=0).at(0) == Settings(1e-3, 1e-3, 0.0, 1, 1)
