@@ -5,10 +5,10 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo tune test lint format clean
+.PHONY: help setup demo tune bench bench-gpu test lint format clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1|/' | column -t -s'|'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
 
 setup: $(READY)  ## .venv with pinned versions (about 6 GB: torch's CUDA build), some minutes
 
@@ -25,6 +25,13 @@ demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report
 
 tune: setup  ## find the demo's settings anew, one equal budget per optimizer (20 minutes)
 	$(BIN)/kfac-bench tune demo --out conf/experiment
+
+bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their floors (15 minutes)
+	$(BIN)/python benchmarks/speed.py --models resnet32,encoder --real
+	$(BIN)/python benchmarks/ideas.py
+
+bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/gpu.md
+	$(BIN)/python benchmarks/gpu.py
 
 test: setup lint  ## linters and the whole test suite
 	$(BIN)/python -m pytest -q

@@ -1,0 +1,1 @@
+"""Commands that measure: ``python benchmarks/speed.py``, ``python benchmarks/gpu.py``."""

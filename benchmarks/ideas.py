@@ -1,0 +1,164 @@
+"""Ideas for speed, measured: prediction, figure and verdict are in docs/performance.md.
+
+    python benchmarks/ideas.py [--rounds 11]
+
+Each idea runs interleaved with what it would replace, on one thread; printed are medians in
+milliseconds, their ratio, and what it costs in accuracy where it costs any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kfac_bench.core import linalg
+from kfac_bench.core.autocorrelation import autocorrelation_moment_3x3
+from kfac_bench.core.factors import gram, pad_input, patch_moment
+
+
+def interleaved(rounds: int, old: Callable[[], object], new: Callable[[], object]) -> list[float]:
+    """Medians of both in milliseconds."""
+    times: list[list[float]] = [[], []]
+    for _ in range(rounds + 1):
+        for kept, run in zip(times, (old, new), strict=True):
+            start = time.perf_counter()
+            run()
+            kept.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(t[1:]) for t in times]  # the first one warms up
+
+
+def row(name: str, times: Sequence[float], note: str = "") -> None:
+    """One line of the table."""
+    old, new = times
+    print(f"| {name} | {old:.2f} | {new:.2f} | {new / old:.2f} | {note} |", flush=True)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """In the Frobenius norm."""
+    return float((got - want).norm() / want.norm())
+
+
+def drifting_factors(n: int) -> tuple[Tensor, Tensor]:
+    """A running factor and the one 10 updates of weight 0.05 later: eigenvalues fall as 1/k."""
+    scale = torch.arange(1, n + 1).float().rsqrt()
+    mix = torch.linalg.qr(torch.randn(n, n))[0]
+
+    def statistic() -> Tensor:
+        rows = torch.randn(2048, n) * scale @ mix
+        return rows.mT @ rows / 2048
+
+    before = sum((statistic() for _ in range(10)), torch.zeros(n, n)) / 10
+    after = before.clone()
+    for _ in range(10):
+        after.lerp_(statistic(), 0.05)
+    return before, after
+
+
+def warm_start(rounds: int) -> None:
+    """One orthogonal iteration from the old eigenvectors (as SOAP) instead of eigh."""
+    for n in (257, 577, 1025):
+        before, after = drifting_factors(n)
+        old = linalg.eigendecompose(before.unsqueeze(0))[1][0].flip(-1)
+
+        def iterate(after: Tensor = after, old: Tensor = old) -> tuple[Tensor, Tensor]:
+            q = torch.linalg.qr(after @ old)[0]
+            return q, (q * (after @ q)).sum(0)
+
+        times = interleaved(rounds, lambda a=after: linalg.eigendecompose(a.unsqueeze(0)), iterate)
+        q, values = iterate()
+        error = relative_error((q * values) @ q.mT, after)
+        stale = ((old * (after @ old)).sum(0) * old) @ old.mT
+        kept = relative_error(stale, after)
+        note = f"error {error:.3f}; of the old eigenvectors with new values {kept:.3f}"
+        row(f"warm start, n = {n}, for eigh", times, note)
+
+
+def low_precision(rounds: int) -> None:
+    """Factor products of bf16 rows instead of fp32."""
+    for rows, n in ((2048, 256), (2048, 1024), (32768, 144)):
+        x = torch.randn(1, rows, n)
+        half = x.bfloat16()
+        times = interleaved(rounds, lambda x=x: gram(x), lambda h=half: h.mT @ h)
+        error = relative_error((half.mT @ half).float(), gram(x))
+        lowest = torch.linalg.eigvalsh((half.mT @ half).float() / rows)[0, 0]
+        exact = torch.linalg.eigvalsh(gram(x) / rows)[0, 0]
+        note = f"error {error:.4f}; smallest eigenvalue {lowest:.4f}, was {exact:.4f}"
+        row(f"bf16 product of {rows} x {n} rows", times, note)
+
+
+def subsample(rounds: int) -> None:
+    """Half of the positions at each factor update, against all at every second."""
+    n, rows, updates = 512, 2048, 20
+    scale = torch.arange(1, n + 1).float().rsqrt()
+    truth = torch.diag(scale**2)
+    x = torch.randn(updates, rows, n) * scale
+    times = interleaved(rounds, lambda: gram(x[:1]), lambda: gram(x[:1, ::2]))
+    half = sum(gram(x[i : i + 1, ::2])[0] for i in range(updates)) / (updates * rows / 2)
+    every_second = sum(gram(x[i : i + 1])[0] for i in range(0, updates, 2)) / (updates * rows / 2)
+    note = (
+        f"error of the average {relative_error(half, truth):.4f}; of all positions at every second "
+        f"update, the same work: {relative_error(every_second, truth):.4f}"
+    )
+    row("every second position", times, note)
+
+
+def batches(rounds: int) -> None:
+    """Equal shapes in one batch instead of one after the other."""
+    for layers, g, a in ((10, 16, 145), (10, 64, 577), (16, 256, 257)):
+        grads = torch.randn(layers, g, a)
+        qa, qg = torch.randn(layers, a, a), torch.randn(layers, g, g)
+        values = torch.rand(layers, g, a) + 1
+
+        single = list(zip(grads.split(1), qa.split(1), qg.split(1), values.split(1), strict=True))
+        times = interleaved(
+            rounds,
+            lambda single=single: [linalg.precondition_eigen(*layer) for layer in single],
+            lambda x=grads, a=qa, g=qg, v=values: linalg.precondition_eigen(
+                torch.cat(x.split(1)), a, g, v
+            ),
+        )
+        row(f"precondition {layers} layers of {g} x {a} as one batch", times)
+    for count, n in ((20, 64), (10, 145), (8, 257)):
+        x = torch.randn(count, n, 2 * n)
+        matrices = x @ x.mT
+        times = interleaved(
+            rounds,
+            lambda m=matrices: [linalg.eigendecompose(part) for part in m.split(1)],
+            lambda m=matrices: linalg.eigendecompose(m),
+        )
+        row(f"eigendecompose {count} factors of {n} as one batch", times)
+
+
+def convolution(rounds: int) -> None:
+    """A of a 3x3 convolution without patches, against one product of all patches."""
+    for n, c, size in ((128, 16, 32), (128, 32, 16), (128, 64, 8), (8, 256, 14), (8, 512, 7)):
+        x = torch.randn(n, c, size, size)
+
+        def patches(x: Tensor = x) -> Tensor:
+            return patch_moment(pad_input(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1))
+
+        times = interleaved(rounds, patches, lambda x=x: autocorrelation_moment_3x3(x))
+        error = relative_error(autocorrelation_moment_3x3(x), patches())
+        row(f"autocorrelation of [{n}, {c}, {size}, {size}]", times, f"error {error:.0e}")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=11)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print("| idea | now, ms | idea, ms | ratio | accuracy |")
+    print("| --- | ---: | ---: | ---: | --- |")
+    for measure in (warm_start, low_precision, subsample, batches, convolution):
+        measure(rounds)
+
+
+if __name__ == "__main__":
+    main()
