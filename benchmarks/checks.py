@@ -15,7 +15,7 @@ from benchmarks import measure
 from benchmarks.measure import KINDS, Case, Variant
 from benchmarks.models import Size
 from kfac_bench.core import KFAC
-from kfac_bench.core.preconditioner import Schedule
+from kfac_bench.core.schedule import Schedule
 
 TOLERANCE = 1e-3
 """Of ||fp32 - float64|| / ||float64||, the worst tensor; rounding leaves about 1e-5."""

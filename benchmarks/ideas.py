@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ def interleaved(rounds: int, old: Callable[[], object], new: Callable[[], object
     return [statistics.median(t[1:]) for t in times]  # the first one warms up
 
 
+def one_by_one(function: Callable[..., object], calls: Sequence[tuple[Tensor, ...]]) -> None:
+    """Call it with each tuple of arguments."""
+    for arguments in calls:
+        function(*arguments)
+
+
+def as_one_batch(grads: Sequence[Tensor], a: Tensor, g: Tensor, values: Tensor) -> Tensor:
+    """Precondition layers of one shape: gradients lie apart, decompositions together."""
+    return linalg.precondition_eigen(torch.cat(list(grads)), a, g, values)
+
+
 def row(name: str, times: Sequence[float], note: str = "") -> None:
     """One line of the table."""
     old, new = times
@@ -50,7 +62,7 @@ def drifting_factors(n: int) -> tuple[Tensor, Tensor]:
 
     def statistic() -> Tensor:
         rows = torch.randn(2048, n) * scale @ mix
-        return rows.mT @ rows / 2048
+        return gram(rows.unsqueeze(0))[0] / 2048
 
     before = sum((statistic() for _ in range(10)), torch.zeros(n, n)) / 10
     after = before.clone()
@@ -69,7 +81,7 @@ def warm_start(rounds: int) -> None:
             q = torch.linalg.qr(after @ old)[0]
             return q, (q * (after @ q)).sum(0)
 
-        times = interleaved(rounds, lambda a=after: linalg.eigendecompose(a.unsqueeze(0)), iterate)
+        times = interleaved(rounds, partial(linalg.eigendecompose, after.unsqueeze(0)), iterate)
         q, values = iterate()
         error = relative_error((q * values) @ q.mT, after)
         stale = ((old * (after @ old)).sum(0) * old) @ old.mT
@@ -83,7 +95,7 @@ def low_precision(rounds: int) -> None:
     for rows, n in ((2048, 256), (2048, 1024), (32768, 144)):
         x = torch.randn(1, rows, n)
         half = x.bfloat16()
-        times = interleaved(rounds, lambda x=x: gram(x), lambda h=half: h.mT @ h)
+        times = interleaved(rounds, partial(gram, x), partial(torch.matmul, half.mT, half))
         error = relative_error((half.mT @ half).float(), gram(x))
         lowest = torch.linalg.eigvalsh((half.mT @ half).float() / rows)[0, 0]
         exact = torch.linalg.eigvalsh(gram(x) / rows)[0, 0]
@@ -98,8 +110,10 @@ def subsample(rounds: int) -> None:
     truth = torch.diag(scale**2)
     x = torch.randn(updates, rows, n) * scale
     times = interleaved(rounds, lambda: gram(x[:1]), lambda: gram(x[:1, ::2]))
-    half = sum(gram(x[i : i + 1, ::2])[0] for i in range(updates)) / (updates * rows / 2)
-    every_second = sum(gram(x[i : i + 1])[0] for i in range(0, updates, 2)) / (updates * rows / 2)
+    half = torch.stack([gram(x[i : i + 1, ::2])[0] for i in range(updates)]).sum(0)
+    half = half / (updates * rows / 2)
+    every_second = torch.stack([gram(x[i : i + 1])[0] for i in range(0, updates, 2)]).sum(0)
+    every_second = every_second / (updates * rows / 2)
     note = (
         f"error of the average {relative_error(half, truth):.4f}; of all positions at every second "
         f"update, the same work: {relative_error(every_second, truth):.4f}"
@@ -114,13 +128,11 @@ def batches(rounds: int) -> None:
         qa, qg = torch.randn(layers, a, a), torch.randn(layers, g, g)
         values = torch.rand(layers, g, a) + 1
 
-        single = list(zip(grads.split(1), qa.split(1), qg.split(1), values.split(1), strict=True))
+        single = list(zip(*(torch.split(t, 1) for t in (grads, qa, qg, values)), strict=True))
         times = interleaved(
             rounds,
-            lambda single=single: [linalg.precondition_eigen(*layer) for layer in single],
-            lambda x=grads, a=qa, g=qg, v=values: linalg.precondition_eigen(
-                torch.cat(x.split(1)), a, g, v
-            ),
+            partial(one_by_one, linalg.precondition_eigen, single),
+            partial(as_one_batch, torch.split(grads, 1), qa, qg, values),
         )
         row(f"precondition {layers} layers of {g} x {a} as one batch", times)
     for count, n in ((20, 64), (10, 145), (8, 257)):
@@ -128,8 +140,8 @@ def batches(rounds: int) -> None:
         matrices = x @ x.mT
         times = interleaved(
             rounds,
-            lambda m=matrices: [linalg.eigendecompose(part) for part in m.split(1)],
-            lambda m=matrices: linalg.eigendecompose(m),
+            partial(one_by_one, linalg.eigendecompose, [(m,) for m in torch.split(matrices, 1)]),
+            partial(linalg.eigendecompose, matrices),
         )
         row(f"eigendecompose {count} factors of {n} as one batch", times)
 
@@ -142,7 +154,7 @@ def convolution(rounds: int) -> None:
         def patches(x: Tensor = x) -> Tensor:
             return patch_moment(pad_input(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1))
 
-        times = interleaved(rounds, patches, lambda x=x: autocorrelation_moment_3x3(x))
+        times = interleaved(rounds, patches, partial(autocorrelation_moment_3x3, x))
         error = relative_error(autocorrelation_moment_3x3(x), patches())
         row(f"autocorrelation of [{n}, {c}, {size}, {size}]", times, f"error {error:.0e}")
 

@@ -19,7 +19,7 @@ import torch
 from benchmarks.floor import floor_flops
 from benchmarks.models import Size, Workload, build
 from kfac_bench.core import KFAC
-from kfac_bench.core.preconditioner import Schedule
+from kfac_bench.core.schedule import Schedule
 from kfac_bench.errors import UsageError
 
 KINDS = ("plain", "factors", "decompose")
