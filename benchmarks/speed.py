@@ -190,6 +190,8 @@ def progress_bar() -> Progress:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all models; the file is written after each part."""
     torch.set_num_threads(options.threads)
+    if options.device == "cpu":
+        environment.keep_freed_memory()
     results = header(options.device, options.quick)
     results |= {"kfac": options.kfac, "clock": options.clock}
     with progress_bar() as progress:

@@ -31,6 +31,8 @@ def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
     """
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    if ranks.device.type == "cpu":
+        environment.keep_freed_memory()
     directory = RunDirectory(config)
     about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
     with ExitStack() as stack:

@@ -1,0 +1,32 @@
+"""What the process asks of the machine."""
+
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys, torch
+from kfac_bench.environment import keep_freed_memory
+
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit(3)
+for round in range(12):
+    if round == 4:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    x = [torch.ones(1 << 21) for _ in range(4)]  # 8 MiB each
+    del x
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how):
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True)
+    if done.returncode == 3:
+        pytest.skip("no glibc")
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_freed_memory_is_kept():
+    assert faults("keep") < 0.1 * faults("do not")
