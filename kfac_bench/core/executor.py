@@ -334,8 +334,8 @@ class Executor:
     def _drop_what_followed(self, names: Iterable[str]) -> None:
         for name in names:
             self.second_moments.pop(name, None)
-            for names in [names for names in self._stacks if name in names]:
-                del self._stacks[names]
+            for batch in [batch for batch in self._stacks if name in batch]:
+                del self._stacks[batch]
         if self.plan.method == "ekfac":
             self.start_missing_second_moments()
 
