@@ -38,7 +38,8 @@ def describe() -> dict[str, Any]:
 def keep_freed_memory() -> bool:
     """Tell glibc to keep what is freed instead of handing it back and faulting it in anew.
 
-    A K-FAC step on a CPU frees and takes tens of megabytes (docs/performance.md). Returns whether there is a glibc that took it.
+    A K-FAC step on a CPU frees and takes tens of megabytes (docs/performance.md). Returns whether
+    there is a glibc that took it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:
