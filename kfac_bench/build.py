@@ -21,6 +21,7 @@ from kfac_bench.config import (
     TaskConfig,
 )
 from kfac_bench.core import KFAC
+from kfac_bench.core.collective import Collective
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.data import cifar10, digits
 from kfac_bench.data.data import Data
@@ -97,7 +98,12 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     )
 
 
-def build_kfac(config: KFACConfig, model: nn.Module, optimizer: Optimizer) -> KFAC | None:
+def build_kfac(
+    config: KFACConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    collective: Collective | None = None,
+) -> KFAC | None:
     """The preconditioner; raises :class:`UsageError` where its options do not fit the model."""
     if not config.enabled:
         return None
@@ -106,7 +112,7 @@ def build_kfac(config: KFACConfig, model: nn.Module, optimizer: Optimizer) -> KF
     if config.adaptive_damping:
         keywords["damping"] = _adaptive_damping(config)
     try:
-        return KFAC(model, optimizer, **keywords)
+        return KFAC(model, optimizer, collective=collective, **keywords)
     except ValueError as error:
         raise UsageError(f"kfac: {error}") from None
 

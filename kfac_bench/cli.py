@@ -122,10 +122,10 @@ def _run(config: object) -> int:
 
         print(dry_run.describe(config))
         return 0
-    from kfac_bench import ranks, run
+    from kfac_bench import backends, run
 
-    with ranks.join(config.trainer.device) as joined:
-        status, signal = run.train(config, joined)
+    with backends.join(config.backend, config.trainer.device) as backend:
+        status, signal = run.train(config, backend)
     return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
 
 

@@ -23,6 +23,7 @@ CONVENTIONS = ("kfc", "sc20", "kaisa")
 FISHERS = ("empirical", "mc", "type2")
 WEIGHT_SHARING = ("expand", "reduce")
 
+BACKENDS = ("ddp",)
 PRECISIONS = ("fp32", "bf16", "fp16")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
@@ -188,6 +189,13 @@ class TrainerConfig:
 
 
 @dataclass
+class BackendConfig:
+    """Who connects the ranks of a run and averages their gradients."""
+
+    name: str = option(MISSING, "backend", choices=BACKENDS)
+
+
+@dataclass
 class LoggerConfig:
     """Where the event stream is shown beside events.jsonl and the console."""
 
@@ -211,6 +219,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = MISSING
     kfac: KFACConfig = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    backend: BackendConfig = MISSING
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     seed: int = option(0, "of weights, data order and augmentation", at_least=0, below=2**32)
     run_id: str | None = option(None, "name of the run directory; null: hash of the configuration")
@@ -225,6 +234,7 @@ VARIANTS: dict[str, dict[str, type]] = {
     "task": {"base": TaskConfig},
     "optimizer": {"sgd": SGDConfig, "adam": AdamConfig},
     "kfac": {"base": KFACConfig},
+    "backend": {"base": BackendConfig},
     "logger": {"base": LoggerConfig},
 }
 """Schema of each config group; a YAML file names the one it fills in."""

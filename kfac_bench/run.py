@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from kfac_bench import build, checkpoint, environment
+from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainConfig
 from kfac_bench.core.plan import FACTORS
 from kfac_bench.errors import UsageError
@@ -23,12 +23,13 @@ from kfac_bench.sinks.console import ConsoleSink
 from kfac_bench.trainer import Trainer
 
 
-def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
+def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
     """Train, or go on training, what the configuration says; all ranks call it.
 
     Returns the status of the run's last event and the signal that stopped it (0: none). Raises
     :class:`UsageError` for what the user can mend.
     """
+    ranks = backend.ranks
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     if ranks.device.type == "cpu":
@@ -37,7 +38,7 @@ def train(config: TrainConfig, ranks: Ranks) -> tuple[str, int]:
     about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
     with ExitStack() as stack:
         _open_together(stack, ranks, directory, config, about)
-        trainer = _build_trainer(config, ranks, directory)
+        trainer = _build_trainer(config, backend, directory)
         complete = _status_if_complete(directory, trainer) if ranks.is_main else None
         if ranks.any(complete is not None):
             return complete or "finished", 0
@@ -72,17 +73,17 @@ def _open_together(
         raise error or UsageError(f"{directory.path}: rank 0 cannot open it")
 
 
-def _build_trainer(config: TrainConfig, ranks: Ranks, directory: RunDirectory) -> Trainer:
+def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirectory) -> Trainer:
+    ranks = backend.ranks
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
     model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
     examples = config.trainer.batch_size // ranks.world_size // config.trainer.accumulate
     build.check_batch_norm(model, config.model, examples)
+    model = backend.shard(model)
     optimizer = build.build_optimizer(config.optimizer, model)
-    kfac = build.build_kfac(config.kfac, model, optimizer)
-    if ranks.world_size > 1:
-        on = [ranks.device.index] if ranks.device.type == "cuda" else None
-        model = nn.parallel.DistributedDataParallel(model, device_ids=on)
+    kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
+    model, optimizer = backend.wrap(model, optimizer)
     return Trainer(
         build.build_task(config.task),
         data,
@@ -91,7 +92,7 @@ def _build_trainer(config: TrainConfig, ranks: Ranks, directory: RunDirectory) -
         kfac,
         config.trainer,
         config.seed,
-        ranks,
+        backend,
         EventLog([]),
         directory.checkpoints,
     )

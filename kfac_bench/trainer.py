@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_bench import checkpoint
+from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.data.batches import Shard, mixed_seed, steps_per_epoch
@@ -32,7 +33,6 @@ from kfac_bench.events import (
     TargetReached,
     Trained,
 )
-from kfac_bench.ranks import Ranks
 from kfac_bench.tasks.task import Task, reached
 from kfac_bench.update import Update
 
@@ -77,12 +77,12 @@ class Trainer:
     task: Task
     data: Data
     model: nn.Module
-    """As the loss sees it; inside DistributedDataParallel on several ranks."""
+    """As the loss sees it: in the backend's wrapper."""
     optimizer: Optimizer
     kfac: KFAC | None
     config: TrainerConfig
     seed: int
-    ranks: Ranks
+    backend: Backend
     log: EventLog
     checkpoints: Path
     say: Callable[[str], None] = lambda text: None
@@ -93,11 +93,12 @@ class Trainer:
     stop: Stop = field(default_factory=Stop)
 
     def __post_init__(self) -> None:
+        self.ranks = self.backend.ranks
         self.steps_per_epoch = steps_per_epoch(self.data.train_size, self.config.batch_size)
         self.max_steps = _max_steps(self.config, self.steps_per_epoch)
         self._eval_freq = self.config.eval_freq or self.steps_per_epoch
         self._update = Update(
-            self.task, self.model, self.optimizer, self.kfac, self.config, self.ranks
+            self.task, self.model, self.optimizer, self.kfac, self.config, self.backend
         )
         self._saved_at, self._saved_s = -1, time.monotonic()
         self._since = (0, 0.0)  # step and clock of the last Trained event
@@ -240,8 +241,7 @@ class Trainer:
     @property
     def _bare(self) -> nn.Module:
         """The model without its wrapper: names in checkpoints know nothing of it."""
-        model = self.model
-        return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        return self.backend.bare(self.model)
 
     def _synchronize(self) -> None:
         """Let the clock see what the device has really done."""
@@ -275,14 +275,11 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if cuda else None,
             "kfac": None if self.kfac is None else self.kfac.state_dict(shard=True),
+            **self.backend.state(self.model, self.optimizer),
         }
         if self.ranks.is_main:
-            shard |= {
-                "model": self._bare.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self._update.scaler.state_dict(),
-                "train_s": self.clock.train_s(),
-            }
+            shard["scaler"] = self._update.scaler.state_dict()
+            shard["train_s"] = self.clock.train_s()
         return shard
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -291,13 +288,18 @@ class Trainer:
         states = [s["kfac"] for s in saved.shards if s["kfac"] is not None]
         if self.kfac is not None and states:
             self.kfac.load_state_dict(*states)
+        self._check_optimizer(main["optimizer"], saved.path)
+        settings = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
         try:
-            self._bare.load_state_dict(main["model"])
+            self.backend.load(self.model, self.optimizer, saved.shards)
         except RuntimeError as error:
             raise ValueError(
                 f"{saved.path}: another model ({str(error).splitlines()[0]})"
             ) from None
-        self._restore_optimizer(main["optimizer"], saved.path)
+        for group, before in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(before)  # momenta are the checkpoint's, settings the configuration's
         if main.get("scaler") and self._update.scaler.is_enabled():
             self._update.scaler.load_state_dict(main["scaler"])
         if self.ranks.rank < len(saved.shards):
@@ -309,16 +311,10 @@ class Trainer:
         self.clock = Clock(float(main["train_s"]))
         self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
 
-    def _restore_optimizer(self, state: dict[str, Any], path: Path) -> None:
-        """Take over the momenta, not the settings: those are the configuration's."""
-        groups = self.optimizer.param_groups
-        mine = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        theirs = state["param_groups"]
-        if [set(g) for g in mine] != [set(g) - {"params"} for g in theirs]:
+    def _check_optimizer(self, state: dict[str, Any], path: Path) -> None:
+        theirs = [set(g) - {"params"} for g in state["param_groups"]]
+        if [set(g) - {"params"} for g in self.optimizer.param_groups] != theirs:
             raise ValueError(f"{path}: another optimizer")
-        self.optimizer.load_state_dict(state)
-        for group, settings in zip(self.optimizer.param_groups, mine, strict=True):
-            group.update(settings)
 
 
 def _max_steps(config: TrainerConfig, steps_per_epoch: int) -> int:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.data.data import Batch
 from kfac_bench.errors import UsageError
-from kfac_bench.ranks import Ranks
 from kfac_bench.tasks.task import Task
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,9 +36,10 @@ class Update:
         optimizer: Optimizer,
         kfac: KFAC | None,
         config: TrainerConfig,
-        ranks: Ranks,
+        backend: Backend,
     ) -> None:
         self._task, self._model, self._optimizer, self._kfac = task, model, optimizer, kfac
+        ranks, self._backend = backend.ranks, backend
         self._device, self._dtype = ranks.device.type, DTYPES[config.precision]
         self.scaler = GradScaler(self._device, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate
@@ -58,14 +59,15 @@ class Update:
         self._optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=batch[0].device)
         for i, (part, share) in enumerate(self._parts(batch)):
-            with self._apart(last=i == self._parts_of_batch - 1):
+            with self._backend.part(self._model, last=i == self._parts_of_batch - 1):
                 with self._autocast():
                     loss, output = self._task.forward(self._model, part)
                 if self._kfac is not None:
                     self._kfac.fisher_backward(output, self._task.likelihood)
                 loss = loss * share
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                self._backend.backward(self.scaler.scale(loss))
                 total += loss.detach()
+        self._backend.synchronize(self._optimizer)
         return total
 
     def step(self, batch: Batch, loss: Tensor) -> None:
@@ -75,7 +77,7 @@ class Update:
         self.scaler.unscale_(self._optimizer)
         if self._kfac is not None:
             self._kfac.step(self.scaler.get_scale)
-        self.scaler.step(self._optimizer)
+        self._backend.step(self._optimizer, self.scaler)
         self.scaler.update()
         if adapts and self.scaler.get_scale() >= scale:  # else the update was left out
             assert self._kfac is not None
@@ -94,19 +96,12 @@ class Update:
         for images, labels in zip(*split, strict=True):
             yield (images, labels), len(images) / len(batch[0])
 
-    def _apart(self, *, last: bool) -> AbstractContextManager[None]:
-        """Ranks add up their own gradients inside, until the last part."""
-        if last or not isinstance(self._model, nn.parallel.DistributedDataParallel):
-            return nullcontext()
-        return self._model.no_sync()
-
     def _autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self._device, self._dtype, enabled=self._dtype is not None)
 
     def _loss(self, batch: Batch) -> Tensor:
         """Of this rank, with the weights of now; running averages stay as they are."""
-        model = self._model
-        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        bare = self._backend.bare(self._model)
         kept = [(buffer, buffer.clone()) for buffer in bare.buffers()]
         total = torch.zeros((), device=batch[0].device)
         for part, share in self._parts(batch):

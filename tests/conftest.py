@@ -1,5 +1,39 @@
-"""Tiny tensors: a second thread would only wait."""
+"""Tiny tensors: a second thread would only wait. And the record of what backends support."""
 
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+_outcomes = defaultdict(set)
+"""By (backend, what it does): outcomes of the tests that show it."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--support", type=Path, help="write what tests marked supports show: JSON")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        for mark in item.iter_markers("supports"):
+            backend, what = (arg.format(**params) for arg in mark.args)
+            _outcomes[backend, what].add(report.outcome)
+    return report
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--support")
+    if path is not None:
+        table = defaultdict(dict)
+        for (backend, what), outcomes in _outcomes.items():
+            table[backend][what] = "passed" if outcomes == {"passed"} else "failed"
+            if outcomes == {"skipped"}:
+                table[backend][what] = "skipped"
+        path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

@@ -8,9 +8,11 @@ import os
 import signal
 
 import torch
-import torch.distributed as dist
 
 from kfac_bench import compose, run
+from kfac_bench.backends.backend import Backend
+from kfac_bench.backends.ddp import DDP
+from kfac_bench.core.collective import TorchCollective
 from kfac_bench.events import RunEnded, read
 from kfac_bench.ranks import Ranks
 from kfac_bench.run_directory import RunDirectory
@@ -18,7 +20,7 @@ from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.trainer import Trainer
 
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, CPU)
+ALONE = Backend(Ranks(CPU))
 EPOCH = 5
 """Steps: 1347 digits in batches of 256."""
 
@@ -39,10 +41,10 @@ def config_of(folder, *overrides, base=SMALL):
     return compose.load([*base, f"runs_dir={folder}", *overrides])
 
 
-def train(folder, *overrides, base=SMALL, ranks=ALONE):
+def train(folder, *overrides, base=SMALL, backend=ALONE):
     """Run; the status and the run directory."""
     config = config_of(folder, *overrides, base=base)
-    status, _ = run.train(config, ranks)
+    status, _ = run.train(config, backend)
     return status, RunDirectory(config).path
 
 
@@ -100,14 +102,15 @@ def loss_is(value, number, task=Reconstruction):
         task.forward = original
 
 
-def trainer_of(folder, *overrides, base=SMALL, ranks=ALONE):
+def trainer_of(folder, *overrides, base=SMALL, backend=ALONE):
     """A trainer that writes no events."""
     config = config_of(folder, *overrides, base=base)
-    return run._build_trainer(config, ranks, RunDirectory(config))
+    return run._build_trainer(config, backend, RunDirectory(config))
 
 
 def here():
-    return Ranks(dist.get_rank(), dist.get_world_size(), CPU)
+    """This rank's backend in a pool of :mod:`tests.distributed`."""
+    return DDP(Ranks(CPU, TorchCollective()))
 
 
 def train_here(folder, overrides, base=SMALL, stop=None, nan=None):
@@ -115,7 +118,7 @@ def train_here(folder, overrides, base=SMALL, stop=None, nan=None):
 
     Status, what was printed, and the hash of this rank's parameters.
     """
-    ranks = here()
+    backend = here()
     config = config_of(folder, *overrides, base=base)
     printed, trainers, build = io.StringIO(), [], run._build_trainer
 
@@ -125,12 +128,12 @@ def train_here(folder, overrides, base=SMALL, stop=None, nan=None):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(printed))
-        if stop is not None and stop[0] == ranks.rank:
+        if stop is not None and stop[0] == backend.ranks.rank:
             stack.enter_context(before_step(stop[1], terminate))
-        if nan is not None and nan[0] == ranks.rank:
+        if nan is not None and nan[0] == backend.ranks.rank:
             stack.enter_context(loss_is(math.nan, nan[1]))
         run._build_trainer = keep
         stack.callback(setattr, run, "_build_trainer", build)
-        status, _ = run.train(config, ranks)
+        status, _ = run.train(config, backend)
     parameters = torch.cat([p.detach().flatten() for p in trainers[0].model.parameters()])
     return status, printed.getvalue(), hashlib.sha256(parameters.numpy()).hexdigest()

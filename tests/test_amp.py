@@ -217,7 +217,7 @@ def accumulate(*sizes, dtype=None, **options):
         kfac.step()
         grads = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
-    moments = kfac._executor.second_moments
+    moments = kfac._executor.store.second_moments
     return factors_of(kfac), grads, {k: v.clone() for k, v in moments.items()}
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from kfac_bench import checkpoint
+from kfac_bench.core.collective import TorchCollective
 from kfac_bench.errors import UsageError
 from kfac_bench.ranks import Ranks
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, CPU)
+ALONE = Ranks(CPU)
 
 
 def shard(step):
@@ -247,9 +248,8 @@ def test_where_no_folder_can_be_made_it_is_an_os_error(tmp_path):
 
 def saved_on_ranks(rank_of_failure, stage, directory):
     """Save 1, then 2 with a failure on one rank; runs on every rank. What became of it."""
-    import torch.distributed as dist
 
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), CPU)
+    ranks = Ranks(CPU, TorchCollective())
     checkpoint.save(directory, 1, {"rank": ranks.rank}, ranks, 9)
     outcome = []
 

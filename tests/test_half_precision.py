@@ -79,7 +79,7 @@ def test_neither_tiny_nor_huge_factors_nor_the_damping_get_lost(dtype, method, s
 @pytest.mark.parametrize("dtype", HALVES)
 def test_memory_is_what_the_plan_says(dtype, method):
     _, kfac = train(tiny_model(), method=method, state_dtype=dtype)
-    run = kfac._executor
+    run = kfac._executor.store
     factors = [*(t for parts in run.factors.values() for t in parts), *run.second_moments.values()]
     decompositions = [t for parts in run.decompositions.values() for t in parts]
     got = {

@@ -14,6 +14,8 @@ import yaml
 import kfac_bench
 from kfac_bench import checkpoint, cli, dry_run, run
 from kfac_bench import trainer as trainer_module
+from kfac_bench.backends.backend import Backend
+from kfac_bench.core.collective import SingleProcess
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Checkpointed,
@@ -312,8 +314,10 @@ def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys
         raise UsageError("a.JPEG: corrupt")
 
     monkeypatch.setattr(Trainer, "fit", fit)
+    collective = SingleProcess()
+    collective.rank = rank
     with pytest.raises(UsageError, match=r"a\.JPEG"):  # rank 0's is printed by the command
-        run.train(config_of(tmp_path), Ranks(rank, 1, CPU))
+        run.train(config_of(tmp_path), Backend(Ranks(CPU, collective)))
     assert capsys.readouterr().err == said
 
 

@@ -90,12 +90,12 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_both(tmp_path):
 
 def evaluate_here(folder, saved, examples):
     """On every rank: the validation figures for saved weights, other buffers on each rank."""
-    ranks = here() if dist.is_initialized() else ALONE
-    trainer = trainer_of(folder, base=RESNET, ranks=ranks)
+    backend = here() if dist.is_initialized() else ALONE
+    trainer = trainer_of(folder, base=RESNET, backend=backend)
     trainer.restore(checkpoint.load(saved))
     for buffer in trainer._bare.buffers():
         if buffer.is_floating_point():
-            buffer.add_(ranks.rank)
+            buffer.add_(backend.ranks.rank)
     seen = []
 
     class Keep:
@@ -127,15 +127,15 @@ def test_validation_figures_are_exact_on_any_number_of_ranks(tmp_path):
 
 def refused_here(folder, overrides, lock):
     """On every rank: what run.train says, within some seconds."""
-    ranks, outcome = here(), []
+    backend, outcome = here(), []
     config = config_of(folder, *overrides)
 
     def attempt():  # signals are for the main thread: fit would not work here
         with contextlib.ExitStack() as stack:
-            if lock and ranks.is_main:
+            if lock and backend.ranks.is_main:
                 stack.enter_context(RunDirectory(config).open(config, {}))
             try:
-                outcome.append(run.train(config, ranks))
+                outcome.append(run.train(config, backend))
             except BaseException as error:
                 outcome.append((type(error).__name__, str(error)))
 

@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import functools
-import hashlib
 import io
 import os
 from collections import Counter, defaultdict
@@ -19,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import SingleProcess, TorchCollective
-from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.estimate import payload_bytes
 from kfac_bench.core.plan import (
     FACTORS,
@@ -37,113 +34,34 @@ from kfac_bench.core.schedule import Schedules
 from tests import oracle
 from tests.distributed import RankFailed, run_ranks
 from tests.test_linalg import solve
+from tests.training import (
+    OPTIONS,
+    STEPS,
+    Mixed,
+    adaptive,
+    after_step,
+    assert_close,
+    batch,
+    loss_of,
+    make_kfac,
+    my_part,
+    one_process,
+    sentences,
+    sgd,
+    sha256,
+    tiny_model,
+    train_step,
+    weights_of,
+)
 
 pytestmark = pytest.mark.ranks
 torch.set_num_threads(1)
 
-OPTIONS = {
-    "damping": 0.03,
-    "kl_clip": 1e-4,
-    "update_freq": 2,
-    "factor_update_freq": 1,
-    "spread": True,
-}
-STEPS, LR = 5, 0.1
 RUNS = {Stage.FACTORS: 5, Stage.DECOMPOSE: 3, Stage.PRECONDITION: 5}  # of STEPS
 SLICES = {False: [[0, 2, 4]], True: [[0, 2, 4], [0, 1, 3]]}  # spread: when each slice is due
 SMALL = {"bucket_numel": 30}  # many messages
 LARGE = {"bucket_numel": 1 << 22}  # one of each root and slice
 CHOICES = [(s, m) for s in STRATEGIES for m in METHODS if m != "ekfac" or s == "comm_opt"]
-
-
-def tiny_model():
-    """Shapes at which BLAS gives other bits for a transposed layout are among them."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1, bias=False),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(2, 3, 3, stride=2),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(12, 4),
-        nn.Tanh(),
-        nn.Linear(4, 7),
-        nn.ReLU(inplace=True),
-        nn.Linear(7, 3, bias=False),
-    )
-
-
-def batch(step, n=32):
-    """More samples than A has rows: EKFAC would depend on the basis of what they do not span."""
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(n, 1, 6, 6, generator=generator), torch.randint(3, (n,), generator=generator)
-
-
-class Mixed(nn.Module):
-    """All kinds of layers, some of one shape; a head of more outputs than max_dim."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(9, 4)
-        self.convs = nn.ModuleList(nn.Conv1d(4, 4, 3, padding=1, groups=2) for _ in range(2))
-        self.norm = nn.LayerNorm(4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.head = nn.Linear(4, 11)
-
-    def forward(self, x):
-        x = self.tokens(x).mT
-        for conv in self.convs:
-            x = conv(x).tanh()
-        x = self.norm(x.mT)
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return self.head(x)
-
-
-def sentences(step):
-    generator = torch.Generator().manual_seed(200 + step)
-    return [torch.randint(n, (8, 5), generator=generator) for n in (9, 11)]
-
-
-def my_part(*tensors):
-    world, rank = dist.get_world_size(), dist.get_rank()
-    return [t.chunk(world)[rank] for t in tensors]
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=LR)
-
-
-def loss_of(model, x, y):
-    output = model(x)
-    return output, F.cross_entropy(output.flatten(0, -2), y.flatten())
-
-
-def train_step(model, kfac, optimizer, x, y):
-    """The preconditioned gradients of the step; the weights after it are the model's."""
-    optimizer.zero_grad()
-    output, loss = loss_of(model, x, y)
-    kfac.fisher_backward(output)
-    loss.backward()
-    kfac.step()
-    grads = [p.grad.clone() for p in model.parameters()]
-    optimizer.step()
-    kfac.adapt_damping(loss.detach(), lambda: loss_of(model, x, y)[1])
-    return grads
-
-
-def weights_of(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def sha256(tensors):
-    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
-
-
-def assert_close(got, want, tolerance=2e-4):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
 
 
 def dumps(x):
@@ -154,25 +72,6 @@ def dumps(x):
 
 def loads(data):
     return torch.load(io.BytesIO(data))
-
-
-def adaptive():
-    """Changes after each step."""
-    return LevenbergMarquardt(initial=0.03, interval=1, decay=0.8)
-
-
-def make_kfac(model, optimizer, options, **more):
-    options = OPTIONS | options | more
-    if options["damping"] is adaptive:
-        options["damping"] = adaptive()
-    return KFAC(model, optimizer, **options)
-
-
-def after_step(kfac):
-    """(nu, damping, reduction ratio)"""
-    damping = kfac.schedules.damping
-    rho = damping.rho if isinstance(damping, LevenbergMarquardt) else 0.0
-    return kfac.statistics()["nu"], kfac.damping, rho
 
 
 def planned(**options):
@@ -191,18 +90,6 @@ def has_batches(plan):
     )
     assert decompose == precondition
     return decompose
-
-
-@functools.cache
-def one_process(make_model, make_batch, options):
-    """(preconditioned gradients, weights, :func:`after_step`) of steps on the whole batch."""
-    model, out = make_model(), []
-    optimizer = sgd(model)
-    kfac = make_kfac(model, optimizer, dict(options), collective=SingleProcess())
-    for step in range(STEPS):
-        grads = train_step(model, kfac, optimizer, *make_batch(step))
-        out.append((grads, weights_of(model), after_step(kfac)))
-    return out
 
 
 class Counting(TorchCollective):

@@ -284,7 +284,7 @@ def labels_here(folder, overrides):
     """On every rank: what its random numbers would be, and those of a second trainer."""
     seeds = []
     for seed in (0, 1):
-        trainer_of(folder, f"seed={seed}", *overrides, ranks=here())
+        trainer_of(folder, f"seed={seed}", *overrides, backend=here())
         seeds.append(torch.rand(3).tolist())
     return seeds
 
@@ -398,9 +398,9 @@ def test_without_kfac_there_is_nothing_of_it(tmp_path):
 
 def counted_here(folder):
     """On every rank: what rank 0 records when each rank counts its own."""
-    trainer = trainer_of(folder, *STABLE, ranks=here())
+    trainer = trainer_of(folder, *STABLE, backend=here())
     trainer.kfac._executor.failed_decompositions = 1 + trainer.ranks.rank
-    trainer.kfac._executor.dropped = torch.tensor(10 * (1 + trainer.ranks.rank))
+    trainer.kfac._executor.fresh.dropped = torch.tensor(10 * (1 + trainer.ranks.rank))
     found = trainer._kfac_statistics()
     return found["failed_decompositions"], found["dropped_statistics"]
 

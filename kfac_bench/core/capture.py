@@ -1,4 +1,4 @@
-"""Collects raw moments of A and G while a model trains."""
+"""Hooks that see what goes through the layers while a model trains."""
 
 from __future__ import annotations
 
@@ -14,44 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from kfac_bench.core.layer import Layer, moment
-
-Eigenbasis = Callable[[str], tuple[Tensor, Tensor] | None]
-"""Eigenvectors of A and G by layer, for EKFAC; None as long as there are none."""
-
-
-@dataclass(slots=True)
-class Collected:
-    """Sums over the calls and micro-batches since the last :meth:`Capture.pop`."""
-
-    a: Tensor
-    g: Tensor
-    samples: int
-    rows: int
-    forward: object
-    """The forward and backward that ``samples`` last counted."""
-    second_moment: Tensor | None = None
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Of one layer in one forward, for "reduce": sums over positions, until all have come."""
-
-    a: Tensor
-    g: Tensor
-    samples: int
-    positions: int
-    forward: object
-
-
-@dataclass(slots=True)
-class _Calls:
-    """Of one layer in one forward, for EKFAC: (x, g) of its calls, until all have come."""
-
-    layer: Layer
-    samples: int
-    forward: object
-    pairs: list[tuple[Tensor, Tensor]]
+from kfac_bench.core.layer import Layer
+from kfac_bench.core.moments import Collected, Eigenbasis, Moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +98,8 @@ class Capture:
         eigenbasis: Eigenbasis = lambda name: None,
     ) -> None:
         self.seconds = 0.0  # host time in the hooks since it was last set to 0
-        self._reduce, self._sampled, self._eigenbasis = reduce, sampled, eigenbasis
-        self._collected: dict[str, Collected] = {}
-        self._sums: dict[str, tuple[Layer, _Sums]] = {}
-        self._second_moments: dict[str, Tensor] = {}
-        self._calls: dict[str, _Calls] = {}
+        self._sampled = sampled
+        self._moments = Moments(reduce=reduce, eigenbasis=eigenbasis)
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._seen: list[tuple[GradientEdge, _Seen]] = []
         self._forward = self._backwards = 0
@@ -229,10 +190,7 @@ class Capture:
                         self._add(s, g, (s.forward, self._backwards), magnitude, first=i == 0)
                     elif i == 0:
                         self._seen.append((edge, s))  # belongs to another output
-                for name in list(self._sums):
-                    self._close(name, first=i == 0)
-                for name in list(self._calls):
-                    self._square(name)
+                self._moments.end_backward(first=i == 0)
         finally:
             self._paused = False
 
@@ -240,92 +198,24 @@ class Capture:
         self, seen: _Seen, g: Tensor, forward: object, magnitude: int = 0, *, first: bool = True
     ) -> None:
         start = time.perf_counter()
-        layer, x = seen.layer, seen.x
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            if seen.prepare is not None:
-                g = seen.prepare(g)
-            samples, positions = layer.size(x, g)
-            if magnitude:  # to the scale of a loss that is a sum over this forward's samples
-                g = g * (samples / magnitude)
-            if self._reduce:
-                self._add_sums(layer, x, g, _Sums(x, g, samples, positions, forward), first)
-            else:
-                a = layer.moment_a(x, g) if first else None
-                self._count(layer, a, layer.moment_g(x, g), samples, samples * positions, forward)
-            if self._eigenbasis(layer.name) is not None:
-                alone = self._uses.get((layer.name, seen.forward)) == 1
-                self._add_call(_Calls(layer, samples, forward, [(x, g)]), alone)
+            self._moments.add(
+                seen.layer,
+                seen.x,
+                g if seen.prepare is None else seen.prepare(g),
+                forward,
+                # to the scale of a loss that is a sum over this forward's samples
+                scale=(lambda samples: samples / magnitude) if magnitude else None,
+                first=first,
+                alone=self._uses.get((seen.layer.name, seen.forward)) == 1,
+            )
         self.seconds += time.perf_counter() - start
-
-    def _add_call(self, new: _Calls, alone: bool) -> None:
-        """A sample's gradient is the sum over a forward's calls: only then it is squared."""
-        name = new.layer.name
-        old = self._calls.get(name)
-        if old is not None and (old.forward, old.samples) == (new.forward, new.samples):
-            old.pairs += new.pairs
-        else:
-            if old is not None:
-                self._square(name)
-            self._calls[name] = new
-        if alone:
-            self._square(name)
-
-    def _square(self, name: str) -> None:
-        calls, basis = self._calls.pop(name), self._eigenbasis(name)
-        if basis is None:  # a state was loaded meanwhile
-            return
-        new = calls.layer.second_moment(calls.pairs, *basis)
-        old = self._second_moments.get(name)
-        self._second_moments[name] = new if old is None else old + new
-
-    def _count(
-        self, layer: Layer, a: Tensor | None, g: Tensor, samples: int, rows: int, forward: object
-    ) -> None:
-        """Add one call's moments; ``a`` is None if they were counted with another seed."""
-        old = self._collected.get(layer.name)
-        if old is None:
-            assert a is not None
-            self._collected[layer.name] = Collected(a, g, samples, rows, forward)
-            return
-        old.g += g
-        if a is not None:
-            old.a += a
-            old.rows += rows
-        if old.forward != forward:
-            old.samples += samples
-            old.forward = forward
-
-    def _add_sums(self, layer: Layer, x: Tensor, g: Tensor, new: _Sums, first: bool) -> None:
-        """For "reduce": add up positions, also over calls, before the product."""
-        new.a, new.g = layer.sums(x, g)
-        if layer.name in self._sums:
-            old = self._sums[layer.name][1]
-            if old.forward == new.forward and old.samples == new.samples:
-                old.a, old.g = old.a + new.a, old.g + new.g
-                old.positions += new.positions
-                return
-            self._close(layer.name, first)
-        self._sums[layer.name] = layer, new
-
-    def _close(self, name: str, first: bool = True) -> None:
-        """All positions of a forward are there: mean of a, sum of g, then the moments."""
-        layer, sums = self._sums.pop(name)
-        a = moment(sums.a / sums.positions, diagonal=layer.spec.a_diagonal) if first else None
-        g = moment(sums.g, diagonal=layer.spec.g_diagonal)
-        self._count(layer, a, g, sums.samples, sums.samples, sums.forward)
 
     def pop(self) -> dict[str, Collected]:
         """What was collected since the last call, by layer; layers not used are missing."""
-        for name in list(self._sums):
-            self._close(name)
-        for name in list(self._calls):
-            self._square(name)
         self._seen.clear()
         self._uses.clear()
-        for name, second_moment in self._second_moments.items():
-            self._collected[name].second_moment = second_moment
-        collected, self._collected, self._second_moments = self._collected, {}, {}
-        return collected
+        return self._moments.pop()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -30,6 +30,9 @@ class Collective(Protocol):
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
         """Sum over ``ranks``."""
 
+    def reduce(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
+        """Sum over ``ranks``, which only ``root``, a global rank, gets; elsewhere x is spoilt."""
+
     def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
         """Copy from ``root``, a global rank, to ``ranks``."""
 
@@ -54,6 +57,12 @@ class TorchCollective:
         assert work is not None
         return work
 
+    def reduce(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
+        """See :class:`Collective`."""
+        work: Work | None = dist.reduce(x, dst=root, group=self._groups[ranks], async_op=True)
+        assert work is not None
+        return work
+
     def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
         """See :class:`Collective`."""
         work: Work | None = dist.broadcast(x, src=root, group=self._groups[ranks], async_op=True)
@@ -70,6 +79,10 @@ class SingleProcess:
         """Nothing to set up."""
 
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
+        """Never called."""
+        raise AssertionError("a one-rank plan sends nothing")
+
+    def reduce(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
         """Never called."""
         raise AssertionError("a one-rank plan sends nothing")
 

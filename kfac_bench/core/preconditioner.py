@@ -155,7 +155,7 @@ class KFAC:
             self._layers,
             reduce=weight_sharing == "reduce",
             sampled=fisher != "empirical",
-            eigenbasis=self._executor.eigenbasis,
+            eigenbasis=self._executor.store.eigenbasis,
         )
         self._trial: Trial | None = None
         self._nu: Tensor | None = None
@@ -275,8 +275,8 @@ class KFAC:
         damping grow.
         """
         if self._trial is not None:
-            run = self._executor
-            factors = {key: run.factor(key) for key in run.factors}
+            store = self._executor.store
+            factors = {key: store.factor(key) for key in store.factors}
             self._trial.finish(loss, loss_after(), self._layers, factors, self.collective)
             self._trial = None
 
@@ -327,7 +327,8 @@ class KFAC:
     @property
     def dropped_statistics(self) -> int:
         """Statistics of this rank that were not finite and left out, since the start."""
-        return 0 if self._executor.dropped is None else int(self._executor.dropped)
+        dropped = self._executor.fresh.dropped
+        return 0 if dropped is None else int(dropped)
 
     def report(self) -> Report:
         """What is covered and what not, and why; what it weighs on this rank. Printable."""

@@ -20,16 +20,19 @@ def layers_state(run: Executor, *, shard: bool) -> Merged:
         layers[name] = {}
         for factor in FACTORS:
             key = (name, factor)
-            if key not in run.factors:
+            if key not in run.store.factors:
                 continue
             if shard and placement.worker(factor) != run.collective.rank:
                 continue
-            entry: dict[str, Any] = {"factor": run.factor(key), "weight": run.weights[key]}
-            if key in run.decompositions:
-                entry[_kind(run)] = run.decomposition(key)
+            entry: dict[str, Any] = {
+                "factor": run.store.factor(key),
+                "weight": run.store.weights[key],
+            }
+            if key in run.store.decompositions:
+                entry[_kind(run)] = run.store.decomposition(key)
             layers[name][factor] = entry
-            if factor == "A" and name in run.second_moments:
-                layers[name]["second_moment"] = run.second_moments[name]
+            if factor == "A" and name in run.store.second_moments:
+                layers[name]["second_moment"] = run.store.second_moments[name]
     return layers
 
 
@@ -71,7 +74,7 @@ def check(merged: Merged, run: Executor, steps: int) -> None:
 def take(merged: Merged, run: Executor) -> bool:
     """Replace what the executor holds; whether all decompositions were there."""
     complete = True
-    run.clear()
+    run.store.clear()
     for placement in run.plan.placements:
         name = placement.layer.name
         device = run.layers[name].weight.device
@@ -81,14 +84,14 @@ def take(merged: Merged, run: Executor) -> bool:
                 continue
             key: tuple[str, Factor] = (name, factor)
             entry = entries[factor]
-            run.keep_factor(key, entry["factor"].to(device, copy=True))
-            run.weights[key] = entry["weight"].to(device, copy=True)
+            run.store.keep_factor(key, entry["factor"].to(device, copy=True))
+            run.store.weights[key] = entry["weight"].to(device, copy=True)
             saved = entry.get(_kind(run))
             complete = complete and saved is not None
             if saved is not None and run.collective.rank in placement.grad_workers:
-                run.keep_decomposition(key, [x.to(device, copy=True) for x in saved])
+                run.store.keep_decomposition(key, [x.to(device, copy=True) for x in saved])
         if run.plan.method == "ekfac" and "second_moment" in entries:
-            run.second_moments[name] = entries["second_moment"].to(device, copy=True)
+            run.store.second_moments[name] = entries["second_moment"].to(device, copy=True)
     if run.plan.method == "ekfac":
-        run.start_missing_second_moments()
+        run.store.start_missing_second_moments()
     return complete

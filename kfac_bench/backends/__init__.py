@@ -1,0 +1,22 @@
+"""One file per way to connect the ranks of a run; each is imported only where it is chosen."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kfac_bench.backends.backend import Backend
+from kfac_bench.config import BackendConfig
+
+
+@contextmanager
+def join(config: BackendConfig, device: str = "auto") -> Iterator[Backend]:
+    """Join the other ranks of this run, in the way ``config`` names; leave at exit.
+
+    A process without a launcher is alone. Raises :class:`UsageError` if ``device`` or what the
+    backend needs is not there.
+    """
+    module = importlib.import_module(f"kfac_bench.backends.{config.name}")
+    with module.join(config, device) as backend:
+        yield backend

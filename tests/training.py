@@ -1,0 +1,149 @@
+"""Small models that several ranks train, and what one process makes of them.
+
+A test of a backend or a strategy takes its steps with :func:`train_step` or by hand, and holds
+gradients and weights against :func:`one_process`, which saw the whole batches.
+"""
+
+import functools
+import hashlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from kfac_bench.core import KFAC
+from kfac_bench.core.collective import SingleProcess
+from kfac_bench.core.damping import LevenbergMarquardt
+
+OPTIONS = {
+    "damping": 0.03,
+    "kl_clip": 1e-4,
+    "update_freq": 2,
+    "factor_update_freq": 1,
+    "spread": True,
+}
+STEPS, LR = 5, 0.1
+
+
+def tiny_model():
+    """Shapes at which BLAS gives other bits for a transposed layout are among them."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1, bias=False),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(2, 3, 3, stride=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+        nn.Tanh(),
+        nn.Linear(4, 7),
+        nn.ReLU(inplace=True),
+        nn.Linear(7, 3, bias=False),
+    )
+
+
+def batch(step, n=32):
+    """More samples than A has rows: EKFAC would depend on the basis of what they do not span."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(n, 1, 6, 6, generator=generator), torch.randint(3, (n,), generator=generator)
+
+
+class Mixed(nn.Module):
+    """All kinds of layers, some of one shape; a head of more outputs than max_dim."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(9, 4)
+        self.convs = nn.ModuleList(nn.Conv1d(4, 4, 3, padding=1, groups=2) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 11)
+
+    def forward(self, x):
+        x = self.tokens(x).mT
+        for conv in self.convs:
+            x = conv(x).tanh()
+        x = self.norm(x.mT)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+def sentences(step):
+    generator = torch.Generator().manual_seed(200 + step)
+    return [torch.randint(n, (8, 5), generator=generator) for n in (9, 11)]
+
+
+def my_part(*tensors, rank=None, world=None):
+    """Of a batch, equal parts by rank."""
+    rank = dist.get_rank() if rank is None else rank
+    world = dist.get_world_size() if world is None else world
+    return [t.chunk(world)[rank] for t in tensors]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=LR)
+
+
+def loss_of(model, x, y):
+    output = model(x)
+    return output, F.cross_entropy(output.flatten(0, -2), y.flatten())
+
+
+def train_step(model, kfac, optimizer, x, y):
+    """The preconditioned gradients of the step; the weights after it are the model's."""
+    optimizer.zero_grad()
+    output, loss = loss_of(model, x, y)
+    kfac.fisher_backward(output)
+    loss.backward()
+    kfac.step()
+    grads = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    kfac.adapt_damping(loss.detach(), lambda: loss_of(model, x, y)[1])
+    return grads
+
+
+def weights_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def sha256(tensors):
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def assert_close(got, want, tolerance=2e-4):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
+
+
+def adaptive():
+    """Changes after each step."""
+    return LevenbergMarquardt(initial=0.03, interval=1, decay=0.8)
+
+
+def make_kfac(model, optimizer, options, **more):
+    options = OPTIONS | options | more
+    if options["damping"] is adaptive:
+        options["damping"] = adaptive()
+    return KFAC(model, optimizer, **options)
+
+
+def after_step(kfac):
+    """(nu, damping, reduction ratio)"""
+    damping = kfac.schedules.damping
+    rho = damping.rho if isinstance(damping, LevenbergMarquardt) else 0.0
+    return kfac.statistics()["nu"], kfac.damping, rho
+
+
+@functools.cache
+def one_process(make_model, make_batch, options):
+    """(preconditioned gradients, weights, :func:`after_step`) of steps on the whole batch."""
+    model, out = make_model(), []
+    optimizer = sgd(model)
+    kfac = make_kfac(model, optimizer, dict(options), collective=SingleProcess())
+    for step in range(STEPS):
+        grads = train_step(model, kfac, optimizer, *make_batch(step))
+        out.append((grads, weights_of(model), after_step(kfac)))
+    return out
