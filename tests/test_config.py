@@ -17,7 +17,7 @@ from kfac_bench.core import KFAC, coverage, factors, fisher, preconditioner
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.errors import UsageError
 
-GROUPS = ("model", "optimizer", "kfac", "data", "task", "logger")
+GROUPS = ("model", "optimizer", "kfac", "data", "task", "backend", "logger")
 FUZZ = settings(max_examples=25, deadline=None, derandomize=True)
 DEFAULT = compose.load([])
 
