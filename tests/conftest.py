@@ -9,6 +9,20 @@ import torch
 
 torch.set_num_threads(1)
 
+
+@pytest.fixture
+def double():
+    """The same random numbers, in float64; no hook outlives the test."""
+    from tests.layer_checks import MADE
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+    for kfac in MADE:
+        kfac.detach()
+
+
 _outcomes = defaultdict(set)
 """By (backend, what it does): outcomes of the tests that show it."""
 

@@ -1,5 +1,7 @@
 """Dense K-FAC in float64, written for clarity; what the fast code is held against."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,14 +43,30 @@ def factors(module, x, g, convention="kfc"):
     return a.T @ a / len(a), g.T @ g / len(g)
 
 
-def precondition(grad, a, g, damping, method="eigen"):
-    """Solve with the full [g_dim a_dim] square matrix (row-major vec, so G kron A)."""
-    eye_a, eye_g = (torch.eye(len(m), dtype=torch.float64) for m in (a, g))
-    if method == "eigen":
-        curvature = torch.kron(g, a) + damping * torch.eye(len(a) * len(g), dtype=torch.float64)
-    else:
-        curvature = torch.kron(g + damping * eye_g, a + damping * eye_a)
-    return torch.linalg.solve(curvature, grad.double().reshape(-1)).view_as(grad)
+def curvature(a, g, damping, method, factored=False):
+    """Damped G kron A, dense (row-major vec), of [n, n] or diagonal [n]; from the definitions."""
+    a, g = (torch.diag(x) if x.ndim == 1 else x for x in (a, g))
+    eye_a, eye_g = (torch.eye(len(x), dtype=x.dtype) for x in (a, g))
+    if method == "eigen" and not factored:
+        return torch.kron(g, a) + damping * torch.kron(eye_g, eye_a)
+    da = dg = damping
+    if factored:
+        mean_a, mean_g = a.trace() / len(a), g.trace() / len(g)
+        pi = (mean_a / mean_g).sqrt() if mean_a > 0 and mean_g > 0 else 1.0
+        da, dg = pi * math.sqrt(damping), math.sqrt(damping) / pi
+    return torch.kron(g + dg * eye_g, a + da * eye_a)
+
+
+def precondition(grad, a, g, damping, method="eigen", factored=False):
+    """Solve with the full [g_dim a_dim] square matrix, in float64."""
+    matrix = curvature(a.double(), g.double(), damping, method, factored)
+    return torch.linalg.solve(matrix, grad.double().reshape(-1)).view_as(grad)
+
+
+def solve(grad, a, g, damping, method, factored=False):
+    """:func:`precondition`, group by group."""
+    each = zip(grad, a, g, strict=True)
+    return torch.stack([precondition(*one, damping, method, factored) for one in each])
 
 
 class Recorder:

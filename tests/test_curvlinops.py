@@ -27,15 +27,8 @@ from kfac_bench.core import KFAC
 
 curvlinops = pytest.importorskip("curvlinops")
 
+pytestmark = pytest.mark.usefixtures("double")
 N, C = 6, 3
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Attention(nn.Module):

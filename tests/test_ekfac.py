@@ -7,26 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_bench.core import KFAC
 from kfac_bench.core import layer as layer_module
-from tests import oracle
+from tests import layer_checks, oracle
+from tests.layer_checks import DAMPING, assert_close
 
-DAMPING = 0.03
+pytestmark = pytest.mark.usefixtures("double")
 N = 6
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def kfac_of(model, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    defaults = {"damping": DAMPING, "kl_clip": None, "update_freq": 100, "factor_update_freq": 1}
-    return KFAC(model, optimizer, **({"method": "ekfac", "skip": []} | defaults | options))
+    return layer_checks.kfac_of(model, **({"method": "ekfac", "update_freq": 100} | options))
 
 
 def loss_of(output):
@@ -71,10 +61,6 @@ def dense_second_moment(kfac, name, grads):
 
 def second_moment(kfac, name):
     return kfac.state_dict()["layers"][name]["second_moment"].clone()
-
-
-def assert_close(got, want, rtol=1e-8):
-    torch.testing.assert_close(got, want, rtol=0, atol=rtol * float(want.abs().max()))
 
 
 class Twice(nn.Module):

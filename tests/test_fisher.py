@@ -11,29 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_bench.core import KFAC, fisher
+from kfac_bench.core import fisher
 from tests import oracle
+from tests.layer_checks import assert_close, factors_of, kfac_of
 
+pytestmark = pytest.mark.usefixtures("double")
 N = 5
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def kfac_of(model, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    defaults = {"damping": 0.03, "kl_clip": None, "update_freq": 1, "factor_update_freq": 1}
-    return KFAC(model, optimizer, **(defaults | {"skip": []} | options))
-
-
-def factors_of(kfac):
-    layers = kfac.state_dict()["layers"]
-    return {n: {f: layers[n][f]["factor"].clone() for f in "AG"} for n in layers}
 
 
 def mlp():
@@ -42,10 +25,6 @@ def mlp():
 
 def segmenter():
     return nn.Sequential(nn.Conv2d(2, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1))
-
-
-def assert_close(got, want, rtol=1e-8):
-    torch.testing.assert_close(got, want, rtol=0, atol=rtol * float(want.abs().max()))
 
 
 def expected_g(model, x, loss_of_labels, labels_and_weights, reduce=False):
