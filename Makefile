@@ -5,7 +5,7 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo tune bench bench-gpu test lint format clean
+.PHONY: help setup demo tune bench bench-gpu test support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -34,7 +34,12 @@ bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/
 	$(BIN)/python benchmarks/gpu.py
 
 test: setup lint  ## linters and the whole test suite
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --support build/support.json
+	$(BIN)/python scripts/support_table.py --check build/support.json
+
+support: setup  ## what each backend can do, shown by its tests: the table of docs/distributed.md
+	$(BIN)/python -m pytest -q -m supports --support build/support.json
+	$(BIN)/python scripts/support_table.py build/support.json
 
 lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -50,4 +50,5 @@ def pytest_sessionfinish(session):
             table[backend][what] = "passed" if outcomes == {"passed"} else "failed"
             if outcomes == {"skipped"}:
                 table[backend][what] = "skipped"
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,86 @@
+"""The table of docs/distributed.md: what each backend can do, as the tests have shown.
+
+``pytest --support build/support.json`` writes what tests marked ``supports`` showed; this puts it
+into the document, or with ``--check`` says where the document claims something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "distributed.md"
+BEGIN, END = "<!-- support: made by scripts/support_table.py -->", "<!-- end of support -->"
+
+BACKENDS = {
+    "ddp": "DDP",
+    "horovod": "Horovod",
+    "deepspeed zero 0": "ZeRO 0",
+    "deepspeed zero 1": "ZeRO 1",
+    "deepspeed zero 2": "ZeRO 2",
+    "apex": "Apex",
+    "fsdp2": "FSDP2",
+    "tensor parallel": "tensor parallel",
+    "pipeline": "pipeline",
+}
+ROWS = (
+    *("comm_opt", "layer_wise", "mem_opt", "hybrid_opt", "owner_reduce", "local_factors"),
+    *("gradient accumulation", "bf16 autocast", "fp16 with GradScaler"),
+    *("resume on another world size", "kfac-train", "documented command"),
+)
+WHY: dict[tuple[str, str], str] = {}
+"""By (backend, row): why it is not there."""
+
+
+def table(shown: Mapping[str, Mapping[str, str]]) -> str:
+    """Markdown: a tick where a test passed, else the number of the reason below the table.
+
+    Raises ``ValueError`` for a test that failed, and for a gap without a reason.
+    """
+    reasons: list[str] = []
+    lines = ["| | " + " | ".join(BACKENDS.values()) + " |", "| --- |" + " :-: |" * len(BACKENDS)]
+    for row in ROWS:
+        cells = []
+        for backend in BACKENDS:
+            outcome = shown.get(backend, {}).get(row)
+            if outcome == "passed":
+                cells.append("✓")
+                continue
+            if outcome is not None:
+                raise ValueError(f"{backend}, {row}: {outcome}")
+            if (backend, row) not in WHY:
+                raise ValueError(f"{backend}, {row}: no test shows it, and no reason is given")
+            reason = WHY[backend, row]
+            if reason not in reasons:
+                reasons.append(reason)
+            cells.append(f"({reasons.index(reason) + 1})")
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{i}. {r}" for i, r in enumerate(reasons, 1))])
+
+
+def main() -> int:
+    """0: done, or the document is true; 1: it is not; 2: tests did not show enough."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("support", type=Path, help="what pytest --support wrote")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    try:
+        made = table(json.loads(options.support.read_text()))
+    except ValueError as error:
+        print(f"support_table: {error}", file=sys.stderr)
+        return 2
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    new = f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+    if options.check and new != text:
+        print(f"{DOCUMENT}: other claims than the tests'; run make support", file=sys.stderr)
+        return 1
+    DOCUMENT.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
