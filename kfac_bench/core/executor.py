@@ -90,22 +90,26 @@ class Executor:
                 if self.collective.rank not in op.ranks:
                     continue
                 with self.timed(type(op).__name__):
-                    if isinstance(op, ReduceScales):
-                        work, unpack = self._send(op)
-                        work.wait()
-                        unpack()
-                    elif isinstance(op, Message):
+                    if isinstance(op, Message):
                         under_way.append((type(op).__name__, *self._send(op)))
                     else:
                         self._compute(op, request)
-            for kind, work, unpack in under_way:
-                with self.timed(kind):
-                    work.wait()
-                    unpack()
+                if isinstance(op, ReduceScales):
+                    self._arrive(under_way)
+            self._arrive(under_way)
             if self.fresh.factors:
                 with self.timed("ComputeFactor"):
                     self.fresh.fold(self.store, self.layers, request.factor_decay)
-        return self._preconditioned
+        done, self._preconditioned = self._preconditioned, {}  # not kept until the next step
+        return done
+
+    def _arrive(self, under_way: list[tuple[str, Work, Callable[[], None]]]) -> None:
+        """Wait for messages and unpack them; buckets go, but for what is a view of one."""
+        while under_way:
+            kind, work, unpack = under_way.pop(0)
+            with self.timed(kind):
+                work.wait()
+                unpack()
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:

@@ -62,7 +62,7 @@ class Fresh:
         """The statistic and its weight; what is not finite must never enter an average."""
         finite = torch.isfinite(moment.sum())
         self.dropped = ~finite + (0 if self.dropped is None else self.dropped)
-        return torch.where(finite, moment, torch.zeros_like(moment)), finite * float(samples)
+        return moment.masked_fill_(~finite, 0.0), finite * float(samples)
 
     def fold(self, store: Store, layers: dict[str, Layer], decay: float) -> None:
         """Debiased running averages: F_k = sum decay^(k-i) f_i / sum decay^(k-i).

@@ -131,48 +131,52 @@ def _second_moment_parts(
 def pack_decompositions(
     op: ShareDecompositions, method: str, source: Decompositions, bucket: Tensor
 ) -> None:
-    """Eigenvalues then eigenvectors; or the inverse's triangle, then its size if it has one.
+    """Eigenvalues and eigenvectors; or the inverse's triangle, and its size if it has one.
 
     What is fp32 in a bucket of half precision travels as its bits: nothing computes with them.
     """
-    for spec, factor, part in _decomposition_parts(op, method, bucket):
+    for spec, factor, numbers, matrix in _decomposition_parts(op, method, bucket):
         decomposition = source[spec.name, factor]
         if method == "inverse":
-            triangle = packed_numel(spec, factor)
-            pack_triangle(decomposition[0], part[:triangle])
+            pack_triangle(decomposition[0], matrix)
             if len(decomposition) > 1:
-                part[triangle:] = decomposition[1].view(part.dtype)
+                numbers.copy_(decomposition[1].view(bucket.dtype))
         else:
             values, vectors = decomposition
-            bits = values.flatten().view(part.dtype)
-            part[: len(bits)] = bits
-            part[len(bits) :] = vectors.flatten()
+            numbers.copy_(values.flatten().view(bucket.dtype))
+            matrix.copy_(vectors.flatten())
 
 
 def unpack_decompositions(
     op: ShareDecompositions, method: str, bucket: Tensor
 ) -> Iterator[tuple[tuple[str, Factor], Decomposition]]:
     """Views into the bucket, which lives as long as they do, or fresh inverses."""
-    for spec, factor, part in _decomposition_parts(op, method, bucket):
+    for spec, factor, numbers, matrix in _decomposition_parts(op, method, bucket):
         shape = spec.factor_shape(factor)
         if method == "inverse":
-            triangle = packed_numel(spec, factor)
-            size = [part[triangle:].clone().view(torch.float32)] if len(part) > triangle else []
-            yield (spec.name, factor), (unpack_triangle(part[:triangle], shape), *size)
-            continue
-        at = spec.groups * spec.dim(factor) * (4 // op.itemsize)
-        values = part[:at] if op.itemsize == 4 else part[:at].clone().view(torch.float32)
-        yield (spec.name, factor), (values.view(shape[:2]), part[at:].view(shape))
+            size = [numbers.clone().view(torch.float32)] if len(numbers) else []
+            yield (spec.name, factor), (unpack_triangle(matrix, shape), *size)
+        else:
+            values = numbers.view(torch.float32).view(shape[:2])
+            yield (spec.name, factor), (values, matrix.view(shape))
 
 
 def _decomposition_parts(
     op: ShareDecompositions, method: str, bucket: Tensor
-) -> Iterator[tuple[LayerSpec, Factor, Tensor]]:
-    at = 0
+) -> Iterator[tuple[LayerSpec, Factor, Tensor, Tensor]]:
+    """Of each member its fp32 numbers and its matrix, or that one's triangle.
+
+    All numbers come before all matrices: there they are aligned, so that views will do.
+    """
+    sizes = []
     for spec, factor in op.members:
-        numel = decomposition_numel(spec, factor, method, op.itemsize)
-        yield spec, factor, bucket[at : at + numel]
-        at += numel
+        n = spec.dim(factor)
+        matrix = packed_numel(spec, factor) if method == "inverse" else spec.groups * n * n
+        sizes.append((decomposition_numel(spec, factor, method, op.itemsize) - matrix, matrix))
+    at, after = 0, sum(numbers for numbers, _ in sizes)
+    for (spec, factor), (numbers, matrix) in zip(op.members, sizes, strict=True):
+        yield spec, factor, bucket[at : at + numbers], bucket[after : after + matrix]
+        at, after = at + numbers, after + matrix
 
 
 def pack_gradients(op: ShareGradients, grads: Mapping[str, Tensor], bucket: Tensor) -> None:
