@@ -1,4 +1,8 @@
-"""``kfac-train dry_run=true``: what would be trained and what it costs, from shapes alone."""
+"""What would be trained and what it costs on each of many ranks, from shapes alone.
+
+The model lives on the meta device: nothing is allocated, no data is read, no rank is started.
+:mod:`kfac_bench.plan_report` prints it.
+"""
 
 from __future__ import annotations
 
@@ -14,57 +18,93 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench import build
-from kfac_bench.config import KFACConfig, TrainConfig
-from kfac_bench.core import KFAC
-from kfac_bench.core.estimate import flops, memory_bytes
+from kfac_bench.config import TrainConfig
+from kfac_bench.core.collective import SingleProcess
+from kfac_bench.core.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.layer import Call, Layer
-from kfac_bench.core.plan import ComputeFactor, ComputeSecondMoment, Op, Stage
-from kfac_bench.run_directory import run_id
+from kfac_bench.core.plan import Op
+from kfac_bench.core.report import Report
+from kfac_bench.errors import UsageError
 
 _SHAPES = {"digits": (1, 10), "cifar10": (3, 10), "imagefolder": (3, 1000)}
 """Channels and classes per data set: a dry run reads no data (ImageNet's for imagefolder)."""
 
 
-def describe(config: TrainConfig) -> str:
-    """The text to print; the model is built on the meta device, nothing is allocated."""
+@dataclass(frozen=True)
+class DryRun:
+    """One configuration on ``world_size`` ranks; FLOPs are those of one rank."""
+
+    config: TrainConfig
+    world_size: int
+    shape: tuple[int, int, int]
+    parameters: int
+    forward_flops: float
+    step_flops: float
+    """Of forward and backward, without K-FAC."""
+    fisher_flops: float
+    """Of what ``kfac.fisher`` sends back beside the loss' own gradient, where factors are due."""
+    report: Report | None
+    """None: K-FAC is off."""
+    ranks: Sequence[RankCost]
+
+    @property
+    def examples(self) -> int:
+        """Of a batch, on each rank."""
+        return self.config.trainer.batch_size // self.world_size
+
+
+class _Imagined(SingleProcess):
+    """A rank of a world that is not there."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+
+def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
+    """Build the model and its plan, take one step; raises :class:`UsageError` as the run would."""
     channels, classes = _SHAPES[config.data.name]
     shape = (channels, config.data.image_size, config.data.image_size)
+    batch, parts = config.trainer.batch_size, config.trainer.accumulate
+    if batch % world_size:
+        raise UsageError(
+            f"trainer.batch_size={batch} is not divisible by world_size={world_size}: it is the "
+            "batch of all ranks, choose a multiple of their number"
+        )
+    examples = batch // world_size
+    if parts > examples:
+        raise UsageError(
+            f"trainer.accumulate={parts} is more than the {examples} examples of a rank: "
+            f"trainer.batch_size={batch} over {world_size} ranks"
+        )
     with torch.device("meta"):
         model = build.build_model(config.model, shape, classes)
-    batch, parts = config.trainer.batch_size, config.trainer.accumulate
-    build.check_batch_norm(model, config.model, batch // parts)
+    build.check_batch_norm(model, config.model, examples // parts)
     optimizer = build.build_optimizer(config.optimizer, model)
-    kfac = build.build_kfac(config.kfac, model, optimizer)
+    kfac = build.build_kfac(config.kfac, model, optimizer, _Imagined(world_size))
+    report = None
     if kfac is not None:
         kfac.detach()  # or what its hooks compute would count as forward and backward
-    layers = [] if kfac is None else kfac.report().layers
-    cost = _trace(model, torch.empty(batch, *shape, device="meta"), layers)
-    params = sum(p.numel() for p in model.parameters())
-    lines = [
-        f"run {run_id(config)}: {config.model.name} on {config.data.name} {list(shape)}, "
-        f"task {config.task.name}, optimizer {config.optimizer.name}, batch {batch}"
-        f"{f' in {parts} parts' if parts > 1 else ''}, {config.trainer.precision}",
-        f"parameters {params:,} ({4 * params / 1e6:.1f} MB in fp32)",
-        f"forward and backward: {_flop(cost.step)} per step",
-    ]
-    if kfac is None:
-        return "\n".join([*lines, "K-FAC: off (kfac=none)"])
-    seeds = _seeds(config, cost.outputs)
-    return "\n".join([*lines, str(kfac.report()), *_stages(config.kfac, kfac, cost, seeds)])
+        report = kfac.report()
+    x = torch.empty(examples, *shape, device="meta")
+    step = _step(model, x, [] if report is None else report.layers)
+    seeds = _seeds(config, step.outputs)
 
+    def work(op: Op) -> float:
+        assert report is not None
+        reduced = step.samples if config.kfac.weight_sharing == "reduce" else None
+        return flops(op, report.plan.method, step.rows, reduced=reduced, seeds=max(1, seeds))
 
-@dataclass
-class _Cost:
-    """Of one step without K-FAC, in FLOPs; and what K-FAC's own cost follows from, by layer."""
-
-    forward: float
-    step: float
-    to_layers: float
-    """Of sending a gradient of the output back to the covered layers, and no further."""
-    outputs: torch.Size
-    samples: Mapping[str, int]
-    rows: Mapping[str, int]
-    """Samples times shared positions."""
+    return DryRun(
+        config,
+        world_size,
+        shape,
+        sum(p.numel() for p in model.parameters()),
+        step.forward,
+        step.forward + step.backward,
+        seeds * step.to_layers,
+        report,
+        [] if report is None else rank_costs(report.plan, work),
+    )
 
 
 def _seeds(config: TrainConfig, outputs: torch.Size) -> int:
@@ -75,37 +115,21 @@ def _seeds(config: TrainConfig, outputs: torch.Size) -> int:
     return 1 if config.kfac.fisher == "mc" else 0
 
 
-def _stages(config: KFACConfig, kfac: KFAC, cost: _Cost, seeds: int) -> list[str]:
-    """FLOPs of each stage, when it runs and averaged over steps."""
-    every = {
-        Stage.FACTORS: config.factor_update_freq,
-        Stage.DECOMPOSE: config.update_freq,
-        Stage.PRECONDITION: 1,
-    }
+@dataclass
+class _Step:
+    """FLOPs of one step without K-FAC; and by layer what K-FAC's own cost follows from."""
 
-    def work(op: Op) -> float:
-        """``reduce`` makes one row of a sample; each seed has a G and a second moment."""
-        reduced = config.weight_sharing == "reduce" and isinstance(op, ComputeFactor)
-        once = flops(op, kfac.plan.method, cost.samples if reduced else cost.rows)
-        by_seed = isinstance(op, ComputeSecondMoment) or getattr(op, "factor", "A") == "G"
-        return once * (max(1, seeds) if by_seed else 1)
-
-    found = [(s.value, sum(map(work, kfac.plan.ops(s))), every[s]) for s in Stage]
-    if seeds:
-        found.insert(0, ("fisher", seeds * cost.to_layers, config.factor_update_freq))
-    if config.adaptive_damping:
-        found.append(("damping", cost.forward, config.damping_freq))
-    lines = [f"stage {name:12} {_flop(n):>10} every {freq} step(s)" for name, n, freq in found]
-    mean = sum(flop / freq for _, flop, freq in found)
-    state = sum(memory_bytes(kfac.plan, 0).values())
-    lines.append(
-        f"K-FAC adds {_flop(mean)} per step on average ({100 * mean / cost.step:.0f} % of forward "
-        f"and backward) and {state / 1e6:.1f} MB"
-    )
-    return lines
+    forward: float
+    backward: float
+    to_layers: float
+    """Of sending a gradient of the output back to the covered layers, and no further."""
+    outputs: torch.Size
+    samples: Mapping[str, int]
+    rows: Mapping[str, int]
+    """Samples times shared positions."""
 
 
-def _trace(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Cost:
+def _step(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Step:
     """One training step, and what the covered layers meet in it."""
     samples: Counter[str] = Counter()
     rows: Counter[str] = Counter()
@@ -140,11 +164,4 @@ def _trace(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Cost:
     for handle in handles:
         handle.remove()
     counts = [float(c.get_total_flops()) for c in (forward, backward, to_layers)]
-    return _Cost(counts[0], counts[0] + counts[1], counts[2], output.shape, samples, rows)
-
-
-def _flop(n: float) -> str:
-    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n / 1e3:.2f} kFLOP"
+    return _Step(counts[0], counts[1], counts[2], output.shape, samples, rows)

@@ -303,7 +303,7 @@ def test_a_full_disk_ends_the_run_with_a_line_not_a_traceback(tmp_path, monkeypa
 def test_batch_norm_of_one_example_is_refused(tmp_path, entry):
     config = config_of(tmp_path, "trainer.batch_size=1", base=("logger=none",))
     with pytest.raises(UsageError, match="needs two examples per rank"):
-        run.train(config, ALONE) if entry == "run" else dry_run.describe(config)
+        run.train(config, ALONE) if entry == "run" else dry_run.trace(config)
     alone_is_fine = config_of(tmp_path, "trainer.batch_size=1", "trainer.max_steps=2")
     assert run.train(alone_is_fine, ALONE)[0] == "finished"  # an autoencoder has none
 

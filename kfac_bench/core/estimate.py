@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kfac_bench.core.plan import (
     FACTORS,
@@ -15,28 +16,37 @@ from kfac_bench.core.plan import (
     Op,
     Plan,
     Precondition,
-    ReduceFactors,
     ReduceScales,
-    ReduceSecondMoments,
     Stage,
 )
-from kfac_bench.core.planner import factor_numel, has_second_moment
-
-REDUCTIONS = (ReduceScales, ReduceFactors, ReduceSecondMoments)
+from kfac_bench.core.planner import factor_numel
 
 
 def memory_bytes(plan: Plan, rank: int) -> dict[str, int]:
     """K-FAC state that ``rank`` keeps between steps: running factors and decompositions.
 
-    Every rank keeps all factors (they are all-reduced); decompositions live on the layer's
-    gradient workers: eigenvalues and eigenvectors, or the inverse as a full matrix. EKFAC's second
-    moments count as factors.
+    Decompositions live on the layer's gradient workers: eigenvalues and eigenvectors, or the
+    inverse as a full matrix. EKFAC's second moments count as factors.
     """
-    factors = decompositions = 0
+    total = {"factors": 0, "decompositions": 0}
+    for kind, ranks, size in _kept(plan):
+        if rank in ranks:
+            total[kind] += size
+    return total
+
+
+def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """What is kept between steps: its kind, on which ranks, bytes on each of them."""
+    holders = {}
+    for op in plan.ops(Stage.FACTORS):
+        if isinstance(op, ComputeFactor):
+            holders[op.layer, op.factor] = op.ranks
+        elif (root := getattr(op, "root", None)) is not None:  # reduced to it alone
+            holders.update(dict.fromkeys(getattr(op, "members", ()), (root,)))
+        elif isinstance(op, ComputeSecondMoment):
+            yield "factors", op.ranks, 4 * op.layer.grad_numel
     for placement in plan.placements:
         spec = placement.layer
-        if has_second_moment(spec, plan.method):
-            factors += 4 * spec.grad_numel
         for f in FACTORS:
             numel = factor_numel(spec, f)
             if spec.diagonal(f):
@@ -44,10 +54,9 @@ def memory_bytes(plan: Plan, rank: int) -> dict[str, int]:
             else:
                 matrix, scale = plan.itemsize * numel, 4 * spec.groups * (plan.itemsize < 4)
                 values = 4 * spec.groups * spec.dim(f)
-            factors += matrix + scale
-            if rank in placement.grad_workers:
-                decompositions += matrix + (scale if plan.method == "inverse" else values)
-    return {"factors": factors, "decompositions": decompositions}
+            yield "factors", holders[spec, f], matrix + scale
+            more = scale if plan.method == "inverse" else values
+            yield "decompositions", placement.grad_workers, matrix + more
 
 
 def payload_bytes(plan: Plan, *stages: Stage) -> dict[str, int]:
@@ -60,35 +69,50 @@ def payload_bytes(plan: Plan, *stages: Stage) -> dict[str, int]:
 
 
 def wire_bytes(plan: Plan, rank: int, *stages: Stage) -> dict[str, float]:
-    """Bytes ``rank`` receives, by kind of op.
-
-    Over p ranks a ring moves 2 (p-1)/p of a reduced payload and (p-1)/p of a broadcast one.
-    """
+    """Bytes ``rank`` receives, by kind of op; see :func:`wire_bytes_of`."""
     total: dict[str, float] = defaultdict(float)
     for op in plan.ops(*stages):
         if isinstance(op, Message) and rank in op.ranks:
-            passes = 2 if isinstance(op, REDUCTIONS) else 1
-            share = (len(op.ranks) - 1) / len(op.ranks)
-            total[type(op).__name__] += passes * share * op.numel * op.itemsize
+            total[type(op).__name__] += wire_bytes_of(op)
     return dict(total)
 
 
-def flops(op: Op, method: str, rows: Mapping[str, int]) -> float:
+def wire_bytes_of(op: Message) -> float:
+    """Bytes that each rank of a message receives.
+
+    Over p ranks a ring moves 2 (p-1)/p of a payload that all of them reduce, and (p-1)/p of one
+    that goes from a root or to it.
+    """
+    passes = 2 if getattr(op, "root", None) is None else 1
+    return passes * (len(op.ranks) - 1) / len(op.ranks) * op.numel * op.itemsize
+
+
+def flops(
+    op: Op,
+    method: str,
+    rows: Mapping[str, int],
+    *,
+    reduced: Mapping[str, int] | None = None,
+    seeds: int = 1,
+) -> float:
     """Floating-point operations of one compute op; 0 for messages.
 
-    ``rows`` is, per layer, batch times shared positions on one rank. Factors count a full
-    product x^T x (2 rows d^2); eigh 14/3 d^3 for vectors and values (LAPACK's divide and
-    conquer after the tridiagonal reduction), a Cholesky inverse d^3; eq. 11-13 four products,
-    eq. 10 two; a diagonal counts as nothing, the sum of its squares apart. EKFAC rotates rows
-    and multiplies them, as a weight gradient does.
+    ``rows`` is, per layer, batch times shared positions on one rank; ``reduced`` what factors
+    are made of instead where positions are reduced first. Each of ``seeds`` gradients that are
+    sent back for the Fisher has a G and a second moment. Factors count a full product x^T x
+    (2 rows d^2); eigh 14/3 d^3 for vectors and values (LAPACK's divide and conquer after the
+    tridiagonal reduction), a Cholesky inverse d^3; eq. 11-13 four products, eq. 10 two; a diagonal
+    counts as nothing, the sum of its squares apart. EKFAC rotates rows and multiplies them, as a
+    weight gradient does.
     """
     match op:
         case ComputeFactor(_, layer, factor):
-            n = layer.dim(factor)
-            return 2.0 * rows[layer.name] * layer.groups * n * (1 if layer.diagonal(factor) else n)
+            n, each = layer.dim(factor), (rows if reduced is None else reduced)[layer.name]
+            times = seeds if factor == "G" else 1
+            return 2.0 * times * each * layer.groups * n * (1 if layer.diagonal(factor) else n)
         case ComputeSecondMoment(_, layer):
             a, g = layer.a_dim, layer.g_dim
-            return 2.0 * rows[layer.name] * layer.groups * (a * a + g * g + a * g)
+            return 2.0 * seeds * rows[layer.name] * layer.groups * (a * a + g * g + a * g)
         case Decompose(_, members):
             cubes = sum(s.groups * s.dim(f) ** 3 for s, f in members if not s.diagonal(f))
             return (1.0 if method == "inverse" else 14 / 3) * cubes
@@ -109,3 +133,86 @@ def stage_flops(plan: Plan, rank: int, rows: Mapping[str, int]) -> dict[Stage, f
         stage: sum(flops(op, plan.method, rows) for op in plan.ops(stage) if rank in op.ranks)
         for stage in Stage
     }
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Messages that a rank takes part in, and the bytes they carry and it receives."""
+
+    messages: int = 0
+    payload_bytes: int = 0
+    wire_bytes: float = 0.0
+
+    def add(self, op: Message) -> None:
+        """Count one."""
+        self.messages += 1
+        self.payload_bytes += op.numel * op.itemsize
+        self.wire_bytes += wire_bytes_of(op)
+
+
+@dataclass(slots=True)
+class RankCost:
+    """What one rank holds; and does and sends each time a stage runs, all slices together."""
+
+    memory_bytes: dict[str, int] = field(
+        default_factory=lambda: {"factors": 0, "decompositions": 0}
+    )
+    """As :func:`memory_bytes`."""
+    statistics_bytes: int = 0
+    """Of a batch, in fp32, held while the factors stage runs."""
+    bucket_bytes: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    """What messages hold in the stage, or its largest slice, at their peak, beside the state."""
+    flops: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    traffic: dict[Stage, dict[str, Traffic]] = field(
+        default_factory=lambda: {stage: {} for stage in Stage}
+    )
+    """By kind of message."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """State, and what the stage that needs most holds beside it."""
+        buckets = self.bucket_bytes
+        more = self.statistics_bytes + buckets[Stage.FACTORS], *buckets.values()
+        return sum(self.memory_bytes.values()) + max(more)
+
+
+def rank_costs(plan: Plan, flops_of: Callable[[Op], float]) -> list[RankCost]:
+    """Of each rank; ``flops_of`` a compute op is what one of its ranks does."""
+    costs = [RankCost() for _ in range(plan.world_size)]
+    for kind, ranks, size in _kept(plan):
+        for rank in ranks:
+            costs[rank].memory_bytes[kind] += size
+    for stage in Stage:
+        for part in plan.slices if stage is Stage.DECOMPOSE else [tuple(plan.ops(stage))]:
+            for op in part:
+                work, statistic = flops_of(op), _statistic_bytes(op)
+                for rank in op.ranks:
+                    costs[rank].flops[stage] += work
+                    costs[rank].statistics_bytes += statistic
+                    if isinstance(op, Message):
+                        kinds = costs[rank].traffic[stage]
+                        kinds.setdefault(type(op).__name__, Traffic()).add(op)
+            for rank, size in _bucket_bytes(part).items():
+                peak = costs[rank].bucket_bytes
+                peak[stage] = max(peak[stage], size)
+    return costs
+
+
+def _statistic_bytes(op: Op) -> int:
+    if isinstance(op, ComputeFactor):
+        return 4 * factor_numel(op.layer, op.factor)
+    return 4 * op.layer.grad_numel if isinstance(op, ComputeSecondMoment) else 0
+
+
+def _bucket_bytes(ops: Sequence[Op]) -> dict[int, int]:
+    """Of each rank: all messages of one run are under way before the first is unpacked."""
+    under_way: Counter[int] = Counter()
+    peak: Counter[int] = Counter()
+    for op in ops:
+        if isinstance(op, Message):
+            for rank in op.ranks:
+                under_way[rank] += op.numel * op.itemsize
+                peak[rank] = max(peak[rank], under_way[rank])
+                if isinstance(op, ReduceScales):  # waited for at once, with all before it
+                    under_way[rank] = 0
+    return dict(peak)

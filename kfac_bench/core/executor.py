@@ -48,7 +48,8 @@ class Request:
     """Factors, slices of the decompositions, preconditioning: those that are due, in order."""
     damping: float
     factor_decay: float
-    collected: Mapping[str, Collected]
+    collected: dict[str, Collected]
+    """By layer; emptied, so that no moment is kept beside the statistic that it becomes."""
     grads: Mapping[str, Tensor]
     """By layer, [groups, g_dim, a_dim]; a layer that backward did not reach is missing."""
     loss_scale: float | Tensor | None = 1.0
@@ -96,6 +97,7 @@ class Executor:
                         self._compute(op, request)
                 if isinstance(op, ReduceScales):
                     self._arrive(under_way)
+            request.collected.clear()
             self._arrive(under_way)
             if self.fresh.factors:
                 with self.timed("ComputeFactor"):

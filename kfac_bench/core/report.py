@@ -31,15 +31,18 @@ class Report:
         return sum(s.params for s in self.skipped)
 
     def __str__(self) -> str:
-        return "\n".join([*self._coverage(), *self._cost()])
+        return "\n".join([self.coverage(), *self._cost()])
 
-    def _coverage(self) -> list[str]:
+    def coverage(self, *, by_layer: bool = True) -> str:
+        """What is covered and what not: each layer with its factors, or in all."""
         total = self.covered_params + self.skipped_params
         share = 100 * self.covered_params / total
         rows = [
             f"K-FAC covers {len(self.layers)} layers, {self.covered_params:,} of {total:,} "
             f"parameters ({share:.1f} %)"
         ]
+        if not by_layer:
+            return f"{rows[0]}; {len(self.skipped)} modules are left to the optimizer"
         names = [x.name for x in self.layers] + [s.name for s in self.skipped]
         width = max(map(len, names))
         for layer in self.layers:
@@ -48,7 +51,7 @@ class Report:
         if self.skipped:
             rows.append(f"left to the optimizer: {len(self.skipped)} modules")
             rows += [f"  {s.name:{width}}  {s.kind:10}  {s.reason}" for s in self.skipped]
-        return rows
+        return "\n".join(rows)
 
     def _cost(self) -> list[str]:
         plan = self.plan
