@@ -115,9 +115,13 @@ class Store:
         return self.decomposition((name, "A"))[1], self.decomposition((name, "G"))[1]
 
     def stacked(self, specs: Sequence[LayerSpec]) -> tuple[Decomposition, Decomposition]:
-        """Of A and of G of a batch, as stored; kept as one tensor each, the single ones views."""
+        """Of A and of G of a batch, as stored; kept as one tensor each, the single ones views.
+
+        Where there are batches a layer alone is copied, too: it may be a view of what was
+        decomposed or sent together with others, all of which it would keep.
+        """
         names = tuple(spec.name for spec in specs)
-        if len(names) == 1:
+        if len(names) == 1 and not self._stacks:
             return self.decompositions[names[0], "A"], self.decompositions[names[0], "G"]
         if names not in self._stacks:
             self._stacks[names] = self._stack_anew(specs)
