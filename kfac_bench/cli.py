@@ -223,10 +223,11 @@ def _say_plan(overrides: list[str], options: argparse.Namespace, world_size: int
     if out == "-":
         print(plan_report.to_json(run), end="")
         return 0
-    print(plan_report.describe(run, by_layer=options.layers))
-    if out != "null":
-        path = Path(out or plan_report.default_path(run))
+    path = None if out == "null" else Path(out or plan_report.default_path(run))
+    if path is not None:
         plan_report.write(run, path)
+    print(plan_report.describe(run, by_layer=options.layers))
+    if path is not None:
         print(f"every rank: {path}")
     return 0
 

@@ -1,11 +1,11 @@
 """``kfac-plan``: what it says is what ranks that run hold and send; and how it says it."""
 
-import contextlib
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 from unittest import mock
 
@@ -166,23 +166,35 @@ BASE = (
     "optimizer.lr=0.001",
 )
 AUTOENCODER = ("model=autoencoder", "task=reconstruction", "model.hidden=[24,5]")
-METHODS = ("kfac.method=eigen", "kfac.method=inverse")
-STATES = ("kfac.state_dtype=fp32", "kfac.state_dtype=bf16")
+FORMS = [  # of the state: each method, in each precision
+    (f"kfac.method={method}", f"kfac.state_dtype={dtype}")
+    for method in ("eigen", "inverse")
+    for dtype in ("fp32", "bf16")
+]
+RESNET = ("model=resnet8", "trainer.max_steps=2")
 CASES = [
-    *((*AUTOENCODER, f"kfac={s}", m, d) for s in STRATEGIES for m in METHODS for d in STATES),
-    *(("model=resnet8", f"kfac={s}", METHODS[i % 2]) for i, s in enumerate(STRATEGIES)),
-    ("model=resnet20", "kfac=hybrid_opt", "kfac.state_dtype=bf16", "trainer.max_steps=1"),
-    (*AUTOENCODER, "kfac.method=ekfac"),
-    (*AUTOENCODER, "kfac.spread=true", "kfac.update_freq=1"),
-    (*AUTOENCODER, "kfac=layer_wise", "kfac.max_dim=30", "trainer.accumulate=2"),
+    *((world, *AUTOENCODER, *form) for world in (1, 2, 4) for form in FORMS),
+    *(
+        (world, *AUTOENCODER, f"kfac={s}", *form)
+        for s in STRATEGIES
+        for world, forms in ((2, FORMS[1:3]), (4, FORMS[::3]))
+        for form in forms
+        if s != "comm_opt"
+    ),
+    *((2 if i % 2 else 4, *RESNET, f"kfac={s}") for i, s in enumerate(STRATEGIES)),
+    (1, "model=resnet20", "kfac.method=inverse", "trainer.max_steps=1"),
+    (2, "model=resnet20", "kfac=hybrid_opt", "kfac.state_dtype=bf16", "trainer.max_steps=1"),
+    (1, *AUTOENCODER, "kfac.method=ekfac"),
+    (2, *AUTOENCODER, "kfac.method=ekfac"),
+    (4, *AUTOENCODER, "kfac.spread=true", "kfac.update_freq=1"),
+    (2, *AUTOENCODER, "kfac=layer_wise", "kfac.max_dim=30", "trainer.accumulate=2"),
 ]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_run_holds_and_sends_what_the_plan_says(tmp_path, capsys, world, case):
-    overrides = (*BASE, *case)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_a_run_holds_and_sends_what_the_plan_says(tmp_path, capsys, case):
+    world, overrides = case[0], (*BASE, *case[1:])
     plan = planned(capsys, tmp_path / "plan.json", *overrides, f"world_size={world}")
     if world == 1:
         results = [run_here(tmp_path, overrides, Backend(Ranks(CPU)))]
@@ -191,7 +203,7 @@ def test_a_run_holds_and_sends_what_the_plan_says(tmp_path, capsys, world, case)
     assert [rank["rank"] for rank in plan["ranks"]] == list(range(world))
     for rank, (memory, traffic) in zip(plan["ranks"], results, strict=True):
         assert_equal_to(rank, memory, traffic)
-    assert any(r["traffic"]["factors"] for r in plan["ranks"]) == (world > 1)
+        assert bool(traffic["factors"]) == (world > 1)
 
 
 # ---- models that the harness does not have yet ----
@@ -232,12 +244,22 @@ def train_transformer(world, plan_options, options):
     return measured(kfac), kfac.plan
 
 
+MANY, BATCHES = {"bucket_numel": 700}, {"batch_numel": 1 << 20}  # messages; as on a GPU
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("plan_options", [{"bucket_numel": 700}, {"batch_numel": 1 << 20}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize(
+    ("world", "plan_options", "method", "dtype"),
+    [
+        (1, BATCHES, "eigen", torch.float32),
+        (2, MANY, "inverse", torch.float32),
+        (2, BATCHES, "eigen", torch.bfloat16),
+        (4, MANY, "eigen", torch.bfloat16),
+        (4, BATCHES, "inverse", torch.float32),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_transformer_holds_and_sends_what_its_plan_says(
     world, strategy, method, dtype, plan_options
 ):
@@ -265,3 +287,149 @@ def test_a_transformer_holds_and_sends_what_its_plan_says(
             },
         }
         assert_equal_to(said, memory, traffic)
+
+
+# ---- the command ----
+
+
+def plan_here(capsys, *arguments):
+    """Exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as caught:
+        cli.plan(arguments)
+    return caught.value.code, *capsys.readouterr()
+
+
+def child_seconds():
+    """Of processors, not of the clock: other tests may run beside."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_the_papers_model_on_64_ranks_within_seconds(tmp_path):
+    """A process of its own, that sees neither GPU nor data."""
+    command = [sys.executable, "-c", "from kfac_bench.cli import plan; plan()"]
+    before = child_seconds()
+    done = subprocess.run(
+        [*command, "model=resnet50", "world_size=64", "kfac=hybrid_opt"],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child_seconds() - before < 10, "4 where nothing else runs"
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in (
+        "resnet50 on digits [1, 8, 8]",
+        "batch 256 over 64 ranks",
+        "K-FAC covers 54 layers",
+        "strategy hybrid_opt, method eigen, 64 rank(s), 32 gradient worker(s) per layer",
+        "on the heaviest ranks",
+    ):
+        assert said in done.stdout
+    (path,) = tmp_path.rglob("*.json")
+    assert done.stdout.endswith(f"every rank: {path.relative_to(tmp_path)}\n")
+    plan = json.loads(path.read_text())
+    assert (plan["world_size"], plan["examples_per_rank"], len(plan["ranks"])) == (64, 4, 64)
+    assert (plan["plan"]["layers"], plan["plan"]["gradient_workers"]) == (54, 32)
+    assert plan["options"]["kfac"]["strategy"] == "hybrid_opt"
+    assert plan["every"] == {"factors": 10, "decompose": 100, "precondition": 1}
+    rank = plan["ranks"][63]
+    assert rank["per_step"]["flops"] == pytest.approx(
+        sum(rank["flops"][stage] / every for stage, every in plan["every"].items())
+    )
+    for what in ("messages", "payload_bytes", "wire_bytes"):
+        assert rank["per_step"][what] == pytest.approx(
+            sum(
+                kind[what] / plan["every"][stage]
+                for stage, kinds in rank["traffic"].items()
+                for kind in kinds.values()
+            )
+        )
+    memory = rank["memory_bytes"]
+    factors = memory["statistics"] + memory["buckets"]["factors"]
+    assert memory["peak"] == memory["factors"] + memory["decompositions"] + max(
+        factors, *memory["buckets"].values()
+    )
+
+
+def row(text, label, part):
+    """Figures of a line of the table: least, mean, heaviest, which rank."""
+    table = text.partition(f"\n{part}\n")[2]
+    found = re.search(rf"^  {label} {{2,}}(.*)$", table, re.MULTILINE)
+    return re.split(r" {2,}", found[1].strip())
+
+
+def test_the_table_shows_least_mean_and_heaviest(capsys):
+    """64-2-64: the A of the first layer has 65 rows, the second's 3; G 2 and 64."""
+    overrides = ("model=autoencoder", "task=reconstruction", "model.hidden=[2]", "kfac=mem_opt")
+    code, text, _ = plan_here(capsys, *overrides, "world_size=2", "out=null")
+    assert code == 0
+    sizes = [4 * (n * n + n) for n in (65, 2, 3, 64)]
+    x, y = sum(sizes[:2]), sum(sizes[2:])
+    assert row(text, "decompositions", "memory") == [
+        *(f"{n / 1e3:.2f} kB" for n in (y, (x + y) / 2, x)),
+        "0",
+    ]
+    assert row(text, "factors", "messages") == ["10", "1", "1", "1", "all"]
+    assert row(text, "average step", "messages") == ["1", "2.1", "2.1", "2.1", "all"]
+    gradients = 4 * (2 * 65 + 64 * 3)
+    assert row(text, "precondition", "payload")[3:] == [f"{gradients / 1e3:.2f} kB", "all"]
+    assert row(text, "precondition", "wire")[3:] == [f"{gradients / 2e3:.2f} kB", "all"]
+    assert row(text, "decompose", "payload") == ["100", "none", "none", "none", "all"]
+
+
+def test_one_rank_has_one_column_and_no_messages(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = plan_here(capsys, "out=null")
+    assert (code, list(tmp_path.iterdir())) == (0, [])
+    assert not {"messages", "heaviest", "wire"}.intersection(text.split())
+    assert re.search(r"^  factors +\d\.\d\d MB$", text, re.MULTILINE)
+    assert "conv1 " not in text
+    assert "stages.0.0.conv1 " in plan_here(capsys, "out=null", "--layers")[1]
+
+
+def test_json_alone_on_stdout(capsys):
+    code, text, _ = plan_here(capsys, "world_size=2", "out=-")
+    assert (code, json.loads(text)["world_size"]) == (0, 2)
+    code, text, _ = plan_here(capsys, "world_size=2", "out=-", "kfac=none")
+    plan = json.loads(text)
+    assert (plan["plan"], plan["ranks"], plan["every"], plan["messages"]) == (None, [], {}, {})
+    assert plan["step_flops"] > plan["forward_flops"] > 0
+
+
+def test_without_kfac(capsys):
+    assert "K-FAC: off" in plan_here(capsys, "world_size=2", "out=null", "kfac=none")[1]
+
+
+def test_help(capsys):
+    code, text, _ = plan_here(capsys, "--help")
+    assert code == 0
+    for said in ("world_size=", "out=", "--layers", "kfac-plan model=resnet50"):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
+        (["world_size=two"], "world_size=two"),
+        (["world_size="], "world_size="),
+        (["world_size=3"], "trainer.batch_size=256 is not divisible by world_size=3"),
+        (["world_size=256"], "batch norm"),
+        (["world_size=64", "trainer.accumulate=8"], "the 4 examples of a rank"),
+        (["kfac=hybrid_optt"], "did you mean hybrid_opt?"),
+        (["kfac=hybrid_opt", "kfac.grad_worker_fraction=0.4", "world_size=8"], "k/8 with k"),
+        (["world_sizes=2"], "world_sizes"),
+        (["--layer"], "--layer"),
+        (["--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder"),
+        (["out=/proc/nowhere/plan.json"], "out=/proc/nowhere/plan.json: cannot be written"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(capsys, arguments, fragment):
+    code, printed, said = plan_here(capsys, *arguments)
+    assert printed == ""
+    assert (code, len(said.splitlines())) == (2, 1), said
+    assert said.startswith("kfac-plan: ")
+    assert fragment in said
