@@ -8,6 +8,7 @@ from kfac_bench.core.estimate import (
     flops,
     memory_bytes,
     payload_bytes,
+    rank_costs,
     stage_flops,
     wire_bytes,
 )
@@ -356,3 +357,75 @@ def test_decompositions_are_done_once_in_all(specs, world, choice):
     assert all(s[Stage.FACTORS] == alone[Stage.FACTORS] for s in each)
     if strategy == "comm_opt":
         assert all(s == alone[Stage.PRECONDITION] for s in (e[Stage.PRECONDITION] for e in each))
+
+
+# ---- all ranks at once ----
+
+
+def costs_of(plan, rows=ROWS):
+    return rank_costs(plan, lambda op: flops(op, plan.method, rows))
+
+
+def test_the_costs_of_a_rank_by_hand():
+    """4 ranks, 2 columns of 2: y on ranks 0 and 2, x on 1 and 3, which decompose A and G alone."""
+    plan = make_plan([X, Y], 4, strategy="hybrid_opt", grad_worker_fraction=0.5)
+    assert [(p.a_worker, p.g_worker) for p in plan.placements] == [(1, 1), (0, 0)]
+    rank = costs_of(plan)[3]
+    assert rank.memory_bytes == memory_bytes(plan, 3)
+    assert rank.statistics_bytes == FACTORS_OF_ALL
+    shared, gradients = (9 + 3 + 4 + 2) * 4, [6 * 4, 4 * 4]
+    assert rank.bucket_bytes == {
+        Stage.FACTORS: REDUCED,
+        Stage.DECOMPOSE: shared,
+        Stage.PRECONDITION: sum(gradients),  # its own and what comes from rank 2, both at once
+    }
+    assert rank.peak_bytes == sum(rank.memory_bytes.values()) + FACTORS_OF_ALL + REDUCED
+    assert rank.flops[Stage.DECOMPOSE] == 0
+    assert {
+        kind: (t.messages, t.payload_bytes, t.wire_bytes)
+        for kinds in rank.traffic.values()
+        for kind, t in kinds.items()
+    } == {
+        "ReduceFactors": (1, REDUCED, 1.5 * REDUCED),
+        "ShareDecompositions": (1, shared, shared / 2),
+        "ShareGradients": (2, sum(gradients), sum(gradients) / 2),
+    }
+
+
+def test_buckets_that_are_alive_at_once_by_hand():
+    """Scales are gone before the factors come; of slices, one at a time."""
+    world = [X, Y]
+    half = make_plan(world, 2, itemsize=2, bucket_numel=1)
+    assert costs_of(half)[0].bucket_bytes[Stage.FACTORS] == 20 * 2
+    tiny = make_plan([LayerSpec("tiny", 1, 1)], 2, itemsize=2)
+    assert costs_of(tiny, {"tiny": 1})[0].bucket_bytes[Stage.FACTORS] == 4 * 4  # the scales'
+    sliced = make_plan(world, 2, spread=2)
+    assert len(sliced.slices) == 2
+    sent = [sum(op.numel * 4 for op in p if hasattr(op, "numel")) for p in sliced.slices]
+    assert costs_of(sliced)[0].bucket_bytes[Stage.DECOMPOSE] == max(sent) < sum(sent)
+
+
+@for_all(SPECS, WORLDS, CHOICES, CAPS)
+def test_all_ranks_at_once_are_each_rank_alone(specs, world, choice, cap):
+    plan = build(specs, world, *choice, cap)
+    rows = {s.name: 7 + i for i, s in enumerate(specs)}
+    for rank, cost in enumerate(costs_of(plan, rows)):
+        assert cost.memory_bytes == memory_bytes(plan, rank)
+        assert cost.flops == pytest.approx(stage_flops(plan, rank, rows))
+        for stage in Stage:
+            wire = {kind: t.wire_bytes for kind, t in cost.traffic[stage].items()}
+            assert wire == pytest.approx(wire_bytes(plan, rank, stage))
+            payload = sum(t.payload_bytes for t in cost.traffic[stage].values())
+            assert payload == cost.bucket_bytes[stage]
+
+
+def test_options_that_change_flops_by_hand():
+    def of(op, **options):
+        return flops(op, "eigen", ROWS, **options)
+
+    reduced = {"x": 3, "y": 2}
+    assert of(ComputeFactor((0,), X, "A"), reduced=reduced) == 2 * 3 * 9
+    assert of(ComputeFactor((0,), X, "A"), seeds=5) == 2 * 10 * 9
+    assert of(ComputeFactor((0,), X, "G"), reduced=reduced, seeds=5) == 5 * 2 * 3 * 4
+    second = 5 * 2 * 10 * (9 + 4 + 6)
+    assert of(ComputeSecondMoment((0,), X), reduced=reduced, seeds=5) == second
