@@ -50,7 +50,7 @@ class Measuring(TorchCollective):
         self.bytes = {}
         self.buckets = Counter()  # by stage, the most that was alive and not kept in the store
         self.statistics = 0
-        self._alive = []
+        self._alive, self._moments = [], []
 
     def _send(self, x, name, send):
         if self.kfac is not None:
@@ -71,9 +71,11 @@ class Measuring(TorchCollective):
         in_flight = sum(size for _, pointer, size in self._alive if pointer not in kept)
         self.buckets[stage.value] = max(self.buckets[stage.value], in_flight)
         fresh = [*executor.fresh.factors.values(), *executor.fresh.second_moments.values()]
-        self.statistics = max(
-            self.statistics, sum(storages([moment] for moment, _ in fresh).values())
-        )
+        moments = [[moment] for moment, _ in fresh]
+        self.statistics = max(self.statistics, sum(storages(moments).values()))
+        self._moments += [StorageWeakRef(m.untyped_storage()) for (m,) in moments]
+        if stage is not Stage.FACTORS:
+            assert all(m.expired() for m in self._moments), "this rank's own are still there"
 
     def all_reduce(self, x, ranks, name):
         return self._send(x, name, lambda y: super(Measuring, self).all_reduce(y, ranks, name))
