@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ from kfac_bench.core.plan import STRATEGIES, Stage
 from kfac_bench.core.planner import make_plan
 from kfac_bench.ranks import Ranks
 from tests.distributed import run_ranks
-from tests.runs import CPU, trainer_of
+from tests.runs import CPU, child_seconds, trainer_of
 from tests.training import make_kfac, my_part, sgd, train_step
 
 # ---- what a rank holds and sends ----
@@ -299,12 +298,6 @@ def plan_here(capsys, *arguments):
     with pytest.raises(SystemExit) as caught:
         cli.plan(arguments)
     return caught.value.code, *capsys.readouterr()
-
-
-def child_seconds():
-    """Of processors, not of the clock: other tests may run beside."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def test_the_papers_model_on_64_ranks_within_seconds(tmp_path):
