@@ -21,6 +21,7 @@ from kfac_bench.ranks import Ranks
 from kfac_bench.run_directory import RunDirectory
 from kfac_bench.sinks.console import ConsoleSink
 from kfac_bench.trainer import Trainer
+from kfac_bench.update import least_part
 
 
 def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
@@ -78,8 +79,8 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
     model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
-    examples = config.trainer.batch_size // ranks.world_size // config.trainer.accumulate
-    build.check_batch_norm(model, config.model, examples)
+    least = least_part(data.train_size, config.trainer, ranks.world_size)
+    build.check_batch_norm(model, config.model, least)
     model = backend.shard(model)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
