@@ -194,6 +194,9 @@ class BackendConfig:
     """Who connects the ranks of a run and averages their gradients."""
 
     name: str = option(MISSING, "backend", choices=BACKENDS)
+    timeout_s: float = option(
+        600.0, "seconds that a rank waits for the others before it gives up (ddp)", above=0
+    )
 
 
 @dataclass
