@@ -21,7 +21,7 @@ from kfac_bench.config import (
     TaskConfig,
 )
 from kfac_bench.core import KFAC
-from kfac_bench.core.collective import Collective
+from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.data import cifar10, digits
 from kfac_bench.data.data import Data
@@ -73,7 +73,8 @@ def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> No
     if norms and examples == 1:
         raise UsageError(
             f"model={config.name} has batch norm, which needs two examples per rank: set "
-            "trainer.batch_size to at least twice the number of ranks times trainer.accumulate"
+            "trainer.batch_size to at least twice the number of ranks times trainer.accumulate "
+            "(and trainer.drop_last=true, if it is the last batch that is too small)"
         )
 
 
@@ -113,7 +114,7 @@ def build_kfac(
         keywords["damping"] = _adaptive_damping(config)
     try:
         return KFAC(model, optimizer, collective=collective, **keywords)
-    except ValueError as error:
+    except (ValueError, PlansDifferError) as error:
         raise UsageError(f"kfac: {error}") from None
 
 

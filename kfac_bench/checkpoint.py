@@ -76,7 +76,8 @@ def _together(ranks: Ranks, final: Path, mine: bool, action: Callable[[], None])
 
 
 def _make_anew(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    for left in folder.parent.glob(".step-*.partial"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
 
 

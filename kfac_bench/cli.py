@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError
 
 TRAIN_USAGE = """\
 usage: kfac-train [GROUP=NAME | OPTION=VALUE]... [--config-dir DIR] [--cfg job] [--multirun]
@@ -69,9 +69,15 @@ def plan(argv: Sequence[str] | None = None) -> NoReturn:
 def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
+    except OneRankError as error:
+        _say_as_rank(name, str(error))
+        code = 2
     except UsageError as error:
         _say_once(f"{name}: {error}")
         code = 2
+    except LostRanksError as error:
+        _say_as_rank(name, f"lost another rank: {error}")
+        code = 1
     except KeyboardInterrupt:
         code = 130
     except SystemExit as stop:  # argparse has printed its help
@@ -101,6 +107,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _say_as_rank(name: str, text: str) -> None:
+    rank = os.environ.get("RANK")
+    print(f"{name}: {text}" if rank is None else f"{name}: rank {rank}: {text}", file=sys.stderr)
 
 
 def _train(arguments: list[str]) -> int:

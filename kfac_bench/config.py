@@ -162,6 +162,7 @@ class TrainerConfig:
     """The training loop."""
 
     batch_size: int = option(256, "examples per step over all ranks", at_least=1)
+    drop_last: bool = option(True, "leave out the last batch of an epoch where it is smaller")
     max_epochs: int | None = option(
         None, "passes over the training set; null: 20 if max_steps is null too", at_least=1
     )
@@ -193,6 +194,9 @@ class BackendConfig:
     """Who connects the ranks of a run and averages their gradients."""
 
     name: str = option(MISSING, "backend", choices=BACKENDS)
+    timeout_s: float = option(
+        600.0, "seconds that a rank waits for the others before it gives up (ddp)", above=0
+    )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The one exception that means "the input is wrong", not "the program is wrong"."""
+"""Exceptions that a user reads as one line: the program itself is not wrong."""
 
 
 class UsageError(Exception):
@@ -6,3 +6,11 @@ class UsageError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
+
+
+class OneRankError(UsageError):
+    """Bad input that one rank alone has met: it says so itself, whichever it is."""
+
+
+class LostRanksError(Exception):
+    """Another rank died, hangs, or cannot be reached; exit code 1."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kfac_bench.core.collective import Collective, SingleProcess
+from kfac_bench.errors import UsageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,35 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes."""
         return self.max(float(flag)) > 0
+
+    def together(self, action: Callable[[], T]) -> T:
+        """What it returns on this rank; a :class:`UsageError` on one rank is raised on all."""
+        done: list[T] = []
+        said = b""
+        try:
+            done.append(action())
+        except UsageError as error:
+            if self.world_size == 1:
+                raise
+            said = str(error).encode()
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(said)
+        if self.sum(sizes).any():
+            first = int(sizes.nonzero()[0])
+            text = torch.zeros(int(sizes[first]), dtype=torch.uint8, device=self.device)
+            if self.rank == first:
+                text.copy_(torch.tensor(list(said), dtype=torch.uint8))
+            self.collective.broadcast(text, first, self._all, "ranks/error").wait()
+            message = bytes(text.tolist()).decode()
+            raise UsageError(message if first == 0 else f"rank {first}: {message}")
+        return done[0]
+
+    def unlike_main(self, what: str) -> list[int]:
+        """Ranks whose ``what`` is not that of rank 0."""
+        each = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        each[self.rank] = int(hashlib.sha256(what.encode()).hexdigest()[:12], 16)
+        self.sum(each)
+        return (each != each[0]).nonzero().flatten().tolist()
 
     def share_buffers(self, model: nn.Module) -> None:
         """Rank 0's buffers everywhere: batch-norm statistics drift between ranks."""

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kfac_bench import build, checkpoint, environment
 from kfac_bench.backends.backend import Backend
+from kfac_bench.checkpoint import Checkpoint
 from kfac_bench.config import TrainConfig
 from kfac_bench.core.plan import FACTORS
-from kfac_bench.errors import UsageError
+from kfac_bench.data.data import Data
+from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.events import EventLog, JsonlSink, RunEnded, RunStarted, Sink, TargetReached, read
 from kfac_bench.ranks import Ranks
-from kfac_bench.run_directory import RunDirectory
+from kfac_bench.run_directory import RunDirectory, flat
 from kfac_bench.sinks.console import ConsoleSink
 from kfac_bench.trainer import Trainer
+from kfac_bench.update import least_part
 
 
 def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
@@ -34,52 +38,65 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
         torch.set_num_threads(config.trainer.threads)
     if ranks.device.type == "cpu":
         environment.keep_freed_memory()
+    _check_same_options(config, ranks)
     directory = RunDirectory(config)
     about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
     with ExitStack() as stack:
-        _open_together(stack, ranks, directory, config, about)
+        if_main = directory.open(config, about) if ranks.is_main else nullcontext()
+        ranks.together(lambda: stack.enter_context(if_main))
+        ranks.together(directory.check_is_here)
         trainer = _build_trainer(config, backend, directory)
-        complete = _status_if_complete(directory, trainer) if ranks.is_main else None
+        complete = ranks.together(
+            lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
+        )
         if ranks.any(complete is not None):
             return complete or "finished", 0
-        if ranks.is_main:
-            trainer.log, trainer.say = _open_log(config, trainer, directory)
+        opened = ranks.together(
+            lambda: _open_log(config, trainer, directory) if ranks.is_main else None
+        )
+        if opened is not None:
+            trainer.log, trainer.say = opened
             stack.callback(trainer.log.close)
         _start(config, trainer, directory, about)
         _say_what_kfac_does(trainer)
         try:
             return trainer.fit(), trainer.stop.signal
-        except UsageError as error:  # a sample that this rank alone met: rank 0 cannot tell of it
-            if not ranks.is_main:
-                print(f"kfac-train: rank {ranks.rank}: {error}", file=sys.stderr)  # noqa: T201
-            raise
+        except UsageError as error:  # a sample that cannot be read: rank 0 cannot tell of it
+            raise OneRankError(str(error)) from None
 
 
-def _open_together(
-    stack: ExitStack,
-    ranks: Ranks,
-    directory: RunDirectory,
-    config: TrainConfig,
-    about: Mapping[str, Any],
-) -> None:
-    """Rank 0 opens the directory; if it may not, all ranks stop."""
-    error: UsageError | None = None
-    try:
-        if ranks.is_main:
-            stack.enter_context(directory.open(config, about))
-    except UsageError as caught:
-        error = caught
-    if ranks.any(error is not None):
-        raise error or UsageError(f"{directory.path}: rank 0 cannot open it")
+_MAY_DIFFER = (
+    *("data.root", "data.workers", "logger", "resume", "runs_dir"),
+    *("trainer.device", "trainer.threads"),
+)
+"""Options that say where a rank finds things: nodes need not be alike."""
+
+
+def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
+    options = {k: v for k, v in flat(asdict(config)).items() if not k.startswith(_MAY_DIFFER)}
+    if others := ranks.unlike_main(json.dumps(options, sort_keys=True)):
+        raise UsageError(
+            f"ranks {others} have other options than rank 0: start all with one command line"
+        )
+
+
+def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module]:
+    data = build.build_data(config.data, config.task)
+    torch.manual_seed(config.seed)
+    model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
+    least = least_part(data.train_size, config.trainer, ranks.world_size)
+    build.check_batch_norm(model, config.model, least)
+    return data, model
 
 
 def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirectory) -> Trainer:
     ranks = backend.ranks
-    data = build.build_data(config.data, config.task)
-    torch.manual_seed(config.seed)
-    model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
-    examples = config.trainer.batch_size // ranks.world_size // config.trainer.accumulate
-    build.check_batch_norm(model, config.model, examples)
+    data, model = ranks.together(lambda: _data_and_model(config, ranks))
+    about = f"{data.train_size} {data.eval_size} {data.shape} {data.num_classes}"
+    if others := ranks.unlike_main(about):
+        raise UsageError(
+            f"ranks {others} read other data than rank 0: every node needs the same data set"
+        )
     model = backend.shard(model)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
@@ -168,14 +185,15 @@ def _say_what_kfac_does(trainer: Trainer) -> None:
 def _start(
     config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
 ) -> None:
-    """The first event, or the newest good checkpoint: the run's own before ``resume``'s."""
-    saved, bad = checkpoint.find(directory.path)
-    own = saved is not None
-    if saved is None and config.resume is not None:
-        saved, more_bad = checkpoint.find(Path(config.resume))
-        bad += more_bad
-        if saved is None:
-            raise UsageError(f"resume={config.resume}: no good checkpoint there")
+    """The first event, or the newest good checkpoint."""
+    ranks = trainer.ranks
+    saved, bad = ranks.together(lambda: _find(config, directory))
+    if others := ranks.unlike_main(f"{saved and (saved.step, len(saved.shards))}"):
+        raise UsageError(
+            f"ranks {others} do not see the checkpoint that rank 0 sees: runs_dir must be a folder "
+            "that all nodes share"
+        )
+    own = saved is not None and saved.path.is_relative_to(directory.path)
     for line in bad:
         trainer.say(f"{line}; an older one is used, if there is one")
     if not own:
@@ -192,3 +210,14 @@ def _start(
             trainer.restore(saved)
         except ValueError as error:
             raise UsageError(f"resume: {error}") from None
+
+
+def _find(config: TrainConfig, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
+    """The run's own checkpoint before ``resume``'s; a line on each bad one passed over."""
+    saved, bad = checkpoint.find(directory.path)
+    if saved is None and config.resume is not None:
+        saved, more_bad = checkpoint.find(Path(config.resume))
+        bad += more_bad
+        if saved is None:
+            raise UsageError(f"resume={config.resume}: no good checkpoint there")
+    return saved, bad

@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import OmegaConf
 
@@ -28,8 +29,14 @@ _MAY_CHANGE = (
     *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
     *("trainer.threads", "data.root", "data.workers"),
+    *("backend", "kfac.strategy", "kfac.grad_worker_fraction"),
 )
-"""Options with which a run of a given ``run_id`` may be continued."""
+"""Options with which a run of a given ``run_id`` may be continued: where it runs, who does what,
+how long and what is recorded; not what an update is."""
+
+_PATIENCE_S = 20.0
+"""How long to wait for the lock of a run that torchrun restarts: ranks that lost their agent
+notice it when their next message fails."""
 
 
 def run_id(config: TrainConfig) -> str:
@@ -70,27 +77,33 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not _locked(lock, _PATIENCE_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0):
                 raise UsageError(
                     f"{self.path}: another process is running it; wait, or set run_id=NAME"
-                ) from None
+                )
             self._check_same_run(config)
             (self.path / "config.yaml").write_text(compose.to_yaml(config))
             record = {"run_id": self.run_id, **environment}
             (self.path / "run.json").write_text(json.dumps(record, indent=1) + "\n")
             yield
 
+    def check_is_here(self) -> None:
+        """Raise :class:`UsageError` if this rank does not see what rank 0 has made."""
+        if not self.path.is_dir():
+            raise UsageError(
+                f"{self.path} is not there, though rank 0 made it: runs_dir must be a folder that "
+                "all nodes share"
+            )
+
     def _check_same_run(self, config: TrainConfig) -> None:
         path = self.path / "config.yaml"
         if not path.exists() or not self.events.exists():
             return
         try:
-            old = _flat(OmegaConf.to_container(OmegaConf.load(path)))
+            old = flat(OmegaConf.to_container(OmegaConf.load(path)))
         except Exception as error:
             raise UsageError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
-        new = _flat(asdict(config))
+        new = flat(asdict(config))
         for key in sorted(old.keys() | new.keys()):
             if key.startswith(_MAY_CHANGE) or old.get(key) == new.get(key):
                 continue
@@ -100,11 +113,24 @@ class RunDirectory:
             )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _locked(file: IO[str], patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A tree of options by their dotted names."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
+            out |= flat(value, f"{prefix}{key}.")
         else:
             out[prefix + str(key)] = value
     return out

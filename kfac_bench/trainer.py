@@ -94,14 +94,17 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.ranks = self.backend.ranks
-        self.steps_per_epoch = steps_per_epoch(self.data.train_size, self.config.batch_size)
+        config = self.config
+        self.steps_per_epoch = steps_per_epoch(
+            self.data.train_size, config.batch_size, config.drop_last
+        )
         self.max_steps = _max_steps(self.config, self.steps_per_epoch)
         self._eval_freq = self.config.eval_freq or self.steps_per_epoch
         self._update = Update(
             self.task, self.model, self.optimizer, self.kfac, self.config, self.backend
         )
         self._saved_at, self._saved_s = -1, time.monotonic()
-        self._since = (0, 0.0)  # step and clock of the last Trained event
+        self._since = (0, 0.0)  # examples and clock at the last Trained event
         # Labels that kfac.fisher draws: each rank its own; -1 is no epoch of the data order.
         torch.manual_seed(mixed_seed(self.seed, -1, self.ranks.rank))
 
@@ -122,7 +125,7 @@ class Trainer:
     def _fit(self) -> str:
         if self.step == 0:
             self._evaluate()
-        self._since = (self.step, self.clock.train_s())
+        self._since = (self._examples_seen, self.clock.train_s())
         self.clock.start()
         for batch in self._batches():
             loss, stopping = self._train_step(batch)
@@ -153,8 +156,23 @@ class Trainer:
         shard = Shard(self.ranks.rank, self.ranks.world_size)
         while self.step < self.max_steps:
             epoch, start = divmod(self.step, self.steps_per_epoch)
-            for batch in self.data.train(self.config.batch_size, self.seed, epoch, start, shard):
+            for batch in self.data.train(
+                self.config.batch_size, self.seed, epoch, start, shard, self.config.drop_last
+            ):
                 yield self._to_device(batch)
+
+    @property
+    def _examples_seen(self) -> int:
+        """By all ranks, in all updates."""
+        epochs, steps = divmod(self.step, self.steps_per_epoch)
+        per_epoch = min(self.steps_per_epoch * self.config.batch_size, self.data.train_size)
+        return epochs * per_epoch + steps * self.config.batch_size
+
+    @property
+    def _batch_size(self) -> int:
+        """Of the next update, over all ranks."""
+        start = self.step % self.steps_per_epoch * self.config.batch_size
+        return min(self.config.batch_size, self.data.train_size - start)
 
     def _to_device(self, batch: Batch) -> Batch:
         x, y = batch
@@ -171,7 +189,7 @@ class Trainer:
         self.model.train()
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
-        loss = self._update.backward(batch)
+        loss = self._update.backward(batch, self._batch_size)
         stop = loss.new_tensor(float(bool(self.stop.signal)))
         total, stops = self.ranks.sum(torch.stack([loss, stop])).tolist()
         mean = total / self.ranks.world_size
@@ -185,7 +203,7 @@ class Trainer:
         self._synchronize()
         with self.clock.paused():
             train_s = self.clock.train_s()
-            steps, seconds = self.step - self._since[0], train_s - self._since[1]
+            examples, seconds = self._examples_seen - self._since[0], train_s - self._since[1]
             statistics = self._kfac_statistics()
             self.log.emit(
                 Trained(
@@ -194,11 +212,11 @@ class Trainer:
                     self.step / self.steps_per_epoch,
                     loss,
                     float(self.optimizer.param_groups[0]["lr"]),
-                    steps * self.config.batch_size / seconds if seconds > 0 else 0.0,
+                    examples / seconds if seconds > 0 else 0.0,
                     **statistics,
                 )
             )
-            self._since = (self.step, train_s)
+            self._since = (self._examples_seen, train_s)
 
     def _kfac_statistics(self) -> dict[str, Any]:
         """K-FAC's fields of the :class:`Trained` event; all ranks call it."""

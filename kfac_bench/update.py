@@ -22,6 +22,13 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What autocast computes in, by ``trainer.precision``."""
 
 
+def least_part(train_size: int, config: TrainerConfig, world_size: int) -> int:
+    """Examples in the smallest part of a batch that goes through the model at once."""
+    batch_size, rest = config.batch_size, train_size % config.batch_size
+    least = rest if rest and not config.drop_last else batch_size
+    return max(1, least // world_size // config.accumulate)
+
+
 class Update:
     """Forward, backward, K-FAC and optimizer: :meth:`backward`, then :meth:`step`.
 
@@ -40,6 +47,8 @@ class Update:
     ) -> None:
         self._task, self._model, self._optimizer, self._kfac = task, model, optimizer, kfac
         ranks, self._backend = backend.ranks, backend
+        self._world_size, self._batch_size = ranks.world_size, config.batch_size
+        self._weight = 1.0  # of this rank's mean loss in that of the last batch
         self._device, self._dtype = ranks.device.type, DTYPES[config.precision]
         self.scaler = GradScaler(self._device, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate
@@ -50,18 +59,21 @@ class Update:
                 f"trainer.batch_size={config.batch_size} over {ranks.world_size} ranks"
             )
 
-    def backward(self, batch: Batch) -> Tensor:
-        """Set the gradients, averaged over ranks; this rank's mean loss, unscaled.
+    def backward(self, batch: Batch, examples: int | None = None) -> Tensor:
+        """Set the gradients, averaged over ranks; this rank's share of the mean loss, unscaled.
 
-        Parts are weighted by their sizes, so all is as if the batch had gone through at once
-        (but for batch norm, which sees the parts). Ranks meet at the last one only.
+        ``batch`` is this rank's, perhaps empty, of so many ``examples`` over all ranks (None:
+        trainer.batch_size); the mean of the shares over ranks is the mean over the examples. Parts
+        of a batch are weighted by their sizes, so all is as if the batch had gone through one
+        process at once (but for batch norm, which sees the parts). Ranks meet at the last part.
         """
+        self._weight = len(batch[0]) * self._world_size / (examples or self._batch_size)
         self._optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=batch[0].device)
         for i, (part, share) in enumerate(self._parts(batch)):
             with self._backend.part(self._model, last=i == self._parts_of_batch - 1):
                 with self._autocast():
-                    loss, output = self._task.forward(self._model, part)
+                    loss, output = self._forward(self._model, part, share)
                 if self._kfac is not None:
                     self._kfac.fisher_backward(output, self._task.likelihood)
                 loss = loss * share
@@ -76,7 +88,7 @@ class Update:
         scale = self.scaler.get_scale() if adapts else 0.0
         self.scaler.unscale_(self._optimizer)
         if self._kfac is not None:
-            self._kfac.step(self.scaler.get_scale)
+            self._kfac.step(lambda: self.scaler.get_scale() * self._weight)
         self._backend.step(self._optimizer, self.scaler)
         self.scaler.update()
         if adapts and self.scaler.get_scale() >= scale:  # else the update was left out
@@ -91,10 +103,28 @@ class Update:
         return damping.is_due(self._kfac.steps)
 
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
-        """Parts whose sizes differ by one at most, and their shares of the batch."""
+        """Parts whose sizes differ by one at most, and their weights; 0 for one without examples.
+
+        There is a stand-in for it: all ranks run equally many forwards.
+        """
         split = (torch.tensor_split(x, self._parts_of_batch) for x in batch)
-        for images, labels in zip(*split, strict=True):
-            yield (images, labels), len(images) / len(batch[0])
+        for part in zip(*split, strict=True):
+            if share := len(part[0]) / max(1, len(batch[0])):
+                yield part, share * self._weight
+            else:
+                images, labels = (x.new_zeros(1, *x.shape[1:]) for x in batch)
+                yield (images, labels), 0.0
+
+    def _forward(self, model: nn.Module, part: Batch, share: float) -> tuple[Tensor, Tensor]:
+        """The task's; batch norm and K-FAC must not see a stand-in, and look away in eval mode."""
+        if share:
+            return self._task.forward(model, part)
+        bare = self._backend.bare(model)
+        bare.eval()
+        try:
+            return self._task.forward(model, part)
+        finally:
+            bare.train()
 
     def _autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self._device, self._dtype, enabled=self._dtype is not None)
@@ -106,7 +136,7 @@ class Update:
         total = torch.zeros((), device=batch[0].device)
         for part, share in self._parts(batch):
             with self._autocast():
-                total += self._task.forward(bare, part)[0] * share
+                total += self._forward(bare, part, share)[0] * share
         for buffer, before in kept:
             buffer.copy_(before)
         return total

@@ -392,6 +392,7 @@ def test_compare_as_markdown_and_where_nothing_can_be_written(swept, capsys):
 
 
 @pytest.mark.ranks
+@pytest.mark.supports("ddp", "documented command")
 def test_torchrun_with_the_module_trains_on_two_ranks(command, tmp_path):
     done = command(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),

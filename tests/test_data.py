@@ -67,6 +67,21 @@ def test_ranks_share_each_global_batch_in_consecutive_parts(world, local, extra,
 
 
 @few
+@given(world=st.integers(1, 5), batch=st.integers(5, 20), size=st.integers(1, 70))
+def test_with_the_last_batch_every_example_is_seen_once(world, batch, size):
+    parts = [
+        list(train_indices(size, batch, 3, 1, 0, Shard(r, world), False)) for r in range(world)
+    ]
+    assert {len(part) for part in parts} == {steps_per_epoch(size, batch, False)}
+    seen = []
+    for step in zip(*parts, strict=True):
+        counts = [len(indices) for indices in step]
+        assert max(counts) - min(counts) <= 1
+        seen += torch.cat(step).tolist()
+    assert seen == epoch_order(size, 3, 1).tolist()
+
+
+@few
 @given(size=st.integers(8, 50), start=st.integers(0, 9), rank=st.integers(0, 1))
 def test_start_drops_that_many_batches(size, start, rank):
     all_steps = list(train_indices(size, 8, 7, 1, 0, Shard(rank, 2)))
@@ -98,8 +113,8 @@ def test_orders_of_neighbouring_seeds_and_epochs_are_unrelated():
 def test_batches_that_cannot_be_made_are_usage_errors():
     with pytest.raises(UsageError, match=r"64 .* 63"):
         train_indices(63, 64, 0, 0, 0, ALONE)
-    with pytest.raises(UsageError, match=r"10 .* 4 ranks"):
-        train_indices(100, 10, 0, 0, 0, Shard(1, 4))
+    with pytest.raises(UsageError, match=r"3 .* 4 ranks"):
+        train_indices(100, 3, 0, 0, 0, Shard(1, 4))
     with pytest.raises(UsageError, match="at least 1"):
         train_indices(100, 0, 0, 0, 0, ALONE)
     with pytest.raises(UsageError, match="at least 1"):

@@ -14,8 +14,6 @@ import yaml
 import kfac_bench
 from kfac_bench import checkpoint, cli, dry_run, run
 from kfac_bench import trainer as trainer_module
-from kfac_bench.backends.backend import Backend
-from kfac_bench.core.collective import SingleProcess
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Checkpointed,
@@ -27,14 +25,12 @@ from kfac_bench.events import (
     Trained,
     read,
 )
-from kfac_bench.ranks import Ranks
 from kfac_bench.run_directory import RunDirectory, run_id
 from kfac_bench.tasks.classification import Classification
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.trainer import Trainer, weights_sha256
 from tests.runs import (
     ALONE,
-    CPU,
     EPOCH,
     KFAC,
     METHODS,
@@ -308,17 +304,18 @@ def test_batch_norm_of_one_example_is_refused(tmp_path, entry):
     assert run.train(alone_is_fine, ALONE)[0] == "finished"  # an autoencoder has none
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, ""), (1, "kfac-train: rank 1: a.JPEG: corrupt\n")])
-def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys, rank, said):
+@pytest.mark.parametrize(("rank", "who"), [(None, ""), ("0", "rank 0: "), ("1", "rank 1: ")])
+def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys, rank, who):
     def fit(self):
         raise UsageError("a.JPEG: corrupt")
 
     monkeypatch.setattr(Trainer, "fit", fit)
-    collective = SingleProcess()
-    collective.rank = rank
-    with pytest.raises(UsageError, match=r"a\.JPEG"):  # rank 0's is printed by the command
-        run.train(config_of(tmp_path), Backend(Ranks(CPU, collective)))
-    assert capsys.readouterr().err == said
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as caught:
+        cli.train([*SMALL, f"runs_dir={tmp_path}"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"kfac-train: {who}a.JPEG: corrupt\n"
 
 
 # ---- the training clock ----

@@ -49,7 +49,11 @@ def losses_of(path):
 
 def sides(state):
     """(name, factor) of a K-FAC state."""
-    return {(name, f): state[name][f]["factor"] for name in state for f in "AG"}
+    return {
+        (name, f): state[name][f]["factor"]
+        for name in state
+        for f in state[name].keys() & set("AG")
+    }
 
 
 # ---- a batch in parts ----
@@ -114,6 +118,7 @@ def messages_here(folder, accumulate):
 
 
 @pytest.mark.ranks
+@pytest.mark.supports("ddp", "gradient accumulation")
 def test_ranks_meet_at_the_last_part_only(tmp_path):
     once, parts = (run_ranks(2, messages_here, tmp_path, n) for n in (1, 4))
     for (count, loss, grads), (ours, our_loss, our_grads) in zip(once, parts, strict=True):
@@ -124,6 +129,7 @@ def test_ranks_meet_at_the_last_part_only(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.supports("ddp", "gradient accumulation")
 @pytest.mark.parametrize("kind", ["eigen", "type2", "inverse, adaptive"])
 def test_parts_on_two_ranks_are_as_good_as_one_batch(tmp_path, kind):
     options = (*STABLE, *KINDS[kind], "trainer.max_steps=8")
@@ -208,6 +214,42 @@ def test_a_lower_precision_trains_nearly_as_well(tmp_path, monkeypatch, precisio
     errors = [(ours[key] - factor).norm() / factor.norm() for key, factor in theirs.items()]
     assert 0 < max(errors) < 0.1
     assert not any(e.failed_decompositions or e.dropped_statistics for e in of_kind(path, Trained))
+
+
+def train_scaled_here(folder, options):
+    """On every rank: train with a scale that does not overflow at first."""
+    with pytest.MonkeyPatch.context() as patch:
+        scaler_of(patch, init_scale=2.0**10)
+        return train_here(folder, options)
+
+
+@pytest.mark.ranks
+@pytest.mark.supports("ddp", "{what}")
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("bf16 autocast", ("trainer.precision=bf16", "kfac=comm_opt")),
+        ("bf16 autocast", ("trainer.precision=bf16", "kfac=mem_opt", "trainer.accumulate=3")),
+        ("fp16 with GradScaler", ("trainer.precision=fp16", "kfac=hybrid_opt")),
+        ("fp16 with GradScaler", ("trainer.precision=fp16", "trainer.accumulate=2")),
+    ],
+)
+def test_a_lower_precision_on_two_ranks_is_as_good_as_on_one(tmp_path, monkeypatch, what, options):
+    scaler_of(monkeypatch, init_scale=2.0**10)
+    options = (*options, *STABLE, "trainer.max_steps=8")
+    _, alone = train(tmp_path, *options, "run_id=alone")
+    done = run_ranks(2, train_scaled_here, tmp_path, (*options, "run_id=ranks"))
+    ranks = tmp_path / "ranks"
+    assert done[0][2] == done[1][2], "the ranks' weights differ"
+    assert losses_of(ranks) == pytest.approx(losses_of(alone), rel=2e-3)
+    for key, factor in sides(saved_of(alone)[1]).items():
+        if key not in sides(saved_of(ranks)[1]):
+            continue  # another rank's
+        error = (sides(saved_of(ranks)[1])[key] - factor).norm() / factor.norm()
+        assert error < 0.02, key
+    if what != "bf16 autocast":
+        scales = [checkpoint.find(p)[0].shards[0]["scaler"]["scale"] for p in (ranks, alone)]
+        assert scales == [2.0**10] * 2, "an update was left out"
 
 
 @pytest.mark.parametrize("fisher", ["mc", "type2"])

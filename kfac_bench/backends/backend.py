@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from kfac_bench.core.collective import Collective, SingleProcess
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.ranks import Ranks
 
 
@@ -87,6 +87,11 @@ def find_device(name: str, local_rank: int) -> torch.device:
         raise UsageError("trainer.device=cuda: torch sees no GPU here; use trainer.device=cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise OneRankError(
+            f"no GPU is left for local rank {local_rank}: start at most "
+            f"{torch.cuda.device_count()} ranks on this node, or set trainer.device=cpu"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

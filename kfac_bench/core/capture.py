@@ -177,9 +177,11 @@ class Capture:
         They are ``magnitude`` times the gradients of the loss.
         """
         seen, self._seen = self._seen, []
+        edges = [edge for edge, _ in seen]
+        if not edges:
+            return
         self._backwards += 1
         self._paused = True  # checkpointing may run forwards anew
-        edges = [edge for edge, _ in seen]
         try:
             for i, seed in enumerate(seeds):
                 grads = torch.autograd.grad(

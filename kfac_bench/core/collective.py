@@ -98,8 +98,12 @@ def default_collective() -> Collective:
     return SingleProcess()
 
 
+class PlansDifferError(RuntimeError):
+    """Ranks made different plans: they would wait for each other's messages forever."""
+
+
 def check_same_on_all_ranks(collective: Collective, what: str, device: torch.device) -> None:
-    """Raise ``RuntimeError`` on every rank if ``what`` differs on one, before anything can hang."""
+    """Raise it on every rank if ``what`` differs on one, before anything can hang."""
     if collective.world_size == 1 or device.type == "meta":  # one rank, or a plan of many
         return
     digest = hashlib.sha256(what.encode()).hexdigest()
@@ -113,7 +117,7 @@ def check_same_on_all_ranks(collective: Collective, what: str, device: torch.dev
     collective.all_reduce(differ, world, "check/differ").wait()
     if differ.any():
         ranks = differ.nonzero().flatten().tolist()
-        raise RuntimeError(
+        raise PlansDifferError(
             f"ranks {ranks} made another K-FAC plan than rank 0: every rank must build the same "
             "model and pass the same options"
         )

@@ -111,6 +111,7 @@ class KFAC:
         self.fisher = fisher
         self.steps = 0
         self._decompose_now = False  # a loaded state lacked decompositions
+        self._sent_labels = False  # fisher_backward was called in this step
         self.track_cosine = False
         """Compute per-layer cosines in the next step; read them with :meth:`statistics`."""
         self._model = unwrap(model)
@@ -203,7 +204,7 @@ class KFAC:
         self._capture.seconds = 0.0
         with self._executor.timed("WriteBack"):
             self._write_back(grads, preconditioned, settings.kl_clip)
-        self._decompose_now = False
+        self._decompose_now = self._sent_labels = False
         self.steps += 1
         self._capture.enabled = self.schedules.factors_due(self.steps)
 
@@ -222,7 +223,7 @@ class KFAC:
             collected = self._capture.pop()
             if self.fisher == "empirical":
                 scale = loss_scale() if callable(loss_scale) else loss_scale
-            elif not collected:
+            elif not self._sent_labels:
                 raise RuntimeError(
                     f"fisher={self.fisher} has no statistics: call fisher_backward(output) between "
                     "forward and backward at each step"
@@ -253,6 +254,7 @@ class KFAC:
         """
         if self._capture is None or not self._capture.enabled or self.fisher == "empirical":
             return
+        self._sent_labels = True
         made, magnitude = fishers.seeds(
             output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature
         )

@@ -42,13 +42,15 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=keyed_generator(seed, epoch))
 
 
-def steps_per_epoch(size: int, batch_size: int) -> int:
-    """Return the number of whole global batches in `size` examples (the rest is dropped).
+def steps_per_epoch(size: int, batch_size: int, drop_last: bool = True) -> int:
+    """Return the number of global batches in `size` examples; of whole ones, if `drop_last`.
 
-    Raises UsageError if there is not one whole batch.
+    Raises UsageError if that leaves none.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, got {batch_size}")
+    if not drop_last:
+        return -(-size // batch_size)
     if size < batch_size:
         raise UsageError(
             f"batch_size {batch_size} is larger than the training set of {size} examples: "
@@ -58,30 +60,38 @@ def steps_per_epoch(size: int, batch_size: int) -> int:
 
 
 def train_indices(
-    size: int, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+    size: int,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    start: int,
+    shard: Shard,
+    drop_last: bool = True,
 ) -> Iterator[Tensor]:
-    """Yield this rank's int64 indices [batch_size / world_size] for steps start, start+1, ...
+    """Yield this rank's int64 indices for steps start, start+1, ...
 
     `batch_size` is global: rank r takes the r-th consecutive part of each global batch, so the
-    union over ranks is the same batch for every world size. The last partial batch is dropped.
-    Raises UsageError (at the call, not at the first batch) if the batch cannot be divided
-    equally or is larger than the data.
+    union over ranks is the same batch for every world size. Parts differ by one example at most;
+    one of an epoch's last batch, smaller unless `drop_last` leaves it out, may be empty.
+    Raises UsageError (at the call, not at the first batch) if there are more ranks than examples
+    in a batch, or if the batch is larger than the data.
     """
-    steps = steps_per_epoch(size, batch_size)
-    if batch_size % shard.world_size:
+    steps = steps_per_epoch(size, batch_size, drop_last)
+    if batch_size < shard.world_size:
         raise UsageError(
-            f"batch_size {batch_size} is not divisible by the {shard.world_size} ranks: "
-            "batch_size is the global batch, choose a multiple of the number of ranks"
+            f"batch_size {batch_size} leaves some of the {shard.world_size} ranks without an "
+            "example: batch_size is the global batch, choose at least the number of ranks"
         )
     if start < 0:
         raise ValueError(f"start must not be negative, got {start}")
-    local = batch_size // shard.world_size
     order = epoch_order(size, seed, epoch)
-    first = shard.rank * local
-    return (
-        order[step * batch_size + first : step * batch_size + first + local]
-        for step in range(start, steps)
-    )
+    batches = (order[step * batch_size : (step + 1) * batch_size] for step in range(start, steps))
+    return (batch[_part(len(batch), shard)] for batch in batches)
+
+
+def _part(size: int, shard: Shard) -> slice:
+    """The shard's consecutive part of so many examples."""
+    return slice(size * shard.rank // shard.world_size, size * (shard.rank + 1) // shard.world_size)
 
 
 def eval_indices(size: int, batch_size: int, shard: Shard) -> Iterator[Tensor]:
@@ -94,6 +104,5 @@ def eval_indices(size: int, batch_size: int, shard: Shard) -> Iterator[Tensor]:
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, got {batch_size}")
     local = -(-batch_size // shard.world_size)
-    first = size * shard.rank // shard.world_size
-    end = size * (shard.rank + 1) // shard.world_size
-    return (torch.arange(i, min(i + local, end)) for i in range(first, end, local))
+    mine = _part(size, shard)
+    return (torch.arange(i, min(i + local, mine.stop)) for i in range(mine.start, mine.stop, local))

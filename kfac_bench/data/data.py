@@ -25,11 +25,18 @@ class Data(Protocol):
     eval_size: int
 
     def train(
-        self, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+        self,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        start: int,
+        shard: Shard,
+        drop_last: bool = True,
     ) -> Iterator[Batch]:
         """Yield this rank's part of the global batches start, start+1, ... of an epoch.
 
-        `batch_size` is global and must be a multiple of the world size (UsageError). Batches are
+        `batch_size` is global and at least the world size (UsageError). An epoch's last batch may
+        be smaller, and a rank's part of it empty, unless `drop_last` leaves it out. Batches are
         bit-identical whenever the arguments are, whatever ran before: a resumed run continues
         exactly. Global random state is neither read nor changed.
         """
@@ -82,10 +89,16 @@ class TensorData:
         self._augment = augment
 
     def train(
-        self, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+        self,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        start: int,
+        shard: Shard,
+        drop_last: bool = True,
     ) -> Iterator[Batch]:
         """Yield this rank's training batches from step `start` on; see Data.train."""
-        batches = train_indices(self.train_size, batch_size, seed, epoch, start, shard)
+        batches = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
         return (
             self._train_batch(indices, (seed, epoch, step, shard.rank))
             for step, indices in enumerate(batches, start)
@@ -102,7 +115,7 @@ class TensorData:
     def _train_batch(self, indices: Tensor, key: tuple[int, int, int, int]) -> Batch:
         images, labels = self._train
         chosen = images[indices]
-        if self._augment is not None:
+        if self._augment is not None and len(chosen):
             chosen = self._augment(chosen, keyed_generator(*key))
         return self._normalised(chosen), labels[indices]
 

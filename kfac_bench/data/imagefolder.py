@@ -84,7 +84,9 @@ class _Samples(Dataset[Sample]):
             return self.transform(image), label
 
 
-def _collate(samples: list[Sample]) -> Batch | _Unreadable:
+def _collate(samples: list[Sample]) -> Batch | _Unreadable | None:
+    if not samples:
+        return None
     for sample in samples:
         if isinstance(sample, _Unreadable):
             return sample
@@ -114,13 +116,19 @@ class _ImageFolders:
         )
 
     def train(
-        self, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+        self,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        start: int,
+        shard: Shard,
+        drop_last: bool = True,
     ) -> Iterator[Batch]:
         """Yield this rank's training batches from step `start` on; skipped ones are not read.
 
         The augmentation of an image depends on (seed, epoch, index of the image) alone.
         """
-        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard)
+        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
         return self._batches(_Samples(self._train, self._train_transform, (seed, epoch)), indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
@@ -138,6 +146,9 @@ class _ImageFolders:
             generator=torch.Generator(),  # or the loader draws its workers' seed from global state
         )
         for batch in loader:
+            if batch is None:  # this rank's part is empty
+                yield torch.empty(0, *self.shape), torch.empty(0, dtype=torch.int64)
+                continue
             if isinstance(batch, _Unreadable):
                 raise UsageError(f"image {batch.path} cannot be read: {batch.reason}")
             images, labels = batch  # pinning turns the tuple into a list
