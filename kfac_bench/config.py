@@ -23,7 +23,7 @@ CONVENTIONS = ("kfc", "sc20", "kaisa")
 FISHERS = ("empirical", "mc", "type2")
 WEIGHT_SHARING = ("expand", "reduce")
 
-BACKENDS = ("ddp", "deepspeed")
+BACKENDS = ("ddp", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
@@ -89,7 +89,7 @@ class TaskConfig:
 class OptimizerConfig:
     """The first-order optimizer, with or without a preconditioner before it."""
 
-    name: str = option(MISSING, "optimizer", choices=("sgd", "adam", "adamw"))
+    name: str = option(MISSING, "optimizer", choices=("sgd", "adam", "adamw", "fused_lamb"))
     lr: float = option(MISSING, "learning rate", above=0)
     weight_decay: float = option(
         0.0, "L2 penalty (sgd, adam) or decoupled decay (adamw)", at_least=0

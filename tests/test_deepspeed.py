@@ -34,6 +34,7 @@ from tests.training import (
     sgd,
     sha256,
     tiny_model,
+    update,
     weights_of,
 )
 
@@ -60,24 +61,6 @@ def deepspeed_here(stage):
 
 
 # ---- one update ----
-
-
-def update(backend, model, optimizer, kfac, x, y, parts=1):
-    """As the trainer does it; the preconditioned gradients."""
-    optimizer.zero_grad()
-    total = torch.zeros(())
-    for i, part in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-        with backend.part(model, last=i == parts - 1):
-            output, loss = loss_of(model, *part)
-            kfac.fisher_backward(output)
-            backend.backward(loss / parts)
-            total += loss.detach() / parts
-    backend.synchronize(optimizer)
-    kfac.step()
-    grads = [p.grad.clone() for p in model.parameters()]
-    backend.step(optimizer, GradScaler("cpu", enabled=False))
-    kfac.adapt_damping(total, lambda: loss_of(model, x, y)[1])
-    return grads
 
 
 def equal_on_rank(stage, strategy, options, parts):
