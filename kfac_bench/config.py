@@ -264,11 +264,8 @@ def options(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str,
 
 def check(config: TrainConfig) -> None:
     """Raise :class:`UsageError` for the first option out of range, or options that clash."""
-    if isinstance(config.backend, DeepSpeedConfig) and config.backend.zero_stage == 3:
-        raise UsageError(
-            "backend.zero_stage=3: ZeRO 3 keeps no whole weight on a rank, which K-FAC's layers "
-            "need; use backend.zero_stage=2, or backend=fsdp2, which shards weights too"
-        )
+    if isinstance(config.backend, DeepSpeedConfig):
+        _check_deepspeed(config.backend, config.optimizer)
     for name, value, meta in options(config):
         if value is not None:
             _check_option(name, value, meta)
@@ -292,6 +289,19 @@ def check(config: TrainConfig) -> None:
         raise UsageError(
             f"model={config.model.name} does not fit task={task.name}: "
             "task=reconstruction goes with model=autoencoder"
+        )
+
+
+def _check_deepspeed(backend: DeepSpeedConfig, optimizer: OptimizerConfig) -> None:
+    if backend.zero_stage == 3:
+        raise UsageError(
+            "backend.zero_stage=3: ZeRO 3 keeps no whole weight on a rank, which K-FAC's layers "
+            "need; use backend.zero_stage=2, or backend=fsdp2, which shards weights too"
+        )
+    if optimizer.name == "fused_lamb":
+        raise UsageError(
+            "optimizer=fused_lamb does not fit backend=deepspeed, which copies the optimizer; use "
+            "backend=ddp or another optimizer"
         )
 
 

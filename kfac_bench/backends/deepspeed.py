@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from kfac_bench.backends.backend import Backend, find_device
@@ -42,7 +41,6 @@ class DeepSpeed(Backend):
         super().__init__(ranks)
         self._stage = zero_stage
         self._engine: Any = None
-        self._stepped = False
 
     def collective(self) -> Collective:
         """See :meth:`Backend.collective`."""
@@ -81,20 +79,12 @@ class DeepSpeed(Backend):
         """See :meth:`Backend.synchronize`."""
         zero.gather_gradients(self._engine)
 
-    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """See :meth:`Backend.step`."""
-        self._stepped = False
-        scaler.step(optimizer)
-        if not self._stepped and self._stage > 0:  # left out, for gradients overflowed
-            self._engine.step()  # ZeRO finds so too: it drops its parts of them
-
     def _step(self, optimizer: Optimizer) -> None:
         """Before ``optimizer.step()``, which then finds no gradient."""
         for whole, parts in zip(optimizer.param_groups, self._parts.param_groups, strict=True):
             parts.update({k: v for k, v in whole.items() if k != "params"})
         zero.scatter_gradients(self._engine)
         self._engine.step()
-        self._stepped = True
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`Backend.state`."""
