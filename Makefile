@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "kfac_bench needs Python 3.11 or newer: make setup PYTHON=python3.12"; exit 2; }
 	@echo "installing into .venv: about 6 GB, 2 to 5 minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report (SEEDS=0: one seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from kfac_bench.backends import apex
 from kfac_bench.config import (
     CIFAR_RESNETS,
     AdamConfig,
@@ -89,14 +91,19 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
             nesterov=config.nesterov,
         )
     assert isinstance(config, AdamConfig)
-    cls = AdamW if config.name == "adamw" else Adam
-    return cls(
-        model.parameters(),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
+    kinds: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW}
+    if config.name == "fused_lamb":
+        kinds["fused_lamb"] = apex.find("apex.optimizers", "FusedLAMB")
+    try:
+        return kinds[config.name](
+            model.parameters(),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+    except RuntimeError as error:  # Apex without its extensions
+        raise UsageError(f"optimizer={config.name}: {error}") from None
 
 
 def build_kfac(

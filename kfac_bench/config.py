@@ -23,7 +23,7 @@ CONVENTIONS = ("kfc", "sc20", "kaisa")
 FISHERS = ("empirical", "mc", "type2")
 WEIGHT_SHARING = ("expand", "reduce")
 
-BACKENDS = ("ddp",)
+BACKENDS = ("ddp", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
@@ -89,7 +89,7 @@ class TaskConfig:
 class OptimizerConfig:
     """The first-order optimizer, with or without a preconditioner before it."""
 
-    name: str = option(MISSING, "optimizer", choices=("sgd", "adam", "adamw"))
+    name: str = option(MISSING, "optimizer", choices=("sgd", "adam", "adamw", "fused_lamb"))
     lr: float = option(MISSING, "learning rate", above=0)
     weight_decay: float = option(
         0.0, "L2 penalty (sgd, adam) or decoupled decay (adamw)", at_least=0
@@ -200,6 +200,18 @@ class BackendConfig:
 
 
 @dataclass
+class DeepSpeedConfig(BackendConfig):
+    """DeepSpeed's engine."""
+
+    zero_stage: int = option(
+        1,
+        "what ZeRO cuts up over ranks: 0 nothing, 1 optimizer state, 2 gradients too",
+        at_least=0,
+        at_most=2,
+    )
+
+
+@dataclass
 class LoggerConfig:
     """Where the event stream is shown beside events.jsonl and the console."""
 
@@ -238,7 +250,7 @@ VARIANTS: dict[str, dict[str, type]] = {
     "task": {"base": TaskConfig},
     "optimizer": {"sgd": SGDConfig, "adam": AdamConfig},
     "kfac": {"base": KFACConfig},
-    "backend": {"base": BackendConfig},
+    "backend": {"base": BackendConfig, "deepspeed": DeepSpeedConfig},
     "logger": {"base": LoggerConfig},
 }
 """Schema of each config group; a YAML file names the one it fills in."""
@@ -256,6 +268,8 @@ def options(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str,
 
 def check(config: TrainConfig) -> None:
     """Raise :class:`UsageError` for the first option out of range, or options that clash."""
+    if isinstance(config.backend, DeepSpeedConfig):
+        _check_deepspeed(config.backend, config.optimizer)
     for name, value, meta in options(config):
         if value is not None:
             _check_option(name, value, meta)
@@ -279,6 +293,19 @@ def check(config: TrainConfig) -> None:
         raise UsageError(
             f"model={config.model.name} does not fit task={task.name}: "
             "task=reconstruction goes with model=autoencoder"
+        )
+
+
+def _check_deepspeed(backend: DeepSpeedConfig, optimizer: OptimizerConfig) -> None:
+    if backend.zero_stage == 3:
+        raise UsageError(
+            "backend.zero_stage=3: ZeRO 3 keeps no whole weight on a rank, which K-FAC's layers "
+            "need; use backend.zero_stage=2, or backend=fsdp2, which shards weights too"
+        )
+    if optimizer.name == "fused_lamb":
+        raise UsageError(
+            "optimizer=fused_lamb does not fit backend=deepspeed, which copies the optimizer; use "
+            "backend=ddp or another optimizer"
         )
 
 

@@ -308,7 +308,8 @@ class Trainer:
             self.kfac.load_state_dict(*states)
         self._check_optimizer(main["optimizer"], saved.path)
         settings = [
-            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+            {k: v for k, v in g.items() if k not in _NO_SETTINGS}
+            for g in self.optimizer.param_groups
         ]
         try:
             self.backend.load(self.model, self.optimizer, saved.shards)
@@ -330,9 +331,13 @@ class Trainer:
         self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
 
     def _check_optimizer(self, state: dict[str, Any], path: Path) -> None:
-        theirs = [set(g) - {"params"} for g in state["param_groups"]]
-        if [set(g) - {"params"} for g in self.optimizer.param_groups] != theirs:
+        theirs = [set(g) - _NO_SETTINGS for g in state["param_groups"]]
+        if [set(g) - _NO_SETTINGS for g in self.optimizer.param_groups] != theirs:
             raise ValueError(f"{path}: another optimizer")
+
+
+_NO_SETTINGS = {"params", "step"}
+"""Of a parameter group; Apex's optimizers count their steps there."""
 
 
 def _max_steps(config: TrainerConfig, steps_per_epoch: int) -> int:

@@ -68,7 +68,7 @@ class Update:
         process at once (but for batch norm, which sees the parts). Ranks meet at the last part.
         """
         self._weight = len(batch[0]) * self._world_size / (examples or self._batch_size)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         total = torch.zeros((), device=batch[0].device)
         for i, (part, share) in enumerate(self._parts(batch)):
             with self._backend.part(self._model, last=i == self._parts_of_batch - 1):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import SingleProcess
@@ -102,6 +103,24 @@ def train_step(model, kfac, optimizer, x, y):
     grads = [p.grad.clone() for p in model.parameters()]
     optimizer.step()
     kfac.adapt_damping(loss.detach(), lambda: loss_of(model, x, y)[1])
+    return grads
+
+
+def update(backend, model, optimizer, kfac, x, y, parts=1):
+    """By a backend, as the trainer does it; the preconditioned gradients."""
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for i, part in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+        with backend.part(model, last=i == parts - 1):
+            output, loss = loss_of(model, *part)
+            kfac.fisher_backward(output)
+            backend.backward(loss / parts)
+            total += loss.detach() / parts
+    backend.synchronize(optimizer)
+    kfac.step()
+    grads = [p.grad.clone() for p in model.parameters()]
+    backend.step(optimizer, GradScaler("cpu", enabled=False))
+    kfac.adapt_damping(total, lambda: loss_of(model, x, y)[1])
     return grads
 
 

@@ -172,11 +172,22 @@ def _frozen(weight: object) -> str | None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose names are clean."""
+    """The model inside DistributedDataParallel, also Apex's, DeepSpeed's engine or torch.compile.
+
+    Its names are clean.
+    """
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+        if isinstance(model, nn.parallel.DistributedDataParallel) or _is_foreign_wrapper(model):
+            model = model.get_submodule("module")
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:
             return model
+
+
+def _is_foreign_wrapper(model: nn.Module) -> bool:
+    """Of a package that is not imported for that."""
+    package = type(model).__module__.partition(".")[0]
+    return package in ("apex", "deepspeed") and isinstance(
+        getattr(model, "module", None), nn.Module
+    )
