@@ -56,7 +56,7 @@ class Update:
         Parts are weighted by their sizes, so all is as if the batch had gone through at once
         (but for batch norm, which sees the parts). Ranks meet at the last one only.
         """
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         total = torch.zeros((), device=batch[0].device)
         for i, (part, share) in enumerate(self._parts(batch)):
             with self._backend.part(self._model, last=i == self._parts_of_batch - 1):
