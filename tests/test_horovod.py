@@ -17,8 +17,8 @@ from kfac_bench.core.plan import STRATEGIES
 from kfac_bench.events import Evaluated, Resumed, Trained
 from tests import horovod_ranks
 from tests.horovod_ranks import BIN, here, run_ranks
+from tests.runs import ALONE, SMALL, of_kind, steps_of, train, train_here
 from tests.runs import KFAC as KFAC_RUN
-from tests.runs import SMALL, of_kind, steps_of, train, train_here
 from tests.training import (
     OPTIONS,
     STEPS,
@@ -55,11 +55,16 @@ def _pools():
 
 def prepare(make_model, **options):
     """This rank's backend, model, K-FAC and optimizer, as a run makes them."""
-    backend, model = here(), make_model()
-    optimizer = sgd(model)
-    kfac = make_kfac(model, optimizer, options, collective=backend.collective())
+    backend = here()
+    model, kfac, optimizer = with_kfac(make_model, backend, options)
     model, optimizer = backend.wrap(model, optimizer)
     return backend, model, kfac, optimizer
+
+
+def with_kfac(make_model, backend, options):
+    model = make_model()
+    optimizer = sgd(model)
+    return model, make_kfac(model, optimizer, options, collective=backend.collective()), optimizer
 
 
 def update(backend, model, kfac, optimizer, x, y, parts=1, scaler=None, dtype=None):
@@ -87,9 +92,14 @@ def mine(backend, tensors):
 def equals_here(make_model, make_batch, options, strategies, tolerance, how):
     """On every rank: hold each strategy against one process; hashes of the weights."""
     digests, wanted = [], one_process(make_model, make_batch, tuple(options.items()))
-    if "dtype" in how:
+    if "dtype" in how:  # one process computes in it, too
         enabled = how["dtype"] == torch.float16
         how = how | {"scaler": GradScaler("cpu", init_scale=256.0, enabled=enabled)}
+        alone = (ALONE, *with_kfac(make_model, ALONE, options))
+        wanted = [
+            (update(*alone, *make_batch(step), **how), weights_of(alone[1]), ())
+            for step in range(STEPS)
+        ]
     for strategy in strategies:
         made = prepare(make_model, **options, strategy=strategy)
         for step, (want_grads, want_weights, _) in enumerate(wanted):
@@ -132,7 +142,7 @@ def test_every_kind_of_layer_equals_one_process(strategy, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_messages_in_half_precision(method, dtype):
     """One process keeps its state in half precision, too: apart are roundings only."""
-    equal(2, "comm_opt", "mem_opt", method=method, state_dtype=dtype, tolerance=0.05)
+    equal(2, "comm_opt", "mem_opt", method=method, state_dtype=dtype, tolerance=0.15)
 
 
 @pytest.mark.supports("horovod", "gradient accumulation")
@@ -170,13 +180,13 @@ def test_ranks_meet_at_the_last_part_only():
 
 
 @pytest.mark.supports("horovod", "bf16 autocast")
-def test_autocast_is_close_to_float32():
-    equal(2, "comm_opt", method="eigen", how={"dtype": torch.bfloat16}, tolerance=0.3)
+def test_autocast_is_close_to_one_process():
+    equal(2, "comm_opt", method="eigen", how={"dtype": torch.bfloat16}, tolerance=0.2)
 
 
 @pytest.mark.supports("horovod", "fp16 with GradScaler")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_scaled_loss_is_close_to_float32(method):
+def test_a_scaled_loss_is_close_to_one_process(method):
     equal(2, "mem_opt", method=method, how={"dtype": torch.float16}, tolerance=0.1)
 
 
