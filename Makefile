@@ -3,9 +3,10 @@ PYTHON ?= python3
 SEEDS  ?=
 BIN    := .venv/bin
 READY  := .venv/.ready
+HOROVOD := .venv/.horovod
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo tune bench bench-gpu test support lint format clean
+.PHONY: help setup install-horovod demo tune bench bench-gpu test support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -18,6 +19,12 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing into .venv: about 6 GB, 2 to 5 minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install-horovod: $(HOROVOD)  ## for backend=horovod: built once on a machine, some minutes (HVD_CUDA=1: for GPUs)
+
+$(HOROVOD): $(READY) scripts/install_horovod.sh
+	@scripts/install_horovod.sh $(BIN)/python
 	@touch $@
 
 demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report (SEEDS=0: one seed)
@@ -33,11 +40,11 @@ bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their fl
 bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py
 
-test: setup lint  ## linters and the whole test suite
+test: setup install-horovod lint  ## linters and the whole test suite
 	$(BIN)/python -m pytest -q --support build/support.json
 	$(BIN)/python scripts/support_table.py --check build/support.json
 
-support: setup  ## what each backend can do, shown by its tests: the table of docs/distributed.md
+support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/distributed.md
 	$(BIN)/python -m pytest -q -m supports --support build/support.json
 	$(BIN)/python scripts/support_table.py build/support.json
 

@@ -88,7 +88,7 @@ def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(_launched("WORLD_SIZE", "HOROVOD_SIZE", "1")) > 1:
         # Now and then a gloo thread aborts the process in C++'s destructors, its work done.
         sys.stderr.flush()
         atexit._run_exitfuncs()
@@ -98,8 +98,13 @@ def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
 
 def _say_once(text: str) -> None:
     """On rank 0, or alone: all ranks parse the same command line."""
-    if os.environ.get("RANK", "0") == "0":
+    if _launched("RANK", "HOROVOD_RANK", "0") == "0":
         print(text, file=sys.stderr)
+
+
+def _launched(torchrun: str, horovodrun: str, alone: str) -> str:
+    """What the launcher, whichever it was, says in its variable."""
+    return os.environ.get(horovodrun) or os.environ.get(torchrun) or alone
 
 
 class _Parser(argparse.ArgumentParser):

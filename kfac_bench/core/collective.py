@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kfac_bench.core import horovod
+
 
 class Work(Protocol):
     """A message under way."""
@@ -92,9 +94,11 @@ class SingleProcess:
 
 
 def default_collective() -> Collective:
-    """torch.distributed where it is initialised with several ranks, else this process alone."""
+    """torch.distributed or Horovod, initialised with several ranks, else this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchCollective()
+    if horovod.has_ranks():
+        return horovod.HorovodCollective()
     return SingleProcess()
 
 

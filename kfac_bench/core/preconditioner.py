@@ -73,7 +73,8 @@ class KFAC:
     skip: regular expressions of modules (by name or class name) left to the optimizer.
     max_dim: a factor of more rows is kept as a diagonal (the G of a vocabulary head).
     layer_types: classes for module types of your own; see :mod:`kfac_bench.core.layer`.
-    collective: the communication backend; by default torch.distributed where initialised.
+    collective: the communication backend; by default torch.distributed or Horovod where
+        initialised.
 
     Raises ``ValueError`` for a value out of range, a model with nothing to precondition, or
     parameters the optimizer does not know; ``RuntimeError`` if ranks disagree on the plan.
