@@ -115,8 +115,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _say_as_rank(name: str, text: str) -> None:
-    rank = os.environ.get("RANK")
-    print(f"{name}: {text}" if rank is None else f"{name}: rank {rank}: {text}", file=sys.stderr)
+    rank = _launched("RANK", "HOROVOD_RANK", "")
+    print(f"{name}: rank {rank}: {text}" if rank else f"{name}: {text}", file=sys.stderr)
 
 
 def _train(arguments: list[str]) -> int:
