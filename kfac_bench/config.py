@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from kfac_bench.core.plan import METHODS, STRATEGIES
+from kfac_bench.core.plan import BALANCES, METHODS, STRATEGIES
 from kfac_bench.errors import UsageError
 
 # The core's own, which need torch; tests/test_config.py holds them against it.
@@ -119,9 +119,20 @@ class KFACConfig:
 
     enabled: bool = option(True, "precondition gradients")
     strategy: str = option("comm_opt", "who computes what on several ranks", choices=STRATEGIES)
-    grad_worker_fraction: float = option(
-        0.5, "share of ranks that precondition a layer (hybrid_opt)", above=0, at_most=1
+    grad_worker_fraction: float | None = option(
+        None,
+        "share of ranks that precondition a layer (hybrid_opt, null: 0.5; owner_reduce and "
+        "local_factors, null: one rank)",
+        above=0,
+        at_most=1,
     )
+    colocate_factors: bool | None = option(
+        None, "one rank decomposes both factors of a layer; null: not in comm_opt"
+    )
+    balance: str = option(
+        "compute", "what ranks get about equal shares of: time or bytes", choices=BALANCES
+    )
+    overlap: bool = option(False, "send statistics while backward runs; the results are the same")
     method: str = option(
         "eigen", "eigendecomposition, Cholesky inverse, or George et al.'s EKFAC", choices=METHODS
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,8 @@ class Update:
         self._optimizer.zero_grad()
         total = torch.zeros((), device=batch[0].device)
         for i, (part, share) in enumerate(self._parts(batch)):
-            with self._backend.part(self._model, last=i == self._parts_of_batch - 1):
+            last = i == self._parts_of_batch - 1
+            with self._backend.part(self._model, last=last), self._accumulating(not last):
                 with self._autocast():
                     loss, output = self._forward(self._model, part, share)
                 if self._kfac is not None:
@@ -125,6 +126,10 @@ class Update:
             return self._task.forward(model, part)
         finally:
             bare.train()
+
+    def _accumulating(self, more: bool) -> AbstractContextManager[None]:
+        """K-FAC's own note that more parts will come."""
+        return self._kfac.accumulate() if more and self._kfac is not None else nullcontext()
 
     def _autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self._device, self._dtype, enabled=self._dtype is not None)

@@ -224,6 +224,11 @@ def test_names_are_those_of_the_core():
         ("skip=[fc]", "skip", ["fc"]),
         ("max_dim=7", "max_dim", 7),
         ("damping=0.5", "damping", 0.5),
+        ("strategy=owner_reduce", "strategy", "owner_reduce"),
+        ("grad_worker_fraction=0.25", "grad_worker_fraction", 0.25),
+        ("colocate_factors=true", "colocate_factors", True),
+        ("balance=memory", "balance", "memory"),
+        ("overlap=true", "overlap", True),
     ],
 )
 def test_what_is_said_of_kfac_is_what_the_core_gets(monkeypatch, said, keyword, value):

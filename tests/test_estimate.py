@@ -16,6 +16,7 @@ from kfac_bench.core.plan import (
     FACTORS,
     METHODS,
     STRATEGIES,
+    STRATEGY_TABLE,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
@@ -81,6 +82,39 @@ def test_memory_by_hand(strategy, method, decompositions):
     for rank, numel in enumerate(decompositions):
         want = {"factors": FACTORS_OF_ALL, "decompositions": numel * 4}
         assert memory_bytes(plan, rank) == want
+
+
+def test_factors_of_owners_by_hand():
+    """x is on rank 0 and y on rank 1; each gets and keeps its own."""
+    plan = by_hand("owner_reduce", "eigen")
+    assert [p.a_worker for p in plan.placements] == [1, 0]  # y is heavier
+    for rank, (factors, decompositions) in enumerate([(16 + 1, 22), (9 + 4, 18)]):
+        want = {"factors": 4 * factors, "decompositions": 4 * decompositions}
+        assert memory_bytes(plan, rank) == want
+        # half of each message, and the other's gradients
+        assert wire_bytes(plan, rank) == {
+            "ReduceFactors": REDUCED / 2,
+            "ShareGradients": (6 + 4) * 4 / 2,
+        }
+    assert payload_bytes(plan, Stage.FACTORS) == {"ReduceFactors": REDUCED}
+    local = by_hand("local_factors", "eigen")
+    assert payload_bytes(local) == {"ShareGradients": (6 + 4) * 4}
+    assert [memory_bytes(local, r) for r in range(2)] == [memory_bytes(plan, r) for r in range(2)]
+    flop = [stage_flops(local, r, ROWS)[Stage.FACTORS] for r in range(2)]
+    assert flop == [2 * 5 * (16 + 1), 2 * 10 * (9 + 4)]
+
+
+def test_half_precision_of_owners_by_hand():
+    """Diagonals are fp32, also those that an owner sends to the other gradient workers."""
+    plan = make_plan(ALL_KINDS, 2, strategy="owner_reduce", grad_worker_fraction=1.0, itemsize=2)
+    values = (6 + 4) + (5 + 2) + (2 + 7)
+    assert payload_bytes(plan) == {
+        "ReduceScales": 6 * 2 * 4,
+        "ReduceFactors": 2 * (12 + 6 + 5 + 3 + 3 + 7),
+        "ShareDecompositions": 4 * values + 2 * (18 + 8 + 4 + 4),
+    }
+    assert wire_bytes(plan, 0)["ReduceScales"] == 6 * 2 * 4  # to all
+    assert wire_bytes(plan, 0)["ReduceFactors"] == 12 + 6 + 5 + 3 + 3 + 7
 
 
 @pytest.mark.parametrize(
@@ -251,12 +285,20 @@ def test_strategies_trade_memory_for_communication(specs, world, method, cap):
     factors = sum(stored(s, f) for s in specs for f in FACTORS)
     values = sum(s.groups * s.dim(f) for s in specs for f in FACTORS if not s.diagonal(f))
     one_copy = factors + (values if method == "eigen" else 0)
-    copies = {"comm_opt": world, "layer_wise": 1, "mem_opt": 1, "hybrid_opt": workers(world)}
     for strategy, plan in plans.items():
         held = [memory_bytes(plan, r) for r in range(world)]
-        assert sum(h["decompositions"] for h in held) == copies[strategy] * one_copy * 4
-        assert {h["factors"] for h in held} == {factors * 4}
-    assert len({payload_bytes(p, Stage.FACTORS)["ReduceFactors"] for p in plans.values()}) == 1
+        copies = workers_of(strategy, world)
+        assert sum(h["decompositions"] for h in held) == copies * one_copy * 4
+        if plan.factors_on == "all":
+            assert {h["factors"] for h in held} == {factors * 4}
+        else:
+            assert sum(h["factors"] for h in held) == factors * 4
+    assert payload_bytes(plans["local_factors"], Stage.FACTORS) == {}
+    sent = [payload_bytes(plans[s], Stage.FACTORS) for s in STRATEGIES if s != "local_factors"]
+    assert all(s == sent[0] for s in sent)
+    arriving = {s: sum(wire_bytes(plans[s], r, Stage.FACTORS)["ReduceFactors"]
+                       for r in range(world)) for s in ("mem_opt", "owner_reduce")}  # fmt: skip
+    assert 2 * arriving["owner_reduce"] == pytest.approx(arriving["mem_opt"])
 
 
 @for_all(SPECS, WORLDS, CAPS)
@@ -275,6 +317,13 @@ def test_ekfac_costs_second_moments_more_than_eigen(specs, world, cap):
 def workers(world):
     """Half of the ranks; all of an odd number."""
     return world // 2 if world % 2 == 0 else world
+
+
+def workers_of(strategy, world):
+    """Of :func:`build`."""
+    if STRATEGY_TABLE[strategy].adjustable:
+        return workers(world)
+    return world if strategy == "comm_opt" else 1
 
 
 def build(specs, world, strategy, method, cap, **options):
@@ -327,9 +376,9 @@ def test_what_all_ranks_receive_is_what_the_messages_carry(specs, world, choice,
     """Over p ranks a broadcast arrives at p - 1, and a ring moves 2 (p - 1) payloads."""
     (strategy, _), plan = choice, build(specs, world, *choice, cap)
     received = [wire_bytes(plan, rank) for rank in range(world)]
-    ranks = {"comm_opt": world, "hybrid_opt": workers(world)}.get(strategy, 1)
+    ranks = workers_of(strategy, world)
     arrivals = {
-        "ReduceFactors": 2 * (world - 1),
+        "ReduceFactors": (1 if strategy == "owner_reduce" else 2) * (world - 1),
         "ReduceSecondMoments": 2 * (world - 1),
         "ShareDecompositions": ranks - 1,
         "ShareGradients": world // ranks - 1,
@@ -354,7 +403,10 @@ def test_decompositions_are_done_once_in_all(specs, world, choice):
     alone = stage_flops(make_plan(specs, 1, method=method), 0, rows)
     each = [stage_flops(plan, rank, rows) for rank in range(world)]
     assert sum(s[Stage.DECOMPOSE] for s in each) == pytest.approx(alone[Stage.DECOMPOSE])
-    assert all(s[Stage.FACTORS] == alone[Stage.FACTORS] for s in each)
+    if strategy == "local_factors":
+        assert sum(s[Stage.FACTORS] for s in each) == alone[Stage.FACTORS]
+    else:
+        assert all(s[Stage.FACTORS] == alone[Stage.FACTORS] for s in each)
     if strategy == "comm_opt":
         assert all(s == alone[Stage.PRECONDITION] for s in (e[Stage.PRECONDITION] for e in each))
 

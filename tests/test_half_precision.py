@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.estimate import memory_bytes, payload_bytes
-from kfac_bench.core.plan import Message, ReduceFactors, ReduceScales, Stage
+from kfac_bench.core.plan import STRATEGIES, Message, ReduceFactors, ReduceScales, Stage
 from tests.distributed import run_ranks
 from tests.test_preconditioner import backward, batch, layers_of, matrix_grad, sgd, tiny_model
+from tests.training import held_bytes
 
 HALVES = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.003}
@@ -79,13 +80,7 @@ def test_neither_tiny_nor_huge_factors_nor_the_damping_get_lost(dtype, method, s
 @pytest.mark.parametrize("dtype", HALVES)
 def test_memory_is_what_the_plan_says(dtype, method):
     _, kfac = train(tiny_model(), method=method, state_dtype=dtype)
-    run = kfac._executor.store
-    factors = [*(t for parts in run.factors.values() for t in parts), *run.second_moments.values()]
-    decompositions = [t for parts in run.decompositions.values() for t in parts]
-    got = {
-        "factors": sum(t.nbytes for t in factors),
-        "decompositions": sum(t.nbytes for t in decompositions),
-    }
+    got = held_bytes(kfac)
     assert got == memory_bytes(kfac.plan, 0)
     assert sum(got.values()) < 0.6 * sum(memory_bytes(train(tiny_model())[1].plan, 0).values()) or (
         method == "ekfac"
@@ -111,36 +106,63 @@ def test_state_is_float32_and_goes_on_bit_exactly(dtype, method):
             assert torch.equal(matrix_grad(a), matrix_grad(b))
 
 
-def train_on_rank(strategy, method, dtype, scale):
-    """Preconditioned gradients of the last step on this rank's part; what was sent."""
+def train_on_rank(strategy, method, dtype, scale, options):
+    """Preconditioned gradients of the last step on this rank's part; the plan."""
     model = DistributedDataParallel(tiny_model())
-    kfac = KFAC(model, sgd(model), strategy=strategy, method=method, state_dtype=dtype, **OPTIONS)
+    options = OPTIONS | {"strategy": strategy, "method": method, "state_dtype": dtype} | options
+    kfac = KFAC(model, sgd(model), **options)
     rank, world = dist.get_rank(), dist.get_world_size()
     for seed in range(4):
         x, y = batch(seed=seed)
         model.zero_grad()
         F.cross_entropy(model(x.chunk(world)[rank] * scale), y.chunk(world)[rank]).backward()
         kfac.step()
-    grads = torch.cat([matrix_grad(m).flatten() for m in layers_of(model)])
-    return grads, kfac.plan
+    assert held_bytes(kfac) == memory_bytes(kfac.plan, rank)
+    return torch.cat([matrix_grad(m).flatten() for m in layers_of(model)]), kfac.plan
+
+
+BF16 = [
+    (world, strategy, method, torch.bfloat16, {})
+    for world in (2, 4)
+    for strategy in STRATEGIES
+    for method in METHODS
+    if method != "ekfac" or strategy == "comm_opt"
+]
+FP16 = [
+    (2, strategy, method, torch.float16, {})
+    for strategy, method in [
+        ("comm_opt", "eigen"), ("comm_opt", "inverse"), ("comm_opt", "ekfac"),
+        ("mem_opt", "inverse"), ("owner_reduce", "inverse"),
+    ]
+]  # fmt: skip
+DIAGONALS = [
+    (2, "owner_reduce", method, torch.bfloat16, {"max_dim": 8, "grad_worker_fraction": 1.0})
+    for method in ("eigen", "inverse")
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.supports("ddp", "{strategy}")
 @pytest.mark.parametrize(
-    ("strategy", "method"),
-    [("comm_opt", "eigen"), ("comm_opt", "inverse"), ("comm_opt", "ekfac"), ("mem_opt", "inverse")],
+    ("world", "strategy", "method", "dtype", "options"), [*BF16, *FP16, *DIAGONALS]
 )
-def test_ranks_agree_with_one_process_in_float32(strategy, method, dtype):
+def test_ranks_agree_with_one_process_in_float32(world, strategy, method, dtype, options):
+    """Where factors are of a rank's own batch, with the same ranks in float32."""
     scale = 1e-2  # an A of 1e-4 times its usual size, which fp16 would flush
-    want, _ = train(tiny_model(), method=method, scale=scale)
-    (got, plan), (other, _) = run_ranks(2, train_on_rank, strategy, method, dtype, scale)
-    assert torch.equal(got, other), "ranks drift apart"
+    max_dim = {k: v for k, v in options.items() if k == "max_dim"}
+    if strategy == "local_factors":
+        ranks = run_ranks(world, train_on_rank, strategy, method, torch.float32, scale, options)
+        want = ranks[0][0]
+    else:
+        want, _ = train(tiny_model(), method=method, scale=scale, **max_dim)
+    results = run_ranks(world, train_on_rank, strategy, method, dtype, scale, options)
+    got, plan = results[0]
+    assert all(torch.equal(got, other) for other, _ in results), "ranks drift apart"
     assert relative_error(got, want) < 2 * TOLERANCE[dtype]
     kinds = [type(op) for op in plan.ops(Stage.FACTORS) if isinstance(op, Message)]
-    assert kinds[:2] == [ReduceScales, ReduceFactors]
-    full = train(tiny_model(), method=method)[1]
-    assert full.plan.itemsize == 4
-    assert payload_bytes(plan)["ReduceFactors"] == 2 * sum(
+    assert kinds[:2] == ([] if strategy == "local_factors" else [ReduceScales, ReduceFactors])
+    diagonals = [s for p in plan.placements for s in [p.layer] if s.a_diagonal or s.g_diagonal]
+    assert bool(diagonals) == bool(max_dim)
+    assert payload_bytes(plan).get("ReduceFactors", 0) == 2 * sum(
         op.numel for op in plan.ops() if isinstance(op, ReduceFactors)
     )

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from kfac_bench.core.cost import SECONDS, cubic_cost, measured_cost
+from kfac_bench.core.estimate import memory_bytes
 from kfac_bench.core.plan import (
+    BALANCES,
     FACTORS,
     METHODS,
     STRATEGIES,
+    STRATEGY_TABLE,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
@@ -25,12 +29,12 @@ from kfac_bench.core.plan import (
     ShareGradients,
     Stage,
 )
-from kfac_bench.core.planner import (
-    cubic_cost,
+from kfac_bench.core.planner import make_plan
+from kfac_bench.core.sizes import (
     decomposition_numel,
     factor_numel,
     has_second_moment,
-    make_plan,
+    kept_bytes,
     packed_numel,
 )
 
@@ -45,6 +49,7 @@ SHAPES = st.tuples(
 SPECS = st.lists(SHAPES, min_size=1, max_size=12).map(
     lambda shapes: [LayerSpec(f"layer{i}", *shape) for i, shape in enumerate(shapes)]
 )
+ADJUSTABLE = [name for name, row in STRATEGY_TABLE.items() if row.adjustable]
 MESSAGES = (ReduceFactors, ReduceSecondMoments, ShareDecompositions, ShareGradients)
 
 
@@ -70,7 +75,7 @@ class Case:
 
 
 def build(specs, world, workers, strategy, **options):
-    fraction = workers / world if strategy == "hybrid_opt" else 0.5
+    fraction = workers / world if strategy in ADJUSTABLE else 0.5
     return make_plan(specs, world, strategy=strategy, grad_worker_fraction=fraction, **options)
 
 
@@ -82,9 +87,13 @@ def cases(draw, strategies=STRATEGIES, methods=METHODS):
         draw(st.sampled_from(strategies)),
     )
     divisors = [d for d in range(1, world + 1) if world % d == 0]
-    workers = {"comm_opt": world, "hybrid_opt": draw(st.sampled_from(divisors))}.get(strategy, 1)
-    possible = [m for m in methods if m != "ekfac" or workers == world]
+    workers = draw(st.sampled_from(divisors)) if strategy in ADJUSTABLE else 1
+    workers = world if strategy == "comm_opt" else workers
+    some = workers < world or (strategy == "local_factors" and world > 1)
+    possible = [m for m in methods if m != "ekfac" or not some]
     options = {
+        "colocate_factors": draw(st.sampled_from([None, None, False, True])),
+        "balance": draw(st.sampled_from(BALANCES)),
         "method": draw(st.sampled_from(possible)),
         "bucket_numel": draw(st.sampled_from([1, 50, 400, 2000, 1 << 22])),
         "batch_numel": draw(st.sampled_from([0, 1, 50, 1000, 1 << 22])),
@@ -116,7 +125,8 @@ def numels(op, method):
         if isinstance(op, ReduceFactors):
             sizes.append(spec.groups * triangle + 1)
         else:
-            sizes.append(spec.groups * (triangle if method == "inverse" else n + n * n))
+            inverse = method == "inverse" or is_diagonal((spec, f))
+            sizes.append(spec.groups * (triangle if inverse else n + n * n))
     return sizes
 
 
@@ -131,16 +141,46 @@ def test_the_grid_has_the_number_of_gradient_workers_asked_for(case):
 
 
 @for_all(cases())
-def test_every_rank_computes_and_reduces_every_factor_once(case):
-    plan = case.plan
+def test_every_factor_is_computed_and_reduced_once_for_those_who_keep_it(case):
+    """By all ranks, to all or to the one that decomposes it; or by that one, and not sent."""
+    plan, everybody = case.plan, tuple(range(case.world))
     wanted = Counter((spec, f) for spec in case.specs for f in FACTORS)
-    everybody = tuple(range(case.world))
+    owner = {(p.layer, f): p.worker(f) for p in plan.placements for f in FACTORS}
     computed = of_kind(plan, ComputeFactor)
     assert Counter((op.layer, op.factor) for op in computed) == wanted
     reduced = of_kind(plan, ReduceFactors)
     members = Counter(m for op in reduced for m in op.members)
-    assert members == (wanted if case.world > 1 else Counter())
-    assert all(op.ranks == everybody for op in [*computed, *reduced])
+    sent = case.world > 1 and plan.strategy != "local_factors"
+    assert members == (wanted if sent else Counter())
+    assert all(op.ranks == everybody for op in reduced)
+    for op in computed:
+        mine = (owner[op.layer, op.factor],)
+        assert op.ranks == (mine if plan.strategy == "local_factors" else everybody)
+    for op in reduced:
+        owners = {owner[m] for m in op.members} if plan.strategy == "owner_reduce" else {None}
+        assert owners == {op.root}
+
+
+@for_all(cases())
+def test_who_keeps_a_factor_is_who_has_it(case):
+    """And whoever decomposes it is one of them."""
+    plan = case.plan
+    has = {(r, op.layer, op.factor) for op in of_kind(plan, ComputeFactor) for r in op.ranks}
+    for op in of_kind(plan, ReduceFactors):
+        if op.root is not None:
+            has -= {(r, *m) for m in op.members for r in op.ranks if r != op.root}
+    keeps = {
+        (r, p.layer, f)
+        for p in plan.placements
+        for f in FACTORS
+        for r in range(case.world)
+        if plan.keeps(r, p, f)
+    }
+    assert has == keeps
+    decomposed = of_kind(plan, Decompose)
+    assert {(r, *m) for op in decomposed for m in op.members for r in op.ranks} <= keeps
+    both = all(p.a_worker == p.g_worker for p in plan.placements)
+    assert plan.colocated == (both or plan.factors_on == "all")
 
 
 @for_all(cases(["comm_opt", "hybrid_opt"]))
@@ -161,7 +201,7 @@ def test_second_moments_are_those_of_ekfac_where_no_factor_is_diagonal(case):
 
 @for_all(cases())
 def test_each_factor_is_decomposed_once_over_all_slices(case):
-    """A dense one by a gradient worker of its layer, a diagonal one by all of them."""
+    """By a gradient worker of its layer; a diagonal by all of them, if they have it."""
     decomposed = of_kind(case.plan, Decompose)
     assert Counter(m for op in decomposed for m in op.members) == Counter(
         (spec, f) for spec in case.specs for f in FACTORS
@@ -170,7 +210,7 @@ def test_each_factor_is_decomposed_once_over_all_slices(case):
     for op in decomposed:
         for spec, f in op.members:
             workers = placement[spec].grad_workers
-            if is_diagonal((spec, f)):
+            if is_diagonal((spec, f)) and case.plan.factors_on == "all":
                 assert op.ranks == workers
             else:
                 assert op.ranks == (placement[spec].worker(f),)
@@ -184,7 +224,8 @@ def test_every_gradient_worker_gets_every_decomposition_of_its_layer_once(case):
         got.update((r, *member) for member in op.members for r in op.ranks)
     for op in of_kind(case.plan, ShareDecompositions):
         assert op.root in op.ranks
-        assert not any(map(is_diagonal, op.members)), "a diagonal is never sent"
+        if case.plan.factors_on == "all":
+            assert not any(map(is_diagonal, op.members)), "who has a diagonal needs no message"
         got.update((r, *member) for member in op.members for r in op.ranks if r != op.root)
     assert got == Counter(
         (r, p.layer, f) for p in case.plan.placements for r in p.grad_workers for f in FACTORS
@@ -416,9 +457,11 @@ def test_a_bucket_holds_its_members_and_closes_as_soon_as_it_reaches_the_cap(cas
         assert op.numel == sum(sizes)
         assert op.members
         last = 1
-        if isinstance(op, ReduceFactors):  # A and G of a layer travel together
+        if isinstance(op, ReduceFactors) and case.plan.colocated:  # A and G travel together
             assert [m[0] for m in op.members[::2]] == [m[0] for m in op.members[1::2]]
             last = 2
+        elif isinstance(op, ReduceFactors) and op.members[-1][0] == op.members[-2:][0][0]:
+            last = len(op.members[-2:])
         assert op.numel - sum(sizes[-last:]) < case.bucket_numel
 
 
@@ -466,7 +509,8 @@ def test_what_a_message_carries_was_made_before_it_on_its_root(case):
             case Decompose() | Precondition():
                 done |= {(type(op), r, m) for m in op.members for r in op.ranks}
             case Message():
-                roots = [op.root] if hasattr(op, "root") else op.ranks
+                made_on = [op.root] if hasattr(op, "root") else op.ranks
+                roots = op.ranks if isinstance(op, ReduceFactors) else made_on
                 assert all((made[type(op)], r, m) in done for r in roots for m in op.members)
 
 
@@ -512,12 +556,14 @@ def test_the_digest_tells_plans_apart_and_equal_ones_not(case, data):
     assert build(again[1:], *asked, **options).digest() != plan.digest()
     for strategy in set(STRATEGIES) - {plan.strategy}:
         workers = case.world if plan.method == "ekfac" else 1
-        if plan.method == "ekfac" and strategy != "hybrid_opt" and case.world > 1:
+        refused = strategy not in ("comm_opt", "hybrid_opt", "owner_reduce")
+        if plan.method == "ekfac" and refused and case.world > 1:
             continue
         other = build(again, case.world, workers, strategy, **options)
         assert other.digest() != plan.digest()
     for method in set(METHODS) - {plan.method}:
-        if method != "ekfac" or case.workers == case.world:
+        some = case.workers < case.world or (plan.factors_on == "local" and case.world > 1)
+        if method != "ekfac" or not some:
             other = build(again, *asked, **options | {"method": method})
             assert other.digest() != plan.digest()
 
@@ -563,9 +609,20 @@ def test_layer_wise_takes_turns(specs, world):
         assert placement.grad_workers == (rank,)
 
 
-@for_all(cases(["layer_wise", "mem_opt", "hybrid_opt"], ["eigen", "inverse"]))
-def test_a_and_g_stay_together_where_not_comm_opt(case):
-    assert all(p.a_worker == p.g_worker for p in case.plan.placements)
+@for_all(cases())
+def test_a_and_g_stay_together_where_asked_for_or_not_comm_opt(case):
+    asked = case.options["colocate_factors"]
+    if asked or (asked is None and case.plan.strategy != "comm_opt") or case.workers == 1:
+        assert all(p.a_worker == p.g_worker for p in case.plan.placements)
+
+
+@pytest.mark.parametrize("strategy", ["comm_opt", *ADJUSTABLE])
+def test_a_and_g_may_be_told_to_part_or_to_stay(strategy):
+    specs = [LayerSpec("fc", 9, 4)]
+    options = {"strategy": strategy, "grad_worker_fraction": 1.0}
+    for colocate in (False, True):
+        (placement,) = make_plan(specs, 2, colocate_factors=colocate, **options).placements
+        assert (placement.a_worker, placement.g_worker) == (0, int(not colocate))
 
 
 def test_comm_opt_may_put_a_and_g_on_different_ranks():
@@ -575,15 +632,63 @@ def test_comm_opt_may_put_a_and_g_on_different_ranks():
     assert (placement.a_worker, placement.g_worker) == (1, 0)
 
 
-@for_all(cases(["comm_opt", "mem_opt", "hybrid_opt"]))
+@for_all(cases(["comm_opt", "mem_opt", "hybrid_opt", "owner_reduce", "local_factors"]))
 def test_the_heaviest_rank_carries_at_most_the_average_and_one_item(case):
     plan = case.plan
+    assume(case.options["balance"] == "compute")
     load = [0.0] * case.world
     for op in of_kind(plan, Decompose):
         load[op.ranks[0]] += sum(work_of(*m) for m in op.members)
     items = [[work_of(spec, f) for f in FACTORS] for spec in case.specs]
-    largest = max(max(i) if plan.strategy == "comm_opt" else sum(i) for i in items)
+    split = case.options["colocate_factors"] is False or (
+        case.options["colocate_factors"] is None and plan.strategy == "comm_opt"
+    )
+    # a column gets a layer, a worker in it an item
+    largest = max(map(sum, items)) / case.workers if case.workers < case.world else 0
+    largest += max(max(i) if split else sum(i) for i in items)
     assert max(load) <= sum(load) / case.world + largest
+
+
+@for_all(cases(["mem_opt", "hybrid_opt", "owner_reduce", "local_factors"]))
+def test_the_fullest_rank_keeps_at_most_the_average_and_one_layer(case):
+    """In equal parts over the gradient workers of a column, and then in it."""
+    plan = case.plan
+    assume(case.options["balance"] == "memory" and plan.method != "ekfac")
+    kept = [sum(memory_bytes(plan, r).values()) for r in range(case.world)]
+    if plan.factors_on == "all":
+        everywhere = memory_bytes(plan, 0)["factors"]
+        kept = [k - everywhere for k in kept]
+    layers = [sum(sum(kept_bytes(s, f, plan.method, 4)) for f in FACTORS) for s in case.specs]
+    assert max(kept) <= sum(kept) / case.world + 2 * max(layers)
+
+
+def test_memory_and_compute_balance_by_hand():
+    """20^3 is more than twelve times 8^3, but its decomposition takes less than twelve of 8."""
+    specs = [LayerSpec("large", 20, 1), *(LayerSpec(f"small{i:02}", 8, 1) for i in range(12))]
+
+    def layers_of_the_large_ones_rank(balance, cost=cubic_cost):
+        plan = make_plan(specs, 2, strategy="mem_opt", balance=balance, cost=cost)
+        rank = plan.placements[0].a_worker
+        return sum(p.a_worker == rank for p in plan.placements)
+
+    assert layers_of_the_large_ones_rank("compute") == 1
+    # 420 + 2 and 72 + 2 elements each: 422 + 3 * 74 against 9 * 74
+    assert layers_of_the_large_ones_rank("memory") == 4
+    with pytest.raises(ValueError, match="balance='luck': choose one of compute, memory"):
+        make_plan(specs, 2, balance="luck")
+
+
+def test_the_measured_cost_passes_through_its_table_and_grows():
+    for method in METHODS:
+        cost, table = measured_cost(method), SECONDS["inverse" if method == "inverse" else "eigen"]
+        for n, seconds in table.items():
+            assert cost(n) == pytest.approx(1e9 * seconds, rel=1e-6)
+        each = [cost(n) for n in range(1, 20_000, 7)]
+        assert each == sorted(each)
+        assert all(c == int(c) > 0 for c in each)
+        low, between, high = cost(512), cost(724), cost(1024)  # 724 is between them: sqrt(2)
+        assert between == pytest.approx((low * high) ** 0.5, rel=2e-3)
+        assert cost(9216) > 5 * cost(4608)  # prolonged
 
 
 def test_largest_first_beats_given_order():
@@ -628,6 +733,10 @@ def test_sizes_of_what_is_kept_and_sent():
     assert [factor_numel(grouped, f) for f in FACTORS] == [36, 20]
     assert [grouped.factor_shape(f) for f in FACTORS] == [(4, 3, 3), (4, 5)]
     assert [decomposition_numel(grouped, "A", m) for m in METHODS] == [48, 24, 48]
+    assert [decomposition_numel(grouped, "G", m) for m in METHODS] == [20, 20, 20]
+    assert [decomposition_numel(grouped, "G", m, 2) for m in METHODS] == [40, 40, 40]
+    assert kept_bytes(grouped, "A", "eigen", 2) == (2 * 36 + 4 * 4, 2 * 36 + 4 * 12)
+    assert kept_bytes(grouped, "G", "eigen", 2) == (80, 80)
     assert (grouped.grad_shape, grouped.grad_numel) == ((4, 5, 3), 60)
     assert cubic_cost(4) == 64.0
 
@@ -639,13 +748,17 @@ def test_where_ekfac_has_second_moments():
     assert not has_second_moment(LayerSpec("embedding", 3, 2, a_diagonal=True), "ekfac")
 
 
-@pytest.mark.parametrize("strategy", ["layer_wise", "mem_opt", "hybrid_opt"])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "comm_opt"])
 def test_ekfac_is_refused_where_ranks_lack_eigenvectors(strategy):
     specs = [LayerSpec("fc", 2, 2)]
     with pytest.raises(ValueError, match=f"method=ekfac .*strategy={strategy} .*choose comm_opt"):
         make_plan(specs, 4, strategy=strategy, method="ekfac")
     make_plan(specs, 1, strategy=strategy, method="ekfac")  # one rank has all there is
-    make_plan(specs, 4, strategy="hybrid_opt", grad_worker_fraction=1.0, method="ekfac")
+    options = {"grad_worker_fraction": 1.0, "method": "ekfac"}
+    make_plan(specs, 4, strategy="hybrid_opt", **options)
+    make_plan(specs, 4, strategy="owner_reduce", **options)
+    with pytest.raises(ValueError, match=r"method=ekfac .*choose comm_opt"):
+        make_plan(specs, 4, strategy="local_factors", **options)
 
 
 @pytest.mark.parametrize(
@@ -668,7 +781,7 @@ def test_a_fraction_out_of_range_is_refused(fraction):
 
 
 @pytest.mark.parametrize("strategy", ["comm_opt", "layer_wise", "mem_opt"])
-def test_the_fraction_is_read_by_hybrid_opt_alone(strategy):
+def test_the_fraction_is_not_read_by_those_that_have_their_own(strategy):
     specs = [LayerSpec("fc", 2, 2)]
     plain = make_plan(specs, 6, strategy=strategy)
     assert make_plan(specs, 6, strategy=strategy, grad_worker_fraction=0.7) == plain

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import SingleProcess, TorchCollective
-from kfac_bench.core.estimate import payload_bytes
+from kfac_bench.core.estimate import memory_bytes, payload_bytes
 from kfac_bench.core.plan import (
     FACTORS,
     METHODS,
@@ -41,10 +41,12 @@ from tests.training import (
     after_step,
     assert_close,
     batch,
+    held_bytes,
     loss_of,
     make_kfac,
     my_part,
     one_process,
+    owners_alone,
     sentences,
     sgd,
     sha256,
@@ -97,6 +99,7 @@ class Counting(TorchCollective):
     def __init__(self):
         super().__init__()
         self.step, self.steps, self.bytes = -1, defaultdict(list), Counter()
+        self.to_root = {}  # of what was reduced
 
     def _count(self, x, name):
         self.steps[name].append(self.step)
@@ -105,6 +108,11 @@ class Counting(TorchCollective):
     def all_reduce(self, x, ranks, name):
         self._count(x, name)
         return super().all_reduce(x, ranks, name)
+
+    def reduce(self, x, root, ranks, name):
+        self.to_root[name] = root
+        self._count(x, name)
+        return super().reduce(x, root, ranks, name)
 
     def broadcast(self, x, root, ranks, name):
         self._count(x, name)
@@ -122,14 +130,21 @@ class Trained:
     bytes: dict
 
 
-def train_on_rank(make_model, make_batch, plan_options, strategy, options):
+def train_on_rank(make_model, make_batch, plan_options, strategy, options, placing):
     """Compare with one process here."""
     collective, model = Counting(), DistributedDataParallel(make_model())
     optimizer = sgd(model)
     with planned(**plan_options):
-        kfac = make_kfac(model, optimizer, options, strategy=strategy, collective=collective)
+        kfac = make_kfac(
+            model, optimizer, options, strategy=strategy, collective=collective, **placing
+        )
     digests, after = [], []
-    wanted = one_process(make_model, make_batch, tuple(options.items()))
+    if kfac.plan.factors_on == "local":
+        owners = tuple((p.layer.name, p.a_worker) for p in kfac.plan.placements)
+        alone = (*options.items(), ("world", collective.world_size))
+        wanted = owners_alone(make_model, make_batch, alone, owners)
+    else:
+        wanted = one_process(make_model, make_batch, tuple(options.items()))
     for step, (want_grads, want_weights, want_after) in enumerate(wanted):
         collective.step = step
         grads = train_step(model, kfac, optimizer, *my_part(*make_batch(step)))
@@ -139,12 +154,15 @@ def train_on_rank(make_model, make_batch, plan_options, strategy, options):
         assert after[-1] == pytest.approx(want_after, rel=1e-3)
         assert kfac.failed_decompositions == kfac.dropped_statistics == 0
         digests.append((sha256(grads), sha256(weights_of(model))))
+    assert held_bytes(kfac) == memory_bytes(kfac.plan, collective.rank)
+    reduced = [op for op in kfac.plan.factors if isinstance(op, ReduceFactors)]
+    assert collective.to_root == {op.name: op.root for op in reduced if op.root is not None}
     return Trained(digests, after, kfac.plan, dict(collective.steps), collective.bytes)
 
 
-def train_on_ranks(world, *args):
+def train_on_ranks(world, *args, **placing):
     """Of rank 0, which no rank differs from by a bit; by rank, what was sent."""
-    results = run_ranks(world, train_on_rank, *args)
+    results = run_ranks(world, train_on_rank, *args, placing)
     for rank, other in enumerate(results):
         assert other.digests == results[0].digests, f"rank {rank} has other bits than rank 0"
         assert other.after == results[0].after
@@ -166,6 +184,7 @@ def steps_of_messages(plan):
     return wanted
 
 
+@pytest.mark.supports("ddp", "{strategy}")
 @pytest.mark.parametrize(
     ("plan_options", "spread"), [(SMALL, True), (LARGE, False)], ids=["small", "large"]
 )
@@ -175,7 +194,56 @@ def test_a_strategy_equals_one_process_and_its_own_plan(
     world, strategy, method, plan_options, spread
 ):
     options = {"method": method, "spread": spread}
-    first, results = train_on_ranks(world, tiny_model, batch, plan_options, strategy, options)
+    results = train_and_compare_with_the_plan(world, plan_options, strategy, options)
+    plan = results[0].plan
+    wanted = steps_of_messages(plan)
+    assert len(plan.slices) == len(SLICES[spread])
+    for part, due in zip(plan.slices, SLICES[spread], strict=True):
+        assert all(wanted[op.name] == due for op in part if isinstance(op, Message))
+    for kind in (ReduceFactors, ReduceSecondMoments)[: 2 if method == "ekfac" else 1]:
+        count = sum(isinstance(op, kind) for op in plan.ops())
+        if plan.factors_on == "local":
+            assert count == 0
+        elif plan_options is LARGE:  # one, or one of each owner
+            owners = {p.worker(f) for p in plan.placements for f in FACTORS}
+            assert count == (len(owners) if plan.factors_on == "owner" else 1)
+        else:
+            assert count == (5 if kind is ReduceFactors else 4)
+
+
+SPLIT = {"colocate_factors": False}
+TOGETHER = {"colocate_factors": True, "balance": "memory"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "method", "fraction", "more"),
+    [
+        ("comm_opt", "inverse", None, TOGETHER),
+        ("hybrid_opt", "eigen", 0.25, SPLIT),
+        ("owner_reduce", "eigen", 0.5, SPLIT),
+        ("owner_reduce", "inverse", 0.5, TOGETHER),
+        ("owner_reduce", "inverse", 1.0, SPLIT),
+        ("owner_reduce", "ekfac", 1.0, {"colocate_factors": None}),
+        ("local_factors", "eigen", 0.5, {"balance": "memory"}),
+        ("local_factors", "inverse", 1.0, {}),
+    ],
+)
+def test_placing_otherwise_equals_one_process_and_its_own_plan(strategy, method, fraction, more):
+    more = more | {"grad_worker_fraction": fraction}
+    options = {"method": method}
+    results = train_and_compare_with_the_plan(4, SMALL, strategy, options, **more)
+    plan = results[0].plan
+    if fraction is not None:
+        assert {len(p.grad_workers) for p in plan.placements} == {int(4 * fraction)}
+    together = {p.a_worker == p.g_worker for p in plan.placements}
+    assert (False in together) == (more.get("colocate_factors") is False and fraction != 0.25)
+
+
+def train_and_compare_with_the_plan(world, plan_options, strategy, options, **placing):
+    """Results by rank."""
+    first, results = train_on_ranks(
+        world, tiny_model, batch, plan_options, strategy, options, **placing
+    )
     plan = first.plan
 
     # What the plan says is sent, by whom and when, is what was sent
@@ -195,12 +263,16 @@ def test_a_strategy_equals_one_process_and_its_own_plan(
     for stage, runs in RUNS.items():
         want.update({kind: runs * n for kind, n in payload_bytes(plan, stage).items()})
     assert sent == want
-    assert len(plan.slices) == len(SLICES[spread])
-    for part, due in zip(plan.slices, SLICES[spread], strict=True):
-        assert all(wanted[op.name] == due for op in part if isinstance(op, Message))
-    for kind in (ReduceFactors, ReduceSecondMoments)[: 2 if method == "ekfac" else 1]:
-        count = sum(isinstance(op, kind) for op in plan.ops())
-        assert count == (1 if plan_options is LARGE else 5 if kind is ReduceFactors else 4)
+    return results
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_one_process_all_strategies_are_the_same(strategy):
+    model = tiny_model()
+    optimizer = sgd(model)
+    kfac = make_kfac(model, optimizer, {}, strategy=strategy, collective=SingleProcess())
+    for step, (want, _, _) in enumerate(one_process(tiny_model, batch, ())):
+        assert sha256(train_step(model, kfac, optimizer, *batch(step))) == sha256(want)
 
 
 COVER_ALL = {"skip": (), "max_dim": 10}
@@ -210,13 +282,15 @@ COVER_ALL = {"skip": (), "max_dim": 10}
     ("batch_numel", "factored"), [(0, False), (1 << 20, False), (1 << 20, True)]
 )
 @pytest.mark.parametrize(
-    ("strategy", "method"), [c for c in CHOICES if c[0] in ("comm_opt", "mem_opt")]
+    ("strategy", "method"), [c for c in CHOICES if c[0] in ("comm_opt", "mem_opt", "owner_reduce")]
 )
 def test_groups_diagonals_and_batches_equal_one_process(strategy, method, batch_numel, factored):
     """The one process decomposes and preconditions one by one."""
     options = COVER_ALL | {"method": method, "factored_damping": factored}
     plan_options = LARGE | {"batch_numel": batch_numel}
-    first, _ = train_on_ranks(2, Mixed, sentences, plan_options, strategy, options)
+    placing = {"grad_worker_fraction": 1.0, "colocate_factors": True}  # diagonals are sent
+    placing = placing if strategy == "owner_reduce" else {}
+    first, _ = train_on_ranks(2, Mixed, sentences, plan_options, strategy, options, **placing)
     specs = {p.layer.name: p.layer for p in first.plan.placements}
     assert (specs["tokens"].a_diagonal, specs["head"].g_diagonal) == (True, True)
     assert [specs[n].groups for n in ("convs.0", "norm", "head")] == [2, 4, 1]
@@ -254,7 +328,10 @@ def test_groups_diagonals_and_batches_are_the_dense_solution(method, factored, b
     ids=["empirical", "type2"],
 )
 @pytest.mark.parametrize("damping", [0.03, adaptive], ids=["constant", "adaptive"])
-@pytest.mark.parametrize(("strategy", "method"), [("comm_opt", "ekfac"), ("mem_opt", "inverse")])
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [("comm_opt", "ekfac"), ("mem_opt", "inverse"), ("owner_reduce", "eigen")],
+)
 def test_fisher_and_adaptive_damping_equal_one_process(
     strategy, method, damping, fisher, make_model, make_batch
 ):
@@ -267,12 +344,39 @@ def refused_on_rank(strategy):
     model = tiny_model()
     with pytest.raises(ValueError, match=f"ekfac .* strategy={strategy} .* choose comm_opt"):
         KFAC(model, sgd(model), method="ekfac", strategy=strategy, **OPTIONS)
+    apart = {"strategy": "owner_reduce", "grad_worker_fraction": 1.0, "colocate_factors": False}
+    with pytest.raises(ValueError, match=r"factored_damping needs both .*colocate_factors=True"):
+        make_kfac(model, sgd(model), apart, method="inverse", factored_damping=True)
+    with pytest.raises(ValueError, match="an adaptive damping needs both"):
+        make_kfac(model, sgd(model), apart, damping=adaptive)
+    make_kfac(model, sgd(model), apart, method="eigen", factored_damping=True)
     return True
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "comm_opt"])
 def test_ekfac_with_another_strategy_is_refused_on_every_rank(strategy):
     assert run_ranks(4, refused_on_rank, strategy) == [True] * 4
+
+
+def collected_on_rank():
+    model = DistributedDataParallel(tiny_model())
+    kfac = make_kfac(model, sgd(model), {}, strategy="local_factors")
+    loss_of(model, *my_part(*batch(0)))[1].backward()
+    own = {p.layer.name for p in kfac.plan.placements if p.a_worker == dist.get_rank()}
+    assert 0 < len(own) < len(kfac.plan.placements)
+    assert set(kfac._capture.pop()) == own
+    few = nn.Sequential(nn.Linear(36, 3))  # one rank has no layer at all
+    kfac = make_kfac(few, sgd(few), {}, strategy="local_factors", fisher="mc")
+    output, loss = loss_of(few, *(t.flatten(1) if t.ndim > 1 else t for t in batch(0)))
+    kfac.fisher_backward(output)
+    loss.backward()
+    kfac.step()
+    return few[0].weight.grad
+
+
+def test_with_local_factors_a_rank_computes_the_moments_of_its_own_layers_only():
+    first, second = run_ranks(2, collected_on_rank)
+    assert torch.equal(first, second)
 
 
 # A rank that differs
@@ -303,6 +407,10 @@ def build_on_rank(odd, change):
         "width",
         "depth",
         {"strategy": "mem_opt"},
+        {"strategy": "owner_reduce"},
+        {"strategy": "local_factors"},
+        {"colocate_factors": True},
+        {"overlap": True},
         {"method": "inverse"},
         {"method": "ekfac"},
         {"skip": ["Conv"]},
@@ -335,7 +443,7 @@ def train_and_save(strategy, options):
     model = DistributedDataParallel(tiny_model())
     optimizer = sgd(model)
     kfac = make_kfac(model, optimizer, options, strategy=strategy)
-    assert len(kfac.plan.slices) == 2
+    assert len(kfac.plan.slices) >= 2
     for step in range(STEPS):
         if step == SAVED:
             saved = dumps(kfac.state_dict(shard=True)), dumps(kfac.state_dict())
@@ -359,6 +467,8 @@ def go_on(strategy, options, states, weights, distributed=True):
     kfac.load_state_dict(*saved)
     assert kfac.steps == SAVED
     assert second_moments([kfac.state_dict()]) == second_moments(saved), "not bit-exact"
+    if len(saved) > 1:  # a rank takes what it keeps, and no more
+        assert held_bytes(kfac) == memory_bytes(kfac.plan, kfac.collective.rank)
     for step in range(SAVED, STEPS):
         data = batch(step)
         train_step(model, kfac, optimizer, *(my_part(*data) if distributed else data))
@@ -376,7 +486,8 @@ def second_moments(states):
 
 
 STATES = [("comm_opt", "eigen"), ("comm_opt", "inverse"), ("comm_opt", "ekfac"),
-          ("mem_opt", "eigen"), ("mem_opt", "inverse")]  # fmt: skip
+          ("mem_opt", "eigen"), ("mem_opt", "inverse"), ("owner_reduce", "eigen"),
+          ("local_factors", "inverse")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "method"), STATES)
@@ -397,9 +508,13 @@ def test_shards_go_on_on_any_world_with_any_strategy(strategy, method):
             assert all({"factor", "weight", kind} == set(e) for e in entries.values())
 
     assert run_ranks(2, go_on, strategy, options, shards, weights[0]) == list(ends), "not bit-exact"
-    assert_close(loads(go_on("comm_opt", options, shards, weights[0], distributed=False)), want)
-    others = [(2, s) for s in ("comm_opt", "mem_opt") if s != strategy]
-    others += [(4, s) for s in STRATEGIES]
+    alone = loads(go_on("comm_opt", options, shards, weights[0], distributed=False))
+    if strategy == "local_factors":  # from here on, others count all samples
+        assert any(not torch.allclose(a, w, rtol=1e-3) for a, w in zip(alone, want, strict=True))
+        return
+    assert_close(alone, want)
+    others = [(2, s) for s in ("comm_opt", "mem_opt", "owner_reduce") if s != strategy]
+    others += [(4, s) for s in STRATEGIES if s != "local_factors"]
     for world, another in others:
         if method == "ekfac" and another != "comm_opt":
             continue
@@ -444,8 +559,12 @@ def test_the_state_of_rank_0_alone_loads_and_trains(strategy, method):
     options = state_options(method)
     results = run_ranks(2, train_and_save, strategy, options)
     _, states, weights, ends, _ = zip(*results, strict=True)
-    got = run_ranks(2, go_on, strategy, options, states[:1], weights[0])
     want = loads(ends[0])
+    if strategy in ("owner_reduce", "local_factors"):
+        with pytest.raises(ValueError, match="found nothing; pass the state of every rank"):
+            go_on("comm_opt", options, states[:1], weights[0], distributed=False)
+        return
+    got = run_ranks(2, go_on, strategy, options, states[:1], weights[0])
     if strategy == "comm_opt":  # rank 0 held all decompositions
         assert got == list(ends)
         return
@@ -500,7 +619,9 @@ def use_a_layer_on_one_rank_only(strategy):
         assert (inner.sometimes.weight.grad is None) == (user is None)
         optimizer.step()
         entry = kfac.state_dict()["layers"]["sometimes"]
-        for f in FACTORS:
+        owner = next(p.a_worker for p in kfac.plan.placements if p.layer.name == "sometimes")
+        assert set(entry) == set(FACTORS if strategy != "owner_reduce" or owner == rank else ())
+        for f in entry:
             (factor,) = entry[f]["factor"].double()
             want = averages.get(f, torch.eye(len(factor), dtype=factor.dtype))
             torch.testing.assert_close(factor, want, rtol=1e-5, atol=1e-7)
@@ -509,7 +630,7 @@ def use_a_layer_on_one_rank_only(strategy):
     return digests
 
 
-@pytest.mark.parametrize("strategy", ["comm_opt", "layer_wise"])
+@pytest.mark.parametrize("strategy", ["comm_opt", "layer_wise", "owner_reduce"])
 def test_a_layer_unused_on_one_rank_counts_the_other_ranks_samples(strategy):
     first, second = run_ranks(2, use_a_layer_on_one_rank_only, strategy)
     assert first == second

@@ -6,6 +6,7 @@ gradients and weights against :func:`one_process`, which saw the whole batches.
 
 import functools
 import hashlib
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from kfac_bench.core import KFAC
+from kfac_bench.core import KFAC, linalg
 from kfac_bench.core.collective import SingleProcess
 from kfac_bench.core.damping import LevenbergMarquardt
 
@@ -149,6 +150,17 @@ def make_kfac(model, optimizer, options, **more):
     return KFAC(model, optimizer, **options)
 
 
+def held_bytes(kfac):
+    """Of the factors and decompositions that this rank keeps."""
+    store = kfac._executor.store
+    factors = [*chain(*store.factors.values()), *store.second_moments.values()]
+    decompositions = chain(*store.decompositions.values())
+    return {
+        "factors": sum(t.nbytes for t in factors),
+        "decompositions": sum(t.nbytes for t in decompositions),
+    }
+
+
 def after_step(kfac):
     """(nu, damping, reduction ratio)"""
     damping = kfac.schedules.damping
@@ -165,4 +177,46 @@ def one_process(make_model, make_batch, options):
     for step in range(STEPS):
         grads = train_step(model, kfac, optimizer, *make_batch(step))
         out.append((grads, weights_of(model), after_step(kfac)))
+    return out
+
+
+@functools.cache
+def owners_alone(make_model, make_batch, options, owners):
+    """As :func:`one_process`, but a layer's factors are of its owner's part of the batch alone.
+
+    ``owners`` are (layer, rank); each rank is played by a process of its own, in turn.
+    """
+    options, owner = dict(options), dict(owners)
+    world, kappa = options.pop("world"), options.pop("kl_clip", OPTIONS["kl_clip"])
+    models = [make_model() for _ in range(world)]
+    optimizers = [sgd(model) for model in models]
+    kfacs = [
+        make_kfac(m, o, options, kl_clip=None, collective=SingleProcess())
+        for m, o in zip(models, optimizers, strict=True)
+    ]
+    out = []
+    for step in range(STEPS):
+        x, y = make_batch(step)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, *my_part(x, y, rank=rank, world=world))[1].backward()
+        params = [dict(model.named_parameters()) for model in models]
+        raw = {n: sum(p[n].grad for p in params) / world for n in params[0]}
+        for mine, kfac in zip(params, kfacs, strict=True):
+            for name, p in mine.items():
+                p.grad = raw[name].clone()
+            kfac.step()
+        new = {n: params[owner[n.rpartition(".")[0]]][n].grad.clone() for n in raw}
+        flat = [
+            [torch.cat([g[n].flatten() for n in raw if n.rpartition(".")[0] == layer])
+             for layer in owner]
+            for g in (new, raw)
+        ]  # fmt: skip
+        nu = linalg.kl_clip_scale(*flat, [LR] * len(owner), kappa)
+        new = {n: g * nu for n, g in new.items()}
+        for mine, optimizer in zip(params, optimizers, strict=True):
+            for name, p in mine.items():
+                p.grad = new[name].clone()
+            optimizer.step()
+        out.append((list(new.values()), weights_of(models[0]), (nu.item(), kfacs[0].damping, 0.0)))
     return out

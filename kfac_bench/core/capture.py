@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -84,6 +85,12 @@ class Capture:
 
     With ``sampled``, the training loss' backward is ignored: :meth:`backward` is what counts.
 
+    With ``on_complete``, it is called in the backward pass whenever a layer has got a gradient for
+    each of its uses, with the moments of all layers that have; but not where ``accumulating`` or
+    ``is_last`` say that more backwards will come before :meth:`pop`. Layers whose gradients do not
+    all come (an output that the loss did not need, a forward that checkpointing ran anew) are left
+    to ``pop``.
+
     torch.compile: hooks would break the graph at each layer. Instead, while enabled, compiled
     models run eagerly; at all other steps the compiled graph runs, whole.
     """
@@ -96,10 +103,17 @@ class Capture:
         reduce: bool = False,
         sampled: bool = False,
         eigenbasis: Eigenbasis = lambda name: None,
+        on_complete: Callable[[Mapping[str, Collected]], None] | None = None,
+        is_last: Callable[[], bool] = lambda: True,
     ) -> None:
         self.seconds = 0.0  # host time in the hooks since it was last set to 0
         self._sampled = sampled
         self._moments = Moments(reduce=reduce, eigenbasis=eigenbasis)
+        self.accumulating = False
+        """Set by the user: more backwards will come."""
+        self._on_complete, self._is_last = on_complete, is_last
+        self._complete: dict[str, Collected] = {}
+        self._pending: Counter[str] = Counter()  # uses whose gradient has not come, by layer
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._seen: list[tuple[GradientEdge, _Seen]] = []
         self._forward = self._backwards = 0
@@ -161,6 +175,7 @@ class Capture:
             if self._sampled:
                 self._seen.append((call.edge, seen))
             else:
+                self._pending[layer.name] += 1
                 hook = partial(self._on_backward, seen, call.edge.output_nr)
                 call.edge.node.register_prehook(hook)
 
@@ -170,6 +185,17 @@ class Capture:
             # calls of one forward and backward are positions of the same samples
             backward = torch._C._current_graph_task_id()
             self._add(seen, g, (seen.forward, backward))
+            self._pending[seen.layer.name] -= 1
+            if not self._pending[seen.layer.name]:
+                self._finish([seen.layer.name])
+
+    def _finish(self, names: Iterable[str]) -> None:
+        """No more gradients of these layers will come before :meth:`pop`, if this is the last."""
+        if self._on_complete is None or self.accumulating or not self._is_last():
+            return
+        with torch.no_grad():
+            self._complete.update((name, self._moments.take(name)) for name in names)
+            self._on_complete(self._complete)
 
     def backward(self, output: Tensor, seeds: Iterable[Tensor], magnitude: int) -> None:
         """Send ``seeds`` back from ``output`` to the layers; no ``.grad`` is touched.
@@ -195,10 +221,17 @@ class Capture:
                 self._moments.end_backward(first=i == 0)
         finally:
             self._paused = False
+        later = {s.layer.name for _, s in self._seen}
+        self._finish({s.layer.name for _, s in seen}.difference(later))
 
     def _add(
         self, seen: _Seen, g: Tensor, forward: object, magnitude: int = 0, *, first: bool = True
     ) -> None:
+        if seen.layer.name in self._complete:
+            raise RuntimeError(
+                f"overlap=True: {seen.layer.name} got a gradient after its statistics were sent; "
+                "run all backwards of a step but the last within accumulate(), or use overlap=False"
+            )
         start = time.perf_counter()
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             self._moments.add(
@@ -217,7 +250,9 @@ class Capture:
         """What was collected since the last call, by layer; layers not used are missing."""
         self._seen.clear()
         self._uses.clear()
-        return self._moments.pop()
+        self._pending.clear()
+        complete, self._complete = self._complete, {}
+        return self._moments.pop() | complete
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -26,8 +26,12 @@ class Collective(Protocol):
     rank: int
     world_size: int
 
-    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Called once, by all ranks, with the same groups in the same order."""
+    def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
+        """Called once, by all ranks, with the same groups in the same order.
+
+        ``apart``: messages may start in between others of the process, at other places on other
+        ranks.
+        """
 
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
         """Sum over ``ranks``."""
@@ -47,8 +51,11 @@ class TorchCollective:
         # Any: new_group's type also has the "not a member" number, which K-FAC never sends to
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): dist.group.WORLD}
 
-    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
         """Make each group once; every rank takes part, member or not."""
+        if apart:  # the default group is others', too
+            world = tuple(range(self.world_size))
+            self._groups = {world: dist.new_group(list(world))}
         for ranks in groups:
             if ranks not in self._groups:
                 self._groups[ranks] = dist.new_group(list(ranks))
@@ -77,7 +84,7 @@ class SingleProcess:
 
     rank, world_size = 0, 1
 
-    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
         """Nothing to set up."""
 
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:

@@ -86,17 +86,18 @@ class Trial:
     ) -> None:
         """Compare the loss' change with the model's, mean over ranks, and adapt the damping.
 
-        What no layer covers has a gradient in the model, but no curvature.
+        ``layers`` are those whose curvature is this rank's part; ``factors`` holds theirs. What no
+        layer covers has a gradient in the model, but no curvature.
         """
         moved = {p: p.detach() - before for p, before, _ in self._before}
         linear = sum((moved[p] * grad).sum().float() for p, _, grad in self._before)
         square = self._curvature(moved, layers, factors)
         change = (loss_after - loss_before).detach().float()
-        figures = torch.stack([change, linear + 0.5 * square])
         world = tuple(range(collective.world_size))
+        figures = torch.stack([change / len(world), linear / len(world) + 0.5 * square])
         if len(world) > 1:
             collective.all_reduce(figures, world, "adapt_damping").wait()
-        actual, predicted = (figures / len(world)).tolist()
+        actual, predicted = figures.tolist()
         self._damping.update(actual, predicted)
 
     def _curvature(

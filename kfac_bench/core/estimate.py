@@ -19,7 +19,7 @@ from kfac_bench.core.plan import (
     ReduceScales,
     Stage,
 )
-from kfac_bench.core.planner import factor_numel
+from kfac_bench.core.sizes import factor_numel, kept_bytes
 
 
 def memory_bytes(plan: Plan, rank: int) -> dict[str, int]:
@@ -48,15 +48,9 @@ def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
     for placement in plan.placements:
         spec = placement.layer
         for f in FACTORS:
-            numel = factor_numel(spec, f)
-            if spec.diagonal(f):
-                matrix, scale, values = 4 * numel, 0, 0
-            else:
-                matrix, scale = plan.itemsize * numel, 4 * spec.groups * (plan.itemsize < 4)
-                values = 4 * spec.groups * spec.dim(f)
-            yield "factors", holders[spec, f], matrix + scale
-            more = scale if plan.method == "inverse" else values
-            yield "decompositions", placement.grad_workers, matrix + more
+            factor, decomposition = kept_bytes(spec, f, plan.method, plan.itemsize)
+            yield "factors", holders[spec, f], factor
+            yield "decompositions", placement.grad_workers, decomposition
 
 
 def payload_bytes(plan: Plan, *stages: Stage) -> dict[str, int]:

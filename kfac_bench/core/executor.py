@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ from kfac_bench.core.store import Key, Store, dense, identity_like
 
 log = logging.getLogger(__name__)
 
+UnderWay = tuple[str, Work, Callable[[], None]]
+"""A message that was started: its kind, and what to do when it has arrived."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -52,8 +56,17 @@ class Request:
     """By layer; emptied, so that no moment is kept beside the statistic that it becomes."""
     grads: Mapping[str, Tensor]
     """By layer, [groups, g_dim, a_dim]; a layer that backward did not reach is missing."""
-    loss_scale: float | Tensor | None = 1.0
-    """What multiplied the loss before backward; None: g is that of a sum over samples."""
+    loss_scale: float | Tensor = 1.0
+    """What multiplied the loss before backward."""
+
+
+@dataclass
+class _Begun:
+    """The factors stage, as far as backward has brought it."""
+
+    ops: int = 0
+    under_way: list[UnderWay] = field(default_factory=list)
+    stage_s: dict[str, float] = field(default_factory=dict)
 
 
 class Executor:
@@ -69,6 +82,7 @@ class Executor:
         layers: Sequence[Layer],
         scale: Scale,
         *,
+        of_sums: bool = False,
         factored_damping: bool = False,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -76,18 +90,52 @@ class Executor:
         self.factored_damping = factored_damping
         self.layers = {layer.name: layer for layer in layers}
         self.store = Store((layer.spec for layer in layers), plan.method, state_dtype)
-        self.fresh = Fresh(scale)
+        self.fresh = Fresh(scale, of_sums=of_sums)
         self.failed_decompositions = 0
         self.stage_s: dict[str, float] = {}
         """Seconds of the last run by kind of op; messages count where they are waited for."""
         self._preconditioned: dict[str, Tensor] = {}
+        self._begun = _Begun()
+
+    def begin_factors(self, collected: Mapping[str, Collected]) -> None:
+        """Start the factors stage before :meth:`run`, which goes on from where this stops.
+
+        At the first op that needs what is not in ``collected`` yet; to be called again then. The
+        order is the plan's on every rank, whenever which rank comes by. Messages in half precision
+        wait for the scales of all, so they are left to ``run``.
+        """
+        begun = self._begun
+        for op in islice(self.plan.factors, begun.ops, None):
+            if self.collective.rank in op.ranks:
+                match op:
+                    case ComputeFactor(_, spec) if spec.name in collected:
+                        with _timed(begun.stage_s, "ComputeFactor"):
+                            self.fresh.compute_factor(
+                                self.layers[spec.name], op.factor, collected[spec.name]
+                            )
+                    case ReduceFactors():
+                        with _timed(begun.stage_s, "ReduceFactors"):
+                            begun.under_way.append((type(op).__name__, *self._send(op)))
+                    case _:
+                        return
+            begun.ops += 1
+
+    def abandon_factors(self) -> None:
+        """Forget what :meth:`begin_factors` started, when it has arrived."""
+        for _, work, _ in self._begun.under_way:
+            work.wait()
+        self._begun = _Begun()
+        self.fresh.factors.clear()
 
     def run(self, request: Request) -> dict[str, Tensor]:
         """One step's stages; the preconditioned gradients by layer, [groups, g_dim, a_dim]."""
-        self.stage_s, self._preconditioned = {}, {}
+        begun, self._begun = self._begun, _Begun()
+        self.stage_s, self._preconditioned = begun.stage_s, {}
         for ops in request.stages:
-            under_way: list[tuple[str, Work, Callable[[], None]]] = []
-            for op in ops:
+            first, under_way = 0, list[UnderWay]()
+            if ops is self.plan.factors:
+                first, under_way = begun.ops, begun.under_way
+            for op in islice(ops, first, None):
                 if self.collective.rank not in op.ranks:
                     continue
                 with self.timed(type(op).__name__):
@@ -101,11 +149,13 @@ class Executor:
             self._arrive(under_way)
             if self.fresh.factors:
                 with self.timed("ComputeFactor"):
-                    self.fresh.fold(self.store, self.layers, request.factor_decay)
+                    self.fresh.fold(
+                        self.store, self.layers, request.factor_decay, request.loss_scale
+                    )
         done, self._preconditioned = self._preconditioned, {}  # not kept until the next step
         return done
 
-    def _arrive(self, under_way: list[tuple[str, Work, Callable[[], None]]]) -> None:
+    def _arrive(self, under_way: list[UnderWay]) -> None:
         """Wait for messages and unpack them; buckets go, but for what is a view of one."""
         while under_way:
             kind, work, unpack = under_way.pop(0)
@@ -113,21 +163,18 @@ class Executor:
                 work.wait()
                 unpack()
 
-    @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
+    def timed(self, kind: str) -> AbstractContextManager[None]:
         """Add the host's seconds inside the block to ``stage_s[kind]``."""
-        start = time.perf_counter()
-        yield
-        self.stage_s[kind] = self.stage_s.get(kind, 0.0) + time.perf_counter() - start
+        return _timed(self.stage_s, kind)
 
     def _compute(self, op: Op, request: Request) -> None:
         match op:
             case ComputeFactor(_, spec, factor):
                 layer, new = self.layers[spec.name], request.collected.get(spec.name)
-                self.fresh.compute_factor(layer, factor, new, request.loss_scale)
+                self.fresh.compute_factor(layer, factor, new)
             case ComputeSecondMoment(_, spec):
                 layer, new = self.layers[spec.name], request.collected.get(spec.name)
-                self.fresh.compute_second_moment(layer, new, request.loss_scale)
+                self.fresh.compute_second_moment(layer, new)
             case Decompose(_, members):
                 self._decompose(members, request.damping)
             case Precondition(_, specs):
@@ -149,10 +196,17 @@ class Executor:
                 messages.pack_scales(op, self.fresh.factors, bucket)
                 work = self.collective.all_reduce(bucket, op.ranks, op.name)
                 return work, lambda: messages.unpack_scales(op, bucket, self.fresh.factors)
-            case ReduceFactors():
+            case ReduceFactors(root=root):
                 messages.pack_factors(op, self.fresh.factors, bucket)
-                work = self.collective.all_reduce(bucket, op.ranks, op.name)
-                return work, lambda: messages.unpack_factors(op, bucket, self.fresh.factors)
+                if root is None:
+                    work = self.collective.all_reduce(bucket, op.ranks, op.name)
+                else:
+                    work = self.collective.reduce(bucket, root, op.ranks, op.name)
+                if root in (None, self.collective.rank):
+                    return work, lambda: messages.unpack_factors(op, bucket, self.fresh.factors)
+                for spec, factor in op.members:  # only the root folds them
+                    del self.fresh.factors[spec.name, factor]
+                return work, lambda: None
             case ReduceSecondMoments():
                 messages.pack_second_moments(op, self.fresh.second_moments, bucket)
                 work = self.collective.all_reduce(bucket, op.ranks, op.name)
@@ -247,6 +301,13 @@ class Executor:
         else:
             values = linalg.damped_eigenvalues(a[0], g[0], damping, factored=self.factored_damping)
         return linalg.precondition_eigen(grad, qa, qg, values)
+
+
+@contextmanager
+def _timed(stage_s: dict[str, float], kind: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    stage_s[kind] = stage_s.get(kind, 0.0) + time.perf_counter() - start
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

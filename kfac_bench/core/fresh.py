@@ -19,21 +19,17 @@ class Fresh:
     Messages add them up over ranks between ``compute_...`` and :meth:`fold`.
     """
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scale: Scale, *, of_sums: bool = False) -> None:
         self.factors: Statistics = {}
         self.second_moments: SecondMoments = {}
         self.dropped: Tensor | None = None
         """Statistics left out because they were not finite; a 0-d tensor on the device."""
         self._scale = scale
+        self._of_sums = of_sums
+        """Whether g is of a loss that is a sum over samples, not of the user's own loss."""
 
-    def compute_factor(
-        self,
-        layer: Layer,
-        factor: Factor,
-        new: Collected | None,
-        loss_scale: float | Tensor | None,
-    ) -> None:
-        """Scale a raw moment; ``new`` is None if this rank did not use the layer."""
+    def compute_factor(self, layer: Layer, factor: Factor, new: Collected | None) -> None:
+        """Scale a raw moment, but for the loss scale; ``new`` is None if the layer was not used."""
         if new is None:
             zeros = _zeros(layer.spec.factor_shape(factor), layer.weight)
             self.factors[layer.name, factor] = zeros, zeros.new_zeros(())
@@ -42,12 +38,10 @@ class Fresh:
         scales = self._scale(new.samples, new.rows / new.samples, layer.is_conv)
         moment *= scales[FACTORS.index(factor)]
         if factor == "G":
-            moment *= _square_of_inverse(loss_scale, new.samples)
+            moment *= self._per_sample(new.samples)
         self.factors[layer.name, factor] = self._only_finite(moment, new.samples)
 
-    def compute_second_moment(
-        self, layer: Layer, new: Collected | None, loss_scale: float | Tensor | None
-    ) -> None:
+    def compute_second_moment(self, layer: Layer, new: Collected | None) -> None:
         """Scaled to be the product of A's and G's eigenvalues if a and g are independent."""
         if new is None or new.second_moment is None:
             zeros = _zeros(layer.spec.grad_shape, layer.weight)
@@ -55,7 +49,7 @@ class Fresh:
             return
         scale_a, scale_g = self._scale(new.samples, new.rows / new.samples, layer.is_conv)
         moment = new.second_moment * (scale_a * scale_g * new.rows)
-        moment *= _square_of_inverse(loss_scale, new.samples)
+        moment *= self._per_sample(new.samples)
         self.second_moments[layer.name] = self._only_finite(moment, new.samples)
 
     def _only_finite(self, moment: Tensor, samples: int) -> tuple[Tensor, Tensor]:
@@ -64,13 +58,25 @@ class Fresh:
         self.dropped = ~finite + (0 if self.dropped is None else self.dropped)
         return moment.masked_fill_(~finite, 0.0), finite * float(samples)
 
-    def fold(self, store: Store, layers: dict[str, Layer], decay: float) -> None:
+    def _per_sample(self, samples: int) -> float:
+        return 1 / samples**2 if self._of_sums else 1.0
+
+    def fold(
+        self,
+        store: Store,
+        layers: dict[str, Layer],
+        decay: float,
+        loss_scale: float | Tensor = 1.0,
+    ) -> None:
         """Debiased running averages: F_k = sum decay^(k-i) f_i / sum decay^(k-i).
 
         Before the first statistic a factor is the identity. Second moments start anew with each
-        eigenbasis, from the eigenvalues, which count as one statistic.
+        eigenbasis, from the eigenvalues, which count as one statistic. ``loss_scale`` is what
+        multiplied the loss of every rank before backward.
         """
         for key, (fresh, samples) in self.factors.items():
+            if key[1] == "G":
+                samples = _unscale(fresh, samples, loss_scale)
             if key not in store.factors:
                 diagonal = layers[key[0]].spec.diagonal(key[1])
                 store.keep_factor(key, identity_like(fresh, diagonal=diagonal))
@@ -80,14 +86,23 @@ class Fresh:
             store.keep_factor(key, store.factor(key).lerp_(fresh, present / weight.clamp_min(1)))
         for name, (fresh, samples) in self.second_moments.items():
             if name in store.second_moments:
+                samples = _unscale(fresh, samples, loss_scale)
                 store.second_moments[name].lerp_(fresh, (samples > 0) * (1 - decay))
         self.factors.clear()
         self.second_moments.clear()
 
 
-def _square_of_inverse(loss_scale: float | Tensor | None, samples: int) -> float | Tensor:
-    scale = samples if loss_scale is None else loss_scale
-    return 1 / (scale * scale)
+def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Tensor:
+    """Divide by the square of the loss scale, in place; the weight, 0 if that is no number.
+
+    After the messages, so that these may start before it is known.
+    """
+    if isinstance(loss_scale, float | int) and loss_scale == 1:
+        return samples
+    inverse = moment.new_ones(()) / (loss_scale * loss_scale)
+    finite = torch.isfinite(inverse)
+    moment *= torch.where(finite, inverse, torch.zeros_like(inverse))
+    return samples * finite
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from kfac_bench.core.plan import (
     ShareDecompositions,
     ShareGradients,
 )
-from kfac_bench.core.planner import decomposition_numel, packed_numel
+from kfac_bench.core.sizes import decomposition_numel, packed_numel
 
 Decomposition = tuple[Tensor, ...]
 """Eigenvalues [groups, n] and eigenvectors [groups, n, n], or the damped inverse alone; of a
@@ -133,11 +133,14 @@ def pack_decompositions(
 ) -> None:
     """Eigenvalues and eigenvectors; or the inverse's triangle, and its size if it has one.
 
-    What is fp32 in a bucket of half precision travels as its bits: nothing computes with them.
+    Of a diagonal the values alone. What is fp32 in a bucket of half precision travels as its bits:
+    nothing computes with them.
     """
     for spec, factor, numbers, matrix in _decomposition_parts(op, method, bucket):
         decomposition = source[spec.name, factor]
-        if method == "inverse":
+        if spec.diagonal(factor):
+            numbers.copy_(decomposition[0].flatten().view(bucket.dtype))
+        elif method == "inverse":
             pack_triangle(decomposition[0], matrix)
             if len(decomposition) > 1:
                 numbers.copy_(decomposition[1].view(bucket.dtype))
@@ -153,7 +156,9 @@ def unpack_decompositions(
     """Views into the bucket, which lives as long as they do, or fresh inverses."""
     for spec, factor, numbers, matrix in _decomposition_parts(op, method, bucket):
         shape = spec.factor_shape(factor)
-        if method == "inverse":
+        if spec.diagonal(factor):
+            yield (spec.name, factor), (numbers.clone().view(torch.float32).view(shape),)
+        elif method == "inverse":
             size = [numbers.clone().view(torch.float32)] if len(numbers) else []
             yield (spec.name, factor), (unpack_triangle(matrix, shape), *size)
         else:
@@ -170,8 +175,9 @@ def _decomposition_parts(
     """
     sizes = []
     for spec, factor in op.members:
-        n = spec.dim(factor)
-        matrix = packed_numel(spec, factor) if method == "inverse" else spec.groups * n * n
+        n = 0 if spec.diagonal(factor) else spec.dim(factor)
+        triangle = n * (n + 1) // 2
+        matrix = spec.groups * (triangle if method == "inverse" else n * n)
         sizes.append((decomposition_numel(spec, factor, method, op.itemsize) - matrix, matrix))
     at, after = 0, sum(numbers for numbers, _ in sizes)
     for (spec, factor), (numbers, matrix) in zip(op.members, sizes, strict=True):

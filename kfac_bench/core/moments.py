@@ -146,6 +146,16 @@ class Moments:
         g = moment(sums.g, diagonal=layer.spec.g_diagonal)
         self._count(layer, a, g, sums.samples, sums.samples, sums.forward)
 
+    def take(self, name: str) -> Collected:
+        """What was added of one layer, of which no more will come before the next :meth:`pop`."""
+        if name in self._sums:
+            self._close(name)
+        if name in self._calls:
+            self._square(name)
+        taken = self._collected.pop(name)
+        taken.second_moment = self._second_moments.pop(name, None)
+        return taken
+
     def end_backward(self, *, first: bool) -> None:
         """No more calls of the forwards so far will come with this gradient."""
         for name in list(self._sums):

@@ -13,7 +13,9 @@ The grid of gradient workers (KAISA), here for 8 ranks and 2 gradient workers pe
 
 One gradient worker per layer is ``layer_wise`` (Osawa et al. 2019; K-FAC-lw in the paper) or
 ``mem_opt`` (KAISA: the same, balanced by work); all ranks is ``comm_opt`` (K-FAC-opt, the
-paper's own, section 4.2); between them is ``hybrid_opt``.
+paper's own, section 4.2); between them is ``hybrid_opt``. Of these, every rank keeps every factor.
+In ``owner_reduce`` only the rank that decomposes a factor gets and keeps it; ``local_factors``
+sends no factors at all: that rank makes them of its own batch alone.
 """
 
 from __future__ import annotations
@@ -28,7 +30,36 @@ Factor = Literal["A", "G"]
 FACTORS: tuple[Factor, ...] = ("A", "G")
 
 METHODS = ("eigen", "inverse", "ekfac")
-STRATEGIES = ("comm_opt", "layer_wise", "mem_opt", "hybrid_opt")
+BALANCES = ("compute", "memory")
+
+FactorsOn = Literal["all", "owner", "local"]
+"""Who gets the statistics of all ranks: every rank; the one that decomposes; nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One row of :data:`STRATEGY_TABLE`: what the planner makes a plan of."""
+
+    fraction: float
+    """Share of ranks that are gradient workers of a layer; at least one is."""
+    adjustable: bool = False
+    """Whether ``grad_worker_fraction`` may say another one."""
+    colocate: bool = True
+    """Whether one rank decomposes both factors of a layer, unless ``colocate_factors`` says."""
+    factors: FactorsOn = "all"
+    in_turn: bool = False
+    """Layers go to ranks one after the other, whatever they weigh."""
+
+
+STRATEGY_TABLE = {
+    "comm_opt": Strategy(1.0, colocate=False),  # section 4.3: factors on different workers
+    "layer_wise": Strategy(0.0, in_turn=True),
+    "mem_opt": Strategy(0.0),
+    "hybrid_opt": Strategy(0.5, adjustable=True),
+    "owner_reduce": Strategy(0.0, adjustable=True, factors="owner"),
+    "local_factors": Strategy(0.0, adjustable=True, factors="local"),
+}
+STRATEGIES = tuple(STRATEGY_TABLE)
 
 
 class Stage(Enum):
@@ -142,9 +173,13 @@ class ReduceScales(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReduceFactors(Message):
-    """Sum fresh statistics over ranks: of each a packed triangle, and in fp32 its weight."""
+    """Sum fresh statistics over ranks: of each a packed triangle, and in fp32 its weight.
+
+    With a ``root``, which keeps these factors, only that rank gets the sum.
+    """
 
     members: tuple[tuple[LayerSpec, Factor], ...]
+    root: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +239,20 @@ class Plan:
     itemsize: int = 4
     """Bytes per element of dense factors, eigenvectors and inverses, kept and sent; the rest is
     fp32."""
+
+    @property
+    def factors_on(self) -> FactorsOn:
+        """Who gets the statistics, and so keeps the running factors."""
+        return STRATEGY_TABLE[self.strategy].factors
+
+    def keeps(self, rank: int, placement: Placement, factor: Factor) -> bool:
+        """Whether ``rank`` keeps the running factor."""
+        return self.factors_on == "all" or rank == placement.worker(factor)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the rank that decomposes a factor keeps the layer's other one, too."""
+        return self.factors_on == "all" or all(p.a_worker == p.g_worker for p in self.placements)
 
     @property
     def decompose(self) -> tuple[Op, ...]:

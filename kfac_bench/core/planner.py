@@ -6,10 +6,21 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from kfac_bench.core.cost import Cost, cubic_cost
+from kfac_bench.core.placement import (
+    columns,
+    gradient_workers,
+    place,
+    place_in_turn,
+    weigh,
+    work_of,
+)
 from kfac_bench.core.plan import (
+    BALANCES,
     FACTORS,
     METHODS,
     STRATEGIES,
+    STRATEGY_TABLE,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
@@ -24,47 +35,21 @@ from kfac_bench.core.plan import (
     ReduceSecondMoments,
     ShareDecompositions,
     ShareGradients,
+    Strategy,
+)
+from kfac_bench.core.sizes import (
+    decomposition_numel,
+    factor_numel,
+    has_second_moment,
+    packed_numel,
 )
 
 T = TypeVar("T")
 Member = tuple[LayerSpec, Factor]
-Cost = Callable[[int], float]
 
 BUCKET_NUMEL = 1 << 22
 """Elements a message collects before it is sent (16 MiB of fp32): far beyond where latency
 matters, small enough that the first message leaves while later ones are still computed."""
-
-
-def cubic_cost(n: int) -> float:
-    """Work of decomposing an [n, n] matrix, up to a constant."""
-    return float(n) ** 3
-
-
-def factor_numel(spec: LayerSpec, factor: Factor) -> int:
-    """Elements of a factor as it is stored."""
-    return math.prod(spec.factor_shape(factor))
-
-
-def packed_numel(spec: LayerSpec, factor: Factor) -> int:
-    """Elements of a factor as it is sent: of each block one triangle, its diagonal included."""
-    n = spec.dim(factor)
-    return spec.groups * (n if spec.diagonal(factor) else n * (n + 1) // 2)
-
-
-def decomposition_numel(spec: LayerSpec, factor: Factor, method: str, itemsize: int = 4) -> int:
-    """Elements sent for one decomposition: values and vectors, or the inverse's triangle.
-
-    In half precision an fp32 value takes two elements, and each inverse has one, its size.
-    """
-    n, values_each = spec.dim(factor), 4 // itemsize
-    if method == "inverse":
-        return packed_numel(spec, factor) + (spec.groups * values_each if itemsize < 4 else 0)
-    return spec.groups * (n * values_each + n * n)
-
-
-def has_second_moment(spec: LayerSpec, method: str) -> bool:
-    """Whether EKFAC rescales the layer; where a factor is diagonal, it stays with K-FAC's."""
-    return method == "ekfac" and not (spec.a_diagonal or spec.g_diagonal)
 
 
 def make_plan(
@@ -72,7 +57,9 @@ def make_plan(
     world_size: int = 1,
     *,
     strategy: str = "comm_opt",
-    grad_worker_fraction: float = 0.5,
+    grad_worker_fraction: float | None = None,
+    colocate_factors: bool | None = None,
+    balance: str = "compute",
     method: str = "eigen",
     spread: int = 1,
     cost: Cost = cubic_cost,
@@ -82,23 +69,34 @@ def make_plan(
 ) -> Plan:
     """Place layers on ranks and derive every op.
 
-    ``grad_worker_fraction`` is read by ``hybrid_opt`` alone; ``cost`` balances decompositions
-    over ranks and over at most ``spread`` slices; equal shapes form one batch of at most
-    ``batch_numel`` elements; ``itemsize`` is that of the plan. Ties go to the lower rank, so the
-    result is the same everywhere. Raises ``ValueError`` for an unknown name or a fraction whose
-    gradient workers do not divide the ranks.
+    ``grad_worker_fraction`` and ``colocate_factors`` are the strategy's own where None (and the
+    fraction where it is not adjustable); ``cost`` balances decompositions over ranks (or
+    ``balance`` the memory that they take) and over at most ``spread`` slices; equal shapes form
+    one batch of at most ``batch_numel`` elements; ``itemsize`` is that of the plan. Ties go to the
+    lower rank, so the result is the same everywhere. Raises ``ValueError`` for an unknown name, a
+    fraction whose gradient workers do not divide the ranks, or EKFAC where a rank lacks
+    eigenvectors.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: choose one of {', '.join(METHODS)}")
-    workers = _gradient_workers(strategy, grad_worker_fraction, world_size)
-    if method == "ekfac" and workers < world_size:
+    for name, value, choices in (
+        ("strategy", strategy, STRATEGIES),
+        ("method", method, METHODS),
+        ("balance", balance, BALANCES),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+    row = STRATEGY_TABLE[strategy]
+    workers = gradient_workers(row, grad_worker_fraction, world_size)
+    if method == "ekfac" and world_size > 1 and (workers < world_size or row.factors == "local"):
         raise ValueError(
-            f"method=ekfac needs the eigenvectors of each layer on all ranks, strategy={strategy} "
-            "keeps them on some: choose comm_opt"
+            f"method=ekfac needs the eigenvectors of each layer, of all ranks' statistics, on all "
+            f"ranks, strategy={strategy} has them on some or of some: choose comm_opt"
         )
-    placements = _place(layers, world_size, workers, strategy, cost)
+    if row.in_turn:
+        placements = place_in_turn(layers, world_size)
+    else:
+        weights = weigh(balance, row.factors != "all", workers, cost, method, itemsize)
+        colocate = row.colocate if colocate_factors is None else colocate_factors
+        placements = place(layers, columns(world_size, workers), colocate, *weights)
     slices = _slice(placements, method, spread, cost)
     index = _Counter()
     return Plan(
@@ -107,62 +105,16 @@ def make_plan(
         method,
         placements,
         (
-            *_factor_ops(placements, world_size, bucket_numel, itemsize),
+            *_factor_ops(placements, row, world_size, bucket_numel, itemsize),
             *_second_moment_ops(placements, method, world_size, bucket_numel),
         ),
         tuple(
-            tuple(_decompose_ops(s, method, bucket_numel, batch_numel, itemsize, index))
+            tuple(_decompose_ops(s, row, method, bucket_numel, batch_numel, itemsize, index))
             for s in slices
         ),
         tuple(_precondition_ops(placements, world_size // workers, bucket_numel, batch_numel)),
         itemsize,
     )
-
-
-def _gradient_workers(strategy: str, fraction: float, world_size: int) -> int:
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"grad_worker_fraction={fraction:g}: must be in [0, 1]")
-    fraction = {"comm_opt": 1.0, "hybrid_opt": fraction}.get(strategy, 0.0)
-    workers = max(1, round(world_size * fraction))
-    if world_size % workers:
-        raise ValueError(
-            f"grad_worker_fraction={fraction:g} of {world_size} ranks is {workers} gradient "
-            f"workers, which do not divide the ranks; choose k/{world_size} with k a divisor"
-        )
-    return workers
-
-
-def _work(spec: LayerSpec, factor: Factor, cost: Cost) -> float:
-    return 0.0 if spec.diagonal(factor) else spec.groups * cost(spec.dim(factor))
-
-
-def _place(
-    layers: Sequence[LayerSpec], world_size: int, workers: int, strategy: str, cost: Cost
-) -> tuple[Placement, ...]:
-    """Columns of the grid by longest-processing-time-first; ``layer_wise`` takes turns."""
-    if strategy == "layer_wise":
-        turns = [i % world_size for i in range(len(layers))]
-        return tuple(Placement(s, r, r, (r,)) for s, r in zip(layers, turns, strict=True))
-    width = world_size // workers
-    columns = [tuple(range(c, world_size, width)) for c in range(width)]
-    load = [0.0] * world_size
-
-    def assign(column: tuple[int, ...], work: float) -> int:
-        rank = min(column, key=lambda r: (load[r], r))
-        load[rank] += work
-        return rank
-
-    placed: dict[str, Placement] = {}
-    for spec in sorted(layers, key=lambda s: (-sum(_work(s, f, cost) for f in FACTORS), s.name)):
-        column = min(columns, key=lambda c: (sum(load[r] for r in c), c))
-        work = {f: _work(spec, f, cost) for f in FACTORS}
-        if strategy == "comm_opt":  # section 4.3: factors of one layer on different workers
-            heavy_first = sorted(FACTORS, key=lambda f: -work[f])
-            worker = {f: assign(column, work[f]) for f in heavy_first}
-        else:
-            worker = dict.fromkeys(FACTORS, assign(column, sum(work.values())))
-        placed[spec.name] = Placement(spec, worker["A"], worker["G"], column)
-    return tuple(placed[s.name] for s in layers)
 
 
 Unit = tuple[Placement, tuple[Factor, ...]]
@@ -179,7 +131,7 @@ def _slice(
     """
     together: list[tuple[Factor, ...]] = [FACTORS] if method == "ekfac" else [("A",), ("G",)]
     units: list[Unit] = [(p, fs) for p in reversed(placements) for fs in together]
-    work = [sum(_work(p.layer, f, cost) for f in fs) for p, fs in units]
+    work = [sum(work_of(p.layer, f, cost) for f in fs) for p, fs in units]
     some = [w for w in work if w > 0]
     count = min(spread, len(some), math.ceil(sum(some) / max(some))) if some else 1
     load = [0.0] * count
@@ -228,30 +180,45 @@ def _batches(
 
 
 def _factor_ops(
-    placements: Sequence[Placement], world_size: int, bucket_numel: int, itemsize: int
+    placements: Sequence[Placement],
+    row: Strategy,
+    world_size: int,
+    bucket_numel: int,
+    itemsize: int,
 ) -> Iterator[Op]:
     """Messages leave while later factors are computed; in half precision after the scales."""
     world, half = tuple(range(world_size)), itemsize < 4
-    bucket: _Bucket[Member] = _Bucket()
+    buckets: dict[int | None, _Bucket[Member]] = {}
     index = _Counter()
-    members = [(p.layer, f) for p in reversed(placements) for f in FACTORS]  # as backward goes
-    messages: list[Op] = []
-    for member in members:
-        yield ComputeFactor(world, *member)
-        bucket.add(member, packed_numel(*member) + (0 if half else 1))
-        full = bucket.numel >= bucket_numel and member[1] == FACTORS[-1]
-        if world_size > 1 and (full or member is members[-1]):
-            message = ReduceFactors(
-                world, index.take(), bucket.numel, tuple(bucket.members), itemsize=itemsize
-            )
-            bucket = _Bucket()
-            if half:
-                messages.append(message)
-            else:
-                yield message
-    if messages:
-        yield ReduceScales(world, 0, 2 * len(members), tuple(members))
-        yield from messages
+    late: list[Op] = []
+
+    def reduce(root: int | None) -> Iterator[Op]:
+        bucket = buckets.pop(root)
+        members = tuple(bucket.members)
+        message = ReduceFactors(world, index.take(), bucket.numel, members, root, itemsize=itemsize)
+        if half:
+            late.append(message)
+        else:
+            yield message
+
+    for placement in reversed(placements):  # as backward goes
+        roots = {f: None if row.factors == "all" else placement.worker(f) for f in FACTORS}
+        for f in FACTORS:
+            member = placement.layer, f
+            local = row.factors == "local"
+            yield ComputeFactor((placement.worker(f),) if local else world, *member)
+            if world_size > 1 and not local:
+                bucket = buckets.setdefault(roots[f], _Bucket())
+                bucket.add(member, packed_numel(*member) + (0 if half else 1))
+        for root in dict.fromkeys(roots.values()):
+            if root in buckets and buckets[root].numel >= bucket_numel:
+                yield from reduce(root)
+    for root in list(buckets):
+        yield from reduce(root)
+    if late:
+        members = tuple((p.layer, f) for p in reversed(placements) for f in FACTORS)
+        yield ReduceScales(world, 0, 2 * len(members), members)
+        yield from late
 
 
 def _second_moment_ops(
@@ -271,19 +238,23 @@ def _second_moment_ops(
 
 def _decompose_ops(
     units: Sequence[Unit],
+    row: Strategy,
     method: str,
     bucket_numel: int,
     batch_numel: int,
     itemsize: int,
     index: _Counter,
 ) -> Iterator[Op]:
-    """A diagonal is decomposed by each gradient worker: cheaper than a message."""
+    """A diagonal is decomposed by each gradient worker that has it: cheaper than a message."""
     open_buckets: dict[tuple[int, tuple[int, ...]], _Bucket[Member]] = {}
     members = [(p, f) for p, factors in units for f in factors]
 
+    def by_all(spec: LayerSpec, factor: Factor) -> bool:
+        return row.factors == "all" and spec.diagonal(factor)
+
     def ranks(item: tuple[Placement, Factor]) -> tuple[int, ...]:
         p, f = item
-        return p.grad_workers if p.layer.diagonal(f) else (p.worker(f),)
+        return p.grad_workers if by_all(p.layer, f) else (p.worker(f),)
 
     for batch in _batches(
         members,
@@ -294,7 +265,7 @@ def _decompose_ops(
         yield Decompose(ranks(batch[0]), tuple((p.layer, f) for p, f in batch))
         for placement, factor in batch:
             root, receivers = placement.worker(factor), placement.grad_workers
-            if len(receivers) == 1 or placement.layer.diagonal(factor):
+            if len(receivers) == 1 or by_all(placement.layer, factor):
                 continue
             bucket = open_buckets.setdefault((root, receivers), _Bucket())
             numel = decomposition_numel(placement.layer, factor, method, itemsize)

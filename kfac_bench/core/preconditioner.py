@@ -11,8 +11,10 @@ Usage::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +24,12 @@ from kfac_bench.core import fisher as fishers
 from kfac_bench.core import linalg, state
 from kfac_bench.core.capture import Capture
 from kfac_bench.core.collective import Collective, check_same_on_all_ranks, default_collective
+from kfac_bench.core.cost import measured_cost
 from kfac_bench.core.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.executor import Executor, Request
 from kfac_bench.core.factors import CONVENTIONS
+from kfac_bench.core.plan import ComputeFactor, ReduceFactors
 from kfac_bench.core.planner import make_plan
 from kfac_bench.core.report import Report
 from kfac_bench.core.schedule import Schedule, Schedules, Settings, free_phases
@@ -48,8 +52,17 @@ class KFAC:
     Keyword arguments; those marked * take a number or a function of the step:
 
     strategy: who computes what on several ranks: ``comm_opt`` (default), ``layer_wise``,
-        ``mem_opt``, ``hybrid_opt``; see :mod:`kfac_bench.core.plan`.
-    grad_worker_fraction: for ``hybrid_opt``, the share of ranks that precondition a layer.
+        ``mem_opt``, ``hybrid_opt``, ``owner_reduce``, ``local_factors``; see
+        :mod:`kfac_bench.core.plan`.
+    grad_worker_fraction: for ``hybrid_opt`` (None: 0.5), ``owner_reduce`` and ``local_factors``
+        (None: one rank), the share of ranks that precondition a layer.
+    colocate_factors: one rank decomposes both factors of a layer (True), or two may share them;
+        None: only ``comm_opt`` lets two.
+    balance: layers go to ranks so that these decompose for about as long (``compute``, by times
+        measured once: :mod:`kfac_bench.core.cost`), or keep about as many bytes (``memory``).
+    overlap: start to send the statistics while backward still runs. Results are the same, bit by
+        bit. With gradient accumulation, run all backwards of a step but the last within
+        :meth:`accumulate` (or DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
     method: ``eigen`` (eq. 11-13), ``inverse`` (eq. 9-10, by Cholesky), or ``ekfac``: eigen with
         eigenvalues that are second moments of the gradients in the eigenbasis (George et al. 2018).
     damping*: gamma > 0, Tikhonov; of the Kronecker product (eigen), of each factor (inverse). A
@@ -86,7 +99,10 @@ class KFAC:
         optimizer: Optimizer,
         *,
         strategy: str = "comm_opt",
-        grad_worker_fraction: float = 0.5,
+        grad_worker_fraction: float | None = None,
+        colocate_factors: bool | None = None,
+        balance: str = "compute",
+        overlap: bool = False,
         method: str = "eigen",
         damping: Schedule = 1e-3,
         factored_damping: bool = False,
@@ -132,32 +148,50 @@ class KFAC:
             self.collective.world_size,
             strategy=strategy,
             grad_worker_fraction=grad_worker_fraction,
+            colocate_factors=colocate_factors,
+            balance=balance,
             method=method,
+            cost=measured_cost(method),
             spread=self._most_slices() if spread else 1,
             itemsize=state_dtype.itemsize,
             batch_numel=BATCH_NUMEL if device.type == "cuda" else 0,
         )
+        if not self.plan.colocated:
+            _refuse_apart(method == "inverse" and factored_damping, damping)
         adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         options = (
             f"{self.schedules.at(0)} {adaptive} {factored_damping} {factor_convention} {fisher} "
-            f"{weight_sharing}"
+            f"{weight_sharing} {overlap}"
         )
         check_same_on_all_ranks(self.collective, f"{self.plan.digest()} {options}", device)
-        self.collective.prepare(sorted({op.ranks for op in self.plan.ops() if len(op.ranks) > 1}))
+        groups = sorted({op.ranks for op in self.plan.ops() if len(op.ranks) > 1})
+        self.collective.prepare(groups, apart=overlap)
         self._executor = Executor(
             self.plan,
             self.collective,
             self._layers,
             CONVENTIONS[factor_convention],
+            of_sums=fisher != "empirical",
             factored_damping=factored_damping,
             state_dtype=state_dtype,
         )
+        rank = self.collective.rank
+        computed = {
+            op.layer.name
+            for op in self.plan.factors
+            if isinstance(op, ComputeFactor) and rank in op.ranks
+        }
+        sends = any(isinstance(op, ReduceFactors) for op in self.plan.factors)
+        wrapper = ref(model)
         self._capture: Capture | None = Capture(
             self._model,
-            self._layers,
+            [layer for layer in self._layers if layer.name in computed],
             reduce=weight_sharing == "reduce",
             sampled=fisher != "empirical",
             eigenbasis=self._executor.store.eigenbasis,
+            on_complete=self._executor.begin_factors if overlap and sends else None,
+            # DistributedDataParallel's own flag, False within no_sync
+            is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
         )
         self._trial: Trial | None = None
         self._nu: Tensor | None = None
@@ -217,7 +251,7 @@ class KFAC:
     ) -> Request:
         """What is due, with what the hooks collected for it."""
         plan, stages, collected = self.plan, [], {}
-        scale: float | Tensor | None = None
+        scale: float | Tensor = 1.0
         if self.schedules.factors_due(self.steps):
             stages.append(plan.factors)
             assert self._capture is not None
@@ -261,6 +295,18 @@ class KFAC:
         )
         self._capture.backward(output, made, magnitude)
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around a backward that is not the last before :meth:`step`; only ``overlap`` asks."""
+        capture = self._capture
+        if capture is not None:
+            capture.accumulating = True
+        try:
+            yield
+        finally:
+            if capture is not None:
+                capture.accumulating = False
+
     def _begin_trial(self) -> None:
         """Where an adaptive damping wants to know what this step brings, remember what was."""
         damping = self.schedules.damping
@@ -279,8 +325,12 @@ class KFAC:
         """
         if self._trial is not None:
             store = self._executor.store
-            factors = {key: store.factor(key) for key in store.factors}
-            self._trial.finish(loss, loss_after(), self._layers, factors, self.collective)
+            mine = {
+                p.layer.name for p in self.plan.placements if p.a_worker == self.collective.rank
+            }
+            factors = {key: store.factor(key) for key in store.factors if key[0] in mine}
+            layers = [layer for layer in self._layers if layer.name in mine]
+            self._trial.finish(loss, loss_after(), layers, factors, self.collective)
             self._trial = None
 
     def _write_back(
@@ -350,7 +400,8 @@ class KFAC:
         worker. ``shard=True``: only what this rank decomposes, so that the ranks' shards
         together hold everything once. Save every rank's and give all to
         :meth:`load_state_dict` to go on bit-exactly; with one rank's dict alone, missing
-        decompositions are made anew from the factors at the next step.
+        decompositions are made anew from the factors at the next step. Where no rank keeps all
+        factors (``owner_reduce``, ``local_factors``), one rank's dict is not enough.
         """
         layers = state.layers_state(self._executor, shard=shard)
         saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
@@ -374,7 +425,17 @@ class KFAC:
             damping.value = float(states[0]["damping"])
         if self._capture is not None:
             self._capture.pop()
+            self._executor.abandon_factors()
             self._capture.enabled = self.schedules.factors_due(steps)
+
+
+def _refuse_apart(inverse_splits_damping: bool, damping: object) -> None:
+    """Options for which a rank that has one factor of a layer needs the other."""
+    what = "factored_damping" if inverse_splits_damping else "an adaptive damping"
+    if inverse_splits_damping or isinstance(damping, LevenbergMarquardt):
+        raise ValueError(
+            f"{what} needs both factors of a layer on one rank: leave colocate_factors=True"
+        )
 
 
 def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:

@@ -20,17 +20,15 @@ def layers_state(run: Executor, *, shard: bool) -> Merged:
         layers[name] = {}
         for factor in FACTORS:
             key = (name, factor)
-            if key not in run.store.factors:
-                continue
             if shard and placement.worker(factor) != run.collective.rank:
                 continue
-            entry: dict[str, Any] = {
-                "factor": run.store.factor(key),
-                "weight": run.store.weights[key],
-            }
+            entry: dict[str, Any] = {}
+            if key in run.store.factors:
+                entry |= {"factor": run.store.factor(key), "weight": run.store.weights[key]}
             if key in run.store.decompositions:
                 entry[_kind(run)] = run.store.decomposition(key)
-            layers[name][factor] = entry
+            if entry:
+                layers[name][factor] = entry
             if factor == "A" and name in run.store.second_moments:
                 layers[name]["second_moment"] = run.store.second_moments[name]
     return layers
@@ -84,8 +82,9 @@ def take(merged: Merged, run: Executor) -> bool:
                 continue
             key: tuple[str, Factor] = (name, factor)
             entry = entries[factor]
-            run.store.keep_factor(key, entry["factor"].to(device, copy=True))
-            run.store.weights[key] = entry["weight"].to(device, copy=True)
+            if run.plan.keeps(run.collective.rank, placement, factor):
+                run.store.keep_factor(key, entry["factor"].to(device, copy=True))
+                run.store.weights[key] = entry["weight"].to(device, copy=True)
             saved = entry.get(_kind(run))
             complete = complete and saved is not None
             if saved is not None and run.collective.rank in placement.grad_workers:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kfac_bench.core import linalg
 from kfac_bench.core.messages import Decomposition, Decompositions
 from kfac_bench.core.plan import FACTORS, Factor, LayerSpec
-from kfac_bench.core.planner import has_second_moment
+from kfac_bench.core.sizes import has_second_moment
 
 Key = tuple[str, Factor]
 """A layer's name and which of its factors."""
