@@ -49,10 +49,10 @@ class HorovodCollective:
         # Of two messages of one name, Horovod refuses the second: two K-FACs may be under way.
         self._prefix = f"kfac{next(self._made)}"
 
-    def prepare(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
         """Make each group's process set once; every rank takes part, member or not.
 
-        Raises ``RuntimeError`` where Horovod was initialised without dynamic process sets.
+        ``apart`` changes nothing: names tell messages apart, whatever order they start in. Raises ``RuntimeError`` where Horovod was initialised without dynamic process sets.
         """
         for ranks in groups:
             if ranks not in self._sets:
