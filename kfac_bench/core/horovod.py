@@ -52,7 +52,8 @@ class HorovodCollective:
     def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
         """Make each group's process set once; every rank takes part, member or not.
 
-        ``apart`` changes nothing: names tell messages apart, whatever order they start in. Raises ``RuntimeError`` where Horovod was initialised without dynamic process sets.
+        ``apart`` changes nothing: names tell messages apart, whatever order they start in.
+        Raises ``RuntimeError`` where Horovod was initialised without dynamic process sets.
         """
         for ranks in groups:
             if ranks not in self._sets:
