@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import SingleProcess, TorchCollective
 
-WIDTH, MICRO_BATCHES, STEPS = 16, 4, 60
+WIDTH, BATCH, MICRO_BATCHES, STEPS = 16, 128, 4, 60
 
 
 def main() -> None:
@@ -33,10 +33,14 @@ def main() -> None:
         collective=SingleProcess(),  # with data parallelism: TorchCollective(its group)
         model_parallel=TorchCollective(),
     )
-    stage = PipelineStage(mine, rank, stages, device)
+    # Shapes of a micro-batch: else the schedule finds them out by a trial run on uninitialised
+    # memory, backward included, which K-FAC would count.
+    given = torch.empty(BATCH // MICRO_BATCHES, WIDTH, requires_grad=rank > 0)
+    made = torch.empty(BATCH // MICRO_BATCHES, WIDTH, requires_grad=True)
+    stage = PipelineStage(mine, rank, stages, device, input_args=given, output_args=made)
     schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=F.mse_loss)
     for step in range(STEPS):
-        x = torch.randn(128, WIDTH)
+        x = torch.randn(BATCH, WIDTH)
         with torch.no_grad():
             y = teacher(x)
         optimizer.zero_grad()
