@@ -34,7 +34,8 @@ class FSDP2(Backend):
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """See :meth:`Backend.part`."""

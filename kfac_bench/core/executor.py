@@ -171,6 +171,7 @@ class Executor:
                     self.fresh.fold(
                         self.store, self.layers, request.factor_decay, request.loss_scale
                     )
+        self._grads = {}
         done, self._preconditioned = self._preconditioned, {}  # not kept until the next step
         return done
 

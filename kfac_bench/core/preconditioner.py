@@ -90,8 +90,8 @@ class KFAC:
     max_dim: a factor of more rows is kept as a diagonal (the G of a vocabulary head).
     layer_types: classes for module types of your own; see :mod:`kfac_bench.core.layer`.
     collective: the communication backend; by default torch.distributed or Horovod where
-        initialised. It spans the ranks that hold these layers: all of a data-, fully sharded (FSDP2) or tensor-parallel
-        run, of a pipeline those of one stage.
+        initialised. It spans the ranks that hold these layers: all of a data-, fully sharded
+        (FSDP2) or tensor-parallel run, of a pipeline those of one stage.
     model_parallel: one over the ranks that hold the *other* layers of the model, one per pipeline
         stage: the sum of the KL clip goes over all layers. Every stage must pass it and cover a
         layer.
