@@ -370,6 +370,6 @@ def weights_sha256(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        whole = full(tensor.detach()).cpu().contiguous()
-        digest.update(memoryview(whole.flatten().view(torch.uint8).numpy()))
+        whole: Any = full(tensor.detach()).cpu().contiguous()
+        digest.update(whole.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

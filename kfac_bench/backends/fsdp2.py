@@ -100,5 +100,5 @@ def join(config: BackendConfig, device: str) -> Iterator[Backend]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Backend(Ranks(on))
         return
-    with process_group(on) as ranks:
+    with process_group(on, config.timeout_s) as ranks:
         yield FSDP2(ranks)

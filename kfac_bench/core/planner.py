@@ -75,10 +75,10 @@ def make_plan(
     ``grad_worker_fraction`` and ``colocate_factors`` are the strategy's own where None (and the
     fraction where it is not adjustable); ``cost`` balances decompositions over ranks (or
     ``balance`` the memory that they take) and over at most ``spread`` slices; equal shapes form
-    one batch of at most ``batch_numel`` elements; ``itemsize`` and ``sharded`` are those of the plan.
-    Ties go to the lower rank, so the result is the same everywhere. Raises ``ValueError`` for an
-    unknown name, a fraction whose gradient workers do not divide the ranks, or EKFAC where a rank lacks
-    eigenvectors.
+    one batch of at most ``batch_numel`` elements; ``itemsize`` and ``sharded`` are those of the
+    plan. Ties go to the lower rank, so the result is the same everywhere. Raises ``ValueError``
+    for an unknown name, a fraction whose gradient workers do not divide the ranks, or EKFAC where
+    a rank lacks eigenvectors.
     """
     for name, value, choices in (
         ("strategy", strategy, STRATEGIES),
