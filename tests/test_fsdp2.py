@@ -57,7 +57,7 @@ def figures(path):
 
 
 @pytest.mark.supports("fsdp2", "kfac-train")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "local_factors"])
 def test_a_run_equals_one_process(tmp_path, strategy):
     options = (*STABLE, f"kfac={strategy}", "kfac.damping=0.1", "trainer.max_steps=10")
     run_ranks(2, train_here, tmp_path, *options, "run_id=sharded")
