@@ -23,7 +23,7 @@ CONVENTIONS = ("kfc", "sc20", "kaisa")
 FISHERS = ("empirical", "mc", "type2")
 WEIGHT_SHARING = ("expand", "reduce")
 
-BACKENDS = ("ddp", "horovod", "deepspeed", "apex")
+BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench import checkpoint
 from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
+from kfac_bench.core.sharded import full, local
 from kfac_bench.data.batches import Shard, mixed_seed, steps_per_epoch
 from kfac_bench.data.data import Batch, Data
 from kfac_bench.events import (
@@ -240,13 +241,11 @@ class Trainer:
             train_s = self.ranks.max(self.clock.train_s())
             self.ranks.share_buffers(self._bare)
             self.model.eval()
-            totals: Tensor | None = None
-            shard = Shard(self.ranks.rank, self.ranks.world_size)
-            for batch in self.data.evaluate(self.config.eval_batch_size, shard):
+            totals = torch.zeros(self.task.num_totals, dtype=torch.float64)
+            for batch, counts in self._eval_batches():
                 new = self.task.totals(self._bare, self._to_device(batch))
-                totals = new if totals is None else totals + new
-            if totals is None:  # fewer examples than ranks
-                totals = torch.zeros(self.task.num_totals, dtype=torch.float64)
+                if counts:
+                    totals = totals.to(new.device) + new
             summed = self.ranks.sum(totals.to(self.ranks.device))
             metrics = self.task.metrics(summed.cpu())
             self.log.emit(Evaluated(self.step, train_s, self.step / self.steps_per_epoch, metrics))
@@ -255,6 +254,22 @@ class Trainer:
                 return False
             self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
             return True
+
+    def _eval_batches(self) -> Iterator[tuple[Batch, bool]]:
+        """Batches of this rank, and whether they count.
+
+        In lockstep, as many as the rank with the most has: others repeat an example.
+        """
+        shard = Shard(self.ranks.rank, self.ranks.world_size)
+        batches = iter(self.data.evaluate(self.config.eval_batch_size, shard))
+        while True:
+            batch = next(batches, None)
+            if not self.backend.lockstep and batch is None:
+                return
+            if self.backend.lockstep and not self.ranks.any(batch is not None):
+                return
+            example = batch or next(iter(self.data.evaluate(1, Shard(0, 1))))
+            yield example, batch is not None
 
     @property
     def _bare(self) -> nn.Module:
@@ -272,7 +287,8 @@ class Trainer:
             return
         self._synchronize()
         with self.clock.paused(), torch.no_grad():
-            if not all(torch.isfinite(p.sum()) for p in self._bare.parameters()):
+            finite = all(torch.isfinite(local(p).sum()) for p in self._bare.parameters())
+            if self.ranks.any(not finite):
                 raise RunFailedError(f"a weight is not finite after step {self.step}")
             clock = Clock()
             clock.start()
@@ -350,9 +366,10 @@ def _max_steps(config: TrainerConfig, steps_per_epoch: int) -> int:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 over all parameters and buffers, names included."""
+    """SHA-256 over all parameters and buffers, names included; all ranks call it."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        whole: Any = full(tensor.detach()).cpu().contiguous()
+        digest.update(whole.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

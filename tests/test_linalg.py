@@ -425,27 +425,32 @@ def test_rotations_are_transposes_of_each_other():
 # KL clip
 
 
+def kl_clip(new, old, lrs, kappa):
+    dots = ((p * g).sum() for p, g in zip(new, old, strict=True))
+    return linalg.kl_clip_scale(linalg.kl_clip_sum(dots, lrs), kappa)
+
+
 def test_kl_clip_scale_is_equation_16():
     shapes = [(1, 2, 3), (3, 2, 4), (1, 2, 5)]
     new, old = ([torch.randn(s, generator=generator(sum(s) + i)) for s in shapes] for i in (0, 50))
     products = [(p * g).sum().item() for p, g in zip(new, old, strict=True)]
     lrs = [0.1, 0.2, 0.05]
     total = sum(abs(x) * lr**2 for x, lr in zip(products, lrs, strict=True))
-    got = linalg.kl_clip_scale(new, old, lrs, total / 4)
+    got = kl_clip(new, old, lrs, total / 4)
     assert got.shape == ()
     assert got.item() == pytest.approx(0.5, rel=1e-5)
-    assert linalg.kl_clip_scale(new, old, lrs, total / 9).item() == pytest.approx(1 / 3, rel=1e-5)
+    assert kl_clip(new, old, lrs, total / 9).item() == pytest.approx(1 / 3, rel=1e-5)
 
 
 def test_kl_clip_counts_a_layer_whose_product_is_negative():
     """|.| per layer: one against the gradient must not make room for another."""
     ones = torch.ones(1, 4)
-    nu = linalg.kl_clip_scale([ones, -ones], [ones, ones], [1.0, 1.0], 2.0)
+    nu = kl_clip([ones, -ones], [ones, ones], [1.0, 1.0], 2.0)
     assert nu.item() == pytest.approx(math.sqrt(2 / 8))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8])
 def test_kl_clip_never_enlarges_and_zero_gradients_are_no_nan(size):
     grad = torch.full((2, 2), size)
-    assert linalg.kl_clip_scale([grad, grad], [grad, grad], [0.1, 0.1], 1e-3).item() == 1.0
-    assert linalg.kl_clip_scale([grad], [grad], [0.0], 1e-3).item() == 1.0
+    assert kl_clip([grad, grad], [grad, grad], [0.1, 0.1], 1e-3).item() == 1.0
+    assert kl_clip([grad], [grad], [0.0], 1e-3).item() == 1.0

@@ -101,7 +101,7 @@ def train_step(model, kfac, optimizer, x, y):
     kfac.fisher_backward(output)
     loss.backward()
     kfac.step()
-    grads = [p.grad.clone() for p in model.parameters()]
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.step()
     kfac.adapt_damping(loss.detach(), lambda: loss_of(model, x, y)[1])
     return grads

@@ -12,11 +12,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from kfac_bench.core.factors import at_least_float32
 from kfac_bench.core.layer import Call
 from kfac_bench.core.layers import LinearLayer
 from kfac_bench.core.plan import LayerSpec
@@ -39,12 +37,14 @@ class ProjectionLayer(LinearLayer):
     def __init__(
         self, name: str, module: nn.MultiheadAttention, part: int | None, max_dim: int
     ) -> None:
-        self._part, self._size = part, module.embed_dim
+        self._size = module.embed_dim
+        self._packed = part is not None
         if part is None:
             super().__init__(name, module.out_proj, max_dim)
             self.modules = [module]
             return
         self.name, self.modules = name, [module]
+        self.part = slice(part * self._size, (part + 1) * self._size)
         self.weight, bias = module.in_proj_weight, module.in_proj_bias
         self.bias = bias if bias is not None and bias.requires_grad else None
         a_dim = self._size + (self.bias is not None)
@@ -63,7 +63,10 @@ class ProjectionLayer(LinearLayer):
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Iterator[Call]:
         """See :meth:`Layer.calls`."""
-        if not (output[0].requires_grad and self.weight.requires_grad):
+        # not self.weight: where ranks hold parts of it (FSDP2), the whole one stands in
+        name = "in_proj_weight" if self._packed else "out_proj.weight"
+        weight = module.get_parameter(name)
+        if not (output[0].requires_grad and weight.requires_grad):
             return
         named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
         query = named["query"]
@@ -71,8 +74,8 @@ class ProjectionLayer(LinearLayer):
         inputs = [t for t in named.values() if isinstance(t, Tensor) and t.grad_fn is not None]
         found = False
         stop = {get_gradient_edge(t).node for t in inputs}
-        first = 0 if self._part is None else self._part * self._size
-        for node, saved, used in _products(output[0], self.weight, stop):
+        first = self.part.start if self._packed else 0
+        for node, saved, used in _products(output[0], weight, stop):
             if first not in used:
                 continue  # a product with other parts of the packed weight
             found = True
@@ -85,32 +88,6 @@ class ProjectionLayer(LinearLayer):
             raise RuntimeError(
                 f"{self.name}: its product is not in the graph; name it in skip, and please report"
             )
-
-    def get_grad(self) -> Tensor | None:
-        """See :meth:`Layer.get_grad`."""
-        if self._part is None or self.weight.grad is None:
-            return super().get_grad()
-        mine = self._rows
-        grad = at_least_float32(self.weight.grad[mine])
-        if self.bias is not None:
-            bias = torch.zeros_like(grad[:, 0]) if self.bias.grad is None else self.bias.grad[mine]
-            grad = torch.cat([grad, bias.to(grad.dtype).unsqueeze(1)], dim=1)
-        return grad.unsqueeze(0)
-
-    def set_grad(self, grad: Tensor) -> None:
-        """See :meth:`Layer.set_grad`."""
-        if self._part is None:
-            super().set_grad(grad)
-            return
-        assert self.weight.grad is not None
-        self.weight.grad[self._rows] = grad[0, :, : self._size].to(self.weight.grad.dtype)
-        if self.bias is not None and self.bias.grad is not None:
-            self.bias.grad[self._rows] = grad[0, :, -1].to(self.bias.grad.dtype)
-
-    @property
-    def _rows(self) -> slice:
-        assert self._part is not None
-        return slice(self._part * self._size, (self._part + 1) * self._size)
 
 
 def _input_of(node: Node, saved: str, samples: int) -> Tensor:

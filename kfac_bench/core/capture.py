@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from kfac_bench.core.layer import Layer
 from kfac_bench.core.moments import Collected, Eigenbasis, Moments
+from kfac_bench.core.sharded import is_sharded, own_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,17 @@ class Capture:
         self._complete: dict[str, Collected] = {}
         self._pending: Counter[str] = Counter()  # uses whose gradient has not come, by layer
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
+        self._loss_samples: dict[str, dict[object, int]] = {}  # by layer and forward, if shared out
         self._seen: list[tuple[GradientEdge, _Seen]] = []
         self._forward = self._backwards = 0
         self._enabled = self._paused = False
         self._handles = [model.register_forward_pre_hook(_Hook(self._count_forward))]
         self._handles += [
-            module.register_forward_hook(_Hook(partial(self._on_forward, layer)), with_kwargs=True)
+            # first, so that it sees what the module itself was given and made: FSDP2's and tensor
+            # parallel's own hooks then put parameters away and change layouts
+            module.register_forward_hook(
+                _Hook(partial(self._on_forward, layer)), with_kwargs=True, prepend=True
+            )
             for layer in layers
             for module in layer.modules
         ]
@@ -206,6 +212,11 @@ class Capture:
         edges = [edge for edge, _ in seen]
         if not edges:
             return
+        if any(is_sharded(s.x) for _, s in seen):
+            raise RuntimeError(
+                "fisher=mc and type2 draw labels at random, other ones on each rank, but "
+                "tensor-parallel layers need the same: use fisher=empirical"
+            )
         self._backwards += 1
         self._paused = True  # checkpointing may run forwards anew
         try:
@@ -234,10 +245,17 @@ class Capture:
             )
         start = time.perf_counter()
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            x, g = seen.x, g if seen.prepare is None else seen.prepare(g)
+            if is_sharded(g):
+                samples = len(g) if g.ndim > 1 else 1
+                self._loss_samples.setdefault(seen.layer.name, {})[forward] = samples
+                x, g = own_samples(x, g)
+                if not g.numel():
+                    return
             self._moments.add(
                 seen.layer,
-                seen.x,
-                g if seen.prepare is None else seen.prepare(g),
+                x,
+                g,
                 forward,
                 # to the scale of a loss that is a sum over this forward's samples
                 scale=(lambda samples: samples / magnitude) if magnitude else None,
@@ -252,7 +270,12 @@ class Capture:
         self._uses.clear()
         self._pending.clear()
         complete, self._complete = self._complete, {}
-        return self._moments.pop() | complete
+        collected = self._moments.pop() | complete
+        for name, new in collected.items():
+            if name in self._loss_samples:
+                new.loss_samples = sum(self._loss_samples[name].values())
+        self._loss_samples.clear()
+        return collected
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -37,28 +37,39 @@ class Collective(Protocol):
         """Sum over ``ranks``."""
 
     def reduce(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
-        """Sum over ``ranks``, which only ``root``, a global rank, gets; elsewhere x is spoilt."""
+        """Sum over ``ranks``, which only ``root``, one of them, gets; elsewhere x is spoilt."""
 
     def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
-        """Copy from ``root``, a global rank, to ``ranks``."""
+        """Copy from ``root``, one of them, to ``ranks``."""
 
 
 class TorchCollective:
-    """torch.distributed's default process group: gloo on CPUs, NCCL on GPUs."""
+    """torch.distributed: gloo on CPUs, NCCL on GPUs; the default group, or ``group``'s ranks.
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    ``rank`` and ``ranks`` are then positions in the group, as of one stage of a pipeline.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._global = dist.get_process_group_ranks(group)
         # Any: new_group's type also has the "not a member" number, which K-FAC never sends to
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): dist.group.WORLD}
+        self._groups: dict[tuple[int, ...], Any] = {
+            tuple(range(self.world_size)): group or dist.group.WORLD
+        }
 
     def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
         """Make each group once; every rank takes part, member or not."""
+        of_world = len(self._global) == dist.get_world_size()
         if apart:  # the default group is others', too
             world = tuple(range(self.world_size))
-            self._groups = {world: dist.new_group(list(world))}
+            self._groups = {}
+            groups = [world, *groups]
         for ranks in groups:
-            if ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks))
+            if ranks in self._groups or not (of_world or self.rank in ranks):
+                continue  # ranks outside this collective know nothing of its groups: members meet
+            self._groups[ranks] = dist.new_group(
+                [self._global[r] for r in ranks], use_local_synchronization=not of_world
+            )
 
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> Work:
         """See :class:`Collective`."""
@@ -68,13 +79,15 @@ class TorchCollective:
 
     def reduce(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
         """See :class:`Collective`."""
-        work: Work | None = dist.reduce(x, dst=root, group=self._groups[ranks], async_op=True)
+        to, group = self._global[root], self._groups[ranks]
+        work: Work | None = dist.reduce(x, dst=to, group=group, async_op=True)
         assert work is not None
         return work
 
     def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> Work:
         """See :class:`Collective`."""
-        work: Work | None = dist.broadcast(x, src=root, group=self._groups[ranks], async_op=True)
+        origin, group = self._global[root], self._groups[ranks]
+        work: Work | None = dist.broadcast(x, src=origin, group=group, async_op=True)
         assert work is not None
         return work
 

@@ -22,6 +22,7 @@ from kfac_bench.core import linalg
 from kfac_bench.core.collective import Collective
 from kfac_bench.core.layer import Layer
 from kfac_bench.core.plan import Factor
+from kfac_bench.core.sharded import full
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Trial:
         layer covers has a gradient in the model, but no curvature.
         """
         moved = {p: p.detach() - before for p, before, _ in self._before}
-        linear = sum((moved[p] * grad).sum().float() for p, _, grad in self._before)
+        linear = sum(full((moved[p] * grad).sum().float()) for p, _, grad in self._before)
         square = self._curvature(moved, layers, factors)
         change = (loss_after - loss_before).detach().float()
         world = tuple(range(collective.world_size))
@@ -108,7 +109,7 @@ class Trial:
     ) -> Tensor:
         """delta^T (G kron A + damping I) delta, summed over the layers."""
         grads = {p: p.grad for p in moved}
-        total = next(iter(moved.values())).new_zeros((), dtype=torch.float32)
+        total = torch.zeros((), device=next(iter(moved.values())).device)
         try:
             for p, delta in moved.items():
                 p.grad = delta  # so that a layer brings it into its own form

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
@@ -25,23 +26,29 @@ from kfac_bench.core.plan import (
     ComputeSecondMoment,
     Decompose,
     Factor,
+    GatherGradients,
     LayerSpec,
     Message,
     Op,
     Plan,
     Precondition,
     ReduceFactors,
+    ReduceProducts,
     ReduceScales,
     ReduceSecondMoments,
     ShareDecompositions,
     ShareGradients,
 )
+from kfac_bench.core.shards import Shards
 from kfac_bench.core.store import Key, Store, dense, identity_like
 
 log = logging.getLogger(__name__)
 
 UnderWay = tuple[str, Work, Callable[[], None]]
 """A message that was started: its kind, and what to do when it has arrived."""
+UNDER_WAY = 4
+"""Messages that a stage has under way at most where ranks hold parts of gradients: their whole
+gradients shall not be in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,8 @@ class Request:
     collected: dict[str, Collected]
     """By layer; emptied, so that no moment is kept beside the statistic that it becomes."""
     grads: Mapping[str, Tensor]
-    """By layer, [groups, g_dim, a_dim]; a layer that backward did not reach is missing."""
+    """By layer, [groups, g_dim, a_dim]; a layer that backward did not reach is missing. Empty
+    where ranks hold parts: then gradients are gathered."""
     loss_scale: float | Tensor = 1.0
     """What multiplied the loss before backward."""
 
@@ -91,9 +99,12 @@ class Executor:
         self.layers = {layer.name: layer for layer in layers}
         self.store = Store((layer.spec for layer in layers), plan.method, state_dtype)
         self.fresh = Fresh(scale, of_sums=of_sums)
+        self.shards = Shards(layers, plan.world_size) if plan.sharded else None
+        """Where ranks hold parts of the gradients: they are there, before and after a run."""
         self.failed_decompositions = 0
         self.stage_s: dict[str, float] = {}
         """Seconds of the last run by kind of op; messages count where they are waited for."""
+        self._grads: dict[str, Tensor] = {}
         self._preconditioned: dict[str, Tensor] = {}
         self._begun = _Begun()
 
@@ -128,9 +139,15 @@ class Executor:
         self.fresh.factors.clear()
 
     def run(self, request: Request) -> dict[str, Tensor]:
-        """One step's stages; the preconditioned gradients by layer, [groups, g_dim, a_dim]."""
+        """One step's stages; the preconditioned gradients by layer, [groups, g_dim, a_dim].
+
+        None where ranks hold parts: they are in ``shards``.
+        """
         begun, self._begun = self._begun, _Begun()
         self.stage_s, self._preconditioned = begun.stage_s, {}
+        self._grads = dict(request.grads)
+        if self.shards is not None:
+            self.shards.begin()
         for ops in request.stages:
             first, under_way = 0, list[UnderWay]()
             if ops is self.plan.factors:
@@ -138,6 +155,8 @@ class Executor:
             for op in islice(ops, first, None):
                 if self.collective.rank not in op.ranks:
                     continue
+                while self._must_wait(op, [kind for kind, _, _ in under_way]):
+                    self._arrive(under_way, 1)
                 with self.timed(type(op).__name__):
                     if isinstance(op, Message):
                         under_way.append((type(op).__name__, *self._send(op)))
@@ -152,16 +171,28 @@ class Executor:
                     self.fresh.fold(
                         self.store, self.layers, request.factor_decay, request.loss_scale
                     )
+        self._grads = {}
         done, self._preconditioned = self._preconditioned, {}  # not kept until the next step
         return done
 
-    def _arrive(self, under_way: list[UnderWay]) -> None:
+    def _arrive(self, under_way: list[UnderWay], most: int | None = None) -> None:
         """Wait for messages and unpack them; buckets go, but for what is a view of one."""
-        while under_way:
+        for _ in range(len(under_way) if most is None else most):
             kind, work, unpack = under_way.pop(0)
             with self.timed(kind):
                 work.wait()
                 unpack()
+
+    def _must_wait(self, op: Op, under_way: Sequence[str]) -> bool:
+        """Whether the first message under way has to arrive before ``op``."""
+        if self.shards is None or not under_way:
+            return False
+        match op:
+            case Precondition():
+                return under_way[0] == GatherGradients.__name__
+            case ReduceProducts():
+                return True
+        return isinstance(op, Message) and len(under_way) >= UNDER_WAY
 
     def timed(self, kind: str) -> AbstractContextManager[None]:
         """Add the host's seconds inside the block to ``stage_s[kind]``."""
@@ -178,7 +209,9 @@ class Executor:
             case Decompose(_, members):
                 self._decompose(members, request.damping)
             case Precondition(_, specs):
-                self._precondition([s for s in specs if s.name in request.grads], request)
+                self._precondition([s for s in specs if s.name in self._grads], request)
+                if len(op.ranks) == self.plan.world_size:  # none is shared
+                    self._keep_shards(specs)
             case _:
                 raise TypeError(op)
 
@@ -224,8 +257,46 @@ class Executor:
                 if root == self.collective.rank:
                     messages.pack_gradients(op, self._preconditioned, bucket)
                 work = self.collective.broadcast(bucket, root, op.ranks, op.name)
-                return work, lambda: messages.unpack_gradients(op, bucket, self._preconditioned)
+                return work, lambda: self._receive_gradients(op, bucket)
+            case GatherGradients(root=root):
+                return self._gather(op, root, bucket)
+            case ReduceProducts():
+                assert self.shards is not None
+                self.shards.sum_products(bucket)
+                work = self.collective.all_reduce(bucket, op.ranks, op.name)
+                return work, partial(self.shards.keep_products, bucket)
         raise TypeError(op)
+
+    def _gather(
+        self, op: GatherGradients, root: int | None, bucket: Tensor
+    ) -> tuple[Work, Callable[[], None]]:
+        assert self.shards is not None
+        bucket.zero_()
+        for spec, part in messages.gradient_parts(op, bucket):
+            self.shards.give(spec.name, part)
+        if root is None:
+            work = self.collective.all_reduce(bucket, op.ranks, op.name)
+        else:
+            work = self.collective.reduce(bucket, root, op.ranks, op.name)
+        workers = {p.layer.name: p.grad_workers for p in self.plan.placements}
+        mine = [s.name for s in op.members if self.collective.rank in workers[s.name]]
+        wanted = set(mine) & set(self.shards.names)
+        return work, lambda: self._grads.update(
+            {s.name: x for s, x in messages.gradient_parts(op, bucket) if s.name in wanted}
+        )
+
+    def _receive_gradients(self, op: ShareGradients, bucket: Tensor) -> None:
+        messages.unpack_gradients(op, bucket, self._preconditioned)
+        self._keep_shards(op.members)
+
+    def _keep_shards(self, specs: Sequence[LayerSpec]) -> None:
+        """Where ranks hold parts: of preconditioned gradients only this rank's."""
+        if self.shards is None:
+            return
+        for spec in specs:
+            if spec.name in self._preconditioned:
+                self._grads.pop(spec.name, None)
+                self.shards.take(spec.name, self._preconditioned.pop(spec.name))
 
     def _decompose(self, members: Sequence[tuple[LayerSpec, Factor]], damping: float) -> None:
         keys = [(spec.name, factor) for spec, factor in members]
@@ -281,7 +352,7 @@ class Executor:
     def _precondition(self, specs: Sequence[LayerSpec], request: Request) -> None:
         if not specs:
             return
-        grads = [request.grads[spec.name] for spec in specs]
+        grads = [self._grads[spec.name] for spec in specs]
         done = self._precondition_stack(specs, _stack(grads), request.damping)
         for spec, grad in zip(
             specs, torch.split(done, [spec.groups for spec in specs]), strict=True

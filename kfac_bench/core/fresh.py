@@ -35,7 +35,7 @@ class Fresh:
             self.factors[layer.name, factor] = zeros, zeros.new_zeros(())
             return
         moment = new.a if factor == "A" else new.g
-        scales = self._scale(new.samples, new.rows / new.samples, layer.is_conv)
+        scales = new.scales(self._scale, is_conv=layer.is_conv)
         moment *= scales[FACTORS.index(factor)]
         if factor == "G":
             moment *= self._per_sample(new.samples)
@@ -47,7 +47,7 @@ class Fresh:
             zeros = _zeros(layer.spec.grad_shape, layer.weight)
             self.second_moments[layer.name] = zeros, zeros.new_zeros(())
             return
-        scale_a, scale_g = self._scale(new.samples, new.rows / new.samples, layer.is_conv)
+        scale_a, scale_g = new.scales(self._scale, is_conv=layer.is_conv)
         moment = new.second_moment * (scale_a * scale_g * new.rows)
         moment *= self._per_sample(new.samples)
         self.second_moments[layer.name] = self._only_finite(moment, new.samples)
@@ -107,4 +107,5 @@ def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Ten
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Of a statistic's dtype: at least float32."""
-    return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.zeros(shape, device=like.device, dtype=dtype)  # not like's: it may be a DTensor

@@ -7,6 +7,7 @@ gradient's matrix form if ``weight`` is not [outputs, inputs...]; pass the class
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kfac_bench.core.factors import at_least_float32, gram
 from kfac_bench.core.plan import LayerSpec
+from kfac_bench.core.sharded import full, local
 
 
 class Call(NamedTuple):
@@ -40,6 +42,8 @@ class Layer(ABC):
     is_conv = False
     reads_saved_tensors = False
     """Whether a :class:`Call` reads what autograd's graph saved."""
+    part = slice(None)
+    """Which rows of weight and bias are this layer's, where several share them."""
 
     def __init__(self, name: str, module: nn.Module, max_dim: int) -> None:
         self.name = name
@@ -57,7 +61,7 @@ class Layer(ABC):
 
     def make_spec(self, max_dim: int) -> LayerSpec:
         """Shapes; a factor of more than ``max_dim`` rows is kept as a diagonal."""
-        a_dim = self.weight[0].numel() + (self.bias is not None)
+        a_dim = math.prod(self.weight.shape[1:]) + (self.bias is not None)
         g_dim = len(self.weight)
         return LayerSpec(
             self.name, a_dim, g_dim, a_diagonal=a_dim > max_dim, g_diagonal=g_dim > max_dim
@@ -125,29 +129,47 @@ class Layer(ABC):
             out += (some_g.mT @ some_a).square_().sum(1)
         return out
 
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Of tensors in the shapes of weight and bias: [groups, g_dim, a_dim], at least float32.
+
+        ``bias`` is None if the layer has none.
+        """
+        groups, g_dim, _ = self.spec.grad_shape
+        matrix = at_least_float32(weight.flatten(1)).view(groups, g_dim, -1)
+        if bias is None:
+            return matrix
+        column = bias.to(matrix.dtype).view(groups, g_dim, 1)
+        return torch.cat([matrix, column], dim=-1)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`to_matrix` was given; views of ``matrix`` if it is contiguous."""
+        shape = (-1, *self.weight.shape[1:])
+        if self.bias is None:
+            return matrix.reshape(shape), None
+        return matrix[..., :-1].reshape(shape), matrix[..., -1].reshape(-1)
+
     def get_grad(self) -> Tensor | None:
         """Weight and bias gradient as [groups, g_dim, a_dim], at least float32.
 
-        None if backward did not reach it.
+        None if backward did not reach it. If ranks hold parts, all ranks must call it.
         """
         if self.weight.grad is None:
             return None
-        groups, g_dim, _ = self.spec.grad_shape
-        grad = at_least_float32(self.weight.grad.flatten(1)).view(groups, g_dim, -1)
+        weight = full(self.weight.grad)[self.part]
         if self.bias is None:
-            return grad
-        bias = self.bias.grad
-        column = grad.new_zeros(groups, g_dim) if bias is None else bias.view(groups, g_dim)
-        return torch.cat([grad, column.unsqueeze(-1).to(grad.dtype)], dim=-1)
+            return self.to_matrix(weight, None)
+        if self.bias.grad is None:
+            return self.to_matrix(weight, weight.new_zeros(self.bias.shape)[self.part])
+        return self.to_matrix(weight, full(self.bias.grad)[self.part])
 
     def set_grad(self, grad: Tensor) -> None:
         """Write [groups, g_dim, a_dim] back into the parameters' gradients, in place."""
+        weight, bias = self.from_matrix(grad)
         assert self.weight.grad is not None
-        if self.bias is not None:
-            if self.bias.grad is not None:
-                self.bias.grad.copy_(grad[..., -1].flatten())
-            grad = grad[..., :-1]
-        self.weight.grad.copy_(grad.reshape(self.weight.shape))
+        local(self.weight.grad)[self.part].copy_(weight)
+        if self.bias is not None and self.bias.grad is not None:
+            assert bias is not None
+            local(self.bias.grad)[self.part].copy_(bias)
 
 
 def _edge_of(output: Tensor) -> tuple[GradientEdge, Callable[[Tensor], Tensor] | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -65,22 +67,17 @@ class Conv1DLayer(LinearLayer):
             self.name, a_dim, g_dim, a_diagonal=a_dim > max_dim, g_diagonal=g_dim > max_dim
         )
 
-    def get_grad(self) -> Tensor | None:
-        """See :meth:`Layer.get_grad`."""
-        if self.weight.grad is None:
-            return None
-        grad = at_least_float32(self.weight.grad.mT.unsqueeze(0))
-        if self.bias is None:
-            return grad
-        bias = grad.new_zeros(grad.shape[1]) if self.bias.grad is None else self.bias.grad
-        return torch.cat([grad, bias.to(grad.dtype).view(1, -1, 1)], dim=-1)
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`Layer.to_matrix`."""
+        matrix = at_least_float32(weight.mT.unsqueeze(0))
+        if bias is None:
+            return matrix
+        return torch.cat([matrix, bias.to(matrix.dtype).view(1, -1, 1)], dim=-1)
 
-    def set_grad(self, grad: Tensor) -> None:
-        """See :meth:`Layer.set_grad`."""
-        assert self.weight.grad is not None
-        if self.bias is not None and self.bias.grad is not None:
-            self.bias.grad.copy_(grad[0, :, -1])
-        self.weight.grad.copy_(grad[0, :, : len(self.weight)].mT)
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Layer.from_matrix`."""
+        bias = None if self.bias is None else matrix[0, :, -1]
+        return matrix[0, :, : len(self.weight)].mT, bias
 
 
 class ConvLayer(Layer):
@@ -91,7 +88,7 @@ class ConvLayer(Layer):
     def make_spec(self, max_dim: int) -> LayerSpec:
         """See :meth:`Layer.make_spec`."""
         conv = self._conv
-        a_dim = self.weight[0].numel() + (self.bias is not None)
+        a_dim = math.prod(self.weight.shape[1:]) + (self.bias is not None)
         g_dim = conv.out_channels // conv.groups
         return LayerSpec(
             self.name,
@@ -213,12 +210,10 @@ class EmbeddingLayer(Layer):
             g = g * (x != padding).unsqueeze(-1)
         return g.reshape(1, len(x) if x.ndim else 1, -1, self.spec.g_dim)
 
-    def get_grad(self) -> Tensor | None:
-        """See :meth:`Layer.get_grad`."""
-        grad = self.weight.grad
-        return None if grad is None else at_least_float32(grad.mT.unsqueeze(0))
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`Layer.to_matrix`."""
+        return at_least_float32(weight.mT.unsqueeze(0))
 
-    def set_grad(self, grad: Tensor) -> None:
-        """See :meth:`Layer.set_grad`."""
-        assert self.weight.grad is not None
-        self.weight.grad.copy_(grad[0].mT)
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Layer.from_matrix`."""
+        return matrix[0].mT, None

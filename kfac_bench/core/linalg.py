@@ -7,7 +7,7 @@ those of "Deep Neural Network Training With Distributed K-FAC" (TPDS 2022).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -109,17 +109,17 @@ def precondition_inverse(grad: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> 
     return out @ a_inverse if dense_a else out * a_inverse.unsqueeze(-2)
 
 
-def kl_clip_scale(
-    preconditioned: Sequence[Tensor], grads: Sequence[Tensor], lrs: Sequence[float], kl_clip: float
-) -> Tensor:
-    """Nu = min(1, sqrt(kl_clip / sum_i lr_i^2 |<preconditioned_i, grad_i>|)), eq. 16.
+def kl_clip_sum(dots: Iterable[Tensor], lrs: Sequence[float]) -> Tensor:
+    """Sum_i lr_i^2 |dot_i| of eq. 16; dot_i is <preconditioned gradient, gradient> of a layer.
 
-    A 0-d tensor on the gradients' device: nothing waits for it.
+    A 0-d tensor on their device: nothing waits for it.
     """
-    products = torch.stack(
-        [(p * g).sum().abs() * lr**2 for p, g, lr in zip(preconditioned, grads, lrs, strict=True)]
-    )
-    return (kl_clip / products.sum()).sqrt().clamp_max(1.0)  # kl_clip / 0 is inf: no clip
+    return torch.stack([dot.abs() * lr**2 for dot, lr in zip(dots, lrs, strict=True)]).sum()
+
+
+def kl_clip_scale(change: Tensor, kl_clip: float) -> Tensor:
+    """Nu = min(1, sqrt(kl_clip / change)), eq. 16, of :func:`kl_clip_sum` over all layers."""
+    return (kl_clip / change).sqrt().clamp_max(1.0)  # kl_clip / 0 is inf: no clip
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:

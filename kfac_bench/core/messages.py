@@ -14,6 +14,7 @@ from torch import Tensor
 from kfac_bench.core.linalg import pack_triangle, unpack_triangle
 from kfac_bench.core.plan import (
     Factor,
+    GatherGradients,
     LayerSpec,
     ReduceFactors,
     ReduceScales,
@@ -187,7 +188,7 @@ def _decomposition_parts(
 
 def pack_gradients(op: ShareGradients, grads: Mapping[str, Tensor], bucket: Tensor) -> None:
     """Preconditioned gradients; zeros for a layer that backward did not reach."""
-    for spec, part in _gradient_parts(op, bucket):
+    for spec, part in gradient_parts(op, bucket):
         if spec.name in grads:
             part.copy_(grads[spec.name])
         else:
@@ -198,11 +199,14 @@ def unpack_gradients(
     op: ShareGradients, bucket: Tensor, grads: MutableMapping[str, Tensor]
 ) -> None:
     """Views into the bucket."""
-    for spec, part in _gradient_parts(op, bucket):
+    for spec, part in gradient_parts(op, bucket):
         grads[spec.name] = part
 
 
-def _gradient_parts(op: ShareGradients, bucket: Tensor) -> Iterator[tuple[LayerSpec, Tensor]]:
+def gradient_parts(
+    op: ShareGradients | GatherGradients, bucket: Tensor
+) -> Iterator[tuple[LayerSpec, Tensor]]:
+    """Each layer's [groups, g_dim, a_dim], a view into the bucket."""
     at = 0
     for spec in op.members:
         yield spec, bucket[at : at + spec.grad_numel].view(spec.grad_shape)

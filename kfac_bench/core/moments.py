@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kfac_bench.core.factors import Scale
 from kfac_bench.core.layer import Layer, moment
 
 Eigenbasis = Callable[[str], tuple[Tensor, Tensor] | None]
@@ -24,6 +25,14 @@ class Collected:
     forward: object
     """The forward and backward that ``samples`` last counted."""
     second_moment: Tensor | None = None
+    loss_samples: int | None = None
+    """Samples that the loss is a mean over, where ranks share them out; else ``samples``."""
+
+    def scales(self, scale: Scale, *, is_conv: bool) -> tuple[float, float]:
+        """Factors of raw A and raw G, so that a mean over ranks by ``samples`` is right."""
+        n = self.loss_samples or self.samples
+        a, g = scale(n, self.rows / self.samples, is_conv)
+        return a * n / self.samples, g * n / self.samples
 
 
 @dataclass(slots=True)

@@ -85,19 +85,15 @@ class NormLayer(Layer):
             case module:
                 raise TypeError(module)
 
-    def get_grad(self) -> Tensor | None:
-        """See :meth:`Layer.get_grad`."""
-        if self.weight.grad is None:
-            return None
-        parts = [at_least_float32(self.weight.grad.flatten())]
-        if self.bias is not None:
-            bias = self.bias.grad
-            parts.append(torch.zeros_like(parts[0]) if bias is None else bias.flatten())
-        return torch.stack([p.to(parts[0].dtype) for p in parts], dim=-1).unsqueeze(-1)
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`Layer.to_matrix`."""
+        parts = [at_least_float32(weight.flatten())]
+        if bias is not None:
+            parts.append(bias.flatten().to(parts[0].dtype))
+        return torch.stack(parts, dim=-1).unsqueeze(-1)
 
-    def set_grad(self, grad: Tensor) -> None:
-        """See :meth:`Layer.set_grad`."""
-        assert self.weight.grad is not None
-        self.weight.grad.copy_(grad[:, 0].view_as(self.weight))
-        if self.bias is not None and self.bias.grad is not None:
-            self.bias.grad.copy_(grad[:, 1].view_as(self.bias))
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Layer.from_matrix`."""
+        shape = self.weight.shape
+        bias = None if self.bias is None else matrix[:, 1].reshape(shape)
+        return matrix[:, 0].reshape(shape), bias

@@ -190,6 +190,25 @@ class ReduceSecondMoments(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class GatherGradients(Message):
+    """Put together, on the gradient workers, gradients of which each rank holds a part.
+
+    A sum over ``ranks`` of what is 0 but for a rank's own part; ``root`` gets it, or all do.
+    """
+
+    root: int | None
+    members: tuple[LayerSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceProducts(Message):
+    """Sum what each rank's parts add to <p, g>, <p, p> and <g, g> of each layer.
+
+    g is a layer's gradient, p the preconditioned one: the clip factor and cosines need them.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class ShareDecompositions(Message):
     """Send decompositions from ``root``, which made them, to the gradient workers."""
 
@@ -239,6 +258,8 @@ class Plan:
     itemsize: int = 4
     """Bytes per element of dense factors, eigenvectors and inverses, kept and sent; the rest is
     fp32."""
+    sharded: bool = False
+    """Whether each rank holds only parts of the gradients (FSDP2, tensor parallel)."""
 
     @property
     def factors_on(self) -> FactorsOn:

@@ -25,12 +25,14 @@ from kfac_bench.core.plan import (
     ComputeSecondMoment,
     Decompose,
     Factor,
+    GatherGradients,
     LayerSpec,
     Op,
     Placement,
     Plan,
     Precondition,
     ReduceFactors,
+    ReduceProducts,
     ReduceScales,
     ReduceSecondMoments,
     ShareDecompositions,
@@ -66,16 +68,17 @@ def make_plan(
     bucket_numel: int = BUCKET_NUMEL,
     batch_numel: int = 0,
     itemsize: int = 4,
+    sharded: bool = False,
 ) -> Plan:
     """Place layers on ranks and derive every op.
 
     ``grad_worker_fraction`` and ``colocate_factors`` are the strategy's own where None (and the
     fraction where it is not adjustable); ``cost`` balances decompositions over ranks (or
     ``balance`` the memory that they take) and over at most ``spread`` slices; equal shapes form
-    one batch of at most ``batch_numel`` elements; ``itemsize`` is that of the plan. Ties go to the
-    lower rank, so the result is the same everywhere. Raises ``ValueError`` for an unknown name, a
-    fraction whose gradient workers do not divide the ranks, or EKFAC where a rank lacks
-    eigenvectors.
+    one batch of at most ``batch_numel`` elements; ``itemsize`` and ``sharded`` are those of the
+    plan. Ties go to the lower rank, so the result is the same everywhere. Raises ``ValueError``
+    for an unknown name, a fraction whose gradient workers do not divide the ranks, or EKFAC where
+    a rank lacks eigenvectors.
     """
     for name, value, choices in (
         ("strategy", strategy, STRATEGIES),
@@ -112,8 +115,13 @@ def make_plan(
             tuple(_decompose_ops(s, row, method, bucket_numel, batch_numel, itemsize, index))
             for s in slices
         ),
-        tuple(_precondition_ops(placements, world_size // workers, bucket_numel, batch_numel)),
+        (
+            *(_gather_ops(placements, world_size, bucket_numel) if sharded else ()),
+            *_precondition_ops(placements, world_size // workers, bucket_numel, batch_numel),
+            *(_product_ops(placements, world_size) if sharded else ()),
+        ),
         itemsize,
+        sharded,
     )
 
 
@@ -311,3 +319,31 @@ def _precondition_ops(
                     yield share(root, open_buckets.pop(root))
     for root, bucket in open_buckets.items():
         yield share(root, bucket)
+
+
+def _gather_ops(
+    placements: Sequence[Placement], world_size: int, bucket_numel: int
+) -> Iterator[Op]:
+    """To the only gradient worker, or to all ranks where there are several."""
+    if world_size == 1:
+        return
+    world, index = tuple(range(world_size)), _Counter()
+    open_buckets: dict[int | None, _Bucket[LayerSpec]] = {}
+
+    def gather(root: int | None, bucket: _Bucket[LayerSpec]) -> GatherGradients:
+        return GatherGradients(world, index.take(), bucket.numel, root, tuple(bucket.members))
+
+    for placement in reversed(placements):
+        workers = placement.grad_workers
+        root = workers[0] if len(workers) == 1 else None
+        bucket = open_buckets.setdefault(root, _Bucket())
+        bucket.add(placement.layer, placement.layer.grad_numel)
+        if bucket.numel >= bucket_numel:
+            yield gather(root, open_buckets.pop(root))
+    for root, bucket in open_buckets.items():
+        yield gather(root, bucket)
+
+
+def _product_ops(placements: Sequence[Placement], world_size: int) -> Iterator[Op]:
+    if world_size > 1:
+        yield ReduceProducts(tuple(range(world_size)), 0, 3 * len(placements))

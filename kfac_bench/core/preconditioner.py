@@ -11,13 +11,14 @@ Usage::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 from torch.optim import Optimizer
 
 from kfac_bench.core import fisher as fishers
@@ -33,6 +34,8 @@ from kfac_bench.core.plan import ComputeFactor, ReduceFactors
 from kfac_bench.core.planner import make_plan
 from kfac_bench.core.report import Report
 from kfac_bench.core.schedule import Schedule, Schedules, Settings, free_phases
+from kfac_bench.core.sharded import any_tensor_parallel
+from kfac_bench.core.shards import any_sharded
 
 WEIGHT_SHARING = ("expand", "reduce")
 BATCH_NUMEL = 1 << 22
@@ -87,7 +90,11 @@ class KFAC:
     max_dim: a factor of more rows is kept as a diagonal (the G of a vocabulary head).
     layer_types: classes for module types of your own; see :mod:`kfac_bench.core.layer`.
     collective: the communication backend; by default torch.distributed or Horovod where
-        initialised.
+        initialised. It spans the ranks that hold these layers: all of a data-, fully sharded
+        (FSDP2) or tensor-parallel run, of a pipeline those of one stage.
+    model_parallel: one over the ranks that hold the *other* layers of the model, one per pipeline
+        stage: the sum of the KL clip goes over all layers. Every stage must pass it and cover a
+        layer.
 
     Raises ``ValueError`` for a value out of range, a model with nothing to precondition, or
     parameters the optimizer does not know; ``RuntimeError`` if ranks disagree on the plan.
@@ -119,6 +126,7 @@ class KFAC:
         max_dim: int = MAX_DIM,
         layer_types: LayerTypes | None = None,
         collective: Collective | None = None,
+        model_parallel: Collective | None = None,
     ) -> None:
         _check_choice("factor_convention", factor_convention, tuple(CONVENTIONS))
         _check_choice("fisher", fisher, fishers.FISHERS)
@@ -140,6 +148,13 @@ class KFAC:
         self._optimizer = optimizer
         self._group_of = self._find_param_groups()
         self.collective = collective or default_collective()
+        self._model_parallel = model_parallel
+        if any_sharded(self._layers):
+            self._refuse_sharded(strategy, overlap)
+        if model_parallel is not None and isinstance(damping, LevenbergMarquardt):
+            raise ValueError(
+                "model_parallel: an adaptive damping would need all layers of the model"
+            )
         device = self._layers[0].weight.device
         if spread is None:
             spread = self.collective.world_size == 1
@@ -155,6 +170,7 @@ class KFAC:
             spread=self._most_slices() if spread else 1,
             itemsize=state_dtype.itemsize,
             batch_numel=BATCH_NUMEL if device.type == "cuda" else 0,
+            sharded=self.collective.world_size > 1 and any_sharded(self._layers),
         )
         if not self.plan.colocated:
             _refuse_apart(method == "inverse" and factored_damping, damping)
@@ -164,6 +180,8 @@ class KFAC:
             f"{weight_sharing} {overlap}"
         )
         check_same_on_all_ranks(self.collective, f"{self.plan.digest()} {options}", device)
+        if model_parallel is not None:
+            model_parallel.prepare([tuple(range(model_parallel.world_size))])
         groups = sorted({op.ranks for op in self.plan.ops() if len(op.ranks) > 1})
         self.collective.prepare(groups, apart=overlap)
         self._executor = Executor(
@@ -198,6 +216,16 @@ class KFAC:
         self._cosine: Tensor | None = None
         self._cosine_of: list[str] = []
 
+    def _refuse_sharded(self, strategy: str, overlap: bool) -> None:
+        """What needs whole gradients in backward, or leaves ranks out of a layer's statistics."""
+        if overlap:
+            raise ValueError("overlap=True does not fit ranks that hold parts of parameters")
+        if strategy == "local_factors" and any_tensor_parallel(self._model):
+            raise ValueError(
+                "strategy=local_factors: ranks that share a tensor-parallel layer must all see it; "
+                "choose owner_reduce"
+            )
+
     def _most_slices(self) -> int:
         """One for each step of an interval that is free; any number where intervals change."""
         first, freqs = self.schedules.at(0), self.schedules
@@ -231,8 +259,8 @@ class KFAC:
         if self._capture is None:
             raise RuntimeError("step() after detach(): the hooks are off the model")
         settings = self.schedules.at(self.steps)
-        grads = {n: g for n, g in ((x.name, x.get_grad()) for x in self._layers) if g is not None}
         self._begin_trial()
+        grads = {} if self.plan.sharded else self._gradients()
         preconditioned = self._executor.run(self._request(settings, grads, loss_scale))
         stage_s = self._executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + self._capture.seconds
@@ -242,6 +270,10 @@ class KFAC:
         self._decompose_now = self._sent_labels = False
         self.steps += 1
         self._capture.enabled = self.schedules.factors_due(self.steps)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """By layer; those that backward did not reach are missing."""
+        return {n: g for n, g in ((x.name, x.get_grad()) for x in self._layers) if g is not None}
 
     def _request(
         self,
@@ -336,23 +368,45 @@ class KFAC:
     def _write_back(
         self, grads: Mapping[str, Tensor], new: Mapping[str, Tensor], kl_clip: float | None
     ) -> None:
-        names = [layer.name for layer in self._layers if layer.name in grads]
-        pairs = [(new[n], grads[n]) for n in names]
+        shards = self._executor.shards
+        names = list(grads) if shards is None else shards.names
         self._nu = None
-        if kl_clip is not None and pairs:
-            lrs = [float(self._optimizer.param_groups[self._group_of[n]]["lr"]) for n in names]
-            self._nu = linalg.kl_clip_scale(
-                [p for p, _ in pairs], [g for _, g in pairs], lrs, kl_clip
-            )
+        if kl_clip is not None:
+            dots: Iterable[Tensor] = ((new[n] * grads[n]).sum() for n in names)
+            if shards is not None:
+                dots = shards.products[:, 0]
+            self._nu = self._clip_factor(names, dots, kl_clip)
         self._cosine_of = names if self.track_cosine else []
-        if self.track_cosine and pairs:
-            self._cosine = torch.stack(
-                [nn.functional.cosine_similarity(p.flatten(), g.flatten(), 0) for p, g in pairs]
-            )
+        if self.track_cosine and names:
+            if shards is not None:
+                self._cosine = shards.cosines()
+            else:
+                each = [cosine_similarity(new[n].flatten(), grads[n].flatten(), 0) for n in names]
+                self._cosine = torch.stack(each)
+        if shards is not None:
+            shards.write(self._nu)
+            return
         for layer in self._layers:
             if layer.name in grads:
                 grad = new[layer.name]
                 layer.set_grad(grad if self._nu is None else grad * self._nu)
+
+    def _clip_factor(
+        self, names: Sequence[str], dots: Iterable[Tensor], kl_clip: float
+    ) -> Tensor | None:
+        """Of eq. 16, over all layers of the model; None if backward reached none."""
+        groups, others = self._optimizer.param_groups, self._model_parallel
+        if names:
+            lrs = [float(groups[self._group_of[n]]["lr"]) for n in names]
+            change = linalg.kl_clip_sum(dots, lrs)
+        elif others is None:
+            return None
+        else:
+            change = torch.zeros((), device=self._layers[0].weight.device)
+        if others is not None and others.world_size > 1:
+            ranks = tuple(range(others.world_size))
+            others.all_reduce(change, ranks, "model_parallel/clip").wait()
+        return linalg.kl_clip_scale(change, kl_clip)
 
     def statistics(self) -> dict[str, Any]:
         """Figures of the last step, on the host.
