@@ -23,10 +23,10 @@ from tests.training import (
     OPTIONS,
     assert_close,
     batch,
+    expected,
     loss_of,
     make_kfac,
     my_part,
-    one_process,
     sgd,
     sha256,
     tiny_model,
@@ -161,7 +161,7 @@ def equal_on_rank(folder, strategy, options, parts):
         )
         model, optimizer = backend.wrap(model, optimizer)
         assert [*backend.bare(model).state_dict()] == [*tiny_model().state_dict()]
-        wanted = one_process(tiny_model, batch, tuple(options.items()))
+        wanted = expected(tiny_model, batch, strategy, options)
         for step, (want_grads, want_weights, _) in enumerate(wanted):
             before = model.messages
             grads = update(backend, model, optimizer, kfac, *my_part(*batch(step)), parts=parts)

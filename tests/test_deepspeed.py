@@ -28,6 +28,7 @@ from tests.training import (
     after_step,
     assert_close,
     batch,
+    expected,
     loss_of,
     make_kfac,
     my_part,
@@ -75,7 +76,7 @@ def equal_on_rank(stage, strategy, options, parts):
         model, optimizer = backend.wrap(model, optimizer)
         bits = []
         for step, (grads, weights, after) in enumerate(
-            one_process(tiny_model, batch, tuple(options.items()))
+            expected(tiny_model, batch, strategy, options)
         ):
             got = update(backend, model, optimizer, kfac, *my_part(*batch(step)), parts=parts)
             assert_close(got, grads)

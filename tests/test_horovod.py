@@ -16,6 +16,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.plan import STRATEGIES
 from kfac_bench.events import Evaluated, Resumed, Trained
 from tests import horovod_ranks
+from tests.distributed import run_ranks as gloo_ranks
 from tests.horovod_ranks import BIN, here, run_ranks
 from tests.runs import ALONE, SMALL, of_kind, steps_of, train, train_here
 from tests.runs import KFAC as KFAC_RUN
@@ -43,7 +44,6 @@ pytestmark = [
         reason="Horovod is not installed: make install-horovod",
     ),
 ]
-EXACT = [s for s in STRATEGIES if s != "local_factors"]
 METHODS = ["eigen", "inverse"]
 
 
@@ -89,9 +89,10 @@ def mine(backend, tensors):
     return my_part(*tensors, rank=backend.ranks.rank, world=backend.ranks.world_size)
 
 
-def equals_here(make_model, make_batch, options, strategies, tolerance, how):
+def equals_here(make_model, make_batch, options, strategies, tolerance, how, wanted):
     """On every rank: hold each strategy against one process; hashes of the weights."""
-    digests, wanted = [], one_process(make_model, make_batch, tuple(options.items()))
+    digests = []
+    wanted = wanted or one_process(make_model, make_batch, tuple(options.items()))
     if "dtype" in how:  # one process computes in it, too
         enabled = how["dtype"] == torch.float16
         how = how | {"scaler": GradScaler("cpu", init_scale=256.0, enabled=enabled)}
@@ -113,13 +114,18 @@ def equals_here(make_model, make_batch, options, strategies, tolerance, how):
 
 
 def equal(world, *strategies, data=(tiny_model, batch), tolerance=2e-4, how=None, **options):
-    results = run_ranks(world, equals_here, *data, options, strategies, tolerance, how or {})
+    wanted = None
+    if "local_factors" in strategies:
+        (wanted, *_) = gloo_ranks(world, expected, *data, "local_factors", options)
+    results = run_ranks(
+        world, equals_here, *data, options, strategies, tolerance, how or {}, wanted
+    )
     assert results == [results[0]] * world, "the ranks' weights differ"
 
 
 @pytest.mark.supports("horovod", "{strategy}")
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("strategy", EXACT)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_strategy_equals_one_process(world, strategy, method):
     equal(world, strategy, method=method)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC, linalg
 from kfac_bench.core.collective import SingleProcess
@@ -219,4 +220,20 @@ def owners_alone(make_model, make_batch, options, owners):
                 p.grad = new[name].clone()
             optimizer.step()
         out.append((list(new.values()), weights_of(models[0]), (nu.item(), kfacs[0].damping, 0.0)))
+    return out
+
+
+def expected(make_model, make_batch, strategy, options):
+    """What steps on the ranks of the default group must give: what one process does.
+
+    Local factors are of a rank's own examples: there it is what DistributedDataParallel gives.
+    """
+    if strategy != "local_factors":
+        return one_process(make_model, make_batch, tuple(options.items()))
+    model, out = DistributedDataParallel(make_model()), []
+    optimizer = sgd(model)
+    kfac = make_kfac(model, optimizer, options, strategy=strategy)
+    for step in range(STEPS):
+        grads = train_step(model, kfac, optimizer, *my_part(*make_batch(step)))
+        out.append((grads, weights_of(model), after_step(kfac)))
     return out
