@@ -68,6 +68,8 @@ class Update:
         process at once (but for batch norm, which sees the parts). Ranks meet at the last part.
         """
         self._weight = len(batch[0]) * self._world_size / (examples or self._batch_size)
+        if self._kfac is not None:
+            self._kfac.loss_weight = self._weight
         self._optimizer.zero_grad()
         total = torch.zeros((), device=batch[0].device)
         for i, (part, share) in enumerate(self._parts(batch)):
@@ -89,7 +91,7 @@ class Update:
         scale = self.scaler.get_scale() if adapts else 0.0
         self.scaler.unscale_(self._optimizer)
         if self._kfac is not None:
-            self._kfac.step(lambda: self.scaler.get_scale() * self._weight)
+            self._kfac.step(self.scaler.get_scale)
         self._backend.step(self._optimizer, self.scaler)
         self.scaler.update()
         if adapts and self.scaler.get_scale() >= scale:  # else the update was left out

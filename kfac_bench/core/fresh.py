@@ -27,6 +27,8 @@ class Fresh:
         self._scale = scale
         self._of_sums = of_sums
         """Whether g is of a loss that is a sum over samples, not of the user's own loss."""
+        self.loss_weight = 1.0
+        """What multiplied this rank's own loss, beside the loss scale, which is that of all."""
 
     def compute_factor(self, layer: Layer, factor: Factor, new: Collected | None) -> None:
         """Scale a raw moment, but for the loss scale; ``new`` is None if the layer was not used."""
@@ -59,7 +61,7 @@ class Fresh:
         return moment.masked_fill_(~finite, 0.0), finite * float(samples)
 
     def _per_sample(self, samples: int) -> float:
-        return 1 / samples**2 if self._of_sums else 1.0
+        return 1 / (samples if self._of_sums else self.loss_weight) ** 2
 
     def fold(
         self,

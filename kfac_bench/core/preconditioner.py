@@ -254,7 +254,7 @@ class KFAC:
 
         ``loss_scale`` is what multiplied the loss before backward: with a GradScaler, call
         ``scaler.unscale_(optimizer)`` first and pass ``scaler.get_scale``; it is asked only when
-        factors are due.
+        factors are due. It must be the same on all ranks; see :attr:`loss_weight`.
         """
         if self._capture is None:
             raise RuntimeError("step() after detach(): the hooks are off the model")
@@ -326,6 +326,18 @@ class KFAC:
             output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature
         )
         self._capture.backward(output, made, magnitude)
+
+    @property
+    def loss_weight(self) -> float:
+        """What multiplies this rank's loss beside the loss scale; set it before backward.
+
+        1, unless ranks that have unequal shares of a batch weigh their means by them.
+        """
+        return self._executor.fresh.loss_weight
+
+    @loss_weight.setter
+    def loss_weight(self, weight: float) -> None:
+        self._executor.fresh.loss_weight = weight
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
