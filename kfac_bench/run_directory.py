@@ -29,7 +29,8 @@ _MAY_CHANGE = (
     *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
     *("trainer.threads", "data.root", "data.workers"),
-    *("backend", "kfac.strategy", "kfac.grad_worker_fraction"),
+    *("backend", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.colocate_factors"),
+    *("kfac.balance", "kfac.overlap"),
 )
 """Options with which a run of a given ``run_id`` may be continued: where it runs, who does what,
 how long and what is recorded; not what an update is."""

@@ -357,7 +357,7 @@ BAD = [
     ("model=resnet51", "model=resnet51: no such model; did you mean resnet"),
     ("model=foo", "autoencoder, resnet101, resnet110, resnet152, resnet18, resnet20, resnet32"),
     ("optimizer=sdg", "choose one of adam, adamw"),
-    ("kfac=kaisa", "choose one of comm_opt, hybrid_opt, layer_wise, mem_opt, none"),
+    ("kfac=kaisa", "choose one of comm_opt, hybrid_opt, layer_wise, local_factors, mem_opt"),
     ("data=cifar", "did you mean cifar10?"),
     ("task=classify", "choose one of classification, reconstruction"),
     ("logger=wand", "choose one of none, tensorboard, wandb"),

@@ -26,6 +26,7 @@ from tests.training import (
     Mixed,
     assert_close,
     batch,
+    expected,
     loss_of,
     make_kfac,
     my_part,
