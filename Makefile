@@ -41,11 +41,11 @@ bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/
 	$(BIN)/python benchmarks/gpu.py
 
 test: setup install-horovod lint  ## linters and the whole test suite
-	$(BIN)/python -m pytest -q --support build/support.json
+	$(BIN)/python -m pytest -q --support=build/support.json
 	$(BIN)/python scripts/support_table.py --check build/support.json
 
 support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/distributed.md
-	$(BIN)/python -m pytest -q -m supports --support build/support.json
+	$(BIN)/python -m pytest -q -m supports --support=build/support.json
 	$(BIN)/python scripts/support_table.py build/support.json
 
 lint: setup  ## ruff, mypy --strict, import-linter

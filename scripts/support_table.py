@@ -1,6 +1,6 @@
 """The table of docs/distributed.md: what each backend can do, as the tests have shown.
 
-``pytest --support build/support.json`` writes what tests marked ``supports`` showed; this puts it
+``pytest --support=build/support.json`` writes what tests marked ``supports`` showed; this puts it
 into the document, or with ``--check`` says where the document claims something else.
 """
 
