@@ -1,6 +1,6 @@
 """Folders of JPEG files in the layout of ImageNet, decoded and augmented by worker processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ class _ImageFolders:
         self.num_classes = len(train.classes)
         self.train_size = len(train)
         self.eval_size = len(evaluation)
+        self.notes: Sequence[str] = ()
         self._train = train
         self._evaluation = evaluation
         self._workers = workers
