@@ -94,6 +94,10 @@ def test_batches_do_not_depend_on_workers_start_or_sharding(made):
     parts = [list(here.train(8, 5, 1, 0, Shard(rank, 2))) for rank in range(2)]
     joined = [tuple(map(torch.cat, zip(*pair, strict=True))) for pair in zip(*parts, strict=True)]
     assert equal(full, joined)
+    rest = [list(here.train(43, 5, 1, 0, Shard(r, 2), drop_last=False))[-1] for r in (0, 1)]
+    assert [[len(x) for x in part] for part in rest] == [[0, 0], [1, 1]]
+    assert [x.shape[1:] for x in rest[0]] == [x.shape[1:] for x in rest[1]]
+    assert [x.dtype for x in rest[0]] == [x.dtype for x in rest[1]]
     state = torch.get_rng_state()
     assert not equal(full, here.train(8, 6, 1, 0, ALONE))
     assert not equal(full, here.train(8, 5, 2, 0, ALONE))

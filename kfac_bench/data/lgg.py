@@ -197,21 +197,32 @@ class LGG:
         self._augment = augment
 
     def train(
-        self, batch_size: int, seed: int, epoch: int, start: int, shard: Shard
+        self,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        start: int,
+        shard: Shard,
+        drop_last: bool = True,
     ) -> Iterator[Batch]:
         """Yield this rank's (images, masks) from step `start` on; skipped ones are not read.
 
         The augmentation of a slice depends on (seed, epoch, index of the slice) alone.
         """
-        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard)
+        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
         samples = _Slices(self._train, self.shape[1], (seed, epoch) if self._augment else None)
-        for images, masks, _ in load_batches(samples, indices, self._workers):
+        for images, masks, _ in self._batches(samples, indices):
             yield images, masks
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's (images, masks, volumes); see Data.evaluate."""
         indices = eval_indices(self.eval_size, batch_size, shard)
-        return load_batches(_Slices(self._evaluation, self.shape[1]), indices, self._workers)
+        return self._batches(_Slices(self._evaluation, self.shape[1]), indices)
+
+    def _batches(self, samples: "_Slices", indices: Iterator[Tensor]) -> Iterator[Batch]:
+        images, volumes = torch.empty(0, *self.shape), torch.empty(0, dtype=torch.int64)
+        empty = (images, images[:, :1].to(torch.uint8), volumes)
+        return load_batches(samples, indices, self._workers, empty)
 
 
 class _Slices(Dataset[Sample]):

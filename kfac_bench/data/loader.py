@@ -25,12 +25,12 @@ Sample = tuple[Any, ...] | Unreadable
 
 
 def load_batches(
-    samples: Dataset[Sample], indices: Iterator[Tensor], workers: int
+    samples: Dataset[Sample], indices: Iterator[Tensor], workers: int, empty: Batch
 ) -> Iterator[Batch]:
     """Yield a batch of `samples` per tensor of indices; `workers` processes read ahead (0: none).
 
-    Batches do not depend on `workers`. Global random state is neither read nor changed. Raises
-    UsageError naming the file where a sample is Unreadable.
+    `empty` is the batch of no indices. Batches do not depend on `workers`. Global random state is
+    neither read nor changed. Raises UsageError naming the file where a sample is Unreadable.
     """
     loader: DataLoader[Any] = DataLoader(
         samples,
@@ -43,10 +43,12 @@ def load_batches(
     for batch in loader:
         if isinstance(batch, Unreadable):
             raise UsageError(f"{batch.path} cannot be read: {batch.reason}")
-        yield tuple(batch)  # pinning makes a list of it
+        yield empty if batch is None else tuple(batch)  # pinning makes a list of it
 
 
-def _collate(samples: list[Sample]) -> Batch | Unreadable:
+def _collate(samples: list[Sample]) -> Batch | Unreadable | None:
+    if not samples:
+        return None
     for sample in samples:
         if isinstance(sample, Unreadable):
             return sample
