@@ -17,22 +17,27 @@ from kfac_bench.config import (
     AutoencoderConfig,
     DataConfig,
     KFACConfig,
+    LGGConfig,
     ModelConfig,
     OptimizerConfig,
+    SegmentationConfig,
     SGDConfig,
     TaskConfig,
+    UNetConfig,
 )
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data import cifar10, digits
+from kfac_bench.data import cifar10, digits, lgg
 from kfac_bench.data.data import Data
 from kfac_bench.errors import UsageError
 from kfac_bench.models.autoencoder import Autoencoder
 from kfac_bench.models.cifar_resnet import cifar_resnet
 from kfac_bench.models.torchvision_resnet import torchvision_resnet
+from kfac_bench.models.unet import UNet
 from kfac_bench.tasks.classification import Classification
 from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.tasks.segmentation import Segmentation
 from kfac_bench.tasks.task import Task
 
 
@@ -44,15 +49,27 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
         raise UsageError(f"data={config.name} is read from disk: set data.root=FOLDER")
     if config.name == "cifar10":
         return cifar10.load(Path(config.root), augment=config.augment)
+    if isinstance(config, LGGConfig):
+        return lgg.load(
+            Path(config.root),
+            config.image_size,
+            config.workers,
+            augment=config.augment,
+            eval_share=config.eval_share,
+            on_error=config.on_error,
+        )
     from kfac_bench.data import imagefolder  # torchvision, which the others do without
 
     return imagefolder.load(Path(config.root), config.image_size, config.workers)
 
 
-def build_task(config: TaskConfig) -> Task:
-    """The task by name."""
+def build_task(config: TaskConfig, data: Data) -> Task:
+    """The task by name; its figures may depend on how the evaluation set is made up."""
     if config.name == "reconstruction":
         return Reconstruction()
+    if isinstance(config, SegmentationConfig):
+        assert isinstance(data, lgg.LGG)  # or config.check would have refused
+        return Segmentation(data.eval_volumes, config.smooth, config.bce)
     return Classification(config.label_smoothing)
 
 
@@ -61,6 +78,8 @@ def build_model(config: ModelConfig, shape: tuple[int, int, int], num_classes: i
     if isinstance(config, AutoencoderConfig):
         inputs = shape[0] * shape[1] * shape[2]
         return Autoencoder(inputs, config.hidden, config.activation)
+    if isinstance(config, UNetConfig):
+        return UNet(shape[0], num_classes, config.width, config.depth)
     if config.name in CIFAR_RESNETS:
         return cifar_resnet(int(config.name.removeprefix("resnet")), num_classes, shape[0])
     return torchvision_resnet(config.name, num_classes, shape[0])

@@ -27,6 +27,7 @@ BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
+MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet")
 
 
 def option(
@@ -55,7 +56,7 @@ def option(
 class ModelConfig:
     """The network; its input channels and classes come from the data."""
 
-    name: str = option(MISSING, "architecture", choices=(*RESNETS, *CIFAR_RESNETS, "autoencoder"))
+    name: str = option(MISSING, "architecture", choices=MODELS)
 
 
 @dataclass
@@ -67,22 +68,60 @@ class AutoencoderConfig(ModelConfig):
 
 
 @dataclass
+class UNetConfig(ModelConfig):
+    """A U-Net, which gives each pixel a logit."""
+
+    width: int = option(
+        32, "channels of the first level; twice as many at each further", at_least=1
+    )
+    depth: int = option(4, "times that the image is halved", at_least=1, at_most=10)
+
+
+@dataclass
 class DataConfig:
     """The data set."""
 
-    name: str = option(MISSING, "data set", choices=("digits", "cifar10", "imagefolder"))
+    name: str = option(MISSING, "data set", choices=("digits", "cifar10", "imagefolder", "lgg"))
     root: str | None = option(None, "folder of the data set on disk (digits ships in a package)")
     image_size: int = option(MISSING, "side of an input image in pixels", at_least=1)
-    workers: int = option(0, "loader processes per rank (imagefolder)", at_least=0)
-    augment: bool = option(True, "random crops and flips while training (cifar10)")
+    workers: int = option(0, "loader processes per rank (imagefolder, lgg)", at_least=0)
+    augment: bool = option(
+        True, "random changes while training (cifar10: crops, flips; lgg: turns)"
+    )
+
+
+@dataclass
+class LGGConfig(DataConfig):
+    """Volumes of MRI slices with tumour masks."""
+
+    eval_share: float = option(
+        0.1, "of the patients, for evaluation; the same ones for all seeds", above=0, below=1
+    )
+    on_error: str = option(
+        "fatal", "a slice that is damaged or lacks its mask", choices=("fatal", "skip")
+    )
 
 
 @dataclass
 class TaskConfig:
     """What is learned, and the validation figure that a target is about."""
 
-    name: str = option(MISSING, "task", choices=("classification", "reconstruction"))
+    name: str = option(
+        MISSING, "task", choices=("classification", "reconstruction", "segmentation")
+    )
     label_smoothing: float = option(0.0, "of the cross-entropy", at_least=0, below=1)
+
+
+@dataclass
+class SegmentationConfig(TaskConfig):
+    """Dice loss of a mask."""
+
+    smooth: float = option(1.0, "pixels added to both sides of an image's Dice ratio", above=0)
+    bce: float = option(
+        1.0,
+        "weight of the binary cross entropy, mean over pixels, beside the Dice loss",
+        at_least=0,
+    )
 
 
 @dataclass
@@ -256,9 +295,9 @@ class TrainConfig:
 
 
 VARIANTS: dict[str, dict[str, type]] = {
-    "model": {"base": ModelConfig, "autoencoder": AutoencoderConfig},
-    "data": {"base": DataConfig},
-    "task": {"base": TaskConfig},
+    "model": {"base": ModelConfig, "autoencoder": AutoencoderConfig, "unet": UNetConfig},
+    "data": {"base": DataConfig, "lgg": LGGConfig},
+    "task": {"base": TaskConfig, "segmentation": SegmentationConfig},
     "optimizer": {"sgd": SGDConfig, "adam": AdamConfig},
     "kfac": {"base": KFACConfig},
     "backend": {"base": BackendConfig, "deepspeed": DeepSpeedConfig},
@@ -304,6 +343,12 @@ def check(config: TrainConfig) -> None:
         raise UsageError(
             f"model={config.model.name} does not fit task={task.name}: "
             "task=reconstruction goes with model=autoencoder"
+        )
+    masks = (config.model.name == "unet", config.data.name == "lgg", task.name == "segmentation")
+    if any(masks) and not all(masks):
+        raise UsageError(
+            f"model={config.model.name} does not fit data={config.data.name} and task={task.name}: "
+            "model=unet, data=lgg and task=segmentation go together (model=unet sets all three)"
         )
 
 

@@ -57,6 +57,8 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
         if opened is not None:
             trainer.log, trainer.say = opened
             stack.callback(trainer.log.close)
+        for line in trainer.data.notes:
+            trainer.say(line)
         _start(config, trainer, directory, about)
         _say_what_kfac_does(trainer)
         try:
@@ -102,7 +104,7 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
     model, optimizer = backend.wrap(model, optimizer)
     return Trainer(
-        build.build_task(config.task),
+        build.build_task(config.task, data),
         data,
         model,
         optimizer,

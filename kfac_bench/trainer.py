@@ -176,11 +176,7 @@ class Trainer:
         return min(self.config.batch_size, self.data.train_size - start)
 
     def _to_device(self, batch: Batch) -> Batch:
-        x, y = batch
-        return (
-            x.to(self.ranks.device, non_blocking=True),
-            y.to(self.ranks.device, non_blocking=True),
-        )
+        return tuple(x.to(self.ranks.device, non_blocking=True) for x in batch)
 
     def _train_step(self, batch: Batch) -> tuple[float, bool]:
         """One :class:`Update`, unless the loss is no number.

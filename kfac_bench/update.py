@@ -115,8 +115,7 @@ class Update:
             if share := len(part[0]) / max(1, len(batch[0])):
                 yield part, share * self._weight
             else:
-                images, labels = (x.new_zeros(1, *x.shape[1:]) for x in batch)
-                yield (images, labels), 0.0
+                yield tuple(x.new_zeros(1, *x.shape[1:]) for x in batch), 0.0
 
     def _forward(self, model: nn.Module, part: Batch, share: float) -> tuple[Tensor, Tensor]:
         """The task's; batch norm and K-FAC must not see a stand-in, and look away in eval mode."""

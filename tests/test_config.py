@@ -89,10 +89,11 @@ def own(tmp_path):
     ("group", "choice"), [(g, c) for g in GROUPS for c in compose.options_of(g)]
 )
 def test_every_choice_composes(group, choice):
-    fitting = ["model=autoencoder"] if choice == "reconstruction" else []
-    found = compose.load([*fitting, f"{group}={choice}"])
+    model = {"reconstruction": "autoencoder", "lgg": "unet", "segmentation": "unet"}.get(choice)
+    found = compose.load([*([f"model={model}"] if model else []), f"{group}={choice}"])
     assert chosen(found, group) == choice
-    for other in set(GROUPS) - {group, "task", *(["model"] if fitting else [])}:
+    together = {"model", "data"} if "unet" in (choice, model) else {"model"} if model else set()
+    for other in set(GROUPS) - {group, "task", *together}:
         assert chosen(found, other) == chosen(DEFAULT, other)
 
 

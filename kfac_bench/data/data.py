@@ -8,14 +8,20 @@ from torch import Generator, Tensor
 
 from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
 
-Batch = tuple[Tensor, Tensor]
-"""float32 images [n, C, H, W], normalised, and int64 labels [n], on the CPU."""
+Batch = tuple[Tensor, ...]
+"""float32 images [n, C, H, W], normalised, and their targets, on the CPU; n comes first in all.
+
+The targets are int64 labels [n]; or uint8 masks [n, 1, H, W] of 0 and 1, in evaluation followed by
+int64 [n], the number of the volume that each image is a slice of.
+"""
 
 
 class Data(Protocol):
-    """A training and an evaluation set of labelled images.
+    """A training and an evaluation set of images with targets.
 
     `shape` is (C, H, W) of one input; `train_size` and `eval_size` count examples over all ranks.
+    `num_classes` is the number of logits of an image, or of a pixel if the targets are masks.
+    `notes` are lines for the user: what was left out, by name.
     """
 
     name: str
@@ -23,6 +29,7 @@ class Data(Protocol):
     num_classes: int
     train_size: int
     eval_size: int
+    notes: Sequence[str]
 
     def train(
         self,
@@ -58,6 +65,8 @@ class TensorData:
     `augment(images, generator)` maps stored, not yet normalised training images [n, C, H, W]
     to the same shape and dtype; its generator is keyed by (seed, epoch, step, rank) alone.
     """
+
+    notes: Sequence[str] = ()
 
     def __init__(
         self,

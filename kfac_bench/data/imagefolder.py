@@ -1,19 +1,19 @@
 """Folders of JPEG files in the layout of ImageNet, decoded and augmented by worker processes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from kfac_bench.data.batches import Shard, eval_indices, mixed_seed, train_indices
 from kfac_bench.data.data import Batch, Data
+from kfac_bench.data.loader import Sample, Unreadable, load_batches
 from kfac_bench.errors import UsageError
 
 MEAN = (0.485, 0.456, 0.406)
@@ -52,17 +52,6 @@ def _open(root: Path, split: str) -> Any:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Unreadable:
-    """What a worker sends for a corrupt file: an exception would arrive with a traceback in it."""
-
-    path: str
-    reason: str
-
-
-Sample = tuple[Tensor, int] | _Unreadable
-
-
 class _Samples(Dataset[Sample]):
     """Transformed images of one folder; sample (key, i) is a pure function of the key and i."""
 
@@ -76,22 +65,12 @@ class _Samples(Dataset[Sample]):
         try:
             image = self.folder.loader(path)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            return _Unreadable(path, " ".join(str(error).split()))
+            return Unreadable(path, " ".join(str(error).split()))
         # transforms draw from torch's global CPU generator and cannot be given another one; CUDA
         # generators are left alone, which torch.manual_seed would not do
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(mixed_seed(*self.key, index))
             return self.transform(image), label
-
-
-def _collate(samples: list[Sample]) -> Batch | _Unreadable | None:
-    if not samples:
-        return None
-    for sample in samples:
-        if isinstance(sample, _Unreadable):
-            return sample
-    images, labels = default_collate(samples)
-    return images, labels
 
 
 class _ImageFolders:
@@ -104,6 +83,7 @@ class _ImageFolders:
         self.num_classes = len(train.classes)
         self.train_size = len(train)
         self.eval_size = len(evaluation)
+        self.notes: Sequence[str] = ()
         self._train = train
         self._evaluation = evaluation
         self._workers = workers
@@ -137,22 +117,8 @@ class _ImageFolders:
         return self._batches(_Samples(self._evaluation, self._eval_transform, ()), indices)
 
     def _batches(self, samples: _Samples, indices: Iterator[Tensor]) -> Iterator[Batch]:
-        loader: DataLoader[Any] = DataLoader(
-            samples,
-            batch_sampler=(batch.tolist() for batch in indices),
-            num_workers=self._workers,
-            collate_fn=_collate,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # or the loader draws its workers' seed from global state
-        )
-        for batch in loader:
-            if batch is None:  # this rank's part is empty
-                yield torch.empty(0, *self.shape), torch.empty(0, dtype=torch.int64)
-                continue
-            if isinstance(batch, _Unreadable):
-                raise UsageError(f"image {batch.path} cannot be read: {batch.reason}")
-            images, labels = batch  # pinning turns the tuple into a list
-            yield images, labels
+        empty = torch.empty(0, *self.shape), torch.empty(0, dtype=torch.int64)
+        return load_batches(samples, indices, self._workers, empty)
 
 
 def _check_classes(train: Any, evaluation: Any) -> None:
