@@ -66,6 +66,12 @@ def plan(argv: Sequence[str] | None = None) -> NoReturn:
     _exit_with("kfac-plan", lambda: _plan(arguments))
 
 
+def data(argv: Sequence[str] | None = None) -> NoReturn:
+    """``kfac-data``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _exit_with("kfac-data", lambda: _data(arguments))
+
+
 def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
@@ -321,3 +327,32 @@ def _compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bo
     if html is not None:
         print(f"report: {html.resolve()}")
     return 0
+
+
+def _data(arguments: list[str]) -> int:
+    parser = _Parser(prog="kfac-data", description="Make demo data, verify data on disk.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    make = commands.add_parser("make-demo", help="write a small demo in a data set's real layout")
+    make.add_argument("layout", choices=("imagenet", "lgg"))
+    verify = commands.add_parser("verify", help="read every file; exit code 1 if one is damaged")
+    for command in (make, verify):
+        command.add_argument("folder", type=Path)
+    options = parser.parse_args(arguments)
+    if options.command == "make-demo":
+        if options.layout == "lgg":
+            from kfac_bench.data import demo_lgg
+
+            demo_lgg.make(options.folder)
+        else:
+            from kfac_bench.data import demo_imagenet
+
+            demo_imagenet.make(options.folder)
+        print(f"{options.folder}: made")
+        return 0
+    from kfac_bench.data.verify import verify as check
+
+    found, faults = check(options.folder)
+    for path, fault in faults:
+        print(f"{path}: {fault}")
+    print(f"{found}; {len(faults) or 'no'} faults")
+    return 1 if faults else 0

@@ -52,6 +52,31 @@ def _open(root: Path, split: str) -> Any:
         ) from error
 
 
+def scan(root: Path) -> tuple[dict[str, int], list[tuple[Path, str]]]:
+    """Decode every image: how many are good in `train` and `val`, and (file, fault) of the others.
+
+    Raises UsageError as :func:`load` does.
+    """
+    splits = {split: _open(root, split) for split in ("train", "val")}
+    _check_classes(*splits.values())
+    counts: dict[str, int] = {}
+    faults: list[tuple[Path, str]] = []
+    for split, folder in splits.items():
+        read = (_decode(folder, path) for path, _ in folder.samples)
+        bad = [(Path(x.path), x.reason) for x in read if isinstance(x, Unreadable)]
+        faults += bad
+        counts[split] = len(folder) - len(bad)
+    return counts, faults
+
+
+def _decode(folder: Any, path: str) -> Any:
+    """An RGB image, or why there is none."""
+    try:
+        return folder.loader(path)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return Unreadable(path, " ".join(str(error).split()))
+
+
 class _Samples(Dataset[Sample]):
     """Transformed images of one folder; sample (key, i) is a pure function of the key and i."""
 
@@ -62,10 +87,9 @@ class _Samples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         path, label = self.folder.samples[index]
-        try:
-            image = self.folder.loader(path)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            return Unreadable(path, " ".join(str(error).split()))
+        image = _decode(self.folder, path)
+        if isinstance(image, Unreadable):
+            return image
         # transforms draw from torch's global CPU generator and cannot be given another one; CUDA
         # generators are left alone, which torch.manual_seed would not do
         with torch.random.fork_rng(devices=[]):

@@ -1,0 +1,36 @@
+"""``kfac-data verify``: what is missing or damaged in a data set, before hours are spent on it."""
+
+from pathlib import Path
+
+from kfac_bench.data import cifar10, lgg
+from kfac_bench.errors import UsageError
+
+LAYOUTS = {
+    "imagefolder": "train/<class>/<image>.JPEG and val/<class>/<image>.JPEG",
+    "lgg": lgg.LAYOUT,
+    "cifar10": "cifar-10-batches-bin, cifar-10-batches-py, or one of their archives",
+}
+
+
+def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
+    """Read every file of the data set in `root`: what there is, and (file, fault) of bad ones.
+
+    Raises UsageError where nothing of it can be used.
+    """
+    if not root.exists():
+        raise UsageError(f"{root}: no such folder")
+    if (root / "train").is_dir() or (root / "val").is_dir():
+        from kfac_bench.data import imagefolder  # torchvision, which the others do without
+
+        counts, faults = imagefolder.scan(root)
+        said = ", ".join(f"{n} images in {split}" for split, n in counts.items())
+        return f"imagefolder: {said}", faults
+    if any(any((root / place).glob("TCGA_*")) for place in lgg.PLACES):
+        volumes, faults = lgg.scan(root)
+        slices = sum(len(volume.slices) for volume in volumes)
+        return f"lgg: {slices} good slices in {len(volumes)} volumes", faults
+    if root.is_file() or any(root.glob("cifar-10-*")):
+        data = cifar10.load(root)
+        return f"cifar10: {data.train_size} images to train on, {data.eval_size} to evaluate", []
+    expected = "; ".join(f"{name}: {layout}" for name, layout in LAYOUTS.items())
+    raise UsageError(f"{root} has the layout of no known data set ({expected})")
