@@ -52,7 +52,7 @@ class Update:
         self._device, self._dtype = ranks.device.type, DTYPES[config.precision]
         self.scaler = GradScaler(self._device, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate
-        if config.accumulate > config.batch_size // ranks.world_size:
+        if config.accumulate > max(1, config.batch_size // ranks.world_size):
             raise UsageError(
                 f"trainer.accumulate={config.accumulate} is more than the "
                 f"{config.batch_size // ranks.world_size} examples of a rank: "

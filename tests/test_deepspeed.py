@@ -330,6 +330,8 @@ def refused_on_rank(config):
             return str(error)
         finally:
             engine.destroy()
+            # DeepSpeed remembers it for all engines of a process to come
+            deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
 
 @pytest.mark.parametrize(

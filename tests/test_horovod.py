@@ -93,7 +93,10 @@ def mine(backend, tensors):
 def equals_here(make_model, make_batch, options, strategies, tolerance, how, wanted):
     """On every rank: hold each strategy against one process; hashes of the weights."""
     digests = []
-    wanted = wanted or one_process(make_model, make_batch, tuple(options.items()))
+    if wanted:  # arrays, for tensors do not travel between pools
+        wanted = [[[torch.tensor(x) for x in e] for e in s[:2]] + [()] for s in wanted]
+    else:
+        wanted = one_process(make_model, make_batch, tuple(options.items()))
     if "dtype" in how:  # one process computes in it, too
         enabled = how["dtype"] == torch.float16
         how = how | {"scaler": GradScaler("cpu", init_scale=256.0, enabled=enabled)}
@@ -118,6 +121,7 @@ def equal(world, *strategies, data=(tiny_model, batch), tolerance=2e-4, how=None
     wanted = None
     if "local_factors" in strategies:
         (wanted, *_) = gloo_ranks(world, expected, *data, "local_factors", options)
+        wanted = [[[x.numpy() for x in each] for each in step[:2]] + [()] for step in wanted]
     results = run_ranks(
         world, equals_here, *data, options, strategies, tolerance, how or {}, wanted
     )
@@ -149,7 +153,7 @@ def test_every_kind_of_layer_equals_one_process(strategy, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_messages_in_half_precision(method, dtype):
     """One process keeps its state in half precision, too: apart are roundings only."""
-    equal(2, "comm_opt", "mem_opt", method=method, state_dtype=dtype, tolerance=0.15)
+    equal(2, "comm_opt", "mem_opt", method=method, state_dtype=dtype, damping=0.3, tolerance=0.1)
 
 
 @pytest.mark.supports("horovod", "gradient accumulation")
@@ -188,13 +192,13 @@ def test_ranks_meet_at_the_last_part_only():
 
 @pytest.mark.supports("horovod", "bf16 autocast")
 def test_autocast_is_close_to_one_process():
-    equal(2, "comm_opt", method="eigen", how={"dtype": torch.bfloat16}, tolerance=0.2)
+    equal(2, "comm_opt", method="eigen", how={"dtype": torch.bfloat16}, damping=0.3, tolerance=0.2)
 
 
 @pytest.mark.supports("horovod", "fp16 with GradScaler")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_scaled_loss_is_close_to_one_process(method):
-    equal(2, "mem_opt", method=method, how={"dtype": torch.float16}, tolerance=0.1)
+    equal(2, "mem_opt", method=method, how={"dtype": torch.float16}, damping=0.3, tolerance=0.1)
 
 
 def overflow_here():

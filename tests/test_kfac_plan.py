@@ -110,7 +110,7 @@ def measured(kfac):
     assert not kfac._executor._preconditioned, "gradients of the last step are still there"
     if collective.world_size == 1:
         return memory, {stage.value: {} for stage in Stage}
-    if collective.sent["factors"]:  # or nobody looked at them
+    if kfac.plan.factors_on == "all":  # else some are gone before somebody looks at them
         memory["statistics"] = collective.statistics
     memory["buckets"] = {stage.value: collective.buckets[stage.value] for stage in Stage}
     traffic = {}

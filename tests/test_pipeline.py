@@ -94,7 +94,7 @@ def test_two_stages_equal_one_process(schedule):
 
 
 @pytest.mark.supports("pipeline", "{strategy}")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "local_factors"])
 def test_two_stages_on_two_ranks_each_equal_one_process(strategy):
     nus = run_ranks(4, train_stage, 2, ScheduleGPipe, strategy)
     assert all(n == nus[0] for n in nus)

@@ -213,7 +213,8 @@ def owners_alone(make_model, make_batch, options, owners):
              for layer in owner]
             for g in (new, raw)
         ]  # fmt: skip
-        nu = linalg.kl_clip_scale(*flat, [LR] * len(owner), kappa)
+        dots = [(p * g).sum() for p, g in zip(*flat, strict=True)]
+        nu = linalg.kl_clip_scale(linalg.kl_clip_sum(dots, [LR] * len(owner)), kappa)
         new = {n: g * nu for n, g in new.items()}
         for mine, optimizer in zip(params, optimizers, strict=True):
             for name, p in mine.items():

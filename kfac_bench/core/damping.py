@@ -87,8 +87,8 @@ class Trial:
     ) -> None:
         """Compare the loss' change with the model's, mean over ranks, and adapt the damping.
 
-        ``layers`` are those whose curvature is this rank's part; ``factors`` holds theirs. What no
-        layer covers has a gradient in the model, but no curvature.
+        ``factors`` holds those of the layers whose curvature is this rank's part. What no layer
+        covers has a gradient in the model, but no curvature.
         """
         moved = {p: p.detach() - before for p, before, _ in self._before}
         linear = sum(full((moved[p] * grad).sum().float()) for p, _, grad in self._before)
@@ -114,7 +114,7 @@ class Trial:
             for p, delta in moved.items():
                 p.grad = delta  # so that a layer brings it into its own form
             for layer in layers:
-                delta_matrix = layer.get_grad()
+                delta_matrix = layer.get_grad()  # of a sharded layer a message: on every rank
                 if delta_matrix is None or (layer.name, "A") not in factors:
                     continue
                 product = linalg.precondition_inverse(

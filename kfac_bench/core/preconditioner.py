@@ -373,8 +373,7 @@ class KFAC:
                 p.layer.name for p in self.plan.placements if p.a_worker == self.collective.rank
             }
             factors = {key: store.factor(key) for key in store.factors if key[0] in mine}
-            layers = [layer for layer in self._layers if layer.name in mine]
-            self._trial.finish(loss, loss_after(), layers, factors, self.collective)
+            self._trial.finish(loss, loss_after(), self._layers, factors, self.collective)
             self._trial = None
 
     def _write_back(
