@@ -31,7 +31,35 @@ ROWS = (
     *("gradient accumulation", "bf16 autocast", "fp16 with GradScaler"),
     *("resume on another world size", "kfac-train", "documented command"),
 )
-WHY: dict[tuple[str, str], str] = {}
+_STAND_IN = (
+    "Apex needs a GPU: ticks are of the adapter on real ranks with a stand-in for Apex's wrapper"
+)
+_OTHER_STAGE = "the command of ZeRO 2 with another `backend.zero_stage`"
+_SCRIPTS = "for scripts; kfac-train has neither"
+WHY: dict[tuple[str, str], str] = {
+    ("apex", "kfac-train"): _STAND_IN,
+    ("apex", "documented command"): _STAND_IN,
+    ("deepspeed zero 0", "documented command"): _OTHER_STAGE,
+    ("deepspeed zero 1", "documented command"): _OTHER_STAGE,
+    ("tensor parallel", "kfac-train"): _SCRIPTS,
+    ("pipeline", "kfac-train"): _SCRIPTS,
+    ("tensor parallel", "local_factors"): (
+        "refused: its ranks share out the samples of one batch, no rank has one of its own"
+    ),
+    ("tensor parallel", "fp16 with GradScaler"): (
+        "torch 2.14 tells only some ranks of an overflow where the first gradient is replicated"
+    ),
+    ("pipeline", "local_factors"): (
+        "not compared with anything: which rank owns a layer depends on the layers of its stage"
+    ),
+    (
+        "pipeline",
+        "fp16 with GradScaler",
+    ): "not tried: every stage would need to hear of an overflow",
+    ("pipeline", "resume on another world size"): (
+        "each stage saves its own layers, by their names in it; other stages have other names"
+    ),
+}
 """By (backend, row): why it is not there."""
 
 

@@ -169,6 +169,7 @@ def assert_same_state(ours, theirs, tolerance=1e-3):
         assert_close(ours[1]["state"][number].values(), state.values(), tolerance)
 
 
+@pytest.mark.supports("deepspeed zero {stage}", "kfac-train")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "options",

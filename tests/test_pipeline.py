@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ranks
 MICRO_BATCHES = 4
 
 
-def train_stage(data_parallel, schedule, strategy):
+def train_stage(data_parallel, schedule, strategy, dtype=None):
     """This rank's stage of two, beside one process; the clip factors."""
     mesh = init_device_mesh("cpu", (data_parallel, 2), mesh_dim_names=("dp", "pp"))
     rank, stages = mesh.get_local_rank("pp"), mesh.get_group("pp")
@@ -56,7 +56,7 @@ def train_stage(data_parallel, schedule, strategy):
     )
     size = 32 // data_parallel // MICRO_BATCHES
     shapes = [torch.empty(size, 1, 6, 6)] + [
-        torch.empty(size, n, requires_grad=True) for n in (12, 3)
+        torch.empty(size, n, dtype=dtype, requires_grad=True) for n in (12, 3)
     ]
     stage = PipelineStage(
         model,
@@ -75,8 +75,15 @@ def train_stage(data_parallel, schedule, strategy):
     for step, (grads, weights, after) in enumerate(one_process(tiny_model, batch, options)):
         x, y = my_part(*batch(step), rank=mesh.get_local_rank("dp"), world=data_parallel)
         optimizer.zero_grad()
-        pipeline.step(*([x] if rank == 0 else []), **({"target": y} if rank == 1 else {}))
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            pipeline.step(*([x] if rank == 0 else []), **({"target": y} if rank == 1 else {}))
         kfac.step(loss_scale=MICRO_BATCHES)
+        if dtype is not None:
+            got = torch.cat([p.grad.flatten() for p in mine.parameters()])
+            want = torch.cat([g.flatten() for g in grads[own]])
+            assert F.cosine_similarity(got, want, 0) > (0.99 if step < 3 else 0.9)
+            optimizer.step()
+            continue
         assert_close([p.grad for p in mine.parameters()], grads[own])
         optimizer.step()
         assert_close([p.detach() for p in mine.parameters()], weights[own])
@@ -91,6 +98,11 @@ def test_two_stages_equal_one_process(schedule):
     first, second = run_ranks(2, train_stage, 1, schedule, "comm_opt")
     assert first == second
     assert all(0 < nu < 0.9 for nu in first), "the clip is not at work"
+
+
+@pytest.mark.supports("pipeline", "bf16 autocast")
+def test_two_stages_in_autocast_go_where_one_process_in_fp32_goes():
+    run_ranks(2, train_stage, 1, ScheduleGPipe, "comm_opt", torch.bfloat16)
 
 
 @pytest.mark.supports("pipeline", "{strategy}")
