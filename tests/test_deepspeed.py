@@ -21,7 +21,7 @@ from kfac_bench.core.zero import whole_gradients
 from kfac_bench.errors import UsageError
 from kfac_bench.events import Evaluated, Resumed, Trained
 from kfac_bench.ranks import Ranks
-from tests.distributed import run_ranks
+from tests.distributed import close_pools, run_ranks
 from tests.runs import CPU, SMALL, config_of, here, of_kind, steps_of, train
 from tests.training import (
     STEPS,
@@ -46,6 +46,13 @@ if importlib.util.find_spec("deepspeed") is None:
 pytestmark = pytest.mark.ranks
 STAGES = (0, 1, 2)
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_our_own():
+    """Later tests get new ranks: DeepSpeed changes torch for good (ZeRO 3: functional.linear)."""
+    yield
+    close_pools()
 
 
 @contextlib.contextmanager

@@ -81,6 +81,16 @@ def torchrun(*options):
     return ["-m", "torch.distributed.run", *options, "-m", "kfac_bench"]
 
 
+def wait_for_port(port):
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with socket.socket() as one:
+            if one.connect_ex(("localhost", port)) == 0:
+                return
+        assert time.monotonic() < deadline, f"nobody listens on port {port}"
+        time.sleep(0.1)
+
+
 def wait_for_checkpoint(path, step):
     deadline = time.monotonic() + PATIENCE_S
     while not (path / f"checkpoints/step-{step:08d}/manifest.json").exists():
@@ -120,13 +130,15 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
 def test_a_lost_node_leaves_the_others_training(tmp_path):
     calm = (*STABLE, *LONG, "optimizer.lr=0.002", "kfac.damping=1.0")  # differences do not grow
     options = (*SMALL, *calm, "run_id=elastic")
+    port = free_port()
     elastic = [
         *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "job"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
         *("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"),
     ]
     path = tmp_path / "runs" / "elastic"
     first = start(tmp_path, *torchrun(*elastic), *options)
+    wait_for_port(port)  # it must be the one that holds the rendezvous: that must not be lost
     second = start(tmp_path, *torchrun(*elastic), *options)
     with started(first, second):
         wait_for_checkpoint(path, 50)
