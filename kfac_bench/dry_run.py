@@ -49,8 +49,8 @@ class DryRun:
 
     @property
     def examples(self) -> int:
-        """Of a batch, on each rank."""
-        return self.config.trainer.batch_size // self.world_size
+        """Of a batch, on the rank that has most."""
+        return -(-self.config.trainer.batch_size // self.world_size)
 
 
 class _Imagined(SingleProcess):
@@ -65,20 +65,20 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     channels, classes = _SHAPES[config.data.name]
     shape = (channels, config.data.image_size, config.data.image_size)
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
-    if batch % world_size:
+    if batch < world_size:
         raise UsageError(
-            f"trainer.batch_size={batch} is not divisible by world_size={world_size}: it is the "
-            "batch of all ranks, choose a multiple of their number"
+            f"trainer.batch_size={batch} leaves some of world_size={world_size} ranks without an "
+            "example: it is the batch of all ranks"
         )
-    examples = batch // world_size
-    if parts > examples:
+    least, examples = batch // world_size, -(-batch // world_size)
+    if parts > least:
         raise UsageError(
-            f"trainer.accumulate={parts} is more than the {examples} examples of a rank: "
+            f"trainer.accumulate={parts} is more than the {least} examples of a rank: "
             f"trainer.batch_size={batch} over {world_size} ranks"
         )
     with torch.device("meta"):
         model = build.build_model(config.model, shape, classes)
-    build.check_batch_norm(model, config.model, examples // parts)
+    build.check_batch_norm(model, config.model, least // parts)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, _Imagined(world_size))
     report = None

@@ -414,7 +414,7 @@ def test_help(capsys):
         (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
         (["world_size=two"], "world_size=two"),
         (["world_size="], "world_size="),
-        (["world_size=3"], "trainer.batch_size=256 is not divisible by world_size=3"),
+        (["world_size=257"], "leaves some of world_size=257 ranks without an example"),
         (["world_size=256"], "batch norm"),
         (["world_size=64", "trainer.accumulate=8"], "the 4 examples of a rank"),
         (["kfac=hybrid_optt"], "did you mean hybrid_opt?"),
