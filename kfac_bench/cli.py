@@ -11,6 +11,7 @@ import atexit
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +32,8 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   --config-dir DIR   more configuration files, as in conf/: DIR/experiment/NAME.yaml
   --multirun, -m     run each of seed=0,1,2 ... (Hydra)   --version, --help
 """
+
+RANK_0_SPEAKS_S = 10
 
 PLAN_USAGE = """\
 usage: kfac-plan [world_size=N] [out=FILE.json] [GROUP=NAME | OPTION=VALUE]... [--layers]
@@ -103,9 +106,14 @@ def _exit_with(name: str, main: Callable[[], int]) -> NoReturn:
 
 
 def _say_once(text: str) -> None:
-    """On rank 0, or alone: all ranks parse the same command line."""
+    """On rank 0, or alone: all ranks parse the same command line.
+
+    The others give it time: launchers kill all ranks as soon as the first is gone.
+    """
     if _launched("RANK", "HOROVOD_RANK", "0") == "0":
-        print(text, file=sys.stderr)
+        print(text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK_0_SPEAKS_S)
 
 
 def _launched(torchrun: str, horovodrun: str, alone: str) -> str:

@@ -1,6 +1,7 @@
 """backend=horovod on ranks of a real horovodrun: equal to one process."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from unittest import mock
@@ -388,7 +389,11 @@ def test_the_documented_command(tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_bad_input_is_said_once(tmp_path):
+def test_bad_input_is_said_once_though_rank_0_is_the_last_to_see_it(tmp_path, monkeypatch):
+    late = "import os, time\nif os.environ.get('HOROVOD_RANK') == '0':\n    time.sleep(3)\n"
+    (tmp_path / "sitecustomize.py").write_text(late)
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
     done = horovodrun(*SMALL, f"runs_dir={tmp_path}", "kfac.update_freq=0")
     said = done.stdout + done.stderr
     assert done.returncode != 0
