@@ -1,0 +1,60 @@
+"""Every option of a training run, typed, with its range and its meaning: the schema of conf/.
+
+Values live in YAML, names and types here; ``kfac-train --help`` prints the fields' help texts.
+Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
+"""
+
+from kfac_bench.config.checks import check
+from kfac_bench.config.data import DataConfig, LGGConfig
+from kfac_bench.config.kfac import CONVENTIONS, FISHERS, WEIGHT_SHARING, KFACConfig
+from kfac_bench.config.models import (
+    CIFAR_RESNETS,
+    MODELS,
+    RESNETS,
+    AutoencoderConfig,
+    ModelConfig,
+    UNetConfig,
+)
+from kfac_bench.config.optimizers import AdamConfig, OptimizerConfig, SGDConfig
+from kfac_bench.config.options import options
+from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
+from kfac_bench.config.train import (
+    BACKENDS,
+    PRECISIONS,
+    VARIANTS,
+    BackendConfig,
+    DeepSpeedConfig,
+    LoggerConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "BACKENDS",
+    "CIFAR_RESNETS",
+    "CONVENTIONS",
+    "FISHERS",
+    "MODELS",
+    "PRECISIONS",
+    "RESNETS",
+    "VARIANTS",
+    "WEIGHT_SHARING",
+    "AdamConfig",
+    "AutoencoderConfig",
+    "BackendConfig",
+    "DataConfig",
+    "DeepSpeedConfig",
+    "KFACConfig",
+    "LGGConfig",
+    "LoggerConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "SGDConfig",
+    "SegmentationConfig",
+    "TaskConfig",
+    "TrainConfig",
+    "TrainerConfig",
+    "UNetConfig",
+    "check",
+    "options",
+]

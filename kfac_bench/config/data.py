@@ -1,0 +1,34 @@
+"""The data sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from kfac_bench.config.options import option
+
+
+@dataclass
+class DataConfig:
+    """The data set."""
+
+    name: str = option(MISSING, "data set", choices=("digits", "cifar10", "imagefolder", "lgg"))
+    root: str | None = option(None, "folder of the data set on disk (digits ships in a package)")
+    image_size: int = option(MISSING, "side of an input image in pixels", at_least=1)
+    workers: int = option(0, "loader processes per rank (imagefolder, lgg)", at_least=0)
+    augment: bool = option(
+        True, "random changes while training (cifar10: crops, flips; lgg: turns)"
+    )
+
+
+@dataclass
+class LGGConfig(DataConfig):
+    """Volumes of MRI slices with tumour masks."""
+
+    eval_share: float = option(
+        0.1, "of the patients, for evaluation; the same ones for all seeds", above=0, below=1
+    )
+    on_error: str = option(
+        "fatal", "a slice that is damaged or lacks its mask", choices=("fatal", "skip")
+    )

@@ -1,0 +1,69 @@
+"""The preconditioner's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kfac_bench.config.options import option
+from kfac_bench.core.plan import BALANCES, METHODS, STRATEGIES
+
+# The core's own, which need torch; tests/test_config.py holds them against it.
+CONVENTIONS = ("kfc", "sc20", "kaisa")
+FISHERS = ("empirical", "mc", "type2")
+WEIGHT_SHARING = ("expand", "reduce")
+STATE_DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass
+class KFACConfig:
+    """K-FAC preconditioning; kfac=none turns it off."""
+
+    enabled: bool = option(True, "precondition gradients")
+    strategy: str = option("comm_opt", "who computes what on several ranks", choices=STRATEGIES)
+    grad_worker_fraction: float | None = option(
+        None,
+        "share of ranks that precondition a layer (hybrid_opt, null: 0.5; owner_reduce and "
+        "local_factors, null: one rank)",
+        above=0,
+        at_most=1,
+    )
+    colocate_factors: bool | None = option(
+        None, "one rank decomposes both factors of a layer; null: not in comm_opt"
+    )
+    balance: str = option(
+        "compute", "what ranks get about equal shares of: time or bytes", choices=BALANCES
+    )
+    overlap: bool = option(False, "send statistics while backward runs; the results are the same")
+    method: str = option(
+        "eigen", "eigendecomposition, Cholesky inverse, or George et al.'s EKFAC", choices=METHODS
+    )
+    update_freq: int = option(100, "steps between decompositions", at_least=1)
+    factor_update_freq: int = option(10, "steps between factor updates", at_least=1)
+    spread: bool | None = option(
+        None, "decompose in slices at different steps, so that none is long; null: on one rank"
+    )
+    damping: float = option(1e-3, "Tikhonov damping gamma; where it adapts, the first", above=0)
+    factored_damping: bool = option(False, "split gamma between A and G by their mean eigenvalues")
+    adaptive_damping: bool = option(False, "let Levenberg and Marquardt's rule change gamma")
+    damping_freq: int = option(5, "steps between changes of an adaptive gamma", at_least=1)
+    kl_clip: float | None = option(1e-3, "kappa of eq. 16; null: no clip", above=0)
+    factor_decay: float = option(
+        0.95, "weight of the old factor in the running average", at_least=0, below=1
+    )
+    factor_convention: str = option("kfc", "how factors are scaled", choices=CONVENTIONS)
+    fisher: str = option(
+        "empirical",
+        "G of the loss' gradients, or of labels from the model: a sample, all",
+        choices=FISHERS,
+    )
+    weight_sharing: str = option(
+        "expand", "positions that share a weight: samples, or reduced first", choices=WEIGHT_SHARING
+    )
+    state_dtype: str = option(
+        "fp32", "what factors and decompositions are kept and sent in", choices=STATE_DTYPES
+    )
+    skip: list[str] = option(
+        ["Norm", "Embedding"],
+        "regular expressions of layers, by name or class, left to the optimizer; []: none",
+    )
+    max_dim: int = option(8192, "a factor of more rows is kept as a diagonal", at_least=1)

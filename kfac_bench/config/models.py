@@ -1,0 +1,38 @@
+"""The networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from kfac_bench.config.options import option
+
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
+MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet")
+
+
+@dataclass
+class ModelConfig:
+    """The network; its input channels and classes come from the data."""
+
+    name: str = option(MISSING, "architecture", choices=MODELS)
+
+
+@dataclass
+class AutoencoderConfig(ModelConfig):
+    """A deep autoencoder of fully connected layers."""
+
+    hidden: list[int] = option([128, 64, 32, 12], "widths down to the code; mirrored on the way up")
+    activation: str = option("tanh", "between layers", choices=("tanh", "relu", "sigmoid"))
+
+
+@dataclass
+class UNetConfig(ModelConfig):
+    """A U-Net, which gives each pixel a logit."""
+
+    width: int = option(
+        32, "channels of the first level; twice as many at each further", at_least=1
+    )
+    depth: int = option(4, "times that the image is halved", at_least=1, at_most=10)

@@ -1,0 +1,31 @@
+"""What is learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from kfac_bench.config.options import option
+
+
+@dataclass
+class TaskConfig:
+    """What is learned, and the validation figure that a target is about."""
+
+    name: str = option(
+        MISSING, "task", choices=("classification", "reconstruction", "segmentation")
+    )
+    label_smoothing: float = option(0.0, "of the cross-entropy", at_least=0, below=1)
+
+
+@dataclass
+class SegmentationConfig(TaskConfig):
+    """Dice loss of a mask."""
+
+    smooth: float = option(1.0, "pixels added to both sides of an image's Dice ratio", above=0)
+    bce: float = option(
+        1.0,
+        "weight of the binary cross entropy, mean over pixels, beside the Dice loss",
+        at_least=0,
+    )

@@ -1,0 +1,116 @@
+"""One training run: how it is run, and all groups together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from kfac_bench.config.data import DataConfig, LGGConfig
+from kfac_bench.config.kfac import KFACConfig
+from kfac_bench.config.models import AutoencoderConfig, ModelConfig, UNetConfig
+from kfac_bench.config.optimizers import AdamConfig, OptimizerConfig, SGDConfig
+from kfac_bench.config.options import option
+from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
+
+BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop."""
+
+    batch_size: int = option(256, "examples per step over all ranks", at_least=1)
+    drop_last: bool = option(True, "leave out the last batch of an epoch where it is smaller")
+    max_epochs: int | None = option(
+        None, "passes over the training set; null: 20 if max_steps is null too", at_least=1
+    )
+    max_steps: int | None = option(None, "optimizer steps; null: no limit of their own", at_least=1)
+    target: float | None = option(None, "stop when the validation figure reaches this; null: never")
+    eval_freq: int | None = option(None, "steps between evaluations; null: each epoch", at_least=1)
+    log_freq: int = option(10, "steps between Trained events", at_least=1)
+    checkpoint_freq: int | None = option(
+        None,
+        "steps between checkpoints; null: at an epoch's end, at most once a minute",
+        at_least=1,
+    )
+    keep_last: int = option(2, "checkpoints kept", at_least=1)
+    eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
+    precision: str = option(
+        "fp32",
+        "of forward and backward; weights and evaluation stay fp32, fp16 scales the loss",
+        choices=PRECISIONS,
+    )
+    accumulate: int = option(
+        1, "parts of a rank's batch that go through the model one by one", at_least=1
+    )
+    device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
+    threads: int | None = option(None, "CPU threads per rank; null: torch decides", at_least=1)
+
+
+@dataclass
+class BackendConfig:
+    """Who connects the ranks of a run and averages their gradients."""
+
+    name: str = option(MISSING, "backend", choices=BACKENDS)
+    timeout_s: float = option(
+        600.0, "seconds that a rank waits for the others before it gives up (ddp)", above=0
+    )
+
+
+@dataclass
+class DeepSpeedConfig(BackendConfig):
+    """DeepSpeed's engine."""
+
+    zero_stage: int = option(
+        1,
+        "what ZeRO cuts up over ranks: 0 nothing, 1 optimizer state, 2 gradients too",
+        at_least=0,
+        at_most=2,
+    )
+
+
+@dataclass
+class LoggerConfig:
+    """Where the event stream is shown beside events.jsonl and the console."""
+
+    name: str = option("wandb", "view", choices=("wandb", "tensorboard", "none"))
+    mode: str = option(
+        "auto",
+        "W&B: auto is online if a key is set and the network answers, else offline",
+        choices=("auto", "online", "offline", "disabled"),
+    )
+    project: str = option("kfac_bench", "W&B project")
+    entity: str | None = option(None, "W&B user or team")
+
+
+@dataclass
+class TrainConfig:
+    """One training run: ``kfac-train``."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    task: TaskConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    kfac: KFACConfig = MISSING
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    backend: BackendConfig = MISSING
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    seed: int = option(0, "of weights, data order and augmentation", at_least=0, below=2**32)
+    run_id: str | None = option(None, "name of the run directory; null: hash of the configuration")
+    runs_dir: str = option("runs", "where run directories are made")
+    resume: str | None = option(None, "run directory or checkpoint to start from")
+    dry_run: bool = option(False, "print what would be trained and what it costs, and stop")
+
+
+VARIANTS: dict[str, dict[str, type]] = {
+    "model": {"base": ModelConfig, "autoencoder": AutoencoderConfig, "unet": UNetConfig},
+    "data": {"base": DataConfig, "lgg": LGGConfig},
+    "task": {"base": TaskConfig, "segmentation": SegmentationConfig},
+    "optimizer": {"sgd": SGDConfig, "adam": AdamConfig},
+    "kfac": {"base": KFACConfig},
+    "backend": {"base": BackendConfig, "deepspeed": DeepSpeedConfig},
+    "logger": {"base": LoggerConfig},
+}
+"""Schema of each config group; a YAML file names the one it fills in."""
