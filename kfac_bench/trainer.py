@@ -22,8 +22,9 @@ from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.core.sharded import full, local
+from kfac_bench.data.batch import Batch, to_device
 from kfac_bench.data.batches import Shard, mixed_seed, steps_per_epoch
-from kfac_bench.data.data import Batch, Data
+from kfac_bench.data.data import Data
 from kfac_bench.events import (
     Checkpointed,
     Clock,
@@ -102,7 +103,13 @@ class Trainer:
         self.max_steps = _max_steps(self.config, self.steps_per_epoch)
         self._eval_freq = self.config.eval_freq or self.steps_per_epoch
         self._update = Update(
-            self.task, self.model, self.optimizer, self.kfac, self.config, self.backend
+            self.task,
+            self.model,
+            self.optimizer,
+            self.kfac,
+            self.config,
+            self.backend,
+            self._first_example,
         )
         self._saved_at, self._saved_s = -1, time.monotonic()
         self._since = (0, 0.0)  # examples and clock at the last Trained event
@@ -175,8 +182,11 @@ class Trainer:
         start = self.step % self.steps_per_epoch * self.config.batch_size
         return min(self.config.batch_size, self.data.train_size - start)
 
+    def _first_example(self) -> Batch:
+        return self._to_device(next(iter(self.data.train(1, self.seed, 0, 0, Shard()))))
+
     def _to_device(self, batch: Batch) -> Batch:
-        return tuple(x.to(self.ranks.device, non_blocking=True) for x in batch)
+        return to_device(batch, self.ranks.device)
 
     def _train_step(self, batch: Batch) -> tuple[float, bool]:
         """One :class:`Update`, unless the loss is no number.
@@ -237,13 +247,10 @@ class Trainer:
             train_s = self.ranks.max(self.clock.train_s())
             self.ranks.share_buffers(self._bare)
             self.model.eval()
-            totals = torch.zeros(self.task.num_totals, dtype=torch.float64)
+            evaluation, aside = self.task.evaluation(), self.task.evaluation()
             for batch, counts in self._eval_batches():
-                new = self.task.totals(self._bare, self._to_device(batch))
-                if counts:
-                    totals = totals.to(new.device) + new
-            summed = self.ranks.sum(totals.to(self.ranks.device))
-            metrics = self.task.metrics(summed.cpu())
+                (evaluation if counts else aside).add(self._bare, self._to_device(batch))
+            metrics = evaluation.metrics(self.ranks)
             self.log.emit(Evaluated(self.step, train_s, self.step / self.steps_per_epoch, metrics))
             value, target = metrics[self.task.metric], self.config.target
             if target is None or not reached(self.task, value, target):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,7 +14,7 @@ from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data.data import Batch
+from kfac_bench.data.batch import Batch, size, split
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks.task import Task
 
@@ -34,6 +34,7 @@ class Update:
 
     Weights, their gradients and K-FAC stay in float32 whatever the precision. fp16 multiplies the
     loss by ``scaler``'s scale; an update whose gradients overflow is left out, the scale halved.
+    ``stand_in`` gives a batch of one example, for a rank that has none.
     """
 
     def __init__(
@@ -44,13 +45,14 @@ class Update:
         kfac: KFAC | None,
         config: TrainerConfig,
         backend: Backend,
+        stand_in: Callable[[], Batch],
     ) -> None:
         self._task, self._model, self._optimizer, self._kfac = task, model, optimizer, kfac
-        ranks, self._backend = backend.ranks, backend
+        ranks, self._backend, self._stand_in = backend.ranks, backend, stand_in
         self._world_size, self._batch_size = ranks.world_size, config.batch_size
         self._weight = 1.0  # of this rank's mean loss in that of the last batch
-        self._device, self._dtype = ranks.device.type, DTYPES[config.precision]
-        self.scaler = GradScaler(self._device, enabled=config.precision == "fp16")
+        self._device, self._dtype = ranks.device, DTYPES[config.precision]
+        self.scaler = GradScaler(self._device.type, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate
         if config.accumulate > max(1, config.batch_size // ranks.world_size):
             raise UsageError(
@@ -67,11 +69,11 @@ class Update:
         of a batch are weighted by their sizes, so all is as if the batch had gone through one
         process at once (but for batch norm, which sees the parts). Ranks meet at the last part.
         """
-        self._weight = len(batch[0]) * self._world_size / (examples or self._batch_size)
+        self._weight = size(batch) * self._world_size / (examples or self._batch_size)
         if self._kfac is not None:
             self._kfac.loss_weight = self._weight
         self._optimizer.zero_grad()
-        total = torch.zeros((), device=batch[0].device)
+        total = torch.zeros((), device=self._device)
         for i, (part, share) in enumerate(self._parts(batch)):
             last = i == self._parts_of_batch - 1
             with self._backend.part(self._model, last=last), self._accumulating(not last):
@@ -110,12 +112,11 @@ class Update:
 
         There is a stand-in for it: all ranks run equally many forwards.
         """
-        split = (torch.tensor_split(x, self._parts_of_batch) for x in batch)
-        for part in zip(*split, strict=True):
-            if share := len(part[0]) / max(1, len(batch[0])):
+        for part in split(batch, self._parts_of_batch):
+            if share := size(part) / max(1, size(batch)):
                 yield part, share * self._weight
             else:
-                yield tuple(x.new_zeros(1, *x.shape[1:]) for x in batch), 0.0
+                yield self._stand_in(), 0.0
 
     def _forward(self, model: nn.Module, part: Batch, share: float) -> tuple[Tensor, Tensor]:
         """The task's; batch norm and K-FAC must not see a stand-in, and look away in eval mode."""
@@ -133,13 +134,13 @@ class Update:
         return self._kfac.accumulate() if more and self._kfac is not None else nullcontext()
 
     def _autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(self._device, self._dtype, enabled=self._dtype is not None)
+        return torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None)
 
     def _loss(self, batch: Batch) -> Tensor:
         """Of this rank, with the weights of now; running averages stay as they are."""
         bare = self._backend.bare(self._model)
         kept = [(buffer, buffer.clone()) for buffer in bare.buffers()]
-        total = torch.zeros((), device=batch[0].device)
+        total = torch.zeros((), device=self._device)
         for part, share in self._parts(batch):
             with self._autocast():
                 total += self._forward(bare, part, share)[0] * share

@@ -6,14 +6,8 @@ from typing import Protocol
 import torch
 from torch import Generator, Tensor
 
+from kfac_bench.data.batch import Batch
 from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
-
-Batch = tuple[Tensor, ...]
-"""float32 images [n, C, H, W], normalised, and their targets, on the CPU; n comes first in all.
-
-The targets are int64 labels [n]; or uint8 masks [n, 1, H, W] of 0 and 1, in evaluation followed by
-int64 [n], the number of the volume that each image is a slice of.
-"""
 
 
 class Data(Protocol):

@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from kfac_bench.data.batch import Batch
 from kfac_bench.data.batches import Shard, eval_indices, mixed_seed, train_indices
-from kfac_bench.data.data import Batch, Data
+from kfac_bench.data.data import Data
 from kfac_bench.data.loader import Sample, Unreadable, load_batches
 from kfac_bench.errors import UsageError
 

@@ -20,8 +20,8 @@ from torch import Generator, Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from kfac_bench.data.batch import Batch
 from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
-from kfac_bench.data.data import Batch
 from kfac_bench.data.loader import Sample, Unreadable, load_batches
 from kfac_bench.errors import UsageError
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from kfac_bench.data.data import Batch
+from kfac_bench.data.batch import Batch
 from kfac_bench.errors import UsageError
 
 

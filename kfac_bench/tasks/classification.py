@@ -4,10 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kfac_bench.data.data import Batch
+from kfac_bench.data.batch import Batch
+from kfac_bench.tasks.evaluation import SummedTask
 
 
-class Classification:
+class Classification(SummedTask):
     """Cross entropy of logits [n, num_classes] with labels [n], smoothed in training only.
 
     Metrics: `accuracy`, the fraction in [0, 1] of examples whose largest logit is their label's,

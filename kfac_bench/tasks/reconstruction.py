@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from kfac_bench.data.data import Batch
+from kfac_bench.data.batch import Batch
 from kfac_bench.errors import UsageError
+from kfac_bench.tasks.evaluation import SummedTask
 
 
-class Reconstruction:
+class Reconstruction(SummedTask):
     """Squared error between an image and the model's output of the same shape.
 
     Metric `squared_error`: the squared difference SUMMED over an image's pixels, mean over the

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kfac_bench.data.data import Batch
+from kfac_bench.data.batch import Batch
 from kfac_bench.errors import UsageError
+from kfac_bench.tasks.evaluation import SummedTask
 
 
-class Segmentation:
+class Segmentation(SummedTask):
     """Soft Dice loss of logits [n, 1, H, W] with masks [n, 1, H, W] of 0 and 1.
 
     With p the sigmoid of the logits and t the mask, an image's loss is

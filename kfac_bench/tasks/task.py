@@ -4,15 +4,15 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from kfac_bench.data.data import Batch
+from kfac_bench.data.batch import Batch
+from kfac_bench.tasks.evaluation import Evaluation
 
 
 class Task(Protocol):
     """A training objective and exact validation figures.
 
-    `metric` names the entry of `metrics()` that a target is about, `higher_is_better` its
-    direction. `num_totals` is the length of `totals()`: a rank without any evaluation batch
-    contributes that many zeros.
+    `metric` names the figure of an evaluation that a target is about, `higher_is_better` its
+    direction.
 
     `likelihood` is the distribution that the model's output stands for, as `KFAC.fisher_backward`
     names it: its labels are what a Fisher other than the empirical one is an expectation over.
@@ -20,7 +20,6 @@ class Task(Protocol):
 
     metric: str
     higher_is_better: bool
-    num_totals: int
     likelihood: str
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -32,16 +31,8 @@ class Task(Protocol):
         """
         ...
 
-    def totals(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return sums over the examples, float64 [num_totals], the first the number of examples.
-
-        Totals add up over batches and ranks; a mean of means over unequal batches would be wrong.
-        The caller sets the model to evaluation mode; no gradient is recorded.
-        """
-        ...
-
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return the figures of the whole evaluation set from its summed totals."""
+    def evaluation(self) -> Evaluation:
+        """Start a pass over the evaluation set."""
         ...
 
 
