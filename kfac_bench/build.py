@@ -73,8 +73,8 @@ def build_task(config: TaskConfig, data: Data) -> Task:
     return Classification(config.label_smoothing)
 
 
-def build_model(config: ModelConfig, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """The network for inputs of ``shape`` (C, H, W); works on the meta device."""
+def build_model(config: ModelConfig, shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """The network for the data's ``shape`` and ``num_classes``; works on the meta device."""
     if isinstance(config, AutoencoderConfig):
         inputs = shape[0] * shape[1] * shape[2]
         return Autoencoder(inputs, config.hidden, config.activation)

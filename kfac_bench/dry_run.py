@@ -36,7 +36,7 @@ class DryRun:
 
     config: TrainConfig
     world_size: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     parameters: int
     forward_flops: float
     step_flops: float

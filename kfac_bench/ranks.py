@@ -70,17 +70,27 @@ class Ranks:
             if self.world_size == 1:
                 raise
             said = str(error).encode()
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        sizes[self.rank] = len(said)
-        if self.sum(sizes).any():
-            first = int(sizes.nonzero()[0])
-            text = torch.zeros(int(sizes[first]), dtype=torch.uint8, device=self.device)
-            if self.rank == first:
-                text.copy_(torch.tensor(list(said), dtype=torch.uint8))
-            self.collective.broadcast(text, first, self._all, "ranks/error").wait()
-            message = bytes(text.tolist()).decode()
-            raise UsageError(message if first == 0 else f"rank {first}: {message}")
+        for rank, heard in enumerate(self.gather(said)):
+            if heard:
+                message = heard.decode()
+                raise UsageError(message if rank == 0 else f"rank {rank}: {message}")
         return done[0]
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """What each rank brings, by rank, on all of them."""
+        if self.world_size == 1:
+            return [content]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(content)
+        gathered = []
+        for rank, size in enumerate(self.sum(sizes).tolist()):
+            data = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            if size:
+                if self.rank == rank:
+                    data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+                self.collective.broadcast(data, rank, self._all, "ranks/gather").wait()
+            gathered.append(data.cpu().numpy().tobytes())
+        return gathered
 
     def unlike_main(self, what: str) -> list[int]:
         """Ranks whose ``what`` is not that of rank 0."""

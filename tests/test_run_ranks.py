@@ -170,3 +170,14 @@ def divided_here(folder):
 @pytest.mark.ranks
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
     run_ranks(2, divided_here, tmp_path)
+
+
+def gathered_here():
+    ranks = here().ranks
+    return ranks.gather(bytes([ranks.rank]) * 3 * ranks.rank + b"\xff\x00" * (ranks.rank == 2))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_gather_what_each_brings(world):
+    each = [b"", b"\1\1\1", b"\2" * 6 + b"\xff\x00", b"\3" * 9][:world]
+    assert run_ranks(world, gathered_here) == [each] * world

@@ -11,15 +11,16 @@ from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_
 
 
 class Data(Protocol):
-    """A training and an evaluation set of images with targets.
+    """A training and an evaluation set of examples with targets.
 
-    `shape` is (C, H, W) of one input; `train_size` and `eval_size` count examples over all ranks.
-    `num_classes` is the number of logits of an image, or of a pixel if the targets are masks.
+    `shape` is that of one input: (C, H, W) of an image, (tokens,) of a text; `train_size` and
+    `eval_size` count examples over all ranks. `num_classes` is the number of logits of an image, or
+    of a pixel if the targets are masks; of a text it is the vocabulary's size.
     `notes` are lines for the user: what was left out, by name.
     """
 
     name: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     num_classes: int
     train_size: int
     eval_size: int
@@ -81,7 +82,7 @@ class TensorData:
                 )
         channels, height, width = train[0].shape[1:]
         self.name = name
-        self.shape: tuple[int, int, int] = (channels, height, width)
+        self.shape: tuple[int, ...] = (channels, height, width)
         self.num_classes = num_classes
         self.train_size = len(train[0])
         self.eval_size = len(evaluation[0])

@@ -104,7 +104,7 @@ class _ImageFolders:
     def __init__(self, train: Any, evaluation: Any, image_size: int, workers: int) -> None:
         _check_classes(train, evaluation)
         self.name = "imagefolder"
-        self.shape = (3, image_size, image_size)
+        self.shape: tuple[int, ...] = (3, image_size, image_size)
         self.num_classes = len(train.classes)
         self.train_size = len(train)
         self.eval_size = len(evaluation)

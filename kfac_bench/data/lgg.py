@@ -185,7 +185,7 @@ class LGG:
         notes: Sequence[str],
     ) -> None:
         self.name = "lgg"
-        self.shape = (3, image_size, image_size)
+        self.shape: tuple[int, ...] = (3, image_size, image_size)
         self.num_classes = 1
         self.train_size = sum(len(v.slices) for v in train)
         self.eval_size = sum(len(v.slices) for v in evaluation)
