@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,8 @@ from kfac_bench.config import (
     AutoencoderConfig,
     DataConfig,
     KFACConfig,
+    LAMBConfig,
+    LARSConfig,
     LGGConfig,
     ModelConfig,
     OptimizerConfig,
@@ -28,7 +32,7 @@ from kfac_bench.config import (
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data import cifar10, digits, lgg
+from kfac_bench.data import cifar10, demo, digits, lgg
 from kfac_bench.data.data import Data
 from kfac_bench.errors import UsageError
 from kfac_bench.models.autoencoder import Autoencoder
@@ -46,12 +50,15 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
     if config.name == "digits":
         return digits.load(config.image_size, normalize=task.name == "classification")
     if config.root is None:
-        raise UsageError(f"data={config.name} is read from disk: set data.root=FOLDER")
+        raise UsageError(
+            f"data={config.name} is read from disk: set data.root=FOLDER (data.root=demo: a demo)"
+        )
+    root = demo.folder(config.name) if config.root == "demo" else Path(config.root)
     if config.name == "cifar10":
-        return cifar10.load(Path(config.root), augment=config.augment)
+        return cifar10.load(root, augment=config.augment)
     if isinstance(config, LGGConfig):
         return lgg.load(
-            Path(config.root),
+            root,
             config.image_size,
             config.workers,
             augment=config.augment,
@@ -60,7 +67,7 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
         )
     from kfac_bench.data import imagefolder  # torchvision, which the others do without
 
-    return imagefolder.load(Path(config.root), config.image_size, config.workers)
+    return imagefolder.load(root, config.image_size, config.workers)
 
 
 def build_task(config: TaskConfig, data: Data) -> Task:
@@ -100,29 +107,50 @@ def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> No
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
-    """The first-order optimizer over all parameters."""
+    """The first-order optimizer over all parameters that are trained."""
+    groups = _groups(config.no_decay, model)
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if isinstance(config, SGDConfig):
-        return SGD(
-            model.parameters(),
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-        )
+        common |= {"momentum": config.momentum, "nesterov": config.nesterov}
+        if isinstance(config, LARSConfig):
+            from pytorch_optimizer import LARS  # slow to import
+
+            return LARS(groups, **common, trust_coefficient=config.trust_coefficient)
+        return SGD(groups, **common)
     assert isinstance(config, AdamConfig)
+    common |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    if isinstance(config, LAMBConfig):
+        from pytorch_optimizer import Lamb
+
+        clip = config.max_grad_norm
+        return Lamb(
+            groups,
+            **common,
+            weight_decouple=False,
+            pre_norm=clip > 0,
+            max_grad_norm=clip,
+            adam_debias=True,  # or first steps are 1 / (1 - beta1) times too long
+        )
     kinds: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW}
     if config.name == "fused_lamb":
         kinds["fused_lamb"] = apex.find("apex.optimizers", "FusedLAMB")
     try:
-        return kinds[config.name](
-            model.parameters(),
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
+        return kinds[config.name](groups, **common)
     except RuntimeError as error:  # Apex without its extensions
         raise UsageError(f"optimizer={config.name}: {error}") from None
+
+
+def _groups(no_decay: Sequence[str], model: nn.Module) -> list[dict[str, Any]]:
+    """Trained parameters with weight decay, and those without it."""
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    seen: set[nn.Parameter] = set()  # tied weights have two names
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                found = (re.search(p, s) for p in no_decay for s in (name, type(module).__name__))
+                groups[any(found)]["params"].append(parameter)
+    return [group for group in groups if group["params"]]
 
 
 def build_kfac(

@@ -26,6 +26,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   kfac-train model=resnet50 kfac.update_freq=500
   kfac-train model=resnet20 data=cifar10 data.root=DIR kfac=layer_wise trainer.target=0.92
   kfac-train experiment=digits_autoencoder_kfac seed=1
+  kfac-train experiment=kaisa_unet_lgg profile=smoke           (smoke|one_gpu|paper)
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (several ranks)
 
   --cfg job          print the configuration and stop     dry_run=true   print what it costs
@@ -190,6 +191,7 @@ def _multirun(overrides: list[str], config_dir: Path | None) -> int:
 
     from kfac_bench import compose
 
+    overrides = compose.with_profile(overrides, config_dir)
     codes: list[int] = []
 
     @hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="train")
@@ -338,23 +340,18 @@ def _compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bo
 
 
 def _data(arguments: list[str]) -> int:
+    from kfac_bench.data import demo
+
     parser = _Parser(prog="kfac-data", description="Make demo data, verify data on disk.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     make = commands.add_parser("make-demo", help="write a small demo in a data set's real layout")
-    make.add_argument("layout", choices=("imagenet", "lgg"))
+    make.add_argument("layout", choices=demo.LAYOUTS)
     verify = commands.add_parser("verify", help="read every file; exit code 1 if one is damaged")
     for command in (make, verify):
         command.add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "make-demo":
-        if options.layout == "lgg":
-            from kfac_bench.data import demo_lgg
-
-            demo_lgg.make(options.folder)
-        else:
-            from kfac_bench.data import demo_imagenet
-
-            demo_imagenet.make(options.folder)
+        demo.make(options.layout, options.folder)
         print(f"{options.folder}: made")
         return 0
     from kfac_bench.data.verify import verify as check

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench import config
+from kfac_bench import config, profiles
 from kfac_bench.config import TrainConfig
 from kfac_bench.errors import UsageError
 
@@ -37,6 +37,7 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     ``config_dir`` is a folder of the user's own with the same groups (``experiment/mine.yaml``);
     it is searched after ours. Raises :class:`UsageError`, always one line.
     """
+    overrides = with_profile(overrides, config_dir)
     search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
     GlobalHydra.instance().clear()
     try:
@@ -45,6 +46,11 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     except Exception as error:  # whatever Hydra makes of the user's words
         raise usage_error(error, overrides, config_dir) from None
     return from_composed(composed)
+
+
+def with_profile(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
+    """``profile=`` and its experiment as Hydra knows them: see :mod:`kfac_bench.profiles`."""
+    return profiles.apply(overrides, _folders(config_dir))
 
 
 HYDRA_ERRORS = (yaml.YAMLError, HydraException, OmegaConfBaseException)
@@ -116,8 +122,14 @@ def _describe_option(name: str, value: Any, meta: dict[str, Any]) -> str:
 
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
     """Choices of a config group: ``options_of("model")``."""
-    folders = [d for d in (CONF_DIR, config_dir) if d is not None]
-    return sorted({p.stem for d in folders for p in (d / group).glob("*.yaml")})
+    places = [d / group for d in _folders(config_dir)]
+    files = {p.stem for place in places for p in place.glob("*.yaml")}
+    return sorted(files | {p.parent.name for place in places for p in place.glob("*/*.yaml")})
+
+
+def _folders(config_dir: Path | None) -> list[Path]:
+    """The user's own first, as Hydra's errors are about it rather than about ours."""
+    return [d for d in (config_dir, CONF_DIR) if d is not None]
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -185,7 +197,7 @@ def _with_key(text: str) -> str:
 
 
 def _undecodable(config_dir: Path | None) -> Path | None:
-    for folder in (d for d in (config_dir, CONF_DIR) if d is not None):
+    for folder in _folders(config_dir):
         for path in sorted(folder.rglob("*.yaml")):
             try:
                 path.read_text(encoding="utf-8")
@@ -216,8 +228,7 @@ def _file_and_line(text: str, config_dir: Path | None) -> str:
     found = re.search(r"In '([^']+)':", text)
     if not found or found[1] == "train":
         return ""
-    folders = [d for d in (config_dir, CONF_DIR) if d is not None]
-    path = next((p for d in folders if (p := d / f"{found[1]}.yaml").is_file()), None)
+    path = next((p for d in _folders(config_dir) if (p := d / f"{found[1]}.yaml").is_file()), None)
     if path is None:
         return ""
     names = [_full_key(text), *re.findall(r"override '([^'@]+)", text)]

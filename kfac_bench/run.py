@@ -110,6 +110,8 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
         optimizer,
         kfac,
         config.trainer,
+        config.schedule,
+        config.optimizer.lr,
         config.seed,
         backend,
         EventLog([]),

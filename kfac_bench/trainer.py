@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench import checkpoint
+from kfac_bench import checkpoint, learning_rate
 from kfac_bench.backends.backend import Backend
-from kfac_bench.config import TrainerConfig
+from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.core.sharded import full, local
 from kfac_bench.data.batch import Batch, to_device
@@ -83,6 +83,9 @@ class Trainer:
     optimizer: Optimizer
     kfac: KFAC | None
     config: TrainerConfig
+    schedule: ScheduleConfig
+    lr: float
+    """That the schedule scales."""
     seed: int
     backend: Backend
     log: EventLog
@@ -194,6 +197,7 @@ class Trainer:
         Returns the global mean loss, and whether a rank was told to stop.
         """
         self.model.train()
+        self._set_learning_rate()
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
         loss = self._update.backward(batch, self._batch_size)
@@ -205,6 +209,14 @@ class Trainer:
         self._update.step(batch, loss)
         self.step += 1
         return mean, stops > 0
+
+    def _set_learning_rate(self) -> None:
+        """Of the next update; K-FAC's clip (eq. 16) reads it as the optimizer does."""
+        factor = learning_rate.factor(
+            self.schedule, self.step, self.steps_per_epoch, self.max_steps, self.config.batch_size
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * factor
 
     def _emit_trained(self, loss: float) -> None:
         self._synchronize()

@@ -7,7 +7,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -73,9 +72,9 @@ def test_help_is_quick_and_needs_no_torch(command):
     )
     seconds = []
     for _ in range(2):  # the first may read from a cold disk
-        began = time.perf_counter()
+        began = os.times()
         done = command(sys.executable, "-c", code)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(os.times().children_user - began.children_user)
     assert done.stderr == "0 []\n"
     assert min(seconds) < 1.5
     assert done.stdout.startswith("usage: kfac-train")

@@ -15,8 +15,20 @@ from kfac_bench.config.models import (
     ModelConfig,
     UNetConfig,
 )
-from kfac_bench.config.optimizers import AdamConfig, OptimizerConfig, SGDConfig
+from kfac_bench.config.optimizers import (
+    OPTIMIZERS,
+    AdamConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from kfac_bench.config.options import options
+from kfac_bench.config.schedules import (
+    DecayScheduleConfig,
+    ScheduleConfig,
+    StepScheduleConfig,
+)
 from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
 from kfac_bench.config.train import (
     BACKENDS,
@@ -35,6 +47,7 @@ __all__ = [
     "CONVENTIONS",
     "FISHERS",
     "MODELS",
+    "OPTIMIZERS",
     "PRECISIONS",
     "RESNETS",
     "VARIANTS",
@@ -43,14 +56,19 @@ __all__ = [
     "AutoencoderConfig",
     "BackendConfig",
     "DataConfig",
+    "DecayScheduleConfig",
     "DeepSpeedConfig",
     "KFACConfig",
+    "LAMBConfig",
+    "LARSConfig",
     "LGGConfig",
     "LoggerConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SGDConfig",
+    "ScheduleConfig",
     "SegmentationConfig",
+    "StepScheduleConfig",
     "TaskConfig",
     "TrainConfig",
     "TrainerConfig",

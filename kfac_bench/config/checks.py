@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.optimizers import OptimizerConfig
 from kfac_bench.config.options import check_option, options
+from kfac_bench.config.schedules import ScheduleConfig, StepScheduleConfig
 from kfac_bench.config.train import DeepSpeedConfig, TrainConfig
 from kfac_bench.errors import UsageError
 
@@ -19,13 +23,9 @@ def check(config: TrainConfig) -> None:
         if value is not None:
             check_option(name, value, meta)
     kfac, task = config.kfac, config.task
-    for pattern in kfac.skip:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UsageError(
-                f"kfac.skip: {pattern!r} is not a regular expression: {error}"
-            ) from None
+    _check_patterns("kfac.skip", kfac.skip)
+    _check_patterns("optimizer.no_decay", config.optimizer.no_decay)
+    _check_schedule(config.schedule)
     if kfac.enabled:
         _check_kfac(kfac)
     trainer = config.trainer
@@ -47,11 +47,39 @@ def check(config: TrainConfig) -> None:
         )
 
 
+def _check_patterns(name: str, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"{name}: {pattern!r} is not a regular expression: {error}") from None
+
+
+def _check_schedule(schedule: ScheduleConfig) -> None:
+    if schedule.warmup_epochs and schedule.warmup_share:
+        raise UsageError(
+            f"schedule.warmup_epochs={schedule.warmup_epochs:g} and "
+            f"schedule.warmup_share={schedule.warmup_share:g} are two lengths of one warm-up: "
+            "set one of them to 0"
+        )
+    milestones = schedule.milestones if isinstance(schedule, StepScheduleConfig) else []
+    if not all(0 < a < b for a, b in pairwise([*milestones, math.inf])):
+        raise UsageError(
+            f"schedule.milestones={milestones}: must be epochs above 0 in rising order"
+        )
+
+
 def _check_deepspeed(backend: DeepSpeedConfig, optimizer: OptimizerConfig) -> None:
     if backend.zero_stage == 3:
         raise UsageError(
             "backend.zero_stage=3: ZeRO 3 keeps no whole weight on a rank, which K-FAC's layers "
             "need; use backend.zero_stage=2, or backend=fsdp2, which shards weights too"
+        )
+    if optimizer.name in ("lars", "lamb") and backend.zero_stage:
+        raise UsageError(
+            f"optimizer={optimizer.name} does not fit backend.zero_stage={backend.zero_stage}: it "
+            "needs the norm of each weight, and ZeRO glues pieces of weights together; set "
+            "backend.zero_stage=0"
         )
     if optimizer.name == "fused_lamb":
         raise UsageError(

@@ -14,7 +14,10 @@ class DataConfig:
     """The data set."""
 
     name: str = option(MISSING, "data set", choices=("digits", "cifar10", "imagefolder", "lgg"))
-    root: str | None = option(None, "folder of the data set on disk (digits ships in a package)")
+    root: str | None = option(
+        None,
+        "its folder (digits ships in a package); demo: a small one, made when first used",
+    )
     image_size: int = option(MISSING, "side of an input image in pixels", at_least=1)
     workers: int = option(0, "loader processes per rank (imagefolder, lgg)", at_least=0)
     augment: bool = option(

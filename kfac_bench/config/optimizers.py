@@ -8,15 +8,22 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import option
 
+OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb", "fused_lamb")
+
 
 @dataclass
 class OptimizerConfig:
     """The first-order optimizer, with or without a preconditioner before it."""
 
-    name: str = option(MISSING, "optimizer", choices=("sgd", "adam", "adamw", "fused_lamb"))
+    name: str = option(MISSING, "optimizer", choices=OPTIMIZERS)
     lr: float = option(MISSING, "learning rate", above=0)
     weight_decay: float = option(
-        0.0, "L2 penalty (sgd, adam) or decoupled decay (adamw)", at_least=0
+        0.0,
+        "L2 penalty (sgd, adam, lars), decoupled decay (adamw), or part of the update (lamb)",
+        at_least=0,
+    )
+    no_decay: list[str] = option(
+        [], "regular expressions of parameters, by name or their layer's class, without decay"
     )
 
 
@@ -35,3 +42,23 @@ class AdamConfig(OptimizerConfig):
     beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)
     beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
+
+
+@dataclass
+class LARSConfig(SGDConfig):
+    """LARS: SGD with a rate for each weight (not for vectors, which get no decay either)."""
+
+    trust_coefficient: float = option(
+        0.001, "of a weight's norm over its gradient's: its rate", above=0
+    )
+
+
+@dataclass
+class LAMBConfig(AdamConfig):
+    """LAMB, version 3 of the paper: without bias correction, weight norms up to 10."""
+
+    max_grad_norm: float = option(
+        1.0,
+        "longer gradients (norm over all parameters) are scaled down; 0: never",
+        at_least=0,
+    )

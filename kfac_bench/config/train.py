@@ -9,8 +9,19 @@ from omegaconf import MISSING
 from kfac_bench.config.data import DataConfig, LGGConfig
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.models import AutoencoderConfig, ModelConfig, UNetConfig
-from kfac_bench.config.optimizers import AdamConfig, OptimizerConfig, SGDConfig
+from kfac_bench.config.optimizers import (
+    AdamConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from kfac_bench.config.options import option
+from kfac_bench.config.schedules import (
+    DecayScheduleConfig,
+    ScheduleConfig,
+    StepScheduleConfig,
+)
 from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
 
 BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
@@ -93,6 +104,7 @@ class TrainConfig:
     data: DataConfig = MISSING
     task: TaskConfig = MISSING
     optimizer: OptimizerConfig = MISSING
+    schedule: ScheduleConfig = MISSING
     kfac: KFACConfig = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     backend: BackendConfig = MISSING
@@ -108,7 +120,12 @@ VARIANTS: dict[str, dict[str, type]] = {
     "model": {"base": ModelConfig, "autoencoder": AutoencoderConfig, "unet": UNetConfig},
     "data": {"base": DataConfig, "lgg": LGGConfig},
     "task": {"base": TaskConfig, "segmentation": SegmentationConfig},
-    "optimizer": {"sgd": SGDConfig, "adam": AdamConfig},
+    "optimizer": {"sgd": SGDConfig, "adam": AdamConfig, "lars": LARSConfig, "lamb": LAMBConfig},
+    "schedule": {
+        "base": ScheduleConfig,
+        "step": StepScheduleConfig,
+        "decay": DecayScheduleConfig,
+    },
     "kfac": {"base": KFACConfig},
     "backend": {"base": BackendConfig, "deepspeed": DeepSpeedConfig},
     "logger": {"base": LoggerConfig},

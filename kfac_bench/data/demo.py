@@ -1,0 +1,56 @@
+"""Demo sets in real layouts: made by ``kfac-data make-demo``, and by ``data.root=demo``."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from importlib import import_module, resources
+from pathlib import Path
+
+from kfac_bench.errors import UsageError
+
+LAYOUTS = {"imagenet": "demo_imagenet", "lgg": "demo_lgg"}
+"""By name, the module whose ``make(root)`` writes it."""
+
+_LAYOUT_OF = {"imagefolder": "imagenet", "lgg": "lgg"}
+"""By the name of the data set that reads it."""
+
+
+def make(layout: str, root: Path) -> None:
+    """Write the demo; raises :class:`UsageError` where there is something in its place."""
+    import_module(f"kfac_bench.data.{LAYOUTS[layout]}").make(root)
+
+
+def folder(data: str) -> Path:
+    """Where the demo of a data set lies: in the user's cache, made there when first asked for.
+
+    Its name depends on the maker's source: another version makes its own. Raises
+    :class:`UsageError` for data without a demo, or if the cache cannot be written.
+    """
+    layout = _LAYOUT_OF.get(data)
+    if layout is None:
+        raise UsageError(
+            f"data.root=demo: there is no demo of data={data}, only of {', '.join(_LAYOUT_OF)}"
+        )
+    source = resources.files("kfac_bench.data").joinpath(f"{LAYOUTS[layout]}.py").read_bytes()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kfac_bench"
+    place = cache / f"demo-{layout}-{hashlib.sha256(source).hexdigest()[:8]}"
+    try:
+        if not place.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix=f"{place.name}-") as scratch:
+                make(layout, Path(scratch) / "made")
+                _move(Path(scratch) / "made", place)
+    except OSError as error:
+        raise UsageError(f"data.root=demo: {place} cannot be written ({error.strerror})") from None
+    return place
+
+
+def _move(made: Path, place: Path) -> None:
+    """At once or not at all; another rank's copy, if that was faster, is as good."""
+    try:
+        made.rename(place)
+    except OSError:
+        if not place.is_dir():
+            raise
+        shutil.rmtree(made)
