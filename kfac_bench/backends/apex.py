@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,12 +13,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench.backends.backend import Backend, find_device
-from kfac_bench.backends.ddp import process_group
+from kfac_bench.backends.backend import Backend
+from kfac_bench.backends.ddp import launched, local_device
 from kfac_bench.config import BackendConfig
 from kfac_bench.core.collective import Collective, TorchCollective
 from kfac_bench.errors import UsageError
-from kfac_bench.ranks import Ranks
 
 LAST = "25.05"
 """The last release of Apex with a DistributedDataParallel."""
@@ -67,14 +65,10 @@ def _alone(model: Any) -> Iterator[None]:
 def join(config: BackendConfig, device: str) -> Iterator[Backend]:
     """The ranks that torchrun started."""
     find("apex.parallel", "DistributedDataParallel")
-    on = find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-    if on.type != "cuda":
+    if local_device(device).type != "cuda":
         raise UsageError("backend=apex: Apex averages gradients on GPUs only; use backend=ddp")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Backend(Ranks(on))
-        return
-    with process_group(on, config.timeout_s) as ranks:
-        yield Apex(ranks)
+    with launched(config, device, Apex) as backend:
+        yield backend
 
 
 def find(module: str, name: str) -> Any:

@@ -6,9 +6,10 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -49,14 +50,24 @@ class DDP(Backend):
 
 
 @contextmanager
-def join(config: BackendConfig, device: str) -> Iterator[Backend]:
-    """The ranks that torchrun (or anything that sets its variables) started."""
-    on = find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+def launched(
+    config: BackendConfig, device: str, make: Callable[[Ranks], Backend]
+) -> Iterator[Backend]:
+    """``make`` of the ranks that torchrun (or anything that sets its variables) started."""
+    on = local_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Backend(Ranks(on))
         return
     with process_group(on, config.timeout_s) as ranks:
-        yield DDP(ranks)
+        yield make(ranks)
+
+
+def local_device(device: str) -> torch.device:
+    """The one of this rank on its machine."""
+    return find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+join = partial(launched, make=DDP)
 
 
 @contextmanager

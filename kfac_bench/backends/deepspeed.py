@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.backends.backend import Backend, find_device
-from kfac_bench.backends.ddp import process_group
+from kfac_bench.backends.backend import Backend
+from kfac_bench.backends.ddp import launched
 from kfac_bench.config import BackendConfig, DeepSpeedConfig
 from kfac_bench.core import zero
 from kfac_bench.core.collective import Collective, TorchCollective
@@ -200,19 +200,20 @@ def join(config: BackendConfig, device: str) -> Iterator[Backend]:
             "backend=deepspeed: DeepSpeed is not installed: DS_BUILD_OPS=0 pip install "
             "'kfac-bench[deepspeed]'"
         )
-    on = find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Backend(Ranks(on))
-        return
-    prepare(on)
-    with process_group(on, config.timeout_s) as ranks, warnings.catch_warnings():
+    stage = config.zero_stage
+
+    def make(ranks: Ranks) -> Backend:
+        prepare(ranks.device)
+        return DeepSpeed(ranks, stage)
+
+    with launched(config, device, make) as backend, warnings.catch_warnings():
         # torch's deprecations of what DeepSpeed calls
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-        backend = DeepSpeed(ranks, config.zero_stage)
         try:
             yield backend
         finally:
-            backend.close()
+            if isinstance(backend, DeepSpeed):
+                backend.close()
 
 
 def prepare(device: torch.device) -> None:

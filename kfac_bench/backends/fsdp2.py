@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,12 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
-from kfac_bench.backends.backend import Backend, find_device
-from kfac_bench.backends.ddp import process_group
-from kfac_bench.config import BackendConfig
+from kfac_bench.backends.backend import Backend
+from kfac_bench.backends.ddp import launched
 from kfac_bench.core.collective import Collective, TorchCollective
 from kfac_bench.core.sharded import full, shard_like
-from kfac_bench.ranks import Ranks
 
 
 class FSDP2(Backend):
@@ -93,12 +91,4 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential | nn.ModuleList)
 
 
-@contextmanager
-def join(config: BackendConfig, device: str) -> Iterator[Backend]:
-    """The ranks that torchrun (or anything that sets its variables) started."""
-    on = find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Backend(Ranks(on))
-        return
-    with process_group(on, config.timeout_s) as ranks:
-        yield FSDP2(ranks)
+join = partial(launched, make=FSDP2)
