@@ -112,14 +112,14 @@ def test_an_outline_is_what_of_a_mask_is_near_its_outside(width):
 
 
 def test_classification_shows_wrong_ones_first_and_the_surest_of_them_before_others():
-    p = torch.tensor([[0.9, 0.05, 0.05], [0.3, 0.6, 0.1], [0.1, 0.7, 0.2], [0.4, 0.35, 0.25]])
+    p = torch.tensor([[0.9, 0.05, 0.05], [0.45, 0.5, 0.05], [0.1, 0.7, 0.2], [0.4, 0.35, 0.25]])
     labels = torch.tensor([0, 0, 2, 0])
     images = torch.from_numpy(pixels(4, 1, 2, 2))
     task = Classification(looks=Looks([0.0], [1.0], ["cat", "<b>", "cow"]))
     shown = task.show(Says(p.log()), (images, labels), 3)
     assert [x.caption for x in shown] == [
         "wrong: <b> (0.70), true: cow",
-        "wrong: <b> (0.60), true: cat",
+        "wrong: <b> (0.50), true: cat",
         "right: cat (0.40)",
     ]
     for example, i in zip(shown, (2, 1, 3), strict=True):
@@ -150,6 +150,8 @@ def test_segmentation_outlines_both_masks_and_shows_most_wrong_pixels_first():
     logits = torch.full((3, 1, 8, 8), -1.0)
     logits[0, 0, 2:6, 3:7] = 1.0  # 4 pixels missed, 4 too many
     logits[1, 0, 0, 0:2] = 1.0
+    masks[2, 0, 0:6, 0:6] = 1  # the largest, all right
+    logits[2, 0, 0:6, 0:6] = 1.0
     images = torch.zeros(3, 3, 8, 8)
     batch = (images, masks, torch.tensor([5, 0, 1]))
     shown = Segmentation(6).show(Says(logits), batch, 9)
@@ -166,4 +168,6 @@ def test_segmentation_outlines_both_masks_and_shows_most_wrong_pixels_first():
     assert where(shown[0].image, segmentation.TRUE)[:3] == [2, 5, 2]
     assert where(shown[0].image, segmentation.PREDICTED) == [2, 5, 3, 6]
     assert where(shown[1].image, segmentation.PREDICTED) == [0, 0, 0, 1]
-    assert (shown[2].image == 0).all()
+    assert where(shown[2].image, segmentation.PREDICTED) == [0, 5, 0, 5]
+    assert where(shown[2].image, segmentation.TRUE) == [0, 5, 0, 5]  # wider: seen beneath
+    assert (shown[2].image[16:176, 16:176] == 0).all()

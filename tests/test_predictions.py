@@ -131,7 +131,12 @@ def test_no_folder_for_pictures_costs_one_line(tmp_path, capsys):
 def sharded_or_not(folder, backend, *overrides):
     ranks = Ranks(CPU, TorchCollective())
     chosen = FSDP2(ranks) if backend == "fsdp2" else here()
-    return train(folder, *overrides, f"backend={backend}", backend=chosen)[0]
+    write, written = predictions.write, []
+    predictions.write = lambda *arguments: written.append(1) or write(*arguments)
+    try:
+        return train(folder, *overrides, f"backend={backend}", backend=chosen)[0], len(written)
+    finally:
+        predictions.write = write
 
 
 @pytest.mark.ranks
@@ -139,7 +144,8 @@ def sharded_or_not(folder, backend, *overrides):
 def test_ranks_show_what_one_process_shows(tmp_path, backend):
     stable = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "trainer.max_steps=5")
     _, alone = train(tmp_path, *stable, "run_id=alone")
-    assert run_ranks(2, sharded_or_not, tmp_path, backend, *stable, "run_id=r") == 2 * ["finished"]
+    ended = run_ranks(2, sharded_or_not, tmp_path, backend, *stable, "run_id=r")
+    assert ended == [("finished", 1), ("finished", 0)]
 
     def errors(path):
         [event] = of_kind(path, Predicted)
@@ -188,6 +194,7 @@ def run(tmp_path):
     predictions.write(tmp_path / "run", 1, [Prediction("x", PICTURE)])
     Image.fromarray(PICTURE).save(tmp_path / "00.png")
     Image.fromarray(PICTURE).save(tmp_path / "run" / "00.png")
+    Image.fromarray(PICTURE).save(tmp_path / "run" / f"{NAME}.png")
     return tmp_path / "run"
 
 
@@ -202,7 +209,16 @@ def test_a_picture_is_read_as_it_was_written(run):
     "name",
     [
         *("../../etc/passwd", "/etc/passwd", "../00.png", "00.png", "predictions/step-1/99.png"),
-        *("predictions/step-1/../../00.png", f"./{NAME}", f"{NAME}\n", f"{NAME}\0", "", None, 7),
+        *(
+            f"{NAME}.png",
+            "predictions/step-1/../../00.png",
+            f"./{NAME}",
+            f"{NAME}\n",
+            f"{NAME}\0",
+            "",
+            None,
+            7,
+        ),
         *(["x"], "predictions/step-1/captions.txt", "predictions/step-" + "1" * 5000 + "/00.png"),
     ],
 )
