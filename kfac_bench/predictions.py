@@ -33,7 +33,7 @@ def choose(task: Task, model: nn.Module, batches: Iterable[Batch], count: int) -
     """At most ``count`` examples of the first batches, as the task shows them."""
     shown: list[Prediction] = []
     seen = 0
-    for batch in batches:
+    for batch in filter(size, batches):  # none is left where all were unreadable
         shown += task.show(model, batch, count - len(shown))
         seen += size(batch)
         if len(shown) >= count or seen >= max(POOL, count):

@@ -159,11 +159,12 @@ class Lists:
     """A task whose batches are lists of texts."""
 
     def show(self, model, batch, count):
+        assert batch[0], "an empty batch"
         return [Prediction(x, text=f"asked\n{x}") for x in batch[0][:count]]
 
 
 def test_small_batches_are_shown_until_there_are_enough():
-    batches = [(["a", "b", "c"],), (["d", "e"],), (["never"],)]
+    batches = [([],), (["a", "b", "c"],), (["d", "e"],), (["never"],)]
     assert [x.caption for x in predictions.choose(Lists(), None, batches, 4)] == list("abcd")
     assert len(predictions.choose(Lists(), None, batches, 9)) == 6
     read_ahead = iter([(["x"],) for _ in range(1000)])
