@@ -5,7 +5,6 @@ Texts in event files are not trusted: each output format escapes them in its own
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import re
@@ -18,7 +17,8 @@ import jinja2
 from rich.table import Table
 from rich.text import Text
 
-from kfac_bench import __version__, predictions
+from kfac_bench import __version__
+from kfac_bench.album import Album
 from kfac_bench.curves import (
     GRID,
     INK,
@@ -34,7 +34,6 @@ from kfac_bench.curves import (
 from kfac_bench.curves import curves_svg as curves_svg
 from kfac_bench.curves import figure_svg as figure_svg
 from kfac_bench.errors import UsageError
-from kfac_bench.events import Predicted
 from kfac_bench.runs import (
     Run,
     Setting,
@@ -68,12 +67,6 @@ COLUMNS = (
 MISSED = "not reached"
 DASH = "\u2013"
 TEMPLATE = "report.html.jinja"
-
-MOST_PREDICTIONS, MOST_TEXT = 12, 2000
-"""Of a run: examples, and characters of each one's text."""
-
-MOST_PICTURE_BYTES = 24 * 2**20
-"""Of all pictures on the page."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +169,7 @@ def html(found: Comparison, title: str = "Time to target") -> str:
     unequal = set(differences(environments))
     drawn = styles(settings)
     rows = {id(s): r for s, r in zip(settings, found.rows, strict=True)}
-    album = _Album()
+    album = Album()
     page = jinja2.Environment(
         loader=jinja2.PackageLoader("kfac_bench", "."),
         autoescape=True,
@@ -259,49 +252,6 @@ def _run(run: Run, unequal: set[str]) -> dict[str, Any]:
         "path": plain(run.path),
         "environment": {k: v for k, v in environment.items() if k in unequal},
     }
-
-
-class _Album:
-    """The predictions on one page; pictures only as long as they are not too much for it."""
-
-    def __init__(self) -> None:
-        self._left_bytes = MOST_PICTURE_BYTES
-
-    def of(self, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-        """Those of each setting's first run that has any, its last ones."""
-        found = []
-        for setting in settings:
-            for run in setting.runs:
-                event = next((e for e in reversed(run.events) if isinstance(e, Predicted)), None)
-                if event is None or not isinstance(event.items, list) or not event.items:
-                    continue
-                items = [x for x in event.items[:MOST_PREDICTIONS] if isinstance(x, dict)]
-                found.append(
-                    {
-                        "optimizer": setting.optimizer,
-                        "seed": seed(run),
-                        "step": event.step,
-                        "items": [self._item(run.path.parent, item) for item in items],
-                    }
-                )
-                break
-        return found
-
-    def _item(self, directory: Path, item: dict[str, Any]) -> dict[str, Any]:
-        content = predictions.read(directory, item.get("file"))
-        if content is not None and len(content) <= self._left_bytes:
-            self._left_bytes -= len(content)
-            picture = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-        else:
-            picture = None
-        text = item.get("text")
-        lines = text[:MOST_TEXT].splitlines() if isinstance(text, str) else []
-        return {
-            "caption": plain(str(item.get("caption", ""))[:MOST_TEXT]),
-            "picture": picture,
-            "missing": picture is None and item.get("file") is not None,
-            "text": "\n".join(plain(line) for line in lines),
-        }
 
 
 def _panel(settings: Sequence[Setting], panel: Panel, drawn: dict[str, Style]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kfac_bench import curves, predictions, report, score
+from kfac_bench import album, curves, predictions, report, score
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Evaluated,
@@ -312,15 +312,15 @@ def test_the_page_takes_no_more_pictures_than_it_can_bear(
     file = picture(run)
     show(run, *({"caption": f"nr {n};", "file": file, "text": "y" * 9000} for n in range(40)))
     found = report.compare([run])
-    assert len(pictures_of(found)) == report.MOST_PREDICTIONS
+    assert len(pictures_of(found)) == album.MOST_PREDICTIONS
     text = Tags(report.html(found)).text
     assert "nr 11;" in text
     assert "nr 12;" not in text
-    assert text.count("y" * 10) <= report.MOST_PREDICTIONS * report.MOST_TEXT / 10
+    assert text.count("y" * 10) <= album.MOST_PREDICTIONS * album.MOST_TEXT / 10
     bytes_of_one = len((run / file).read_bytes())
-    monkeypatch.setattr(report, "MOST_PICTURE_BYTES", 3 * bytes_of_one)
+    monkeypatch.setattr(album, "MOST_PICTURE_BYTES", 3 * bytes_of_one)
     assert len(pictures_of(found)) == 3
-    assert Tags(report.html(found)).text.count("picture not there") == report.MOST_PREDICTIONS - 3
+    assert Tags(report.html(found)).text.count("picture not there") == album.MOST_PREDICTIONS - 3
 
 
 def test_predictions_of_somebody_else_are_escaped_and_read_no_other_file(folder: Path) -> None:

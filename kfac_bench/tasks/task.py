@@ -37,11 +37,11 @@ class Task(Protocol):
         ...
 
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return at most `count` examples of an evaluation batch, the worst ones first.
+        """Return at most `count` examples of an evaluation batch, for people to look at.
 
-        For people: what the model gets wrong tells more than what it gets right. The model is in
-        evaluation mode, no gradient is recorded. Where forwards are messages, all ranks call it
-        alike: one forward of the whole batch.
+        The worst ones first, unless finding them costs too much: what the model gets wrong tells
+        more than what it gets right. The model is in evaluation mode, no gradient is recorded.
+        Where forwards are messages, all ranks call it alike.
         """
         ...
 
