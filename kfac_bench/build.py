@@ -33,7 +33,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.data import cifar10, demo, digits, lgg
-from kfac_bench.data.data import Data
+from kfac_bench.data.data import UNKNOWN, Data, Pictured
 from kfac_bench.errors import UsageError
 from kfac_bench.models.autoencoder import Autoencoder
 from kfac_bench.models.cifar_resnet import cifar_resnet
@@ -72,12 +72,13 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
 
 def build_task(config: TaskConfig, data: Data) -> Task:
     """The task by name; its figures may depend on how the evaluation set is made up."""
+    looks = data.looks if isinstance(data, Pictured) else UNKNOWN
     if config.name == "reconstruction":
-        return Reconstruction()
+        return Reconstruction(looks)
     if isinstance(config, SegmentationConfig):
         assert isinstance(data, lgg.LGG)  # or config.check would have refused
         return Segmentation(data.eval_volumes, config.smooth, config.bce)
-    return Classification(config.label_smoothing)
+    return Classification(config.label_smoothing, looks)
 
 
 def build_model(config: ModelConfig, shape: tuple[int, ...], num_classes: int) -> nn.Module:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from kfac_bench.errors import UsageError
 
@@ -91,6 +91,25 @@ class TargetReached(Event):
     target: float
 
 
+class PredictedItem(TypedDict):
+    """One example: a line about it, a PNG file relative to the run directory, text of any length.
+
+    ``file`` is None where the example is text, or where the picture could not be written.
+    """
+
+    caption: str
+    file: str | None
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted(Event):
+    """Held-out examples with what the model makes of them, to be looked at; ``path``: where."""
+
+    path: str
+    items: Sequence[PredictedItem]
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpointed(Event):
     """A checkpoint is complete on disk; ``write_s`` is what the training waited for it."""
@@ -119,6 +138,7 @@ EVENTS: dict[str, type[Event]] = {
         Trained,
         Evaluated,
         TargetReached,
+        Predicted,
         Checkpointed,
         RunEnded,
     )

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kfac_bench import __version__
+from kfac_bench.album import Album
 from kfac_bench.curves import (
     GRID,
     INK,
@@ -168,6 +169,7 @@ def html(found: Comparison, title: str = "Time to target") -> str:
     unequal = set(differences(environments))
     drawn = styles(settings)
     rows = {id(s): r for s, r in zip(settings, found.rows, strict=True)}
+    album = Album()
     page = jinja2.Environment(
         loader=jinja2.PackageLoader("kfac_bench", "."),
         autoescape=True,
@@ -181,6 +183,7 @@ def html(found: Comparison, title: str = "Time to target") -> str:
         run_count=len(environments),
         tasks=[
             _task(task, of_task, [rows[id(s)] for s in of_task], drawn, unequal)
+            | {"predictions": album.of(of_task)}
             for task, of_task in by_task(settings)
         ],
         common={k: v for k, v in environments[0].items() if k not in unequal},

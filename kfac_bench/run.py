@@ -115,7 +115,7 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
         config.seed,
         backend,
         EventLog([]),
-        directory.checkpoints,
+        directory.path,
     )
 
 

@@ -28,7 +28,7 @@ _MAY_CHANGE = (
     *_NOT_THE_RUN,
     *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
-    *("trainer.threads", "data.root", "data.workers"),
+    *("trainer.predictions", "trainer.threads", "data.root", "data.workers"),
     *("backend", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.colocate_factors"),
     *("kfac.balance", "kfac.overlap"),
 )
@@ -63,7 +63,6 @@ class RunDirectory:
         self.run_id = run_id(config)
         self.path = Path(config.runs_dir) / self.run_id
         self.events = self.path / EVENTS_FILE
-        self.checkpoints = self.path / "checkpoints"
 
     @contextmanager
     def open(self, config: TrainConfig, environment: Mapping[str, Any]) -> Iterator[None]:

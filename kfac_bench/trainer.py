@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench import checkpoint, learning_rate
+from kfac_bench import checkpoint, learning_rate, predictions
 from kfac_bench.backends.backend import Backend
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
@@ -30,6 +30,7 @@ from kfac_bench.events import (
     Clock,
     Evaluated,
     EventLog,
+    Predicted,
     Resumed,
     RunEnded,
     TargetReached,
@@ -89,7 +90,8 @@ class Trainer:
     seed: int
     backend: Backend
     log: EventLog
-    checkpoints: Path
+    directory: Path
+    """Of the run: checkpoints and predictions go below it."""
     say: Callable[[str], None] = lambda text: None
     """Tells the user a line, on rank 0."""
     step: int = 0
@@ -125,6 +127,8 @@ class Trainer:
         with self.stop.listening():
             try:
                 status = self._fit()
+                if status in ("reached", "finished"):
+                    self._predict()
             except RunFailedError as error:
                 status, message = "failed", str(error)
         self.clock.stop()
@@ -286,6 +290,25 @@ class Trainer:
             example = batch or next(iter(self.data.evaluate(1, Shard(0, 1))))
             yield example, batch is not None
 
+    def _predict(self) -> None:
+        """Keep some examples with what the model makes of them, for people; no training time."""
+        count = self.config.predictions
+        if not count or not (self.ranks.is_main or self.backend.lockstep):
+            return
+        self._synchronize()
+        with self.clock.paused(), torch.no_grad():
+            self.model.eval()
+            a_ranks = -(-self.config.eval_batch_size // self.ranks.world_size)
+            batches = self.data.evaluate(min(a_ranks, predictions.POOL), Shard())
+            shown = predictions.choose(self.task, self._bare, map(self._to_device, batches), count)
+            if not shown or not self.ranks.is_main:
+                return
+            items, complaint = predictions.write(self.directory, self.step, shown)
+            if complaint is not None:
+                self.say(f"{complaint}; the run itself is complete")
+            path = str(self.directory / "predictions" / f"step-{self.step}")
+            self.log.emit(Predicted(self.step, self.clock.train_s(), path, items))
+
     @property
     def _bare(self) -> nn.Module:
         """The model without its wrapper: names in checkpoints know nothing of it."""
@@ -310,7 +333,11 @@ class Trainer:
             self.ranks.share_buffers(self._bare)
             try:
                 path = checkpoint.save(
-                    self.checkpoints, self.step, self._shard(), self.ranks, self.config.keep_last
+                    self.directory / "checkpoints",
+                    self.step,
+                    self._shard(),
+                    self.ranks,
+                    self.config.keep_last,
                 )
             except OSError as error:  # on every rank
                 raise RunFailedError(f"{error}; older checkpoints are untouched") from None

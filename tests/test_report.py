@@ -1,27 +1,31 @@
 """report.py and curves.py: tables, SVG and the HTML page, computed from event files."""
 
+import base64
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kfac_bench import curves, report, score
+from kfac_bench import album, curves, predictions, report, score
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Evaluated,
     EventLog,
     JsonlSink,
+    Predicted,
     RunEnded,
     RunStarted,
     TargetReached,
     Trained,
 )
+from kfac_bench.tasks.prediction import Prediction
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{0}$ |]] --> [red]\x1b[31m\ud800 & _"
 
@@ -252,6 +256,103 @@ def test_the_best_median_is_emphasised_and_a_miss_never(folder: Path) -> None:
     # equal in steps: both; faster in seconds: K-FAC alone
     assert best(report.compare([folder])) == ["30", "30", "1.00"]
     assert best(report.compare([folder / "sgd2"])) == []
+
+
+def show(run: Path, *items: Any, step: int = 30) -> Path:
+    """Add predictions to a run's event file."""
+    sink = JsonlSink(run / "events.jsonl")
+    sink.write(Predicted(step, 2.0, "elsewhere", list(items)))
+    sink.close()
+    return run
+
+
+def picture(run: Path, step: int = 30, number: int = 0) -> str:
+    shown = Prediction("", np.full((4, 4, 3), 60 * number + step, np.uint8))
+    items, _ = predictions.write(run, step, [shown] * (number + 1))
+    return str(items[number]["file"])
+
+
+def pictures_of(found: report.Comparison) -> list[bytes]:
+    """What the page's images are, all of which it must bring along."""
+    sources = [value for name, value in Tags(report.html(found)).attributes if name == "src"]
+    start = "data:image/png;base64,"
+    assert all(source is not None and source.startswith(start) for source in sources)
+    return [base64.b64decode(str(source).removeprefix(start)) for source in sources]
+
+
+def test_the_page_brings_the_pictures_of_each_settings_first_seed(folder: Path) -> None:
+    files = []
+    for name, number in (("kfac0", 0), ("kfac1", 1), ("sgd1", 2)):  # sgd0 has none
+        file = picture(folder / name, number=number)
+        files.append((folder / name / file).read_bytes())
+        show(folder / name, {"caption": f"of {name}", "file": file, "text": f"asked {name}\nyes"})
+    found = report.compare([folder])
+    assert pictures_of(found) == [files[2], files[0]]
+    text = Tags(report.html(found)).text
+    for said in ("of sgd1", "seed 1, step 30", "of kfac0", "seed 0, step 30", "asked kfac0\nyes"):
+        assert said in text
+    assert "kfac1\nyes" not in text
+    assert "not there" not in text
+    assert "Predictions" not in report.html(report.compare([folder / "sgd0"]))
+
+
+def test_a_runs_last_predictions_count(folder: Path) -> None:
+    run = folder / "sgd0"
+    for step in (10, 20):
+        show(run, {"caption": f"at {step}", "file": picture(run, step), "text": None}, step=step)
+    text = Tags(report.html(report.compare([run]))).text
+    assert "at 20" in text
+    assert "at 10" not in text
+
+
+def test_the_page_takes_no_more_pictures_than_it_can_bear(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "sgd0"
+    file = picture(run)
+    show(run, *({"caption": f"nr {n};", "file": file, "text": "y" * 9000} for n in range(40)))
+    found = report.compare([run])
+    assert len(pictures_of(found)) == album.MOST_PREDICTIONS
+    text = Tags(report.html(found)).text
+    assert "nr 11;" in text
+    assert "nr 12;" not in text
+    assert text.count("y" * 10) <= album.MOST_PREDICTIONS * album.MOST_TEXT / 10
+    bytes_of_one = len((run / file).read_bytes())
+    monkeypatch.setattr(album, "MOST_PICTURE_BYTES", 3 * bytes_of_one)
+    assert len(pictures_of(found)) == 3
+    assert Tags(report.html(found)).text.count("picture not there") == album.MOST_PREDICTIONS - 3
+
+
+def test_predictions_of_somebody_else_are_escaped_and_read_no_other_file(folder: Path) -> None:
+    run = folder / "sgd0"
+    (folder / "secret.png").write_bytes((run / picture(run)).read_bytes())
+    (run / "predictions/step-30/07.png").symlink_to(folder / "secret.png")
+    (run / "predictions/step-30/08.png").write_text("no picture")
+    names = ("../../etc/passwd", "/etc/passwd", "../secret.png", str(folder / "secret.png"))
+    more = ("predictions/step-30/07.png", "predictions/step-30/08.png", EVIL, 7, [], None)
+    items = [{"caption": EVIL, "file": name, "text": EVIL} for name in (*names, *more)]
+    show(run, *items)
+    found = report.compare([run])
+    assert pictures_of(found) == []
+    page = report.html(found)
+    seen = Tags(page)
+    assert "script" not in seen.tags
+    assert not [name for name, _ in seen.attributes if name.startswith("on")]
+    assert seen.text.count("picture not there") == len(items) - 1
+    assert "\x1b" not in page
+    page.encode("utf-8")
+
+
+def test_predictions_of_any_shape_make_a_page(tmp_path: Path) -> None:
+    shapes = ('"x"', "7", "null", '{"a": 1}', "[]", '[7, null, [], "x", {}]')
+    for items in (*shapes, '[{"caption": {}, "text": 3}]'):
+        run = write_run(tmp_path / str(hash(items)), optimizer=items)
+        with (run / "events.jsonl").open("a") as file:
+            line = f'"event": "Predicted", "step": 1, "train_s": 1, "path": 3, "items": {items}'
+            file.write(f"{{{line}}}\n")
+    found = report.compare([tmp_path])
+    assert len(found.settings) == 7
+    assert pictures_of(found) == []
 
 
 def test_equal_events_give_equal_bytes_in_any_order(folder: Path) -> None:

@@ -95,7 +95,8 @@ def test_a_run_directory_tells_the_whole_run(tmp_path, monkeypatch):
     for e in of_kind(path, Checkpointed):
         assert (path / "checkpoints" / f"step-{e.step:08d}").samefile(e.path)
     files = {p.name for p in path.iterdir()}
-    assert files == {"config.yaml", "run.json", "events.jsonl", "checkpoints", ".lock"}
+    made = {"config.yaml", "run.json", "events.jsonl", "checkpoints", "predictions", ".lock"}
+    assert files == made
 
 
 def test_training_learns_and_the_last_weights_are_the_checkpoint(tmp_path):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Checkpointed,
     Evaluated,
+    Predicted,
     Resumed,
     RunEnded,
     TargetReached,
@@ -76,11 +80,16 @@ def test_names_are_the_documented_ones():
     assert metrics_of(RunEnded(3, 1.5, "reached")) == {}
 
 
-def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+def reader_of(directory):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(directory / "tensorboard"))
     reader.Reload()
+    return reader
+
+
+def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+    reader = reader_of(directory)
     return {
         tag: [(e.step, pytest.approx(e.value)) for e in reader.Scalars(tag)]
         for tag in reader.Tags()["scalars"]
@@ -100,6 +109,31 @@ def test_scalars_are_read_back(tmp_path):
     assert read["kfac/cosine/a.b"] == [(1, 0.25), (2, 0.25)]
     assert read["train_s"] == [(1, 0.5), (2, 1.0), (2, 1.0)]
     assert "step" not in read
+
+
+def test_predictions_are_read_back(tmp_path):
+    picture = np.arange(36, dtype=np.uint8).reshape(3, 4, 3)
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    items = [
+        {"caption": "wrong: *8*", "file": "a.png", "text": None},
+        {"caption": "b", "file": None, "text": "<b>?\nyes"},
+    ]
+    sink = TensorboardSink(tmp_path)
+    sink.write(Predicted(7, 1.0, "p", items))
+    sink.close()
+    reader = reader_of(tmp_path)
+    [shown] = reader.Images("predictions/00")
+    assert shown.step == 7
+    pixels = np.asarray(Image.open(io.BytesIO(shown.encoded_image_string)))
+    assert (pixels == picture).all()
+    texts = {
+        tag: reader.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in reader.Tags()["tensors"]
+    }
+    assert texts == {
+        "captions/00/text_summary": "    wrong: *8*",
+        "captions/01/text_summary": "    b\n    <b>?\n    yes",
+    }
 
 
 def test_resume_hides_what_it_made_void(tmp_path):

@@ -11,11 +11,13 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import wandb
+from PIL import Image
 
 from kfac_bench.errors import UsageError
-from kfac_bench.events import Evaluated, RunEnded, TargetReached, Trained
+from kfac_bench.events import Evaluated, Predicted, RunEnded, TargetReached, Trained
 from kfac_bench.sinks import wandb as sink_module
 from kfac_bench.sinks.wandb import WandbSink, decide_mode, wandb_id
 
@@ -121,6 +123,52 @@ def test_run_is_written_and_read_back(tmp_path, capfd):
     assert f"wandb leet {directory}" in sink.hint
     assert f"wandb sync {tmp_path / 'wandb'}" in sink.hint
     assert capfd.readouterr() == ("", "")
+
+
+def predicted(directory: Path, *files: str | None) -> Predicted:
+    for number, file in enumerate(files):
+        if file is not None:
+            colour = np.full((3 + number, 4, 3), 100 + number, np.uint8)
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(colour).save(directory / file)
+    items = [
+        {"caption": f"example {n}", "file": file, "text": None if file else f"asked {n}?\n<b>"}
+        for n, file in enumerate(files)
+    ]
+    return Predicted(3, 1.5, str(directory / "predictions"), items)
+
+
+def test_predictions_are_pictures_with_captions_and_a_table_of_texts(tmp_path, capfd):
+    sink = new_sink(tmp_path)
+    sink.write(predicted(tmp_path, "predictions/a.png", None, "predictions/b.png"))
+    sink.write(RunEnded(step=3, train_s=1.5, status="finished"))
+    sink.close()
+    records = [json.loads(line) for line in inspect(tmp_path, "--json").splitlines()]
+    [row] = [r["history"]["item"] for r in records if r["type"] == "history"]
+    assert (row["step"], row["train_s"]) == (3, 1.5)
+    assert row["predictions._type"] == "images/separated"
+    assert row["predictions.captions"] == ["example 0", "example 2"]
+    [files] = tmp_path.glob("wandb/offline-run-*/files")
+    first, second = (np.asarray(Image.open(files / x)) for x in row["predictions.filenames"])
+    assert first.shape == second.shape == (5, 4, 3)  # one frame: the smaller has black below
+    assert (first[:3] == 100).all()
+    assert (first[3:] == 0).all()
+    assert (second == 102).all()
+    table = json.loads((files / row["predicted_texts.path"]).read_text())
+    assert table["columns"] == ["caption", "text"]
+    assert table["data"] == [["example 1", "asked 1?\n<b>"]]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_picture_that_is_gone_ends_the_view_with_one_line(tmp_path):
+    said = []
+    sink = new_sink(tmp_path, say=said.append)
+    event = predicted(tmp_path, "predictions/a.png")
+    (tmp_path / "predictions" / "a.png").unlink()
+    sink.write(event)
+    sink.write(RunEnded(step=3, train_s=1.5, status="finished"))
+    sink.close()
+    assert [line.split(" (")[0] for line in said] == ["W&B is offline", "W&B failed"]
 
 
 def test_every_name_is_defined_with_effect(tmp_path, monkeypatch):

@@ -48,6 +48,9 @@ class TrainerConfig:
     )
     keep_last: int = option(2, "checkpoints kept", at_least=1)
     eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
+    predictions: int = option(
+        8, "held-out examples kept as pictures when a run ends; 0: none", at_least=0, at_most=100
+    )
     precision: str = option(
         "fp32",
         "of forward and backward; weights and evaluation stay fp32, fp16 scales the loss",

@@ -16,6 +16,10 @@ from kfac_bench.errors import UsageError
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
+CLASSES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
 PIXELS = 3 * 32 * 32
 PADDING = 4
 MAX_FILE_BYTES = 64 * 2**20  # a real file has 31 MB: more is no CIFAR-10 but a decompression bomb
@@ -49,6 +53,7 @@ def load(root: Path, augment: bool = True) -> TensorData:
         num_classes=10,
         mean=MEAN,
         std=STD,
+        classes=CLASSES,
         augment=crop_and_flip if augment else None,
     )
 

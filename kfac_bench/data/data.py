@@ -1,7 +1,8 @@
 """What the trainer asks of a data set, and the data set that fits in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Generator, Tensor
@@ -52,6 +53,28 @@ class Data(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Looks:
+    """How a person reads the images: with x = (pixel / 255 - mean) / std, by channel, undone.
+
+    Empty: not known. `classes` are names by label; empty: they have none but their numbers.
+    """
+
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    classes: Sequence[str] = ()
+
+
+UNKNOWN = Looks()
+
+
+@runtime_checkable
+class Pictured(Protocol):
+    """Data that know how their images are to be shown."""
+
+    looks: Looks
+
+
 class TensorData:
     """Data held in memory, as uint8 (pixels 0..255, scaled to [0, 1] at batch time) or float.
 
@@ -59,6 +82,7 @@ class TensorData:
     float32 and becomes (x - mean) / std with one mean and std per channel, if these are given.
     `augment(images, generator)` maps stored, not yet normalised training images [n, C, H, W]
     to the same shape and dtype; its generator is keyed by (seed, epoch, step, rank) alone.
+    `classes` are the labels' names, for people.
     """
 
     notes: Sequence[str] = ()
@@ -72,6 +96,7 @@ class TensorData:
         *,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        classes: Sequence[str] = (),
         augment: Callable[[Tensor, Generator], Tensor] | None = None,
     ) -> None:
         for images, labels in (train, evaluation):
@@ -88,8 +113,9 @@ class TensorData:
         self.eval_size = len(evaluation[0])
         self._train = train
         self._evaluation = evaluation
-        self._mean = _per_channel(mean or [0.0] * channels)
-        self._std = _per_channel(std or [1.0] * channels)
+        self.looks = Looks(mean or [0.0] * channels, std or [1.0] * channels, classes)
+        self._mean = _per_channel(self.looks.mean)
+        self._std = _per_channel(self.looks.std)
         self._augment = augment
 
     def train(

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from kfac_bench.data.batch import Batch
 from kfac_bench.data.batches import Shard, eval_indices, mixed_seed, train_indices
-from kfac_bench.data.data import Data
+from kfac_bench.data.data import Data, Looks
 from kfac_bench.data.loader import Sample, Unreadable, load_batches
 from kfac_bench.errors import UsageError
 
@@ -109,6 +109,7 @@ class _ImageFolders:
         self.train_size = len(train)
         self.eval_size = len(evaluation)
         self.notes: Sequence[str] = ()
+        self.looks = Looks(MEAN, STD, train.classes)
         self._train = train
         self._evaluation = evaluation
         self._workers = workers

@@ -23,6 +23,7 @@ from kfac_bench.events import (
     Checkpointed,
     Evaluated,
     Event,
+    Predicted,
     Resumed,
     RunEnded,
     RunStarted,
@@ -89,6 +90,8 @@ class ConsoleSink:
                     f"{event.target:.4g} at step {event.step} "
                     f"after {_duration(event.train_s)} of training"
                 )
+            case Predicted():
+                self.say(f"{len(event.items)} predictions in {event.path}")
             case Resumed():
                 self.say(f"resumed at step {event.step} from {event.checkpoint}")
             case RunStarted():

@@ -1,4 +1,4 @@
-"""TensorBoard as a view of the event stream: scalars in ``<run>/tensorboard``."""
+"""TensorBoard as a view of the event stream: scalars and predictions in ``<run>/tensorboard``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from kfac_bench.errors import UsageError
-from kfac_bench.events import Event, Resumed
+from kfac_bench.events import Event, Predicted, PredictedItem, Resumed
 from kfac_bench.sinks.metrics import metrics_of
 
 
@@ -25,6 +28,7 @@ class TensorboardSink:
                 "TensorBoard is not installed: pip install 'kfac-bench[tensorboard]'"
             ) from None
         self._new_writer: Callable[..., Any] = SummaryWriter
+        self._run_directory = run_directory
         self._directory = run_directory / "tensorboard"
         self._writer: Any = None
         self._say = say or (lambda line: None)
@@ -42,7 +46,7 @@ class TensorboardSink:
     def _write(self, event: Event) -> None:
         row = metrics_of(event)
         resumed = isinstance(event, Resumed)
-        if not row and not resumed:
+        if not row and not isinstance(event, Predicted | Resumed):
             return
         if self._writer is None or resumed:
             self.close()
@@ -51,6 +55,19 @@ class TensorboardSink:
             self._writer = self._new_writer(str(self._directory), purge_step=purge_step)
         for name in row.keys() - {"step"}:
             self._writer.add_scalar(name, row[name], global_step=event.step)
+        if isinstance(event, Predicted):
+            for number, item in enumerate(event.items):
+                self._add_prediction(f"{number:02d}", item, event.step)
+
+    def _add_prediction(self, number: str, item: PredictedItem, step: int) -> None:
+        if item["file"] is not None:
+            with Image.open(self._run_directory / item["file"]) as image:
+                pixels = np.array(image)
+            self._writer.add_image(f"predictions/{number}", pixels, step, dataformats="HWC")
+        lines = [item["caption"], *(item["text"] or "").splitlines()]
+        # indented: Markdown shows it as it is
+        text = "\n".join(f"    {line}" for line in lines)
+        self._writer.add_text(f"captions/{number}", text, step)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         if self._broken:

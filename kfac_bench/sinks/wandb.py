@@ -2,7 +2,7 @@
 
 Rules: whether to go online is decided before ``wandb.init`` (a key without a network makes
 it block for 102 s), the same run id goes on with the same W&B run, and no failure of W&B
-stops or delays a training: rows are handed to a thread of its own.
+stops or delays a training: events are handed to a thread of its own.
 
 Axes: ``eval/*`` is drawn over ``train_s``, because time to target is what is compared;
 everything else over ``step``. W&B's own counter (``_step``) is left alone: it must never go
@@ -24,18 +24,19 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import wandb
+from PIL import Image
 from wandb.sdk import wandb_setup
 from wandb.sdk.lib import wbauth
 
 from kfac_bench.errors import UsageError
-from kfac_bench.events import Event, RunEnded
+from kfac_bench.events import Event, Predicted, RunEnded
 from kfac_bench.sinks.metrics import AXES, metrics_of
 from kfac_bench.sinks.reachable import connect_problem, first_hop
 
 CONNECT_S = 3.0
 INIT_S = 30.0
 FINISH_S = 30.0
-QUEUED_ROWS = 1000
+QUEUED_EVENTS = 1000
 ID_LENGTH = 64
 ModeName = Literal["online", "offline", "disabled"]
 _MODES: dict[str, ModeName] = {
@@ -130,7 +131,7 @@ class WandbSink:
         best = {"loss": "min", "accuracy": "max", metric: "max" if higher_is_better else "min"}
         self._summaries = {f"eval/{name}": f"last,{which}" for name, which in best.items()}
         self._summaries["train/loss"] = "last,min"
-        self._rows: queue.Queue[dict[str, float] | None] = queue.Queue(QUEUED_ROWS)
+        self._events: queue.Queue[Event | None] = queue.Queue(QUEUED_EVENTS)
         self._worker = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._directory = run_directory.absolute()
         self.mode, self.reason = decide_mode(mode)
@@ -152,17 +153,16 @@ class WandbSink:
         self._say(self.hint)
 
     def write(self, event: Event) -> None:
-        """Hand the event's metrics over; returns at once."""
+        """Hand the event over; returns at once."""
         if isinstance(event, RunEnded):
             self._exit_code = 0 if event.status in ("reached", "finished") else 1
-        row = metrics_of(event)
-        if not row or self._run is None or self._failed:
+        if self._run is None or self._failed:
             return
         if self._error is not None:
             self._fail(_line(self._error))
             return
         try:
-            self._rows.put_nowait(row)
+            self._events.put_nowait(event)
         except queue.Full:
             self._fail("its process does not answer")
 
@@ -172,7 +172,7 @@ class WandbSink:
             return
         if not self._failed:
             with suppress(queue.Full):
-                self._rows.put(None, timeout=1.0)
+                self._events.put(None, timeout=1.0)
                 self._worker.join(timeout=FINISH_S + 5.0)
             if self._error is not None:
                 self._fail(_line(self._error))
@@ -197,7 +197,10 @@ class WandbSink:
             for axis in AXES:
                 self._run.define_metric(axis)
             defined = set(AXES)
-            while (row := self._rows.get()) is not None:
+            while (event := self._events.get()) is not None:
+                row = self._row(event)
+                if not row:
+                    continue
                 for name in [name for name in row if name not in defined]:
                     _define(self._run, name, self._summaries.get(name))
                     defined.add(name)
@@ -205,6 +208,21 @@ class WandbSink:
             self._run.finish(exit_code=self._exit_code)
         except Exception as error:
             self._error = error
+
+    def _row(self, event: Event) -> dict[str, Any]:
+        """What W&B is to log: metrics, or predictions as pictures and a table of texts."""
+        if not isinstance(event, Predicted):
+            return dict(metrics_of(event))
+        row: dict[str, Any] = {"step": event.step, "train_s": event.train_s}
+        files = [self._directory / i["file"] for i in event.items if i["file"] is not None]
+        captions = [i["caption"] for i in event.items if i["file"] is not None]
+        if files:
+            pictures = zip(_of_one_size(files), captions, strict=True)
+            row["predictions"] = [wandb.Image(x, caption=caption) for x, caption in pictures]
+        texts = [[i["caption"], i["text"]] for i in event.items if i["text"] is not None]
+        if texts:
+            row["predicted_texts"] = wandb.Table(columns=["caption", "text"], data=texts)
+        return row
 
     def _fail(self, reason: str) -> None:
         self._failed = True
@@ -249,6 +267,13 @@ def _init(options: Mapping[str, Any], mode: ModeName) -> Any:
         allow_val_change=True,
         settings=settings,
     )
+
+
+def _of_one_size(files: Sequence[Path]) -> list[Image.Image]:
+    """Pictures with black at the right and below: W&B has one frame for all, or complains."""
+    pictures = [Image.open(file).convert("RGB") for file in files]
+    width, height = (max(sides) for sides in zip(*(p.size for p in pictures), strict=True))
+    return [p.crop((0, 0, width, height)) for p in pictures]
 
 
 def _define(run: Any, name: str, summary: str | None) -> None:

@@ -5,7 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.data.batch import Batch
+from kfac_bench.data.data import UNKNOWN, Looks
+from kfac_bench.tasks import pictures
 from kfac_bench.tasks.evaluation import SummedTask
+from kfac_bench.tasks.prediction import Prediction
 
 
 class Classification(SummedTask):
@@ -18,12 +21,13 @@ class Classification(SummedTask):
     model's distribution, and smoothing does not change the loss' Hessian in the logits.
     """
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    def __init__(self, label_smoothing: float = 0.0, looks: Looks = UNKNOWN) -> None:
         self.metric = "accuracy"
         self.higher_is_better = True
         self.num_totals = 3
         self.likelihood = "categorical"
         self.label_smoothing = label_smoothing
+        self.looks = looks
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the smoothed cross entropy, mean over the examples, in nats; and the logits."""
@@ -45,3 +49,29 @@ class Classification(SummedTask):
         """Return `accuracy` and `loss` over all examples that the totals count."""
         examples, correct, loss = totals.tolist()
         return {"accuracy": correct / examples, "loss": loss / examples}
+
+    @torch.no_grad()
+    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
+        """Return the images with classes and the probability of the predicted one.
+
+        Wrong ones first; of these and of the others first where the true class is least likely.
+        """
+        images, labels = batch
+        probabilities = model(images).double().softmax(dim=1)
+        likeliest, predicted = probabilities.max(dim=1)
+        true = probabilities.gather(1, labels[:, None])[:, 0]
+        worst = (true + (predicted == labels)).argsort(stable=True)[:count]
+        return [
+            Prediction(
+                self._caption(int(labels[i]), int(predicted[i]), likeliest[i].item()),
+                pictures.fit(pictures.to_rgb(images[i], self.looks)),
+            )
+            for i in worst.tolist()
+        ]
+
+    def _caption(self, label: int, predicted: int, probability: float) -> str:
+        names = dict(enumerate(self.looks.classes))
+        true, said = (names.get(c, str(c)) for c in (label, predicted))
+        if label == predicted:
+            return f"right: {said} ({probability:.2f})"
+        return f"wrong: {said} ({probability:.2f}), true: {true}"

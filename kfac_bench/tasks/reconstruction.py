@@ -4,8 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from kfac_bench.data.batch import Batch
+from kfac_bench.data.data import UNKNOWN, Looks
 from kfac_bench.errors import UsageError
+from kfac_bench.tasks import pictures
 from kfac_bench.tasks.evaluation import SummedTask
+from kfac_bench.tasks.prediction import Prediction
 
 
 class Reconstruction(SummedTask):
@@ -17,11 +20,12 @@ class Reconstruction(SummedTask):
     Gauss-Newton matrix is the Fisher, so K-FAC approximates the right one without a stray factor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, looks: Looks = UNKNOWN) -> None:
         self.metric = "squared_error"
         self.higher_is_better = False
         self.num_totals = 2
         self.likelihood = "gaussian"
+        self.looks = looks
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return half the squared error, mean over the examples; and the images made."""
@@ -40,6 +44,21 @@ class Reconstruction(SummedTask):
         """Return `squared_error` over all examples that the totals count."""
         examples, error = totals.tolist()
         return {"squared_error": error / examples}
+
+    @torch.no_grad()
+    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
+        """Return inputs beside outputs, on one grey scale; the largest errors first."""
+        images, _ = batch
+        output = _output(model, images)
+        errors = (output.double() - images.double()).square().flatten(1).sum(1)
+        shown = []
+        for i in errors.argsort(descending=True, stable=True)[:count].tolist():
+            both = pictures.to_rgb(torch.cat([images[i], output[i].to(images)], dim=2), self.looks)
+            width = images.shape[3]
+            sides = (pictures.fit(side) for side in (both[:, :width], both[:, width:]))
+            caption = f"squared error {errors[i].item():.3g}; input, output"
+            shown.append(Prediction(caption, pictures.beside(*sides)))
+        return shown
 
 
 def _output(model: nn.Module, images: Tensor) -> Tensor:

@@ -5,8 +5,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.data.batch import Batch
+from kfac_bench.data.data import UNKNOWN
 from kfac_bench.errors import UsageError
+from kfac_bench.tasks import pictures
 from kfac_bench.tasks.evaluation import SummedTask
+from kfac_bench.tasks.prediction import Prediction
+
+TRUE, PREDICTED = (255, 225, 25), (240, 50, 230)
+"""Yellow and magenta: two outlines that are told apart on any slice."""
 
 
 class Segmentation(SummedTask):
@@ -76,6 +82,30 @@ class Segmentation(SummedTask):
         each = predicted + true
         dice = torch.where(each > 0, 2 * both / each.clamp_min(1), 1.0)
         return {"dice": dice.mean().item(), "loss": loss / images}
+
+    @torch.no_grad()
+    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
+        """Return slices with true and predicted outline; those with most wrong pixels first.
+
+        A slice's brightness is its own: its least value is black, its largest white.
+        """
+        images, masks, volumes = batch
+        predicted, true = _logits(model, batch)[:, 0] > 0, masks[:, 0] > 0
+        wrong = (predicted ^ true).flatten(1).sum(1)
+        shown = []
+        for i in wrong.argsort(descending=True, stable=True)[:count].tolist():
+            picture = pictures.fit(pictures.to_rgb(images[i], UNKNOWN))
+            for mask, colour, width in ((true, TRUE, 4), (predicted, PREDICTED, 2)):
+                inside = pictures.fit(mask[i].to(torch.uint8).cpu().numpy())
+                picture = pictures.outline(picture, inside, colour, width)
+            both, each = (predicted[i] & true[i]).sum(), predicted[i].sum() + true[i].sum()
+            dice = 2 * both.item() / each.item() if each else 1.0
+            caption = (
+                f"slice of volume {volumes[i].item()}: Dice {dice:.2f}; true yellow, predicted "
+                "magenta"
+            )
+            shown.append(Prediction(caption, picture))
+        return shown
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from kfac_bench.data.batch import Batch
 from kfac_bench.tasks.evaluation import Evaluation
+from kfac_bench.tasks.prediction import Prediction
 
 
 class Task(Protocol):
@@ -33,6 +34,15 @@ class Task(Protocol):
 
     def evaluation(self) -> Evaluation:
         """Start a pass over the evaluation set."""
+        ...
+
+    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
+        """Return at most `count` examples of an evaluation batch, for people to look at.
+
+        The worst ones first, unless finding them costs too much: what the model gets wrong tells
+        more than what it gets right. The model is in evaluation mode, no gradient is recorded.
+        Where forwards are messages, all ranks call it alike.
+        """
         ...
 
 

@@ -1,0 +1,71 @@
+"""Drawing for predictions: from a batch's tensors to pictures that a person can look at."""
+
+import numpy as np
+import torch
+from PIL import Image, ImageChops, ImageFilter
+from torch import Tensor
+
+from kfac_bench.data.data import Looks
+from kfac_bench.tasks.prediction import Picture
+
+LEAST_SIDE, MOST_SIDE = 256, 512
+"""Pixels of a picture's longer side: a digit of 8 x 8 is enlarged, a photograph reduced."""
+
+GAP = 4
+"""White pixels between pictures side by side."""
+
+
+def to_rgb(image: Tensor, looks: Looks) -> Picture:
+    """An image [C, H, W] of a batch as it was before it was normalised; clipped to its range.
+
+    uint8 images are pixels already. Of floats ``looks`` knows mean and standard deviation;
+    where it does not, the image's own least value becomes black and its largest white. Of three
+    channels or more the first three are red, green and blue; of fewer the first is a grey.
+    """
+    pixels = image.detach().cpu()
+    if pixels.dtype != torch.uint8:
+        pixels = pixels.double().nan_to_num()
+        if looks.mean:
+            mean, std = (torch.tensor(x, dtype=torch.float64) for x in (looks.mean, looks.std))
+            pixels = pixels * std.view(-1, 1, 1) + mean.view(-1, 1, 1)
+        else:
+            least, largest = pixels.aminmax()
+            pixels = (pixels - least) / (largest - least).clamp_min(1e-12)
+        pixels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
+    pixels = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
+    return pixels.permute(1, 2, 0).contiguous().numpy()
+
+
+def fit(picture: Picture) -> Picture:
+    """Of a size to be looked at: small ones are enlarged by a whole factor, large ones reduced.
+
+    Masks [H, W] too: those of a picture fit it afterwards.
+    """
+    height, width = picture.shape[:2]
+    longer = max(height, width)
+    if longer < LEAST_SIDE:
+        factor = -(-LEAST_SIDE // longer)
+        return picture.repeat(factor, axis=0).repeat(factor, axis=1)
+    if longer <= MOST_SIDE:
+        return picture
+    size = tuple(max(1, round(side * MOST_SIDE / longer)) for side in (width, height))
+    how = Image.Resampling.LANCZOS if picture.ndim == 3 else Image.Resampling.NEAREST
+    return np.array(Image.fromarray(picture).resize((size[0], size[1]), how))
+
+
+def outline(
+    picture: Picture, mask: Picture, colour: tuple[int, int, int], width: int = 1
+) -> Picture:
+    """The picture with the inner edge of a mask [H, W] (not 0: inside) drawn ``width`` wide."""
+    # a frame of outside: a mask that reaches the picture's border has an edge there
+    inside = Image.fromarray(np.pad((mask != 0).astype(np.uint8) * 255, 1))
+    edge = ImageChops.subtract(inside, inside.filter(ImageFilter.MinFilter(2 * width + 1)))
+    drawn = Image.fromarray(picture)
+    drawn.paste(colour, mask=edge.crop((1, 1, edge.width - 1, edge.height - 1)))
+    return np.array(drawn)
+
+
+def beside(left: Picture, right: Picture) -> Picture:
+    """Two pictures of one height with a white gap between them."""
+    gap = np.full((len(left), GAP, 3), 255, np.uint8)
+    return np.concatenate([left, gap, right], axis=1)
