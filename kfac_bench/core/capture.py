@@ -92,6 +92,9 @@ class Capture:
     all come (an output that the loss did not need, a forward that checkpointing ran anew) are left
     to ``pop``.
 
+    A call of no samples (a head that a step brought no boxes) adds nothing; a layer that had no
+    other in the step has no statistics, as if it had not been used.
+
     torch.compile: hooks would break the graph at each layer. Instead, while enabled, compiled
     models run eagerly; at all other steps the compiled graph runs, whole.
     """
@@ -104,7 +107,7 @@ class Capture:
         reduce: bool = False,
         sampled: bool = False,
         eigenbasis: Eigenbasis = lambda name: None,
-        on_complete: Callable[[Mapping[str, Collected]], None] | None = None,
+        on_complete: Callable[[Mapping[str, Collected | None]], None] | None = None,
         is_last: Callable[[], bool] = lambda: True,
     ) -> None:
         self.seconds = 0.0  # host time in the hooks since it was last set to 0
@@ -113,7 +116,7 @@ class Capture:
         self.accumulating = False
         """Set by the user: more backwards will come."""
         self._on_complete, self._is_last = on_complete, is_last
-        self._complete: dict[str, Collected] = {}
+        self._complete: dict[str, Collected | None] = {}
         self._pending: Counter[str] = Counter()  # uses whose gradient has not come, by layer
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._loss_samples: dict[str, dict[object, int]] = {}  # by layer and forward, if shared out
@@ -243,6 +246,8 @@ class Capture:
                 f"overlap=True: {seen.layer.name} got a gradient after its statistics were sent; "
                 "run all backwards of a step but the last within accumulate(), or use overlap=False"
             )
+        if not g.numel():
+            return
         start = time.perf_counter()
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             x, g = seen.x, g if seen.prepare is None else seen.prepare(g)
@@ -270,7 +275,7 @@ class Capture:
         self._uses.clear()
         self._pending.clear()
         complete, self._complete = self._complete, {}
-        collected = self._moments.pop() | complete
+        collected = self._moments.pop() | {k: v for k, v in complete.items() if v is not None}
         for name, new in collected.items():
             if name in self._loss_samples:
                 new.loss_samples = sum(self._loss_samples[name].values())

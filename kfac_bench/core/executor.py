@@ -108,7 +108,7 @@ class Executor:
         self._preconditioned: dict[str, Tensor] = {}
         self._begun = _Begun()
 
-    def begin_factors(self, collected: Mapping[str, Collected]) -> None:
+    def begin_factors(self, collected: Mapping[str, Collected | None]) -> None:
         """Start the factors stage before :meth:`run`, which goes on from where this stops.
 
         At the first op that needs what is not in ``collected`` yet; to be called again then. The

@@ -155,14 +155,18 @@ class Moments:
         g = moment(sums.g, diagonal=layer.spec.g_diagonal)
         self._count(layer, a, g, sums.samples, sums.samples, sums.forward)
 
-    def take(self, name: str) -> Collected:
-        """What was added of one layer, of which no more will come before the next :meth:`pop`."""
+    def take(self, name: str) -> Collected | None:
+        """What was added of one layer, of which no more will come before the next :meth:`pop`.
+
+        None if that is nothing: all its calls were of no samples.
+        """
         if name in self._sums:
             self._close(name)
         if name in self._calls:
             self._square(name)
-        taken = self._collected.pop(name)
-        taken.second_moment = self._second_moments.pop(name, None)
+        taken = self._collected.pop(name, None)
+        if taken is not None:
+            taken.second_moment = self._second_moments.pop(name, None)
         return taken
 
     def end_backward(self, *, first: bool) -> None:
