@@ -17,11 +17,15 @@ from kfac_bench.config import (
     CIFAR_RESNETS,
     AdamConfig,
     AutoencoderConfig,
+    COCOConfig,
     DataConfig,
+    DetectionConfig,
+    DetectorConfig,
     KFACConfig,
     LAMBConfig,
     LARSConfig,
     LGGConfig,
+    MaskRCNNConfig,
     ModelConfig,
     OptimizerConfig,
     SegmentationConfig,
@@ -65,6 +69,19 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
             eval_share=config.eval_share,
             on_error=config.on_error,
         )
+    if isinstance(config, COCOConfig):
+        from kfac_bench.data import coco
+
+        return coco.load(
+            root,
+            config.image_size,
+            config.max_size,
+            config.workers,
+            min_sizes=config.min_sizes,
+            augment=config.augment,
+            on_error=config.on_error,
+            year=config.year,
+        )
     from kfac_bench.data import imagefolder  # torchvision, which the others do without
 
     return imagefolder.load(root, config.image_size, config.workers)
@@ -78,6 +95,12 @@ def build_task(config: TaskConfig, data: Data) -> Task:
     if isinstance(config, SegmentationConfig):
         assert isinstance(data, lgg.LGG)  # or config.check would have refused
         return Segmentation(data.eval_volumes, config.smooth, config.bce)
+    if isinstance(config, DetectionConfig):
+        from kfac_bench.data.coco import COCO
+        from kfac_bench.tasks.detection import Detection
+
+        assert isinstance(data, COCO)
+        return Detection(data.truth, data.num_classes, config.bbox_goal, config.segm_goal)
     return Classification(config.label_smoothing, looks)
 
 
@@ -88,9 +111,26 @@ def build_model(config: ModelConfig, shape: tuple[int, ...], num_classes: int) -
         return Autoencoder(inputs, config.hidden, config.activation)
     if isinstance(config, UNetConfig):
         return UNet(shape[0], num_classes, config.width, config.depth)
+    if isinstance(config, DetectorConfig):
+        return _build_detector(config, shape, num_classes)
     if config.name in CIFAR_RESNETS:
         return cifar_resnet(int(config.name.removeprefix("resnet")), num_classes, shape[0])
     return torchvision_resnet(config.name, num_classes, shape[0])
+
+
+def _build_detector(config: DetectorConfig, shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    from kfac_bench.models.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny  # slow to import
+
+    samples, detections = config.box_samples, config.detections
+    if isinstance(config, MaskRCNNConfig):
+        return maskrcnn_resnet50_fpn(
+            num_classes,
+            *shape[1:],
+            backbone_weights=config.backbone_weights,
+            box_samples=samples,
+            detections=detections,
+        )
+    return maskrcnn_tiny(num_classes, *shape[1:], box_samples=samples, detections=detections)
 
 
 def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:

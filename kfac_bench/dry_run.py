@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench import build
-from kfac_bench.config import TrainConfig
+from kfac_bench.config import COCOConfig, TrainConfig
 from kfac_bench.core.collective import SingleProcess
 from kfac_bench.core.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.layer import Call, Layer
@@ -26,7 +26,13 @@ from kfac_bench.core.plan import Op
 from kfac_bench.core.report import Report
 from kfac_bench.errors import UsageError
 
-_SHAPES = {"digits": (1, 10), "cifar10": (3, 10), "imagefolder": (3, 1000), "lgg": (3, 1)}
+_SHAPES = {
+    "digits": (1, 10),
+    "cifar10": (3, 10),
+    "imagefolder": (3, 1000),
+    "lgg": (3, 1),
+    "coco": (3, 81),
+}
 """Channels and classes per data set: a dry run reads no data (ImageNet's for imagefolder)."""
 
 
@@ -64,6 +70,8 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     """Build the model and its plan, take one step; raises :class:`UsageError` as the run would."""
     channels, classes = _SHAPES[config.data.name]
     shape = (channels, config.data.image_size, config.data.image_size)
+    if isinstance(config.data, COCOConfig):
+        shape = (channels, config.data.image_size, config.data.max_size)
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     if batch < world_size:
         raise UsageError(
@@ -154,7 +162,7 @@ def _step(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Step:
         for module in layer.modules
     ]
     with FlopCounterMode(display=False) as forward:
-        output = model(x)
+        output: Tensor = getattr(model, "outline", model)(x)  # a detector's depends on values
     with FlopCounterMode(display=False) as to_layers:
         if edges:
             torch.autograd.grad(output.sum(), edges, retain_graph=True, allow_unused=True)

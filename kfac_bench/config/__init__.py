@@ -5,13 +5,16 @@ Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
 """
 
 from kfac_bench.config.checks import check
-from kfac_bench.config.data import DataConfig, LGGConfig
+from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig
 from kfac_bench.config.kfac import CONVENTIONS, FISHERS, WEIGHT_SHARING, KFACConfig
 from kfac_bench.config.models import (
     CIFAR_RESNETS,
+    DETECTORS,
     MODELS,
     RESNETS,
     AutoencoderConfig,
+    DetectorConfig,
+    MaskRCNNConfig,
     ModelConfig,
     UNetConfig,
 )
@@ -29,7 +32,7 @@ from kfac_bench.config.schedules import (
     ScheduleConfig,
     StepScheduleConfig,
 )
-from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
+from kfac_bench.config.tasks import DetectionConfig, SegmentationConfig, TaskConfig
 from kfac_bench.config.train import (
     BACKENDS,
     PRECISIONS,
@@ -45,6 +48,7 @@ __all__ = [
     "BACKENDS",
     "CIFAR_RESNETS",
     "CONVENTIONS",
+    "DETECTORS",
     "FISHERS",
     "MODELS",
     "OPTIMIZERS",
@@ -55,14 +59,18 @@ __all__ = [
     "AdamConfig",
     "AutoencoderConfig",
     "BackendConfig",
+    "COCOConfig",
     "DataConfig",
     "DecayScheduleConfig",
     "DeepSpeedConfig",
+    "DetectionConfig",
+    "DetectorConfig",
     "KFACConfig",
     "LAMBConfig",
     "LARSConfig",
     "LGGConfig",
     "LoggerConfig",
+    "MaskRCNNConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SGDConfig",

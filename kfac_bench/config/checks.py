@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from kfac_bench.config.kfac import KFACConfig
+from kfac_bench.config.models import DETECTORS
 from kfac_bench.config.optimizers import OptimizerConfig
 from kfac_bench.config.options import check_option, options
 from kfac_bench.config.schedules import ScheduleConfig, StepScheduleConfig
@@ -44,6 +45,22 @@ def check(config: TrainConfig) -> None:
         raise UsageError(
             f"model={config.model.name} does not fit data={config.data.name} and task={task.name}: "
             "model=unet, data=lgg and task=segmentation go together (model=unet sets all three)"
+        )
+    _check_detection(config)
+
+
+def _check_detection(config: TrainConfig) -> None:
+    model, data, task = config.model.name, config.data.name, config.task.name
+    parts = (model in DETECTORS, data == "coco", task == "detection")
+    if any(parts) and not all(parts):
+        raise UsageError(
+            f"model={model} does not fit data={data} and task={task}: model={DETECTORS[0]}, "
+            "data=coco and task=detection go together (the model sets all three)"
+        )
+    if all(parts) and config.kfac.enabled and config.kfac.fisher != "empirical":
+        raise UsageError(
+            f"kfac.fisher={config.kfac.fisher} does not fit task=detection, whose losses have no "
+            "one likelihood to draw labels from: use kfac.fisher=empirical"
         )
 
 

@@ -10,7 +10,8 @@ from kfac_bench.config.options import option
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
-MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet")
+DETECTORS = ("maskrcnn_resnet50_fpn", "maskrcnn_tiny")
+MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet", *DETECTORS)
 
 
 @dataclass
@@ -36,3 +37,26 @@ class UNetConfig(ModelConfig):
         32, "channels of the first level; twice as many at each further", at_least=1
     )
     depth: int = option(4, "times that the image is halved", at_least=1, at_most=10)
+
+
+@dataclass
+class DetectorConfig(ModelConfig):
+    """A Mask R-CNN."""
+
+    box_samples: int = option(
+        512,
+        "boxes of an image that the heads are trained on, at most a quarter of things",
+        at_least=4,
+    )
+    detections: int = option(100, "things found in an image, at most", at_least=1)
+
+
+@dataclass
+class MaskRCNNConfig(DetectorConfig):
+    """torchvision's, with a ResNet."""
+
+    backbone_weights: str | None = option(
+        None,
+        "file of a ResNet-50's weights (.pth, .safetensors); null: random ones, of which it does "
+        "not learn much",
+    )

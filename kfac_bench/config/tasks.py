@@ -14,7 +14,7 @@ class TaskConfig:
     """What is learned, and the validation figure that a target is about."""
 
     name: str = option(
-        MISSING, "task", choices=("classification", "reconstruction", "segmentation")
+        MISSING, "task", choices=("classification", "reconstruction", "segmentation", "detection")
     )
     label_smoothing: float = option(0.0, "of the cross-entropy", at_least=0, below=1)
 
@@ -29,3 +29,17 @@ class SegmentationConfig(TaskConfig):
         "weight of the binary cross entropy, mean over pixels, beside the Dice loss",
         at_least=0,
     )
+
+
+@dataclass
+class DetectionConfig(TaskConfig):
+    """Mask R-CNN's losses and COCO's mean precision.
+
+    With a goal the figure is goals_met, the least share of a goal: trainer.target=1 stops the run
+    when all are met.
+    """
+
+    bbox_goal: float | None = option(
+        None, "bbox_mAP to reach; the figure is then the least share of a goal", above=0, at_most=1
+    )
+    segm_goal: float | None = option(None, "segm_mAP to reach", above=0, at_most=1)

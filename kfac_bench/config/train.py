@@ -6,9 +6,15 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from kfac_bench.config.data import DataConfig, LGGConfig
+from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig
 from kfac_bench.config.kfac import KFACConfig
-from kfac_bench.config.models import AutoencoderConfig, ModelConfig, UNetConfig
+from kfac_bench.config.models import (
+    AutoencoderConfig,
+    DetectorConfig,
+    MaskRCNNConfig,
+    ModelConfig,
+    UNetConfig,
+)
 from kfac_bench.config.optimizers import (
     AdamConfig,
     LAMBConfig,
@@ -22,7 +28,7 @@ from kfac_bench.config.schedules import (
     ScheduleConfig,
     StepScheduleConfig,
 )
-from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
+from kfac_bench.config.tasks import DetectionConfig, SegmentationConfig, TaskConfig
 
 BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -120,9 +126,19 @@ class TrainConfig:
 
 
 VARIANTS: dict[str, dict[str, type]] = {
-    "model": {"base": ModelConfig, "autoencoder": AutoencoderConfig, "unet": UNetConfig},
-    "data": {"base": DataConfig, "lgg": LGGConfig},
-    "task": {"base": TaskConfig, "segmentation": SegmentationConfig},
+    "model": {
+        "base": ModelConfig,
+        "autoencoder": AutoencoderConfig,
+        "unet": UNetConfig,
+        "detector": DetectorConfig,
+        "maskrcnn": MaskRCNNConfig,
+    },
+    "data": {"base": DataConfig, "lgg": LGGConfig, "coco": COCOConfig},
+    "task": {
+        "base": TaskConfig,
+        "segmentation": SegmentationConfig,
+        "detection": DetectionConfig,
+    },
     "optimizer": {"sgd": SGDConfig, "adam": AdamConfig, "lars": LARSConfig, "lamb": LAMBConfig},
     "schedule": {
         "base": ScheduleConfig,

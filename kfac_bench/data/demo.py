@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError
 
-LAYOUTS = {"imagenet": "demo_imagenet", "lgg": "demo_lgg"}
+LAYOUTS = {"coco": "demo_coco", "imagenet": "demo_imagenet", "lgg": "demo_lgg"}
 """By name, the module whose ``make(root)`` writes it."""
 
-_LAYOUT_OF = {"imagefolder": "imagenet", "lgg": "lgg"}
+_LAYOUT_OF = {"imagefolder": "imagenet", "lgg": "lgg", "coco": "coco"}
 """By the name of the data set that reads it."""
 
 

@@ -1,7 +1,8 @@
 """Samples read from files by worker processes, in the order of given indices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,18 +26,22 @@ Sample = tuple[Any, ...] | Unreadable
 
 
 def load_batches(
-    samples: Dataset[Sample], indices: Iterator[Tensor], workers: int, empty: Batch
+    samples: Dataset[Sample],
+    indices: Iterator[Tensor],
+    workers: int,
+    empty: Batch,
+    stack: Callable[[list[Any]], Batch] = default_collate,
 ) -> Iterator[Batch]:
     """Yield a batch of `samples` per tensor of indices; `workers` processes read ahead (0: none).
 
-    `empty` is the batch of no indices. Batches do not depend on `workers`. Global random state is
+    `empty` is the batch of no indices, `stack` makes one of a list of samples. Batches do not depend on `workers`. Global random state is
     neither read nor changed. Raises UsageError naming the file where a sample is Unreadable.
     """
     loader: DataLoader[Any] = DataLoader(
         samples,
         batch_sampler=(batch.tolist() for batch in indices),
         num_workers=workers,
-        collate_fn=_collate,
+        collate_fn=partial(_collate, stack),
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # or the loader draws its workers' seed from global state
     )
@@ -46,10 +51,12 @@ def load_batches(
         yield empty if batch is None else tuple(batch)  # pinning makes a list of it
 
 
-def _collate(samples: list[Sample]) -> Batch | Unreadable | None:
+def _collate(
+    stack: Callable[[list[Any]], Batch], samples: list[Sample]
+) -> Batch | Unreadable | None:
     if not samples:
         return None
     for sample in samples:
         if isinstance(sample, Unreadable):
             return sample
-    return tuple(default_collate(samples))
+    return tuple(stack(samples))

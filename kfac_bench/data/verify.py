@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from kfac_bench.data import cifar10, lgg
+from kfac_bench.data import cifar10, coco_annotations, lgg
 from kfac_bench.errors import UsageError
 
 LAYOUTS = {
     "imagefolder": "train/<class>/<image>.JPEG and val/<class>/<image>.JPEG",
     "lgg": lgg.LAYOUT,
+    "coco": coco_annotations.LAYOUT,
     "cifar10": "cifar-10-batches-bin, cifar-10-batches-py, or one of their archives",
 }
 
@@ -19,6 +20,11 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
     """
     if not root.exists():
         raise UsageError(f"{root}: no such folder")
+    if (root / "annotations").is_dir():
+        from kfac_bench.data import coco
+
+        counts, faults = coco.scan(root)
+        return f"coco: {', '.join(f'{n} images in {split}' for split, n in counts.items())}", faults
     if (root / "train").is_dir() or (root / "val").is_dir():
         from kfac_bench.data import imagefolder  # torchvision, which the others do without
 

@@ -1,0 +1,196 @@
+"""Things in images: a box, a class and a mask of each."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kfac_bench.data.batch import Batch
+from kfac_bench.data.coco_annotations import Picture
+from kfac_bench.data.coco_masks import encode, to_rle
+from kfac_bench.ranks import Ranks
+from kfac_bench.tasks.evaluation import Evaluation
+
+LOSSES = ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg")
+FIGURES = ("mAP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
+"""The first of COCO's summary, in its order: over IoU 0.5 to 0.95, at 0.5, at 0.75; of things
+below 32 x 32 pixels, up to 96 x 96, above."""
+
+
+class Detection:
+    """Mask R-CNN's losses, added up as torchvision and the reference do; COCO's mean precision.
+
+    Images are [3, H, W] in [0, 1] in a list, targets dictionaries in another. ``loss_classifier``
+    (cross entropy in nats) and ``loss_box_reg`` (smooth L1) are means over the boxes sampled of
+    all images of the batch, ``loss_mask`` (binary cross entropy in nats) over the pixels of those
+    sampled boxes that are of things, the region proposals' two over sampled anchors.
+
+    So "the mean over the batch" that K-FAC undoes is, in the box head, a mean over boxes and, in
+    the mask head, over boxes of things: those are the rows of these layers' inputs, however many
+    an image has. Over ranks, A and G are means over all ranks' boxes; but the loss and its
+    gradient are means over ranks (and parts of a batch) of their own means, as in the reference: a
+    box of a rank with few weighs more. A step without a thing has no statistics of the mask head.
+
+    Metrics: of COCO's evaluator (pycocotools), exact on any number of ranks, in [0, 1]:
+    ``bbox_mAP``, ``bbox_AP50``, ... and ``segm_mAP``, ...; ``truth`` is what it compares with. A
+    size of which there is nothing has no figure. The metric that a target is about is
+    ``bbox_mAP``, or, where goals are given, ``goals_met``: the least of ``bbox_mAP / bbox_goal``
+    and ``segm_mAP / segm_goal``. With the target 1 a run stops when both are reached.
+
+    The losses are no negative log likelihood of one output: there is the empirical Fisher alone.
+    """
+
+    def __init__(
+        self,
+        truth: Sequence[Picture],
+        num_classes: int,
+        bbox_goal: float | None = None,
+        segm_goal: float | None = None,
+    ) -> None:
+        self.goals = {
+            name: goal
+            for name, goal in (("bbox_mAP", bbox_goal), ("segm_mAP", segm_goal))
+            if goal is not None
+        }
+        self.metric = "goals_met" if self.goals else "bbox_mAP"
+        self.higher_is_better = True
+        self.likelihood = "none"
+        self._truth = truth
+        self._num_classes = num_classes
+
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses; and the five :data:`LOSSES`, stacked."""
+        images, targets = batch
+        losses = model(images, targets)
+        each = torch.stack([losses[name] for name in LOSSES])
+        return each.sum(), each
+
+    def evaluation(self) -> Evaluation:
+        """A pass that collects what is found."""
+        return _Pass(self)
+
+    def figures(self, found: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """The metrics, from what is found in each image (:func:`found_in`), in any order."""
+        figures: dict[str, float] = {}
+        for kind in ("bbox", "segm"):
+            figures |= _evaluate(self._truth, self._num_classes, found, kind)
+        if self.goals:
+            met = min(figures[name] / goal for name, goal in self.goals.items())
+            figures = {"goals_met": met} | figures
+        return figures
+
+
+class _Pass:
+    def __init__(self, task: Detection) -> None:
+        self._task = task
+        self._found: list[dict[str, Any]] = []
+
+    def add(self, model: nn.Module, batch: Batch) -> None:
+        """Each image alone: padded to another's size, it would be seen otherwise."""
+        images, targets = batch
+        for image, target in zip(images, targets, strict=True):
+            (output,) = model([image])
+            self._found.append(found_in(int(target["image_id"]), output))
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """The evaluator runs on rank 0."""
+        gathered = ranks.gather(json.dumps(self._found).encode())
+        figures = b""
+        if ranks.is_main:
+            found = [image for part in gathered for image in json.loads(part)]
+            figures = json.dumps(self._task.figures(found)).encode()
+        metrics: dict[str, float] = json.loads(ranks.gather(figures)[0])
+        return metrics
+
+
+def found_in(image_id: int, output: dict[str, Tensor]) -> dict[str, Any]:
+    """What the model found in an image, as JSON: ``bboxes`` (x, y, width, height), masks' run
+    lengths ``counts`` and ``size``; a pixel is of a thing from a probability of one half on.
+    """
+    masks = (output["masks"][:, 0] >= 0.5).to(torch.uint8).cpu().numpy()
+    corners = output["boxes"].double().cpu()
+    bboxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1)
+    return {
+        "image_id": image_id,
+        "size": list(masks.shape[1:]),
+        "labels": output["labels"].tolist(),
+        "scores": output["scores"].tolist(),
+        "bboxes": bboxes.tolist(),
+        "counts": [rle["counts"].decode("ascii") for rle in encode(masks)],
+    }
+
+
+def _evaluate(
+    truth: Sequence[Picture], num_classes: int, found: Sequence[dict[str, Any]], kind: str
+) -> dict[str, float]:
+    """Figures of COCO's evaluator for boxes (bbox) or masks (segm)."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    tables = []
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints
+        for annotations in (_true_annotations(truth, kind), _found_annotations(found, kind)):
+            table = COCO()
+            table.dataset = {
+                "images": [{"id": p.id, "height": p.height, "width": p.width} for p in truth],
+                "categories": [{"id": label} for label in range(1, num_classes)],
+                "annotations": annotations,
+            }
+            table.createIndex()
+            tables.append(table)
+        evaluator = COCOeval(*tables, iouType=kind)
+        evaluator.evaluate()
+        evaluator.accumulate()
+        evaluator.summarize()
+    stats = zip(FIGURES, np.asarray(evaluator.stats).tolist(), strict=False)
+    return {f"{kind}_{name}": value for name, value in stats if value >= 0}  # -1: nothing there
+
+
+def _true_annotations(truth: Sequence[Picture], kind: str) -> list[dict[str, Any]]:
+    """As the evaluator takes them; ids from 1 on, for it takes a match with 0 for none."""
+    return [
+        {
+            "id": id,
+            "image_id": picture.id,
+            "category_id": thing.label,
+            "bbox": list(thing.bbox),
+            "area": thing.area,
+            "iscrowd": int(thing.crowd),
+            "segmentation": to_rle(thing.segmentation, picture.height, picture.width)
+            if kind == "segm"
+            else None,
+        }
+        for id, (picture, thing) in enumerate(((p, x) for p in truth for x in p.instances), start=1)
+    ]
+
+
+def _found_annotations(found: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """A box's area is its own in bbox, its mask's in segm."""
+    from pycocotools import mask
+
+    annotations: list[dict[str, Any]] = []
+    for image in sorted(found, key=lambda image: int(image["image_id"])):
+        columns = (image[name] for name in ("labels", "scores", "bboxes", "counts"))
+        for label, score, bbox, counts in zip(*columns, strict=True):
+            rle = {"size": image["size"], "counts": counts}
+            area = bbox[2] * bbox[3] if kind == "bbox" else float(mask.area(rle))
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": image["image_id"],
+                    "category_id": label,
+                    "score": score,
+                    "bbox": bbox,
+                    "area": area,
+                    "iscrowd": 0,
+                    "segmentation": rle,
+                }
+            )
+    return annotations
