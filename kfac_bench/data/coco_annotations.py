@@ -133,7 +133,7 @@ def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _categories(file: Path, table: list[dict[str, Any]]) -> dict[int, str]:
-    found = {entry.get("id"): entry.get("name") for entry in table if _is_id(entry.get("id"))}
+    found: dict[int, Any] = {e["id"]: e.get("name") for e in table if _is_id(e.get("id"))}
     if not found or len(found) < len(table) or not all(isinstance(n, str) for n in found.values()):
         raise UsageError(f"{file}: every category needs an id of its own and a name")
     return {id: str(found[id]) for id in sorted(found)}

@@ -34,8 +34,9 @@ def load_batches(
 ) -> Iterator[Batch]:
     """Yield a batch of `samples` per tensor of indices; `workers` processes read ahead (0: none).
 
-    `empty` is the batch of no indices, `stack` makes one of a list of samples. Batches do not depend on `workers`. Global random state is
-    neither read nor changed. Raises UsageError naming the file where a sample is Unreadable.
+    `empty` is the batch of no indices, `stack` makes one of a list of samples. Batches do not
+    depend on `workers`. Global random state is neither read nor changed. Raises UsageError naming
+    the file where a sample is Unreadable.
     """
     loader: DataLoader[Any] = DataLoader(
         samples,

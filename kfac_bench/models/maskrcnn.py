@@ -77,12 +77,12 @@ def maskrcnn_resnet50_fpn(
     box_samples: int = 512,
     detections: int = 100,
 ) -> Detector:
-    """torchvision's Mask R-CNN R-50-FPN with frozen batch norm; ``num_classes`` counts "nothing".
+    """Return torchvision's Mask R-CNN R-50-FPN; ``num_classes`` counts "nothing" as one.
 
-    ``backbone_weights`` is a file of a ResNet-50's state dict, as torchvision saves it (.pth, .pt)
-    or in safetensors: the stem and the first stage are then frozen. Without it all is trained from
-    random numbers, with nothing that normalises them: good for measuring time, not for learning.
-    Raises UsageError for a file that does not fit.
+    Batch norm is frozen. ``backbone_weights`` is a file of a ResNet-50's state dict, as torchvision
+    saves it (.pth, .pt) or in safetensors; then the stem and the first stage are frozen, too.
+    Without one all is trained from random numbers, with nothing that normalises them: good for
+    measuring time, not for learning. Raises UsageError for a file that does not fit.
     """
     trainable = 5 if backbone_weights is None else 3
     backbone = resnet_fpn_backbone(

@@ -111,8 +111,10 @@ class _Pass:
 
 
 def found_in(image_id: int, output: dict[str, Tensor]) -> dict[str, Any]:
-    """What the model found in an image, as JSON: ``bboxes`` (x, y, width, height), masks' run
-    lengths ``counts`` and ``size``; a pixel is of a thing from a probability of one half on.
+    """What the model found in an image, as JSON.
+
+    ``labels``, ``scores``, ``bboxes`` (x, y, width, height in pixels), and of masks the run lengths
+    ``counts`` and the image's ``size``; a pixel is of a thing from a probability of one half on.
     """
     masks = (output["masks"][:, 0] >= 0.5).to(torch.uint8).cpu().numpy()
     corners = output["boxes"].double().cpu()
