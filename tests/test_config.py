@@ -93,10 +93,15 @@ def own(tmp_path):
     ("group", "choice"), [(g, c) for g in GROUPS for c in compose.options_of(g)]
 )
 def test_every_choice_composes(group, choice):
-    model = {"reconstruction": "autoencoder", "lgg": "unet", "segmentation": "unet"}.get(choice)
+    model = {
+        "reconstruction": "autoencoder",
+        **dict.fromkeys(("lgg", "segmentation"), "unet"),
+        **dict.fromkeys(("coco", "detection"), "maskrcnn_tiny"),
+    }.get(choice)
     found = compose.load([*([f"model={model}"] if model else []), f"{group}={choice}"])
     assert chosen(found, group) == choice
-    together = {"model", "data"} if "unet" in (choice, model) else {"model"} if model else set()
+    sets_data = {"unet", *config.DETECTORS} & {choice, model}
+    together = {"model", "data"} if sets_data else {"model"} if model else set()
     for other in set(GROUPS) - {group, "task", *together}:
         assert chosen(found, other) == chosen(DEFAULT, other)
 
