@@ -74,7 +74,7 @@ def test_the_demo_of_lgg_is_verified(capsys, tmp_path):
     [
         (("verify", "{folder}/none"), "none: no such folder"),
         (("verify", "{folder}"), "has the layout of no known data set"),
-        (("make-demo", "coco", "{folder}"), "invalid choice"),
+        (("make-demo", "mnist", "{folder}"), "invalid choice"),
         (("make-demo", "imagenet", "{folder}/has"), "has train or val already"),
     ],
 )
