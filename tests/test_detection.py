@@ -72,7 +72,7 @@ def world(seed, pictures=6):
                 "labels": torch.tensor([k for _, k, _ in found], dtype=torch.int64),
                 "scores": torch.from_numpy(rng.random(len(found)).astype(np.float32).round(2)),
                 "masks": torch.tensor(
-                    np.array([m for *_, m in found]).reshape(-1, 1, SIZE, SIZE) * 0.6 + 0.2
+                    np.array([m for *_, m in found]).reshape(-1, 1, SIZE, SIZE) * 0.01 + 0.49
                 ),
             }
         )
@@ -174,6 +174,23 @@ def test_perfect_findings_score_1_and_none_score_0():
     assert task.figures(found)["bbox_mAP"] == task.figures(found)["segm_mAP"] == 1
     none = [found_in(p.id, {k: v[:0] for k, v in outputs[0].items()}) for p in truth]
     assert task.figures(none)["bbox_mAP"] == task.figures([])["segm_mAP"] == 0
+
+
+def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
+    """What is found wrongly counts among the small if its area is small."""
+    masks = np.zeros((2, 64, 64), np.uint8)
+    masks[0, :10, :10] = 1
+    masks[1, 20:, 20:22] = masks[1, 20:22, 20:] = 1  # a corner: small, in a box that is not
+    thing = Instance((0, 0, 10, 10), 1, 100.0, False, coco_masks.encode(masks[:1])[0])
+    output = {
+        "boxes": torch.tensor([[0.0, 0, 10, 10], [20.0, 20, 64, 64]]),
+        "labels": torch.tensor([1, 1]),
+        "scores": torch.tensor([0.5, 0.9]),
+        "masks": torch.from_numpy(masks)[:, None].float(),
+    }
+    figures = Detection([Picture(3, None, 64, 64, [thing])], 2).figures([found_in(3, output)])
+    assert figures["bbox_mAP"] == figures["segm_mAP"] == figures["segm_AP_small"] == 0.5
+    assert figures["bbox_AP_small"] == 1
 
 
 def test_with_goals_the_figure_is_the_least_share_of_one():
