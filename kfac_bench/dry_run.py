@@ -162,7 +162,7 @@ def _step(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Step:
         for module in layer.modules
     ]
     with FlopCounterMode(display=False) as forward:
-        output: Tensor = getattr(model, "outline", model)(x)  # a detector's depends on values
+        output = getattr(model, "outline", model)(x)  # a detector's depends on values
     with FlopCounterMode(display=False) as to_layers:
         if edges:
             torch.autograd.grad(output.sum(), edges, retain_graph=True, allow_unused=True)

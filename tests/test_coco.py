@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -375,6 +376,13 @@ def test_a_damaged_image_is_named_when_its_turn_comes(tmp_path, demo):
     Image.new("RGB", (6, 8)).save(tmp_path / "train2017" / "a.png")
     with pytest.raises(UsageError, match="it has 6 x 8 pixels, its annotations say 8 x 6"):
         list(opened(tmp_path).train(2, 0, 0, 0, Shard()))
+
+
+def test_without_pycocotools_one_line_says_what_to_install(monkeypatch, demo):
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    with pytest.raises(UsageError) as refused:
+        opened(demo)
+    assert "pip install 'kfac-bench[detection]'" in str(refused.value)
 
 
 # ---- the demo and kfac-data ----
