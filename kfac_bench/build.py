@@ -100,7 +100,7 @@ def build_task(config: TaskConfig, data: Data) -> Task:
         from kfac_bench.tasks.detection import Detection
 
         assert isinstance(data, COCO)
-        return Detection(data.truth, data.num_classes, config.bbox_goal, config.segm_goal)
+        return Detection(data.truth, data.num_classes, config.bbox_goal, config.segm_goal, looks)
     return Classification(config.label_smoothing, looks)
 
 

@@ -105,7 +105,7 @@ def changed(**tables):
 
 def test_categories_are_numbered_by_their_ids_and_crowds_are_for_the_evaluator(tmp_path):
     data = opened(write(tmp_path), augment=False)
-    assert data.categories == ("dog", "cat")
+    assert data.looks.classes == ("nothing", "dog", "cat")
     assert data.num_classes == 3
     assert (data.train_size, data.eval_size) == (2, 3)
     assert data.notes == (

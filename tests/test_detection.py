@@ -11,10 +11,11 @@ from kfac_bench.backends.fsdp2 import FSDP2
 from kfac_bench.core.collective import TorchCollective
 from kfac_bench.data import coco_masks, demo_coco
 from kfac_bench.data.coco_annotations import Instance, Picture
+from kfac_bench.data.data import Looks
 from kfac_bench.errors import UsageError
 from kfac_bench.events import Evaluated, Trained
 from kfac_bench.ranks import Ranks
-from kfac_bench.tasks.detection import Detection, found_in
+from kfac_bench.tasks.detection import FOUND, TRUE, Detection, found_in
 from kfac_bench.update import Update
 from tests.distributed import run_ranks
 from tests.runs import (
@@ -202,8 +203,9 @@ def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
         "masks": torch.from_numpy(masks)[:, None].float(),
     }
     figures = Detection([Picture(3, None, 64, 64, [thing])], 2).figures([found_in(3, output)])
-    assert figures["bbox_mAP"] == figures["segm_mAP"] == figures["segm_AP_small"] == 0.5
-    assert figures["bbox_AP_small"] == 1
+    for name in ("bbox_mAP", "segm_mAP", "segm_AP_small"):
+        assert figures[name] == pytest.approx(0.5)
+    assert figures["bbox_AP_small"] == pytest.approx(1)
 
 
 def test_with_goals_the_figure_is_the_least_share_of_one():
@@ -218,6 +220,31 @@ def test_with_goals_the_figure_is_the_least_share_of_one():
     assert both.figures(found)["bbox_mAP"] == bbox
     one = Detection(truth, CLASSES, segm_goal=0.5)
     assert one.figures(found)["goals_met"] == pytest.approx(segm / 0.5)
+
+
+def test_what_is_found_and_what_is_there_is_drawn_and_named():
+    mask = np.zeros((32, 32), np.uint8)
+    mask[4:12, 4:12] = 1
+    there = Instance((4, 4, 8, 8), 2, 64.0, False, coco_masks.encode(mask[None])[0])
+    found = {
+        "boxes": torch.tensor([[20.0, 20, 28, 28], [1.0, 1, 5, 5]]),
+        "labels": torch.tensor([1, 2]),
+        "scores": torch.tensor([0.9, 0.4]),
+        "masks": torch.from_numpy(np.stack([np.rot90(mask, 2)] * 2))[:, None].float(),
+    }
+    looks = Looks((0.0,) * 3, (1.0,) * 3, ("nothing", "cat", "dog"))
+    task = Detection([Picture(3, None, 32, 32, [there])], 3, looks=looks)
+    batch = ([torch.zeros(3, 32, 32)] * 3, [{"image_id": torch.tensor(3)}] * 3)
+    shown = task.show(lambda images: [found], batch, 2)
+    assert len(shown) == 2
+    assert shown[0].caption == "found (magenta): cat 0.90; there (yellow): dog"
+    picture = shown[0].image
+    assert picture.shape == (256, 256, 3)  # eight times as large
+    assert tuple(picture[33, 60]) == TRUE
+    assert tuple(picture[160, 180]) == FOUND
+    assert tuple(picture[64, 64]) == tuple(picture[8, 30]) == (0, 0, 0)
+    nothing = {k: v[:0] for k, v in found.items()}
+    assert "found (magenta): nothing" in task.show(lambda images: [nothing], batch, 1)[0].caption
 
 
 # ---- configurations ----

@@ -21,6 +21,7 @@ from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_
 from kfac_bench.data.coco_annotations import Fault, Picture, Split, find
 from kfac_bench.data.coco_annotations import load as load_split
 from kfac_bench.data.coco_masks import api, decode
+from kfac_bench.data.data import Looks
 from kfac_bench.data.loader import Sample, Unreadable, load_batches
 from kfac_bench.errors import UsageError
 
@@ -150,7 +151,7 @@ class COCO:
         self.train_size = len(train)
         self.eval_size = len(evaluation.pictures)
         self.truth: Sequence[Picture] = evaluation.pictures
-        self.categories: Sequence[str] = tuple(evaluation.categories.values())
+        self.looks = Looks((0.0,) * 3, (1.0,) * 3, ("nothing", *evaluation.categories.values()))
         self.notes: Sequence[str] = tuple(notes)
         self._train = train
         self._min_sizes = min_sizes

@@ -14,14 +14,20 @@ from torch import Tensor, nn
 
 from kfac_bench.data.batch import Batch
 from kfac_bench.data.coco_annotations import Picture
-from kfac_bench.data.coco_masks import encode, to_rle
+from kfac_bench.data.coco_masks import decode, encode, to_rle
+from kfac_bench.data.data import UNKNOWN, Looks
 from kfac_bench.ranks import Ranks
+from kfac_bench.tasks import pictures
 from kfac_bench.tasks.evaluation import Evaluation
+from kfac_bench.tasks.prediction import Prediction
 
 LOSSES = ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg")
 FIGURES = ("mAP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
 """The first of COCO's summary, in its order: over IoU 0.5 to 0.95, at 0.5, at 0.75; of things
 below 32 x 32 pixels, up to 96 x 96, above."""
+
+TRUE, FOUND = (255, 225, 25), (240, 50, 230)
+"""Yellow and magenta, as in segmentation."""
 
 
 class Detection:
@@ -53,6 +59,7 @@ class Detection:
         num_classes: int,
         bbox_goal: float | None = None,
         segm_goal: float | None = None,
+        looks: Looks = UNKNOWN,
     ) -> None:
         self.goals = {
             name: goal
@@ -64,6 +71,7 @@ class Detection:
         self.likelihood = "none"
         self._truth = truth
         self._num_classes = num_classes
+        self._looks = looks
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses; and the five :data:`LOSSES`, stacked."""
@@ -76,6 +84,39 @@ class Detection:
         """A pass that collects what is found."""
         return _Pass(self)
 
+    @torch.no_grad()
+    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
+        """Return the first images with boxes and masks of what is there and what is found.
+
+        Found is what has a score of one half or more: the likeliest ten. Captions name it.
+        """
+        truth = {picture.id: picture for picture in self._truth}
+        shown = []
+        for image, target in list(zip(*batch, strict=True))[:count]:
+            picture = pictures.fit(pictures.to_rgb(image, self._looks))
+            there = truth[int(target["image_id"])].instances
+            size = (image.shape[1], image.shape[2])
+            for thing, mask in zip(
+                there, decode([x.segmentation for x in there], *size), strict=True
+            ):
+                picture = _drawn(picture, thing.corners(*size), mask, TRUE, 3)
+            (output,) = model([image])
+            found = (output["scores"] >= 0.5).nonzero().flatten()[:10].tolist()
+            for i in found:
+                mask = (output["masks"][i, 0] >= 0.5).to(torch.uint8).cpu().numpy()
+                picture = _drawn(picture, output["boxes"][i].tolist(), mask, FOUND, 1)
+            said = ", ".join(
+                f"{self._name(int(output['labels'][i]))} {output['scores'][i].item():.2f}"
+                for i in found
+            )
+            true = ", ".join(self._name(x.label) for x in there)
+            caption = f"found (magenta): {said or 'nothing'}; there (yellow): {true or 'nothing'}"
+            shown.append(Prediction(caption, picture))
+        return shown
+
+    def _name(self, label: int) -> str:
+        return dict(enumerate(self._looks.classes)).get(label, f"class {label}")
+
     def figures(self, found: Sequence[dict[str, Any]]) -> dict[str, float]:
         """The metrics, from what is found in each image (:func:`found_in`), in any order."""
         figures: dict[str, float] = {}
@@ -85,6 +126,18 @@ class Detection:
             met = min(figures[name] / goal for name, goal in self.goals.items())
             figures = {"goals_met": met} | figures
         return figures
+
+
+def _drawn(
+    picture: Any, corners: Sequence[float], mask: Any, colour: tuple[int, int, int], width: int
+) -> Any:
+    """With the outlines of a mask [H, W] and of the box around it."""
+    box = np.zeros_like(mask)
+    x1, y1, x2, y2 = (round(v) for v in corners)
+    box[y1 : max(y2, y1 + 1), x1 : max(x2, x1 + 1)] = 1
+    for inside in (box, mask):
+        picture = pictures.outline(picture, pictures.fit(inside), colour, width)
+    return picture
 
 
 class _Pass:
