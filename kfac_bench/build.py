@@ -67,7 +67,7 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
         )
     from kfac_bench.data import imagefolder  # torchvision, which the others do without
 
-    return imagefolder.load(root, config.image_size, config.workers)
+    return imagefolder.load(root, config.image_size, config.workers, config.on_error)
 
 
 def build_task(config: TaskConfig, data: Data) -> Task:

@@ -23,6 +23,11 @@ class DataConfig:
     augment: bool = option(
         True, "random changes while training (cifar10: crops, flips; lgg: turns)"
     )
+    on_error: str = option(
+        "fatal",
+        "an example whose file is damaged or missing (sets of files): left out and named, or not",
+        choices=("fatal", "skip"),
+    )
 
 
 @dataclass
@@ -31,7 +36,4 @@ class LGGConfig(DataConfig):
 
     eval_share: float = option(
         0.1, "of the patients, for evaluation; the same ones for all seeds", above=0, below=1
-    )
-    on_error: str = option(
-        "fatal", "a slice that is damaged or lacks its mask", choices=("fatal", "skip")
     )

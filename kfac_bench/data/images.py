@@ -1,0 +1,206 @@
+"""Photographs in files: read, decoded, cropped and flipped by worker processes; uint8 batches."""
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from kfac_bench.data.batch import Batch
+from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
+from kfac_bench.data.data import Data, Looks, Normalize
+from kfac_bench.data.faults import Faults, Unreadable
+from kfac_bench.data.loader import Sample, load_batches
+from kfac_bench.errors import UsageError
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+EVAL_RESIZE = 256 / 224
+"""The shorter side of an evaluation image before the centre crop, in units of the crop."""
+AREA = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
+ATTEMPTS = 10
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom, in pixels."""
+
+
+class Source(Protocol):
+    """Encoded images with labels, wherever they lie. Workers get a copy of it."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """Of all images, by index."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What the user knows the image by: a path."""
+        ...
+
+    def read(self, index: int) -> bytes:
+        """The encoded image. Raises OSError."""
+        ...
+
+
+class ImageData(Data):
+    """Two sources as `Data`: uint8 images [n, 3, size, size] and int64 labels [n].
+
+    Training images are cropped at random (`random_box`), resized and flipped, as a function of
+    (seed, epoch, index of the image) alone; evaluation images are cropped in the centre
+    (`centre_box`). `prepare` normalises by ImageNet's mean and standard deviation. Each epoch
+    starts `workers` processes of its own, which end with it (0: this process decodes). Raises
+    UsageError for a size below 1 or a negative number of workers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        train: Source,
+        evaluation: Source,
+        num_classes: int,
+        image_size: int,
+        workers: int,
+        faults: Faults,
+        classes: Sequence[str] = (),
+    ) -> None:
+        if image_size < 1 or workers < 0:
+            raise UsageError(
+                "image_size must be at least 1 and workers at least 0, "
+                f"got {image_size} and {workers}"
+            )
+        self.name = name
+        self.shape: tuple[int, ...] = (3, image_size, image_size)
+        self.num_classes = num_classes
+        self.train_size = len(train.labels)
+        self.eval_size = len(evaluation.labels)
+        self.faults = faults
+        self.looks = Looks(MEAN, STD, classes)
+        self._train = train
+        self._evaluation = evaluation
+        self._workers = workers
+        self._normalize = Normalize(MEAN, STD)
+
+    def train(
+        self,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        start: int,
+        shard: Shard,
+        drop_last: bool = True,
+    ) -> Iterator[Batch]:
+        """Yield this rank's training batches from step `start` on; skipped ones are not read."""
+        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
+        return self._batches(_Samples(self._train, self.shape[1], (seed, epoch)), indices)
+
+    def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
+        """Yield this rank's evaluation batches; see Data.evaluate."""
+        indices = eval_indices(self.eval_size, batch_size, shard)
+        return self._batches(_Samples(self._evaluation, self.shape[1]), indices)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Normalise the images."""
+        return self._normalize(batch[0]), *batch[1:]
+
+    def _batches(self, samples: "_Samples", indices: Iterator[Tensor]) -> Iterator[Batch]:
+        images = torch.empty(0, *self.shape, dtype=torch.uint8)
+        empty = images, torch.empty(0, dtype=torch.int64)
+        return load_batches(samples, indices, self._workers, empty, self.faults)
+
+
+class _Samples(Dataset[Sample]):
+    """(image, label); with a key, a pure function of key and index."""
+
+    def __init__(self, source: Source, size: int, key: tuple[int, int] | None = None) -> None:
+        self.source, self.size, self.key = source, size, key
+
+    def __getitem__(self, index: int) -> Sample:
+        if self.key is None:
+            image = load(self.source, index, self.size)
+        else:
+            draws = torch.rand(2 + 4 * ATTEMPTS, generator=keyed_generator(*self.key, index))
+            image = load(self.source, index, self.size, draws.tolist())
+        if isinstance(image, Unreadable):
+            return image
+        return image, self.source.labels[index]
+
+
+def load(
+    source: Source, index: int, size: int, draws: Sequence[float] | None = None
+) -> Tensor | Unreadable:
+    """Read, decode and crop an image: uint8 [3, size, size].
+
+    With `draws`, uniform in [0, 1), for training: the first one flips, the others choose the box.
+    """
+    try:
+        with Image.open(io.BytesIO(source.read(index))) as image:
+            width, height = image.size
+            if draws is None:
+                pixels = _cut(image, centre_box(width, height), size)
+            else:
+                pixels = _cut(image, random_box(width, height, draws[1:]), size)
+    except Exception as error:  # a damaged image makes Pillow raise nearly anything
+        return Unreadable(source.name(index), " ".join(str(error).split()) or type(error).__name__)
+    return pixels.flip(2) if draws is not None and draws[0] < 0.5 else pixels
+
+
+def _cut(image: Image.Image, box: Box, size: int) -> Tensor:
+    """The box of an image that is not decoded yet, resized bilinearly with antialiasing.
+
+    A JPEG is decoded at a half, a quarter or an eighth of its size where the box is so much
+    larger than `size`: its DCT is cut off, which costs a fraction of the time.
+    """
+    width, height = image.size
+    scale = max(1.0, min(box[2] - box[0], box[3] - box[1]) / size)
+    image.draft("RGB", (math.ceil(width / scale), math.ceil(height / scale)))
+    x, y = image.width / width, image.height / height
+    right, bottom = min(box[2] * x, image.width), min(box[3] * y, image.height)
+    part = (box[0] * x, box[1] * y, right, bottom)
+    resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=part)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()
+
+
+def random_box(width: int, height: int, draws: Sequence[float]) -> Box:
+    """A random part of the image, as GoogLeNet was trained with (Szegedy et al. 2015, section 6).
+
+    Its area is a share in AREA of the image's, its ratio of width to height in RATIO, both drawn
+    until the box fits; after ATTEMPTS the central one is taken that comes nearest. Takes 4
+    `draws` in [0, 1) an attempt.
+    """
+    low, high = (math.log(ratio) for ratio in RATIO)
+    for i in range(ATTEMPTS):
+        share, ratio, left, top = draws[4 * i : 4 * i + 4]
+        area = width * height * (AREA[0] + share * (AREA[1] - AREA[0]))
+        aspect = math.exp(low + ratio * (high - low))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            x, y = math.floor(left * (width - w + 1)), math.floor(top * (height - h + 1))
+            return x, y, x + w, y + h
+    w = max(1, min(width, round(height * RATIO[1])))
+    h = max(1, min(height, round(width / RATIO[0])))
+    x, y = (width - w) // 2, (height - h) // 2
+    return x, y, x + w, y + h
+
+
+def centre_box(width: int, height: int) -> Box:
+    """The central square of 224/256 of the shorter side."""
+    side = min(width, height) / EVAL_RESIZE
+    return (
+        *((width - side) / 2, (height - side) / 2),
+        *((width + side) / 2, (height + side) / 2),
+    )
+
+
+def check(source: Source, index: int) -> Unreadable | None:
+    """Decode the whole image: what is wrong with it."""
+    try:
+        with Image.open(io.BytesIO(source.read(index))) as image:
+            image.convert("RGB")
+    except Exception as error:  # as above
+        return Unreadable(source.name(index), " ".join(str(error).split()) or type(error).__name__)
+    return None
