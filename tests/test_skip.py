@@ -82,7 +82,7 @@ def test_the_loss_is_the_mean_over_those_that_are_there(root, tmp_path):
 def test_ranks_leave_out_what_one_process_leaves_out(root, tmp_path):
     bad = [*in_epoch(1, Shard(1, 2)), in_epoch(2, Shard(0, 2))[0]]  # all that rank 1 has, and one
     paths = spoil(root, bad)
-    options = (*BASE, f"data.root={root}")
+    options = (*BASE, f"data.root={root}", "trainer.max_steps=12")  # files meet other ranks
     _, alone = train(tmp_path, "run_id=alone", base=options)
     done = run_ranks(2, train_here, tmp_path, ("run_id=ranks",), options)
     assert [status for status, _, _ in done] == ["finished"] * 2

@@ -13,13 +13,15 @@ from kfac_bench.config.options import option
 class DataConfig:
     """The data set."""
 
-    name: str = option(MISSING, "data set", choices=("digits", "cifar10", "imagefolder", "lgg"))
+    name: str = option(
+        MISSING, "data set", choices=("digits", "cifar10", "imagefolder", "shards", "lgg")
+    )
     root: str | None = option(
         None,
         "its folder (digits ships in a package); demo: a small one, made when first used",
     )
     image_size: int = option(MISSING, "side of an input image in pixels", at_least=1)
-    workers: int = option(0, "loader processes per rank (imagefolder, lgg)", at_least=0)
+    workers: int = option(0, "loader processes per rank (imagefolder, shards, lgg)", at_least=0)
     augment: bool = option(
         True, "random changes while training (cifar10: crops, flips; lgg: turns)"
     )

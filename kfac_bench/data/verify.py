@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from kfac_bench.data import cifar10, lgg
+from kfac_bench.data import cifar10, lgg, shards
 from kfac_bench.errors import UsageError
 
 LAYOUTS = {
     "imagefolder": "train/<class>/<image>.JPEG and val/<class>/<image>.JPEG",
+    "shards": shards.LAYOUT,
     "lgg": lgg.LAYOUT,
     "cifar10": "cifar-10-batches-bin, cifar-10-batches-py, or one of their archives",
 }
@@ -25,6 +26,10 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
         counts, faults = imagefolder.scan(root)
         said = ", ".join(f"{n} images in {split}" for split, n in counts.items())
         return f"imagefolder: {said}", faults
+    if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
+        counts, faults = shards.scan(root)
+        said = ", ".join(f"{n} good images in {split}" for split, n in counts.items())
+        return f"shards: {said}", faults
     if any(any((root / place).glob("TCGA_*")) for place in lgg.PLACES):
         volumes, faults = lgg.scan(root)
         slices = sum(len(volume.slices) for volume in volumes)
