@@ -6,6 +6,7 @@ import os
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def index_of(shard: Path) -> ShardIndex:
     key = f"{shard.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
     cached = _cache() / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.npz"
     try:
-        with np.load(cached, allow_pickle=False) as table:
+        with np.load(io.BytesIO(cached.read_bytes()), allow_pickle=False) as table:
             return ShardIndex(
                 table["keys"].tolist(), table["labels"], table["offsets"], table["sizes"], []
             )
@@ -76,7 +77,8 @@ def _keep(path: Path, index: ShardIndex) -> None:
         own.write_bytes(content.getvalue())
         own.replace(path)
     except OSError:
-        own.unlink(missing_ok=True)
+        with suppress(OSError):
+            own.unlink()
 
 
 def read_index(shard: Path) -> ShardIndex:
