@@ -255,7 +255,7 @@ def test_an_image_that_went_bad_is_left_out_while_training(root, tmp_path):
 @given(position=st.integers(0, 4000), change=st.binary(max_size=600), keep=st.integers(0, 12000))
 def test_no_damage_makes_anything_but_faults(tmp_path_factory, position, change, keep):
     path = tmp_path_factory.mktemp("fuzz") / "train-0.tar"
-    write_tar(path, [("a.jpg", b"i" * 700), ("a.cls", b"1"), ("b.jpg", b"j"), ("b.cls", b"2")])
+    write_tar(path, [("a.cls", b"1"), ("a.jpg", b"i" * 700), ("b.cls", b"2"), ("b.jpg", b"j")])
     content = bytearray(path.read_bytes())
     content[position : position + len(change)] = change
     path.write_bytes(content[:keep])
