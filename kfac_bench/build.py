@@ -32,7 +32,7 @@ from kfac_bench.config import (
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data import cifar10, demo, digits, lgg, shards
+from kfac_bench.data import cifar10, demo, digits, lgg
 from kfac_bench.data.data import UNKNOWN, Data, Pictured
 from kfac_bench.errors import UsageError
 from kfac_bench.models.autoencoder import Autoencoder
@@ -65,10 +65,10 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
             eval_share=config.eval_share,
             on_error=config.on_error,
         )
+    from kfac_bench.data import imagefolder, shards  # torchvision, which the others do without
+
     if config.name == "shards":
         return shards.load(root, config.image_size, config.workers, config.on_error)
-    from kfac_bench.data import imagefolder  # torchvision, which the others do without
-
     return imagefolder.load(root, config.image_size, config.workers, config.on_error)
 
 

@@ -47,7 +47,6 @@ def difference(image, expected):
 @pytest.mark.parametrize("size", [(500, 375), (333, 500), (1600, 1203), (40, 30), (64, 1000)])
 @pytest.mark.parametrize("side", [28, 224])
 def test_images_are_what_torchvision_makes_of_whole_ones(size, side):
-    """Though they are decoded at a fraction of their size."""
     source = Made(*size)
     resize = v2.Compose([v2.Resize(round(side * 256 / 224)), v2.CenterCrop(side)])
     assert difference(images.load(source, 0, side), resize(source.pixels())).mean() < 3
@@ -60,6 +59,23 @@ def test_images_are_what_torchvision_makes_of_whole_ones(size, side):
         assert image.shape == (3, side, side)
         assert image.is_contiguous()
         assert difference(image, expected).mean() < 3
+
+
+def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
+    source = Made(300, 200)
+    draws = torch.rand(41, generator=torch.Generator().manual_seed(3)).tolist()
+    fast = [images.load(source, 0, 64), images.load(source, 0, 64, draws)]
+
+    def refuse(*arguments):
+        raise RuntimeError("torchvision was built without libjpeg")
+
+    monkeypatch.setattr(images, "decode_jpeg", refuse)
+    for one, other in zip(
+        fast, [images.load(source, 0, 64), images.load(source, 0, 64, draws)], strict=True
+    ):
+        assert (one.int() - other.int()).abs().max() <= 2
+    monkeypatch.setattr(images, "decode", refuse)
+    assert isinstance(images.load(source, 0, 64), images.Unreadable)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG")])

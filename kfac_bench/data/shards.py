@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kfac_bench.data import images
+from kfac_bench.data import imagefolder, images
 from kfac_bench.data.batches import epoch_order
 from kfac_bench.data.data import Data
 from kfac_bench.data.faults import Faults, Unreadable
@@ -100,8 +100,6 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
     by number. The same folders give the same shards. Raises UsageError if there are shards
     already, and as imagefolder.load does.
     """
-    from kfac_bench.data import imagefolder  # torchvision, which reading does without
-
     if per_shard < 1:
         raise UsageError(f"a shard needs an image, got {per_shard} per shard")
     if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
