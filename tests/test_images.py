@@ -2,6 +2,8 @@
 
 import io
 import math
+import re
+import time
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from kfac_bench.data import cifar10, images
+from kfac_bench.data.data import TensorData
 from kfac_bench.errors import UsageError
 from kfac_bench.events import Trained
+from kfac_bench.sinks.metrics import metrics_of
 from tests.distributed import run_ranks
 from tests.runs import RESNET, SMALL, end, here, of_kind, train, train_here, trainer_of
 from tests.test_data import BINARY, write_cifar
@@ -201,10 +205,29 @@ def test_channels_last_on_ranks(tmp_path):
         train(tmp_path, "backend=fsdp2", base=options)
 
 
-def test_the_share_of_time_spent_waiting_is_recorded(tmp_path):
+def test_the_share_of_time_spent_waiting_is_recorded(tmp_path, capsys):
     _, path = train(tmp_path, "trainer.max_steps=10", "trainer.log_freq=5")
     shares = [e.data_wait_share for e in of_kind(path, Trained)]
     assert len(shares) == 2
     assert all(0 < share < 0.9 for share in shares)
     assert math.isfinite(sum(shares))
+    last = of_kind(path, Trained)[-1]
+    assert metrics_of(last)["train/data_wait_share"] == shares[-1]
+    said = capsys.readouterr().out
+    assert re.search(r"step 5/10 .* ex/s \(\d+% waiting for data\)", said)
+
+
+def test_a_slow_reader_is_what_a_run_waits_for(tmp_path, monkeypatch):
+    original = TensorData.train
+
+    def slow(self, *arguments):
+        for batch in original(self, *arguments):
+            time.sleep(0.2)
+            yield batch
+
+    monkeypatch.setattr(TensorData, "train", slow)
+    _, path = train(tmp_path, "trainer.max_steps=4", "trainer.log_freq=2", "kfac=none")
+    for event in of_kind(path, Trained):
+        assert event.data_wait_share > 0.5
+    assert event.train_s > 0.8
     assert end(path).status == "finished"
