@@ -206,7 +206,16 @@ class Trainer:
         return min(self.config.batch_size, self.data.train_size - start)
 
     def _first_example(self) -> Batch:
-        return self._to_device(_first(self.data.train(1, self.seed, 0, 0, Shard())))
+        return self._to_device(self._first(self.data.train(1, self.seed, 0, 0, Shard())))
+
+    def _first(self, batches: Iterator[Batch]) -> Batch:
+        """The first that has an example; those passed over do not count as left out."""
+        left_out = self.data.faults.left_out
+        batch = next(filter(size, islice(batches, STAND_INS)), None)
+        self.data.faults.left_out = left_out
+        if batch is None:
+            raise UsageError(f"none of the first {STAND_INS} examples can be read")
+        return batch
 
     def _to_device(self, batch: Batch) -> Batch:
         batch = self.data.prepare(to_device(batch, self.ranks.device))
@@ -325,7 +334,7 @@ class Trainer:
                 return
             if self.backend.lockstep and not self.ranks.any(batch is not None):
                 return
-            yield batch or _first(self.data.evaluate(1, Shard())), batch is not None
+            yield batch or self._first(self.data.evaluate(1, Shard())), batch is not None
 
     def _left_out(self, before: int, there: bool) -> int:
         """Examples that all ranks have left out since ``before``; they are told of."""
@@ -442,14 +451,6 @@ class Trainer:
 
 _NO_SETTINGS = {"params", "step"}
 """Of a parameter group; Apex's optimizers count their steps there."""
-
-
-def _first(batches: Iterator[Batch]) -> Batch:
-    """The first that has an example."""
-    for batch in islice(batches, STAND_INS):
-        if size(batch):
-            return batch
-    raise UsageError(f"none of the first {STAND_INS} examples can be read")
 
 
 def _max_steps(config: TrainerConfig, steps_per_epoch: int) -> int:

@@ -5,15 +5,18 @@ import pytest
 import torch
 from PIL import Image
 
+from kfac_bench.backends.fsdp2 import FSDP2
+from kfac_bench.core.collective import TorchCollective
 from kfac_bench.data import imagefolder
 from kfac_bench.data.batches import Shard, epoch_order, eval_indices, train_indices
 from kfac_bench.data.faults import Faults, Unreadable
 from kfac_bench.errors import UsageError
 from kfac_bench.events import Evaluated, SampleSkipped, Trained
+from kfac_bench.ranks import Ranks
 from kfac_bench.sinks.console import ConsoleSink
 from kfac_bench.sinks.metrics import metrics_of
 from tests.distributed import run_ranks
-from tests.runs import end, of_kind, train, train_here, trainer_of
+from tests.runs import CPU, end, of_kind, train, train_here, trainer_of
 from tests.test_unequal_batches import figures_of
 
 BATCH, TRAIN, EVAL = 8, 32, 6
@@ -133,6 +136,28 @@ def test_evaluation_is_of_those_that_are_there(root, tmp_path):
     status, path = train(tmp_path, "run_id=none", base=options)
     assert status == "failed"
     assert "no example of the evaluation set can be read" in end(path).message
+
+
+def train_sharded(folder, *options):
+    return train(folder, base=options, backend=FSDP2(Ranks(CPU, TorchCollective())))
+
+
+@pytest.mark.ranks
+def test_ranks_whose_forwards_are_messages_stay_in_step(root, tmp_path):
+    """Rank 1 has no example to evaluate, rank 0 not the first, which would stand in for it."""
+    spoil(root, [*in_epoch(1, Shard(1, 2)), in_epoch(0)[0]])  # ... for a training step
+    part = next(eval_indices(EVAL, 1000, Shard(1, 2))).tolist()
+    spoil(root, [0, *part], "val")
+    options = (*BASE, f"data.root={root}", "trainer.max_steps=3", "backend=fsdp2")
+    _, alone = train(tmp_path, "run_id=alone", base=options)
+    done = run_ranks(2, train_sharded, tmp_path, *options, "run_id=ranks")
+    assert [status for status, _ in done] == ["finished"] * 2
+    errors = [
+        [e.metrics["squared_error"] for e in of_kind(path, Evaluated)]
+        for path in (alone, tmp_path / "ranks")
+    ]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4)
+    assert {e.left_out for e in of_kind(tmp_path / "ranks", Evaluated)} == {len(part) + 1}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
