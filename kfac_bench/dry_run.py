@@ -30,6 +30,7 @@ _SHAPES = {
     "digits": (1, 10),
     "cifar10": (3, 10),
     "imagefolder": (3, 1000),
+    "shards": (3, 1000),
     "lgg": (3, 1),
     "coco": (3, 81),
 }

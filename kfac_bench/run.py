@@ -86,6 +86,8 @@ def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module]
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
     model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
+    if config.trainer.channels_last:
+        model.to(memory_format=torch.channels_last)
     least = least_part(data.train_size, config.trainer, ranks.world_size)
     build.check_batch_norm(model, config.model, least)
     return data, model
@@ -209,6 +211,7 @@ def _start(
                 about,
             )
         )
+    trainer.tell_of_faults()
     if saved is not None:
         try:
             trainer.restore(saved)

@@ -108,10 +108,10 @@ def test_categories_are_numbered_by_their_ids_and_crowds_are_for_the_evaluator(t
     assert data.looks.classes == ("nothing", "dog", "cat")
     assert data.num_classes == 3
     assert (data.train_size, data.eval_size) == (2, 3)
-    assert data.notes == (
+    assert data.notes == [
         f"1 images of {tmp_path}/annotations/instances_train2017.json have nothing to learn from: "
         "left out",
-    )
+    ]
     assert [p.id for p in data.truth] == [2, 7, 9]
     assert [(x.label, x.crowd, x.area) for x in data.truth[1].instances] == [
         (2, False, 12.0),
@@ -184,7 +184,7 @@ def test_a_faulty_entry_is_named_and_fatal_or_left_out(tmp_path, change, said):
     assert said in str(refused.value)
     assert "data.on_error=skip" in str(refused.value)
     data = opened(tmp_path, on_error="skip")
-    assert any(said in note for note in data.notes)
+    assert any(said in f"{fault.path}: {fault.reason}" for fault in data.faults.new)
     for images, targets in data.train(1, 0, 0, 0, Shard()):
         assert len(images) == len(targets) == 1
         assert all(len(targets[0][k]) for k in ("boxes", "labels", "masks"))
@@ -373,6 +373,11 @@ def test_a_damaged_image_is_named_when_its_turn_comes(tmp_path, demo):
     for workers in (0, 1):
         with pytest.raises(UsageError, match=r"a\.png cannot be read"):
             list(opened(tmp_path, workers=workers).train(2, 0, 0, 0, Shard()))
+    for workers in (0, 1):
+        data = opened(tmp_path, workers=workers, on_error="skip")
+        batches = list(data.train(1, 0, 0, 0, Shard()))
+        assert sorted(len(images) for images, _ in batches) == [0, 1]
+        assert [fault.path for fault in data.faults.take()] == [f"{tmp_path}/train2017/a.png"]
     Image.new("RGB", (6, 8)).save(tmp_path / "train2017" / "a.png")
     with pytest.raises(UsageError, match="it has 6 x 8 pixels, its annotations say 8 x 6"):
         list(opened(tmp_path).train(2, 0, 0, 0, Shard()))

@@ -208,6 +208,16 @@ def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
     assert figures["bbox_AP_small"] == pytest.approx(1)
 
 
+def test_an_image_that_could_not_be_read_is_a_forward_all_the_same():
+    seen = []
+    model = torch.nn.Linear(1, 1)
+    model.forward = seen.append
+    evaluation = Detection(world(1)[0], CLASSES).evaluation()
+    evaluation.add(model, ([], []))
+    assert [len(images) for images in seen] == [1]
+    assert evaluation.metrics(Ranks(CPU))["bbox_mAP"] == 0
+
+
 def test_with_goals_the_figure_is_the_least_share_of_one():
     truth, outputs = world(2)
     found = [found_in(p.id, o) for p, o in zip(truth, outputs, strict=True)]

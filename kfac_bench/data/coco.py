@@ -21,12 +21,10 @@ from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_
 from kfac_bench.data.coco_annotations import Fault, Picture, Split, find
 from kfac_bench.data.coco_annotations import load as load_split
 from kfac_bench.data.coco_masks import api, decode
-from kfac_bench.data.data import Looks
-from kfac_bench.data.loader import Sample, Unreadable, load_batches
+from kfac_bench.data.data import Data, Looks
+from kfac_bench.data.faults import Faults, Unreadable
+from kfac_bench.data.loader import Sample, load_batches
 from kfac_bench.errors import UsageError
-
-NAMED = 20
-"""Faults named in the log one by one; further ones are counted."""
 
 Target = dict[str, Tensor]
 """``image_id``; in training also ``boxes`` float32 [n, 4] (x1, y1, x2, y2 in pixels), ``labels``
@@ -52,9 +50,10 @@ def load(
     ``image_size`` and ``max_size``, which are the ``shape``, and its findings back. Crowds are left
     out of training, and with them images that have nothing else.
 
-    What is wrong with single images and annotations (:func:`coco_annotations.load`) is named and,
-    with ``on_error`` "fatal", a UsageError; with "skip" it is left out of both sets. An image that
-    cannot be decoded raises one when its turn comes: `kfac-data verify` finds it before.
+    What is wrong with single images and annotations (:func:`coco_annotations.load`) is, with
+    ``on_error`` "fatal", a UsageError; with "skip" it is left out of both sets and named in
+    ``faults``. So is an image that cannot be decoded, when its turn comes; what is in it stays
+    in the truth, where it is never found.
     """
     api()  # or pycocotools is missed hours later
     least = min((image_size, *min_sizes))
@@ -66,13 +65,10 @@ def load(
     train, evaluation = (load_split(*find(root, split, year)) for split in ("train", "val"))
     if train.categories != evaluation.categories:
         raise UsageError(f"{train.file} and {evaluation.file} have other categories")
-    faults = [*train.faults, *evaluation.faults]
-    notes = _notes(root, faults)
-    if faults and on_error == "fatal":
-        raise UsageError(f"{'; '.join(notes[:4])}; mend them, or set data.on_error=skip")
+    faults, found = Faults(skip=on_error == "skip"), [*train.faults, *evaluation.faults]
+    faults.add_all(root, [_named(*fault) for fault in found])
     used = [p for p in train.pictures if p.things]
-    if left_out := len(train.pictures) - len(used):
-        notes.append(f"{left_out} images of {train.file} have nothing to learn from: left out")
+    unused = len(train.pictures) - len(used)
     if not used or not any(p.things for p in evaluation.pictures):
         raise UsageError(f"{root}: training and evaluation need an image with annotations each")
     return COCO(
@@ -82,16 +78,15 @@ def load(
         tuple(min_sizes) or (image_size,),
         workers,
         augment,
-        notes,
+        faults,
+        [f"{unused} images of {train.file} have nothing to learn from: left out"] if unused else [],
     )
 
 
-def _notes(root: Path, faults: Sequence[Fault]) -> list[str]:
-    if not faults:
-        return []
-    lines = [f"{len(faults)} faults in {root}/annotations"]
-    lines += [f"{path}: {reason}" for path, reason in faults[:NAMED]]
-    return lines + ([f"and {len(faults) - NAMED} more"] if len(faults) > NAMED else [])
+def _named(file: Path, fault: str) -> Unreadable:
+    """A name of its own for each entry of an annotation file."""
+    entry, _, reason = fault.partition(": ")
+    return Unreadable(f"{file}: {entry}", reason)
 
 
 def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Fault]]:
@@ -128,7 +123,7 @@ def _decode(picture: Picture) -> Any:
     return pixels
 
 
-class COCO:
+class COCO(Data):
     """The two sets as `Data`: batches are (list of images, list of targets).
 
     Images are float32 [3, H, W] in [0, 1], each of its own size; a target is a :data:`Target`.
@@ -143,6 +138,7 @@ class COCO:
         min_sizes: Sequence[int],
         workers: int,
         augment: bool,
+        faults: Faults,
         notes: Sequence[str],
     ) -> None:
         self.name = "coco"
@@ -152,7 +148,8 @@ class COCO:
         self.eval_size = len(evaluation.pictures)
         self.truth: Sequence[Picture] = evaluation.pictures
         self.looks = Looks((0.0,) * 3, (1.0,) * 3, ("nothing", *evaluation.categories.values()))
-        self.notes: Sequence[str] = tuple(notes)
+        self.faults = faults
+        self.notes = notes
         self._train = train
         self._min_sizes = min_sizes
         self._workers = workers
@@ -174,7 +171,7 @@ class COCO:
         indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
         sizes = self._min_sizes, self.shape[2]
         samples = _TrainingSamples(self._train, *sizes, self._augment, (seed, epoch))
-        return load_batches(samples, indices, self._workers, ([], []), _lists)
+        return load_batches(samples, indices, self._workers, ([], []), self.faults, _lists)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's images and their ids; see Data.evaluate.
@@ -184,7 +181,7 @@ class COCO:
         """
         indices = eval_indices(self.eval_size, shard.world_size, shard)
         samples = _EvaluationSamples(self.truth)
-        return load_batches(samples, indices, self._workers, ([], []), _lists)
+        return load_batches(samples, indices, self._workers, ([], []), self.faults, _lists)
 
 
 def _lists(samples: list[Any]) -> Batch:

@@ -1,7 +1,6 @@
 """Samples read from files by worker processes, in the order of given indices."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,16 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from kfac_bench.data.batch import Batch
-from kfac_bench.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """What a worker sends for a bad file: an exception would arrive with a traceback in it."""
-
-    path: str
-    reason: str
-
+from kfac_bench.data.faults import Faults, Unreadable
 
 Sample = tuple[Any, ...] | Unreadable
 """Tensors or numbers of one example."""
@@ -30,13 +20,14 @@ def load_batches(
     indices: Iterator[Tensor],
     workers: int,
     empty: Batch,
+    faults: Faults,
     stack: Callable[[list[Any]], Batch] = default_collate,
 ) -> Iterator[Batch]:
     """Yield a batch of `samples` per tensor of indices; `workers` processes read ahead (0: none).
 
     `empty` is the batch of no indices, `stack` makes one of a list of samples. Batches do not
-    depend on `workers`. Global random state is neither read nor changed. Raises UsageError naming
-    the file where a sample is Unreadable.
+    depend on `workers`. Global random state is neither read nor changed. A sample that is
+    Unreadable is noted in `faults`, which raises UsageError or lets the batch go on without it.
     """
     loader: DataLoader[Any] = DataLoader(
         samples,
@@ -46,18 +37,15 @@ def load_batches(
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # or the loader draws its workers' seed from global state
     )
-    for batch in loader:
-        if isinstance(batch, Unreadable):
-            raise UsageError(f"{batch.path} cannot be read: {batch.reason}")
+    for batch, bad in loader:
+        for fault in bad:
+            faults.add(fault)
         yield empty if batch is None else tuple(batch)  # pinning makes a list of it
 
 
 def _collate(
     stack: Callable[[list[Any]], Batch], samples: list[Sample]
-) -> Batch | Unreadable | None:
-    if not samples:
-        return None
-    for sample in samples:
-        if isinstance(sample, Unreadable):
-            return sample
-    return tuple(stack(samples))
+) -> tuple[Batch | None, list[Unreadable]]:
+    bad = [sample for sample in samples if isinstance(sample, Unreadable)]
+    good = [sample for sample in samples if not isinstance(sample, Unreadable)]
+    return tuple(stack(good)) if good else None, bad

@@ -148,6 +148,8 @@ class _Pass:
     def add(self, model: nn.Module, batch: Batch) -> None:
         """Each image alone: padded to another's size, it would be seen otherwise."""
         images, targets = batch
+        if not images:  # it could not be read, and ranks in lockstep count forwards
+            model([torch.zeros(3, 64, 64, device=next(model.parameters()).device)])
         for image, target in zip(images, targets, strict=True):
             (output,) = model([image])
             self._found.append(found_in(int(target["image_id"]), output))
