@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import kfac_bench
-from kfac_bench import cli, compose, dry_run, plan_report
+from kfac_bench import cli, compose, config, dry_run, plan_report
 from kfac_bench.errors import UsageError
 from kfac_bench.events import RunEnded, RunStarted, Trained, read
 from tests.runs import child_seconds
@@ -78,7 +78,12 @@ def test_help_is_quick_and_needs_no_torch(command):
     assert done.stderr == "0 []\n"
     assert min(seconds) < 1.5
     assert done.stdout.startswith("usage: kfac-train")
-    for said in ("--multirun", "dry_run=true", "kfac.update_freq=100", "model=autoencoder|resnet"):
+    for said in (
+        "--multirun",
+        "dry_run=true",
+        "kfac.update_freq=100",
+        "model=autoencoder|maskrcnn",
+    ):
         assert said in done.stdout
 
 
@@ -253,8 +258,11 @@ OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kf
 @pytest.mark.parametrize("options", [ALL, OTHERS])
 @pytest.mark.parametrize("model", compose.options_of("model"))
 def test_a_dry_run_of_anything(model, options):
-    text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options)
-    assert f": {model} on {'lgg' if model == 'unet' else 'digits'}" in text
+    detects = model in config.DETECTORS
+    empirical = ["kfac.fisher=empirical"] if detects else []
+    text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options, *empirical)
+    data = "coco" if detects else "lgg" if model == "unet" else "digits"
+    assert f": {model} on {data}" in text
     assert re.search(
         r"K-FAC adds [\d.]+ .FLOP per step on average \(\d+ (%|times those) of forward", text
     )

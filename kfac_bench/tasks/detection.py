@@ -104,7 +104,7 @@ class Detection:
             found = (output["scores"] >= 0.5).nonzero().flatten()[:10].tolist()
             for i in found:
                 mask = (output["masks"][i, 0] >= 0.5).to(torch.uint8).cpu().numpy()
-                picture = _drawn(picture, output["boxes"][i].tolist(), mask, FOUND, 1)
+                picture = _drawn(picture, output["boxes"][i].tolist(), mask, FOUND, 2)
             said = ", ".join(
                 f"{self._name(int(output['labels'][i]))} {output['scores'][i].item():.2f}"
                 for i in found
