@@ -65,9 +65,11 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
             eval_share=config.eval_share,
             on_error=config.on_error,
         )
-    from kfac_bench.data import imagefolder  # torchvision, which the others do without
+    from kfac_bench.data import imagefolder, shards  # torchvision, which the others do without
 
-    return imagefolder.load(root, config.image_size, config.workers)
+    if config.name == "shards":
+        return shards.load(root, config.image_size, config.workers, config.on_error)
+    return imagefolder.load(root, config.image_size, config.workers, config.on_error)
 
 
 def build_task(config: TaskConfig, data: Data) -> Task:

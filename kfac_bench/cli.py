@@ -347,9 +347,18 @@ def _data(arguments: list[str]) -> int:
     make = commands.add_parser("make-demo", help="write a small demo in a data set's real layout")
     make.add_argument("layout", choices=demo.LAYOUTS)
     verify = commands.add_parser("verify", help="read every file; exit code 1 if one is damaged")
-    for command in (make, verify):
+    prepare = commands.add_parser("prepare", help="make of a published data set what is trained on")
+    prepare.add_argument("layout", choices=("shards",))
+    prepare.add_argument("--source", type=Path, required=True, help="ImageNet's folders")
+    for command in (make, verify, prepare):
         command.add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
+    if options.command == "prepare":
+        from kfac_bench.data import shards
+
+        for line in shards.write(options.folder, options.source):
+            _say(line)
+        return 0
     if options.command == "make-demo":
         demo.make(options.layout, options.folder)
         print(f"{options.folder}: made")

@@ -27,6 +27,7 @@ from kfac_bench.core.report import Report
 from kfac_bench.errors import UsageError
 
 _SHAPES = {"digits": (1, 10), "cifar10": (3, 10), "imagefolder": (3, 1000), "lgg": (3, 1)}
+_SHAPES["shards"] = _SHAPES["imagefolder"]
 """Channels and classes per data set: a dry run reads no data (ImageNet's for imagefolder)."""
 
 

@@ -59,7 +59,8 @@ class Trained(Event):
     preconditioned gradient by layer, ``stage_s`` seconds of the step's K-FAC stages,
     ``damping`` that of the next step; ``failed_decompositions`` and ``dropped_statistics``
     (not finite, left out) count over all ranks since the process started. All empty without
-    K-FAC.
+    K-FAC. ``data_wait_share`` is what the slowest rank spent waiting for batches, of the training
+    seconds since the previous event.
     """
 
     epoch: float
@@ -72,14 +73,32 @@ class Trained(Event):
     damping: float | None = None
     failed_decompositions: int | None = None
     dropped_statistics: int | None = None
+    data_wait_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated(Event):
-    """Exact metrics over the whole validation set (each example once, on any rank count)."""
+    """Exact metrics over the whole validation set (each example once, on any rank count).
+
+    But for ``left_out`` examples whose files cannot be read (``data.on_error=skip``).
+    """
 
     epoch: float
     metrics: Mapping[str, float]
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSkipped(Event):
+    """A file that cannot be read, and why: its examples are left out (``data.on_error=skip``).
+
+    ``rank`` is one that met it. The ``count``-th such file of the process; each has one event.
+    """
+
+    path: str
+    reason: str
+    rank: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +156,7 @@ EVENTS: dict[str, type[Event]] = {
         Resumed,
         Trained,
         Evaluated,
+        SampleSkipped,
         TargetReached,
         Predicted,
         Checkpointed,

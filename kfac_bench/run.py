@@ -57,8 +57,6 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
         if opened is not None:
             trainer.log, trainer.say = opened
             stack.callback(trainer.log.close)
-        for line in trainer.data.notes:
-            trainer.say(line)
         _start(config, trainer, directory, about)
         _say_what_kfac_does(trainer)
         try:
@@ -86,6 +84,8 @@ def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module]
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
     model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
+    if config.trainer.channels_last:
+        model.to(memory_format=torch.channels_last)
     least = least_part(data.train_size, config.trainer, ranks.world_size)
     build.check_batch_norm(model, config.model, least)
     return data, model
@@ -209,6 +209,7 @@ def _start(
                 about,
             )
         )
+    trainer.tell_of_faults()
     if saved is not None:
         try:
             trainer.restore(saved)

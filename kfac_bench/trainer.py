@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from kfac_bench.backends.backend import Backend
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.core.sharded import full, local
-from kfac_bench.data.batch import Batch, to_device
+from kfac_bench.data.batch import Batch, channels_last, size, to_device
 from kfac_bench.data.batches import Shard, mixed_seed, steps_per_epoch
 from kfac_bench.data.data import Data
+from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Checkpointed,
     Clock,
@@ -36,6 +38,7 @@ from kfac_bench.events import (
     TargetReached,
     Trained,
 )
+from kfac_bench.skipped import Skipped
 from kfac_bench.tasks.task import Task, reached
 from kfac_bench.update import Update
 
@@ -44,6 +47,10 @@ DEFAULT_EPOCHS = 20
 
 CHECKPOINT_INTERVAL_S = 60.0
 """Between checkpoints at epoch ends: epochs of a demo last milliseconds."""
+
+
+STAND_INS = 100
+"""Examples that a rank without one tries to read before it gives up."""
 
 
 class RunFailedError(Exception):
@@ -116,6 +123,8 @@ class Trainer:
             self.backend,
             self._first_example,
         )
+        self._skipped = Skipped(self.ranks, self.data.faults)
+        self._waited_s = 0.0  # for batches, since the last Trained event
         self._saved_at, self._saved_s = -1, time.monotonic()
         self._since = (0, 0.0)  # examples and clock at the last Trained event
         # Labels that kfac.fisher draws: each rank its own; -1 is no epoch of the data order.
@@ -171,10 +180,17 @@ class Trainer:
         shard = Shard(self.ranks.rank, self.ranks.world_size)
         while self.step < self.max_steps:
             epoch, start = divmod(self.step, self.steps_per_epoch)
-            for batch in self.data.train(
+            batches = self.data.train(
                 self.config.batch_size, self.seed, epoch, start, shard, self.config.drop_last
-            ):
+            )
+            while (batch := self._next(batches)) is not None:
                 yield self._to_device(batch)
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        began = time.perf_counter()
+        batch = next(batches, None)
+        self._waited_s += time.perf_counter() - began
+        return batch
 
     @property
     def _examples_seen(self) -> int:
@@ -190,10 +206,36 @@ class Trainer:
         return min(self.config.batch_size, self.data.train_size - start)
 
     def _first_example(self) -> Batch:
-        return self._to_device(next(iter(self.data.train(1, self.seed, 0, 0, Shard()))))
+        return self._to_device(self._first(self.data.train(1, self.seed, 0, 0, Shard())))
+
+    def _first(self, batches: Iterator[Batch]) -> Batch:
+        """The first that has an example; those passed over do not count as left out."""
+        left_out = self.data.faults.left_out
+        batch = next(filter(size, islice(batches, STAND_INS)), None)
+        self.data.faults.left_out = left_out
+        if batch is None:
+            raise UsageError(f"none of the first {STAND_INS} examples can be read")
+        return batch
 
     def _to_device(self, batch: Batch) -> Batch:
-        return to_device(batch, self.ranks.device)
+        batch = self.data.prepare(to_device(batch, self.ranks.device))
+        return channels_last(batch) if self.config.channels_last else batch
+
+    def tell_of_faults(self) -> None:
+        """An event for each file that cannot be read and was not told of; all ranks call it."""
+        if self.data.faults.skip:
+            self._skipped.tell(self.log, self.step, self.clock.train_s())
+
+    def _examples_there(self, batch: Batch) -> int:
+        """Of the next update, over all ranks: without those that cannot be read, told of here."""
+        if not self.data.faults.skip:
+            return self._batch_size
+        examples, news = self._skipped.count(batch)
+        if news:
+            self.tell_of_faults()
+        if not examples:
+            raise RunFailedError(f"no example of batch {self.step + 1} can be read, on any rank")
+        return examples
 
     def _train_step(self, batch: Batch) -> tuple[float, bool]:
         """One :class:`Update`, unless the loss is no number.
@@ -204,7 +246,7 @@ class Trainer:
         self._set_learning_rate()
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
-        loss = self._update.backward(batch, self._batch_size)
+        loss = self._update.backward(batch, self._examples_there(batch))
         stop = loss.new_tensor(float(bool(self.stop.signal)))
         total, stops = self.ranks.sum(torch.stack([loss, stop])).tolist()
         mean = total / self.ranks.world_size
@@ -227,7 +269,8 @@ class Trainer:
         with self.clock.paused():
             train_s = self.clock.train_s()
             examples, seconds = self._examples_seen - self._since[0], train_s - self._since[1]
-            statistics = self._kfac_statistics()
+            waited = self.ranks.max(self._waited_s / seconds if seconds > 0 else 0.0)
+            statistics = self._kfac_statistics() | {"data_wait_share": waited}
             self.log.emit(
                 Trained(
                     self.step,
@@ -239,7 +282,7 @@ class Trainer:
                     **statistics,
                 )
             )
-            self._since = (self._examples_seen, train_s)
+            self._since, self._waited_s = (self._examples_seen, train_s), 0.0
 
     def _kfac_statistics(self) -> dict[str, Any]:
         """K-FAC's fields of the :class:`Trained` event; all ranks call it."""
@@ -264,10 +307,14 @@ class Trainer:
             self.ranks.share_buffers(self._bare)
             self.model.eval()
             evaluation, aside = self.task.evaluation(), self.task.evaluation()
+            before, there = self.data.faults.left_out, False
             for batch, counts in self._eval_batches():
                 (evaluation if counts else aside).add(self._bare, self._to_device(batch))
+                there = there or counts
+            left_out = self._left_out(before, there)
             metrics = evaluation.metrics(self.ranks)
-            self.log.emit(Evaluated(self.step, train_s, self.step / self.steps_per_epoch, metrics))
+            epoch = self.step / self.steps_per_epoch
+            self.log.emit(Evaluated(self.step, train_s, epoch, metrics, left_out))
             value, target = metrics[self.task.metric], self.config.target
             if target is None or not reached(self.task, value, target):
                 return False
@@ -280,15 +327,23 @@ class Trainer:
         In lockstep, as many as the rank with the most has: others repeat an example.
         """
         shard = Shard(self.ranks.rank, self.ranks.world_size)
-        batches = iter(self.data.evaluate(self.config.eval_batch_size, shard))
+        batches = filter(size, self.data.evaluate(self.config.eval_batch_size, shard))
         while True:
             batch = next(batches, None)
             if not self.backend.lockstep and batch is None:
                 return
             if self.backend.lockstep and not self.ranks.any(batch is not None):
                 return
-            example = batch or next(iter(self.data.evaluate(1, Shard(0, 1))))
-            yield example, batch is not None
+            yield batch or self._first(self.data.evaluate(1, Shard())), batch is not None
+
+    def _left_out(self, before: int, there: bool) -> int:
+        """Examples that all ranks have left out since ``before``; they are told of."""
+        if not self.data.faults.skip:
+            return 0
+        self.tell_of_faults()
+        if not self.ranks.any(there):
+            raise RunFailedError("no example of the evaluation set can be read, on any rank")
+        return self._skipped.left_out(before)
 
     def _predict(self) -> None:
         """Keep some examples with what the model makes of them, for people; no training time."""
@@ -299,7 +354,7 @@ class Trainer:
         with self.clock.paused(), torch.no_grad():
             self.model.eval()
             a_ranks = -(-self.config.eval_batch_size // self.ranks.world_size)
-            batches = self.data.evaluate(min(a_ranks, predictions.POOL), Shard())
+            batches = filter(size, self.data.evaluate(min(a_ranks, predictions.POOL), Shard()))
             shown = predictions.choose(self.task, self._bare, map(self._to_device, batches), count)
             if not shown or not self.ranks.is_main:
                 return

@@ -14,6 +14,7 @@ from PIL import Image
 from torch.nn import functional
 
 from kfac_bench.data import cifar10, digits, imagefolder
+from kfac_bench.data import images as pictures
 from kfac_bench.data.batches import (
     Shard,
     epoch_order,
@@ -26,6 +27,13 @@ from kfac_bench.data.data import TensorData
 from kfac_bench.errors import UsageError
 
 ALONE = Shard()
+
+
+def prepared(data, batches):
+    """As the trainer gives them to a model."""
+    return [data.prepare(batch) for batch in batches]
+
+
 few = settings(max_examples=60, deadline=None)
 
 
@@ -146,7 +154,8 @@ def test_images_are_scaled_normalised_and_stay_with_their_labels(dtype, scale):
     assert data.shape == (2, 3, 4)
     assert (data.train_size, data.eval_size, data.num_classes) == (40, 5, 45)
     seen = []
-    for images, labels in [*data.train(8, 0, 0, 0, ALONE), *data.evaluate(3, ALONE)]:
+    batches = [*data.train(8, 0, 0, 0, ALONE), *data.evaluate(3, ALONE)]
+    for images, labels in prepared(data, batches):
         assert images.dtype == torch.float32
         assert images.shape[1:] == (2, 3, 4)
         assert labels.dtype == torch.int64
@@ -156,8 +165,8 @@ def test_images_are_scaled_normalised_and_stay_with_their_labels(dtype, scale):
     assert sorted(seen) == list(range(45))
 
 
-def noise(images, generator):
-    return images + torch.rand(images.shape, generator=generator)
+def noise(images, draws):
+    return images + draws[:, 0].view(-1, 1, 1, 1)
 
 
 def test_a_resumed_run_sees_bit_identical_augmented_batches():
@@ -171,15 +180,15 @@ def test_a_resumed_run_sees_bit_identical_augmented_batches():
     assert equal(numbered().evaluate(5, ALONE), data.evaluate(5, ALONE))
 
 
-def test_augmentation_differs_between_seeds_epochs_steps_and_ranks():
-    shard = Shard(0, 2)
-    runs = [(0, 0, shard), (1, 0, shard), (0, 1, shard), (0, 0, Shard(1, 2))]
-    draws = []
-    for seed, epoch, who in runs:
-        for images, labels in numbered(augment=noise).train(8, seed, epoch, 0, who):
-            draws.append(images[0, 0, 0, 0] - labels[0])
-    assert len(draws) == 20
-    assert len({round(float(d), 4) for d in draws}) == 20
+def test_augmentation_is_a_function_of_seed_epoch_and_image_alone():
+    draws = {}
+    for seed, epoch in [(0, 0), (1, 0), (0, 1)]:
+        for who, batch_size in [(ALONE, 8), (ALONE, 40), (Shard(0, 2), 8), (Shard(1, 2), 8)]:
+            for images, labels in numbered(augment=noise).train(batch_size, seed, epoch, 0, who):
+                for image, label in zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True):
+                    assert draws.setdefault((seed, epoch, label), image) == image
+    assert len(draws) == 120
+    assert len({round(drawn - label, 9) for (_, _, label), drawn in draws.items()}) == 120
 
 
 def test_digits_split_is_fixed_stratified_and_scaled():
@@ -199,7 +208,8 @@ def test_digits_split_is_fixed_stratified_and_scaled():
 
 
 def test_digits_are_normalised_by_the_training_set_and_resized():
-    images, _ = next(digits.load().train(1347, 0, 0, 0, ALONE))
+    data = digits.load()
+    [(images, _)] = prepared(data, data.train(1347, 0, 0, 0, ALONE))
     assert abs(images.mean()) < 1e-5
     assert abs(images.std() - 1) < 1e-5
     small, _ = next(digits.load(normalize=False).evaluate(450, ALONE))
@@ -270,12 +280,12 @@ def check_cifar(data):
     assert (data.shape, data.num_classes) == ((3, 32, 32), 10)
     assert (data.train_size, data.eval_size) == (5 * COUNT, COUNT)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (cifar10.MEAN, cifar10.STD))
-    images, labels = next(data.evaluate(COUNT, ALONE))
+    [(images, labels)] = prepared(data, data.evaluate(COUNT, ALONE))
     pixels, expected = cifar_content(5)
     assert labels.tolist() == expected
     stored = torch.from_numpy(pixels).view(-1, 3, 32, 32)
     torch.testing.assert_close(images, (stored / 255 - mean) / std)
-    images, labels = next(data.train(5 * COUNT, 0, 0, 0, ALONE))
+    [(images, labels)] = prepared(data, data.train(5 * COUNT, 0, 0, 0, ALONE))
     source = [cifar_content(file) for file in range(5)]
     order = epoch_order(5 * COUNT, 0, 0)
     stored = torch.from_numpy(np.concatenate([p for p, _ in source])).view(-1, 3, 32, 32)[order]
@@ -406,9 +416,12 @@ def test_an_archive_cannot_lead_out_of_itself(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [BINARY[1], "secret"]
 
 
+DRAWN = torch.rand(4000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 def test_crop_and_flip_gives_every_crop_of_the_padded_image_and_its_mirror():
     images = torch.randint(1, 256, (4000, 3, 6, 8), dtype=torch.uint8)
-    result = cifar10.crop_and_flip(images, torch.Generator().manual_seed(0))
+    result = cifar10.crop_and_flip(images, DRAWN)
     assert result.dtype == torch.uint8
     padded = functional.pad(images, (4, 4, 4, 4))
     crops = [padded[:, :, y : y + 6, x : x + 8] for y in range(9) for x in range(9)]
@@ -455,10 +468,11 @@ def test_image_folders_are_decoded_cropped_and_normalised(folders):
     images, labels = next(data.train(14, 0, 0, 0, ALONE))
     assert images.shape == (14, 3, 16, 16)
     assert labels.sum() == 7
-    images, labels = (torch.cat(part) for part in zip(*data.evaluate(4, ALONE), strict=True))
+    batches = prepared(data, data.evaluate(4, ALONE))
+    images, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     assert (images.dtype, labels.tolist()) == (torch.float32, [0, 0, 0, 1, 1, 1])
     colours = torch.tensor(list(COLOURS.values()))[labels] / 255
-    expected = (colours - torch.tensor(imagefolder.MEAN)) / torch.tensor(imagefolder.STD)
+    expected = (colours - torch.tensor(pictures.MEAN)) / torch.tensor(pictures.STD)
     assert (images - expected[:, :, None, None]).abs().max() < 0.05  # JPEG rounds by 1 or 2
 
 

@@ -30,7 +30,7 @@ def test_the_demo_of_imagenet_is_the_digits(capsys, imagenet):
     assert (code, out) == (0, "imagefolder: 1347 images in train, 450 images in val; no faults\n")
     data = imagefolder.load(imagenet, image_size=32, workers=0)
     assert (data.num_classes, data.train_size, data.eval_size) == (10, 1347, 450)
-    images, labels = next(iter(data.evaluate(450, Shard())))
+    images, labels = data.prepare(next(iter(data.evaluate(450, Shard()))))
     assert images.shape == (450, 3, 32, 32)
     zero, one = (images[labels == k].mean(0)[0, 16, 16].item() for k in (0, 1))
     assert one > zero + 1  # the middle of a zero is dark

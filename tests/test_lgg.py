@@ -1,6 +1,7 @@
 """The LGG layout: what is read, in which order, and what is said of what cannot be read."""
 
 import math
+import re
 import shutil
 
 import numpy as np
@@ -180,7 +181,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_slice_is_named_or_left_out_and_named(root, fault):
     whole = lgg.load(root, SIZE)
-    assert whole.notes == ()
+    assert not whole.faults.new
     volume = whole._train[1]
     image = root / "kaggle_3m" / volume.name / f"{volume.name}_3.tif"
     paths = {"image": image, "mask": image.with_name(f"{image.stem}_mask.tif")}
@@ -192,8 +193,8 @@ def test_a_bad_slice_is_named_or_left_out_and_named(root, fault):
     data = lgg.load(root, SIZE, on_error="skip")
     assert data.train_size == whole.train_size - 1
     assert data.eval_size == whole.eval_size
-    assert data.notes[0] == f"1 bad files in {root}"
-    assert str(paths[named]) in data.notes[1]
+    assert [fault.path for fault in data.faults.new] == [str(paths[named])]
+    assert re.search(reason, data.faults.new[0].reason)
     assert all(image not in pair for v in data._train for pair in v.slices)
     assert len(list(data.train(4, 0, 0, 0, ALONE))) == data.train_size // 4
 
@@ -208,7 +209,7 @@ def test_no_cut_of_a_file_makes_anything_but_a_fault(root):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_that_goes_away_later_is_named(root, workers):
-    data = lgg.load(root, SIZE, workers, on_error="skip")
+    data = lgg.load(root, SIZE, workers)
     for path in files(root):
         path.unlink()
     with pytest.raises(UsageError, match=r"TCGA_.*tif cannot be read: .*No such file"):
@@ -223,8 +224,8 @@ def test_many_faults_are_counted(root):
         if path.stem.endswith("mask") and "_1001_" in path.name:
             cut(path)
     data = lgg.load(root, SIZE, on_error="skip")
-    assert data.notes[0].startswith(f"{2 * SLICES} bad files")
-    assert data.notes[-1] == f"and {2 * SLICES - lgg.NAMED} more"
+    assert len(data.faults.take()) == 2 * SLICES
+    assert not data.faults.new
     with pytest.raises(UsageError, match="22 bad files"):
         lgg.load(root, SIZE)
 
@@ -279,8 +280,7 @@ def test_skipped_slices_are_named_on_the_console(root, tmp_path, capsys):
     options = (f"data.root={root}", "kfac=none", "trainer.max_steps=1")
     train(tmp_path, *options, "data.on_error=skip", base=UNET)
     said = capsys.readouterr().out.replace("\n", "")
-    assert "1 bad files" in said
-    assert image.name in said
+    assert f"left out: {image}" in said
     with pytest.raises(UsageError, match=image.name):
         train(tmp_path, *options, base=UNET)
 

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from kfac_bench import build, compose, profiles
-from kfac_bench.data import demo
+from kfac_bench.data import demo, digits
+from kfac_bench.data.batches import Shard
 from kfac_bench.errors import UsageError
 from tests.distributed import run_ranks
 
@@ -77,9 +79,30 @@ def test_a_demo_is_made_once_and_is_that_of_make_demo(cache, tmp_path, monkeypat
 def test_data_root_demo(cache):
     config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke"])
     assert build.build_data(config.data, config.task).train_size == 192
-    config.data.name = "cifar10"
-    with pytest.raises(UsageError, match="no demo of data=cifar10, only of imagefolder, lgg"):
+    config.data.name = "mine"
+    with pytest.raises(UsageError, match="no demo of data=mine, only of imagefolder, shards, ci"):
         build.build_data(config.data, config.task)
+
+
+def test_the_digits_are_the_same_in_all_layouts(cache):
+    found = {}
+    for name in ("imagefolder", "shards", "cifar10"):
+        data = build.build_data(compose.load([f"data={name}", "data.root=demo"]).data, None)
+        assert (data.num_classes, data.train_size, data.eval_size) == (10, 1347, 450)
+        if name != "cifar10":
+            batches = list(data.evaluate(450, Shard()))
+            found[name] = sorted(labels_of(batches))
+            assert batches[0][0].float().std() > 50
+    [(images, labels)] = data.evaluate(450, Shard())
+    assert sorted(labels.tolist()) == found["imagefolder"] == found["shards"]
+    [(digit, their_labels)] = digits.load(32, normalize=False).evaluate(450, Shard())
+    assert torch.equal(labels, their_labels)
+    expected = (digit * 255).round().expand(-1, 3, -1, -1)
+    assert (images - expected).abs().max() <= 1
+
+
+def labels_of(batches):
+    return [label for _, labels in batches for label in labels.tolist()]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):

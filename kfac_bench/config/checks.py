@@ -34,6 +34,11 @@ def check(config: TrainConfig) -> None:
             f"trainer.accumulate={trainer.accumulate} is more than "
             f"trainer.batch_size={trainer.batch_size}: a part needs an example"
         )
+    if trainer.channels_last and config.backend.name in ("fsdp2", "deepspeed"):
+        raise UsageError(
+            f"trainer.channels_last=true does not fit backend={config.backend.name}, which cuts "
+            "weights up in the usual order; use backend=ddp"
+        )
     if (config.model.name == "autoencoder") != (task.name == "reconstruction"):
         raise UsageError(
             f"model={config.model.name} does not fit task={task.name}: "

@@ -13,15 +13,22 @@ from kfac_bench.config.options import option
 class DataConfig:
     """The data set."""
 
-    name: str = option(MISSING, "data set", choices=("digits", "cifar10", "imagefolder", "lgg"))
+    name: str = option(
+        MISSING, "data set", choices=("digits", "cifar10", "imagefolder", "shards", "lgg")
+    )
     root: str | None = option(
         None,
         "its folder (digits ships in a package); demo: a small one, made when first used",
     )
     image_size: int = option(MISSING, "side of an input image in pixels", at_least=1)
-    workers: int = option(0, "loader processes per rank (imagefolder, lgg)", at_least=0)
+    workers: int = option(0, "loader processes per rank (imagefolder, shards, lgg)", at_least=0)
     augment: bool = option(
         True, "random changes while training (cifar10: crops, flips; lgg: turns)"
+    )
+    on_error: str = option(
+        "fatal",
+        "an example whose file is damaged or missing (sets of files): left out and named, or not",
+        choices=("fatal", "skip"),
     )
 
 
@@ -31,7 +38,4 @@ class LGGConfig(DataConfig):
 
     eval_share: float = option(
         0.1, "of the patients, for evaluation; the same ones for all seeds", above=0, below=1
-    )
-    on_error: str = option(
-        "fatal", "a slice that is damaged or lacks its mask", choices=("fatal", "skip")
     )

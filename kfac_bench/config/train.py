@@ -59,6 +59,9 @@ class TrainerConfig:
     accumulate: int = option(
         1, "parts of a rank's batch that go through the model one by one", at_least=1
     )
+    channels_last: bool = option(
+        False, "images and the weights of convolutions with channels innermost; the same results"
+    )
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank; null: torch decides", at_least=1)
 

@@ -11,7 +11,8 @@ Batch = tuple[Any, ...]
 """Inputs, then targets. Examples come first: a tensor's first dimension and a list's items are
 the n examples; tuples and dictionaries hold such things.
 
-Images of one size are float32 [n, C, H, W]; their targets are int64 labels [n], or uint8 masks
+Images of one size are [n, C, H, W], float32 for a model, perhaps uint8 before `Data.prepare`; their
+targets are int64 labels [n], or uint8 masks
 [n, 1, H, W] of 0 and 1, in evaluation followed by int64 [n], the number of the volume that each
 image is a slice of.
 """
@@ -36,6 +37,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """All tensors there; without waiting, where they come from pinned memory."""
     moved: Batch = _map(batch, lambda x: x.to(device, non_blocking=True))
     return moved
+
+
+def channels_last(batch: Batch) -> Batch:
+    """Images of one size with their channels innermost in memory; all else as it is."""
+    images = batch[0]
+    if isinstance(images, Tensor) and images.ndim == 4:
+        return images.contiguous(memory_format=torch.channels_last), *batch[1:]
+    return batch
 
 
 def _map(x: Any, function: Callable[[Any], Any], on_lists: bool = False) -> Any:

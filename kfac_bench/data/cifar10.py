@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn import functional
 
 from kfac_bench.data import array_pickle
@@ -58,14 +58,14 @@ def load(root: Path, augment: bool = True) -> TensorData:
     )
 
 
-def crop_and_flip(images: Tensor, generator: Generator) -> Tensor:
+def crop_and_flip(images: Tensor, draws: Tensor) -> Tensor:
     """Crop each image [n, C, H, W] at random from itself padded by 4 zeros; flip every second.
 
-    As in He et al. 2016, section 4.2; any dtype, all randomness from `generator`.
+    As in He et al. 2016, section 4.2; any dtype, all randomness from `draws` [n, 3] in [0, 1).
     """
     count, _, height, width = images.shape
-    top, left = torch.randint(0, 2 * PADDING + 1, (2, count, 1), generator=generator)
-    flip = torch.rand((count, 1), generator=generator) < 0.5
+    top, left = (draws[:, :2] * (2 * PADDING + 1)).long().T[:, :, None]
+    flip = draws[:, 2:] < 0.5
     rows = top + torch.arange(height)
     columns = left + torch.where(flip, torch.arange(width).flip(0), torch.arange(width))
     padded = functional.pad(images, (PADDING,) * 4)

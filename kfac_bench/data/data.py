@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from kfac_bench.data.batch import Batch
 from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
+from kfac_bench.data.faults import Faults
 
 
 class Data(Protocol):
@@ -17,7 +18,7 @@ class Data(Protocol):
     `shape` is that of one input: (C, H, W) of an image, (tokens,) of a text; `train_size` and
     `eval_size` count examples over all ranks. `num_classes` is the number of logits of an image, or
     of a pixel if the targets are masks; of a text it is the vocabulary's size.
-    `notes` are lines for the user: what was left out, by name.
+    `faults` are the files that were left out, and whether batches may lack examples.
     """
 
     name: str
@@ -25,7 +26,7 @@ class Data(Protocol):
     num_classes: int
     train_size: int
     eval_size: int
-    notes: Sequence[str]
+    faults: Faults
 
     def train(
         self,
@@ -52,6 +53,14 @@ class Data(Protocol):
         """
         ...
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Make of a batch of `train` or `evaluate` what a model takes, on the batch's device.
+
+        There, because uint8 pixels are a quarter of the floats they become. This one changes
+        nothing; classes that derive from Data inherit it.
+        """
+        return batch
+
 
 @dataclass(frozen=True)
 class Looks:
@@ -75,17 +84,19 @@ class Pictured(Protocol):
     looks: Looks
 
 
-class TensorData:
-    """Data held in memory, as uint8 (pixels 0..255, scaled to [0, 1] at batch time) or float.
+DRAWS = 3
+"""Random numbers for the augmentation of one image of `TensorData`."""
 
-    `train` and `evaluation` are (images [N, C, H, W], int64 labels [N]). A batch is converted to
-    float32 and becomes (x - mean) / std with one mean and std per channel, if these are given.
-    `augment(images, generator)` maps stored, not yet normalised training images [n, C, H, W]
-    to the same shape and dtype; its generator is keyed by (seed, epoch, step, rank) alone.
+
+class TensorData(Data):
+    """Data held in memory, as uint8 (pixels 0..255) or float; `prepare` normalises.
+
+    `train` and `evaluation` are (images [N, C, H, W], int64 labels [N]); see `Normalize` for `mean`
+    and `std`. `augment(images, draws)` maps stored training images [n, C, H, W] to the same shape
+    and dtype; draws [n, DRAWS] are float64 in [0, 1), those of an image a function of (seed, epoch,
+    index of the image) alone.
     `classes` are the labels' names, for people.
     """
-
-    notes: Sequence[str] = ()
 
     def __init__(
         self,
@@ -97,7 +108,7 @@ class TensorData:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         classes: Sequence[str] = (),
-        augment: Callable[[Tensor, Generator], Tensor] | None = None,
+        augment: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         for images, labels in (train, evaluation):
             if images.ndim != 4 or labels.shape != images.shape[:1]:
@@ -111,11 +122,11 @@ class TensorData:
         self.num_classes = num_classes
         self.train_size = len(train[0])
         self.eval_size = len(evaluation[0])
+        self.faults = Faults()
         self._train = train
         self._evaluation = evaluation
         self.looks = Looks(mean or [0.0] * channels, std or [1.0] * channels, classes)
-        self._mean = _per_channel(self.looks.mean)
-        self._std = _per_channel(self.looks.std)
+        self._normalize = Normalize(self.looks.mean, self.looks.std)
         self._augment = augment
 
     def train(
@@ -129,30 +140,37 @@ class TensorData:
     ) -> Iterator[Batch]:
         """Yield this rank's training batches from step `start` on; see Data.train."""
         batches = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
-        return (
-            self._train_batch(indices, (seed, epoch, step, shard.rank))
-            for step, indices in enumerate(batches, start)
-        )
+        images, labels = self._train
+        if self._augment is None:
+            return ((images[indices], labels[indices]) for indices in batches)
+        augment, generator = self._augment, keyed_generator(seed, epoch, 0)
+        draws = torch.rand(self.train_size, DRAWS, dtype=torch.float64, generator=generator)
+        return ((augment(images[i], draws[i]), labels[i]) for i in batches)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches, never augmented; see Data.evaluate."""
         images, labels = self._evaluation
         return (
-            (self._normalised(images[indices]), labels[indices])
+            (images[indices], labels[indices])
             for indices in eval_indices(self.eval_size, batch_size, shard)
         )
 
-    def _train_batch(self, indices: Tensor, key: tuple[int, int, int, int]) -> Batch:
-        images, labels = self._train
-        chosen = images[indices]
-        if self._augment is not None and len(chosen):
-            chosen = self._augment(chosen, keyed_generator(*key))
-        return self._normalised(chosen), labels[indices]
+    def prepare(self, batch: Batch) -> Batch:
+        """Normalise the images."""
+        return self._normalize(batch[0]), *batch[1:]
 
-    def _normalised(self, images: Tensor) -> Tensor:
+
+class Normalize:
+    """(x - mean) / std by channel of images [n, C, H, W], in float32; uint8 is scaled to [0, 1]."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._mean, self._std = (
+            torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (mean, std)
+        )
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """On the images' device."""
+        if self._mean.device != images.device:  # once
+            self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
         scale = 255.0 if images.dtype == torch.uint8 else 1.0
         return (images.float() / scale - self._mean) / self._std
-
-
-def _per_channel(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1)

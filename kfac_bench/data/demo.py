@@ -9,10 +9,15 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError
 
-LAYOUTS = {"imagenet": "demo_imagenet", "lgg": "demo_lgg"}
+LAYOUTS = {
+    "imagenet": "demo_imagenet",
+    "shards": "demo_shards",
+    "cifar10": "demo_cifar10",
+    "lgg": "demo_lgg",
+}
 """By name, the module whose ``make(root)`` writes it."""
 
-_LAYOUT_OF = {"imagefolder": "imagenet", "lgg": "lgg"}
+_LAYOUT_OF = {"imagefolder": "imagenet", "shards": "shards", "cifar10": "cifar10", "lgg": "lgg"}
 """By the name of the data set that reads it."""
 
 

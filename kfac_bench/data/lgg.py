@@ -22,14 +22,14 @@ from torch.utils.data import Dataset
 
 from kfac_bench.data.batch import Batch
 from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
-from kfac_bench.data.loader import Sample, Unreadable, load_batches
+from kfac_bench.data.data import Data
+from kfac_bench.data.faults import Faults, Unreadable
+from kfac_bench.data.loader import Sample, load_batches
 from kfac_bench.errors import UsageError
 
 PLACES = ("kaggle_3m", "lgg-mri-segmentation/kaggle_3m", ".")
 LAYOUT = "kaggle_3m/TCGA_<institution>_<patient>_<date>/<volume>_<slice>.tif and ..._mask.tif"
 DEGREES, SCALE = 15.0, 0.05
-NAMED = 20
-"""Bad files named in the log one by one; further ones are counted."""
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 Fault = tuple[Path, str]
@@ -63,7 +63,7 @@ def load(
 
     Every file is read once, here, so that a bad one is known before hours are spent: with
     `on_error` "fatal" UsageError names the first ones, with "skip" their slices are left out
-    and named in `notes`. Of the patients `eval_share`, at least one, are for evaluation: those
+    and named in `faults`. Of the patients `eval_share`, at least one, are for evaluation: those
     whose names' hashes are least, whatever the seed. A volume is normalised by its own mean and
     std per channel. Slices of another size are resized bilinearly, masks too (1 from one half on).
     `augment` flips half of the training slices, turns them by up to 15 degrees and scales
@@ -74,10 +74,9 @@ def load(
         raise UsageError(
             f"image_size must be at least 1 and workers at least 0, got {image_size} and {workers}"
         )
-    volumes, faults = scan(root)
-    notes = _notes(root, faults)
-    if faults and on_error == "fatal":
-        raise UsageError(f"{'; '.join(notes[:4])}; mend them, or set data.on_error=skip")
+    volumes, found = scan(root)
+    faults = Faults(skip=on_error == "skip")
+    faults.add_all(root, [Unreadable(str(path), reason) for path, reason in found])
     held_out = _held_out({v.patient for v in volumes}, eval_share)
     good = [v for v in volumes if v.slices]
     train = [v for v in good if v.patient not in held_out]
@@ -87,7 +86,7 @@ def load(
             f"{root} has {len(train)} volumes for training and {len(evaluation)} for evaluation: "
             "two patients are needed, and a data.eval_share between them"
         )
-    return LGG(train, evaluation, image_size, workers, augment, notes)
+    return LGG(train, evaluation, image_size, workers, augment, faults)
 
 
 def scan(root: Path) -> tuple[list[Volume], list[Fault]]:
@@ -156,20 +155,12 @@ def _read(image: Path, mask: Path) -> tuple[Array, Array] | Unreadable:
     return pixels, inside
 
 
-def _notes(root: Path, faults: Sequence[Fault]) -> list[str]:
-    if not faults:
-        return []
-    lines = [f"{len(faults)} bad files in {root}"]
-    lines += [f"{path}: {reason}" for path, reason in faults[:NAMED]]
-    return lines + ([f"and {len(faults) - NAMED} more"] if len(faults) > NAMED else [])
-
-
 def _held_out(patients: set[str], share: float) -> set[str]:
     by_hash = sorted(patients, key=lambda name: hashlib.sha256(name.encode()).digest())
     return set(by_hash[: max(1, round(share * len(patients)))])
 
 
-class LGG:
+class LGG(Data):
     """The two sets of volumes as `Data`; evaluation batches have each slice's volume, int64 [n].
 
     Volumes are numbered from 0 to `eval_volumes` - 1 in the order of their names.
@@ -182,7 +173,7 @@ class LGG:
         image_size: int,
         workers: int,
         augment: bool,
-        notes: Sequence[str],
+        faults: Faults,
     ) -> None:
         self.name = "lgg"
         self.shape: tuple[int, ...] = (3, image_size, image_size)
@@ -190,7 +181,7 @@ class LGG:
         self.train_size = sum(len(v.slices) for v in train)
         self.eval_size = sum(len(v.slices) for v in evaluation)
         self.eval_volumes = len(evaluation)
-        self.notes: Sequence[str] = tuple(notes)
+        self.faults = faults
         self._train = train
         self._evaluation = evaluation
         self._workers = workers
@@ -222,7 +213,7 @@ class LGG:
     def _batches(self, samples: "_Slices", indices: Iterator[Tensor]) -> Iterator[Batch]:
         images, volumes = torch.empty(0, *self.shape), torch.empty(0, dtype=torch.int64)
         empty = (images, images[:, :1].to(torch.uint8), volumes)
-        return load_batches(samples, indices, self._workers, empty)
+        return load_batches(samples, indices, self._workers, empty, self.faults)
 
 
 class _Slices(Dataset[Sample]):

@@ -7,6 +7,7 @@ from kfac_bench.errors import UsageError
 
 LAYOUTS = {
     "imagefolder": "train/<class>/<image>.JPEG and val/<class>/<image>.JPEG",
+    "shards": "train-<number>.tar and val-<number>.tar of <key>.jpg and <key>.cls",
     "lgg": lgg.LAYOUT,
     "cifar10": "cifar-10-batches-bin, cifar-10-batches-py, or one of their archives",
 }
@@ -25,6 +26,12 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
         counts, faults = imagefolder.scan(root)
         said = ", ".join(f"{n} images in {split}" for split, n in counts.items())
         return f"imagefolder: {said}", faults
+    if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
+        from kfac_bench.data import shards  # torchvision too
+
+        counts, faults = shards.scan(root)
+        said = ", ".join(f"{n} good images in {split}" for split, n in counts.items())
+        return f"shards: {said}", faults
     if any(any((root / place).glob("TCGA_*")) for place in lgg.PLACES):
         volumes, faults = lgg.scan(root)
         slices = sum(len(volume.slices) for volume in volumes)

@@ -27,11 +27,14 @@ from kfac_bench.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    SampleSkipped,
     TargetReached,
     Trained,
 )
 
 REDRAW_S = 0.1
+NAMED = 20
+"""Bad files shown one by one."""
 
 
 class ConsoleSink:
@@ -90,6 +93,11 @@ class ConsoleSink:
                     f"{event.target:.4g} at step {event.step} "
                     f"after {_duration(event.train_s)} of training"
                 )
+            case SampleSkipped():
+                if event.count <= NAMED:
+                    self.say(f"left out: {event.path}: {event.reason} (rank {event.rank})")
+                if event.count == NAMED:
+                    self.say("further files that are left out are in events.jsonl")
             case Predicted():
                 self.say(f"{len(event.items)} predictions in {event.path}")
             case Resumed():
@@ -130,8 +138,10 @@ class ConsoleSink:
         if self._total_steps and event.step:
             left_s = (self._total_steps - event.step) * event.train_s / event.step
             parts.append(f"eta {_duration(max(left_s, 0.0))}")
+        share = event.data_wait_share
+        waiting = "" if share is None else f" ({share:.0%} waiting for data)"
         parts += [
-            f"{event.examples_per_s:.0f} ex/s",
+            f"{event.examples_per_s:.0f} ex/s{waiting}",
             f"lr {event.lr:.3g}",
             f"train {_duration(event.train_s)}",
         ]
@@ -155,6 +165,8 @@ class ConsoleSink:
         if self._evaluated_lines.is_due(always=improved):
             names = sorted(event.metrics, key=lambda name: (name != self._metric, name))
             values = "  ".join(f"{name} {event.metrics[name]:.4g}" for name in names)
+            if event.left_out:
+                values += f"  left out {event.left_out}"
             self.say(
                 f"step {event.step}  epoch {event.epoch:.2f}  validation: {values}  "
                 f"train {_duration(event.train_s)}"

@@ -12,6 +12,7 @@ name                            event          meaning
 ``train/lr``                    Trained        learning rate
 ``train/examples_per_s``        Trained        throughput since the previous Trained
 ``train/epoch``                 Trained        epochs done
+``train/data_wait_share``       Trained        time spent waiting for batches, of training time
 ``kfac/nu``                     Trained        KL clip factor (1: no clipping)
 ``kfac/damping``                Trained        damping of the next step
 ``kfac/failed_decompositions``  Trained        decompositions that failed, on all ranks
@@ -21,6 +22,8 @@ name                            event          meaning
 ``kfac/cosine_median``          Trained        the median of them
 ``kfac/stage_s/<stage>``        Trained        seconds of one K-FAC stage of the step
 ``eval/<metric>``               Evaluated      validation metric, exact
+``eval/left_out``               Evaluated      examples that could not be read; if there are any
+``data/skipped_files``          SampleSkipped  files so far that could not be read
 ``target/time_to_target_s``     TargetReached  training seconds until the target was met
 ``target/steps_to_target``      TargetReached  steps until then
 ``target/value``                TargetReached  the metric at that moment
@@ -32,7 +35,14 @@ from __future__ import annotations
 
 import statistics
 
-from kfac_bench.events import Checkpointed, Evaluated, Event, TargetReached, Trained
+from kfac_bench.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    SampleSkipped,
+    TargetReached,
+    Trained,
+)
 
 AXES = ("step", "epoch", "train_s")
 
@@ -45,6 +55,10 @@ def metrics_of(event: Event) -> dict[str, float]:
         case Evaluated():
             row = {"epoch": event.epoch}
             row |= {f"eval/{name}": value for name, value in event.metrics.items()}
+            if event.left_out:
+                row["eval/left_out"] = event.left_out
+        case SampleSkipped():
+            row = {"data/skipped_files": event.count}
         case TargetReached():
             row = {
                 "target/time_to_target_s": event.train_s,
@@ -65,6 +79,8 @@ def _trained(event: Trained) -> dict[str, float]:
         "train/examples_per_s": event.examples_per_s,
         "train/epoch": event.epoch,
     }
+    if event.data_wait_share is not None:
+        row["train/data_wait_share"] = event.data_wait_share
     for name in ("nu", "damping", "failed_decompositions", "dropped_statistics"):
         value = getattr(event, name)
         if value is not None:
