@@ -37,7 +37,7 @@ def test_what_normalises_images_is_undone_to_the_very_pixel():
     stored = torch.from_numpy(pixels(4, 3, 5, 6))
     split = (stored, torch.zeros(4, dtype=torch.int64))
     data = TensorData("x", split, split, 10, mean=cifar10.MEAN, std=cifar10.STD)
-    [(images, _)] = data.evaluate(4, Shard())
+    [(images, _)] = map(data.prepare, data.evaluate(4, Shard()))
     for shown, original in zip(images, stored, strict=True):
         assert (pictures.to_rgb(shown, data.looks) == original.permute(1, 2, 0).numpy()).all()
     assert (pictures.to_rgb(stored[0], data.looks) == stored[0].permute(1, 2, 0).numpy()).all()
@@ -50,7 +50,7 @@ def test_an_image_folder_knows_its_looks_and_its_classes(tmp_path):
             (tmp_path / split / name).mkdir(parents=True)
             Image.fromarray(original).save(tmp_path / split / name / "a.png")
     data = imagefolder.load(tmp_path, image_size=14, workers=0)
-    [(images, _)] = data.evaluate(2, Shard())
+    [(images, _)] = map(data.prepare, data.evaluate(2, Shard()))
     assert (pictures.to_rgb(images[1], data.looks) == original[1:15, 1:15]).all()
     assert list(data.looks.classes) == ["cat", "dog"]
 

@@ -46,7 +46,7 @@ def test_a_run_ends_with_the_worst_of_its_first_held_out_examples(tmp_path):
 
     trainer = trainer_of(tmp_path, "kfac=none", base=RESNET)
     trainer.restore(checkpoint.find(path)[0])
-    [(images, labels), *_] = digits.load().evaluate(256, Shard())
+    [(images, labels), *_] = map(trainer.data.prepare, digits.load().evaluate(256, Shard()))
     p = trainer.model.eval()(images).softmax(1).detach()
     guess, right = p.argmax(1), p.argmax(1) == labels
     worst = sorted(range(256), key=lambda i: (bool(right[i]), p[i, labels[i]].item()))[:8]

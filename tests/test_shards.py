@@ -266,6 +266,19 @@ def test_no_damage_makes_anything_but_faults(tmp_path_factory, position, change,
     assert all(fault.reason and "\n" not in fault.reason for fault in index.faults)
 
 
+def test_an_image_that_a_cut_goes_through_is_not_among_the_examples(tmp_path):
+    path = tmp_path / "train-0.tar"
+    write_tar(path, [("a.cls", b"1"), ("a.jpg", b"i" * 700), ("b.cls", b"2"), ("b.jpg", b"j")])
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        ends = [m.offset_data + m.size for m in tar if m.name.endswith("jpg")]
+    for length in range(0, ends[1] + 100, 61):
+        path.write_bytes(whole[:length])
+        index = shard_index.read_index(path)
+        assert len(index.keys) == sum(length >= end for end in ends)
+        assert index.faults or length >= ends[1]
+
+
 def test_wrong_shards_are_usage_errors(root, folders, tmp_path):
     with pytest.raises(UsageError, match="has shards already"):
         list(shards.write(root, folders))
