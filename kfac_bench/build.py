@@ -17,6 +17,7 @@ from kfac_bench.config import (
     CIFAR_RESNETS,
     AdamConfig,
     AutoencoderConfig,
+    BertConfig,
     DataConfig,
     KFACConfig,
     LAMBConfig,
@@ -24,15 +25,19 @@ from kfac_bench.config import (
     LGGConfig,
     ModelConfig,
     OptimizerConfig,
+    QuestionAnsweringConfig,
     SegmentationConfig,
     SGDConfig,
+    SquadConfig,
     TaskConfig,
+    TextConfig,
+    TrainConfig,
     UNetConfig,
 )
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data import cifar10, demo, digits, lgg
+from kfac_bench.data import cifar10, demo, digits, lgg, text, windows
 from kfac_bench.data.data import UNKNOWN, Data, Pictured
 from kfac_bench.errors import UsageError
 from kfac_bench.models.autoencoder import Autoencoder
@@ -40,6 +45,8 @@ from kfac_bench.models.cifar_resnet import cifar_resnet
 from kfac_bench.models.torchvision_resnet import torchvision_resnet
 from kfac_bench.models.unet import UNet
 from kfac_bench.tasks.classification import Classification
+from kfac_bench.tasks.pretraining import Pretraining
+from kfac_bench.tasks.question_answering import QuestionAnswering
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.tasks.segmentation import Segmentation
 from kfac_bench.tasks.task import Task
@@ -65,6 +72,25 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
             eval_share=config.eval_share,
             on_error=config.on_error,
         )
+    if isinstance(config, TextConfig):
+        return text.load(
+            root,
+            config.sequence_length,
+            config.workers,
+            masked=config.masked,
+            max_predictions=config.max_predictions,
+        )
+    if isinstance(config, SquadConfig):
+        vocabulary = config.vocabulary_file
+        return windows.load(
+            root,
+            config.sequence_length,
+            config.workers,
+            vocabulary_file=None if vocabulary is None else Path(vocabulary),
+            stride=config.stride,
+            question_length=config.question_length,
+            on_error=config.on_error,
+        )
     from kfac_bench.data import imagefolder, shards  # torchvision, which the others do without
 
     if config.name == "shards":
@@ -80,11 +106,27 @@ def build_task(config: TaskConfig, data: Data) -> Task:
     if isinstance(config, SegmentationConfig):
         assert isinstance(data, lgg.LGG)  # or config.check would have refused
         return Segmentation(data.eval_volumes, config.smooth, config.bce)
+    if config.name == "pretraining":
+        assert isinstance(data, text.Text)
+        return Pretraining(data.tokens)
+    if isinstance(config, QuestionAnsweringConfig):
+        assert isinstance(data, windows.Squad)
+        return QuestionAnswering(data.eval_questions, config.max_answer_tokens)
     return Classification(config.label_smoothing, looks)
 
 
-def build_model(config: ModelConfig, shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """The network for the data's ``shape`` and ``num_classes``; works on the meta device."""
+def build_model(
+    config: ModelConfig,
+    shape: tuple[int, ...],
+    num_classes: int,
+    task: str = "classification",
+) -> nn.Module:
+    """The network for the data's ``shape`` and ``num_classes``; works on the meta device.
+
+    ``task`` is the task's name: BERT has another head for each.
+    """
+    if isinstance(config, BertConfig):
+        return _build_bert(config, shape[0], num_classes, task)
     if isinstance(config, AutoencoderConfig):
         inputs = shape[0] * shape[1] * shape[2]
         return Autoencoder(inputs, config.hidden, config.activation)
@@ -93,6 +135,32 @@ def build_model(config: ModelConfig, shape: tuple[int, ...], num_classes: int) -
     if config.name in CIFAR_RESNETS:
         return cifar_resnet(int(config.name.removeprefix("resnet")), num_classes, shape[0])
     return torchvision_resnet(config.name, num_classes, shape[0])
+
+
+def _build_bert(config: BertConfig, length: int, vocabulary_size: int, task: str) -> nn.Module:
+    try:
+        from kfac_bench.models import bert  # transformers, which the others do without
+    except ImportError:
+        raise UsageError(
+            f"model={config.name} needs transformers: pip install 'kfac-bench[language]'"
+        ) from None
+    if length > bert.MAX_POSITIONS:
+        raise UsageError(
+            f"data.sequence_length={length}: model={config.name} knows {bert.MAX_POSITIONS} "
+            "positions"
+        )
+    own = bert.config(config.name, vocabulary_size, config.dropout, config.hidden, config.layers)
+    return (bert.PretrainingBert if task == "pretraining" else bert.QuestionAnsweringBert)(own)
+
+
+def example_inputs(config: TrainConfig, shape: tuple[int, ...], n: int) -> Any:
+    """What the model takes, ``n`` examples of the data's ``shape``, on the default device."""
+    if not isinstance(config.model, BertConfig):
+        return torch.empty(n, *shape)
+    from kfac_bench.models import bert
+
+    predictions = config.data.max_predictions if isinstance(config.data, TextConfig) else None
+    return bert.example_inputs(n, shape[0], predictions)
 
 
 def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench import build
-from kfac_bench.config import TrainConfig
+from kfac_bench.config import DataConfig, SquadConfig, TextConfig, TrainConfig
 from kfac_bench.core.collective import SingleProcess
 from kfac_bench.core.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.layer import Call, Layer
@@ -29,6 +29,9 @@ from kfac_bench.errors import UsageError
 _SHAPES = {"digits": (1, 10), "cifar10": (3, 10), "imagefolder": (3, 1000), "lgg": (3, 1)}
 _SHAPES["shards"] = _SHAPES["imagefolder"]
 """Channels and classes per data set: a dry run reads no data (ImageNet's for imagefolder)."""
+
+_VOCABULARY = 30522
+"""Tokens of a text's: that of the published uncased models."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,7 @@ class _Imagined(SingleProcess):
 
 def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     """Build the model and its plan, take one step; raises :class:`UsageError` as the run would."""
-    channels, classes = _SHAPES[config.data.name]
-    shape = (channels, config.data.image_size, config.data.image_size)
+    shape, classes = _shape(config.data)
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     if batch < world_size:
         raise UsageError(
@@ -78,7 +80,8 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
             f"trainer.batch_size={batch} over {world_size} ranks"
         )
     with torch.device("meta"):
-        model = build.build_model(config.model, shape, classes)
+        model = build.build_model(config.model, shape, classes, config.task.name)
+        inputs = build.example_inputs(config, shape, examples)
     build.check_batch_norm(model, config.model, least // parts)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, _Imagined(world_size))
@@ -86,8 +89,7 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     if kfac is not None:
         kfac.detach()  # or what its hooks compute would count as forward and backward
         report = kfac.report()
-    x = torch.empty(examples, *shape, device="meta")
-    step = _step(model, x, [] if report is None else report.layers)
+    step = _step(model, inputs, [] if report is None else report.layers)
     seeds = _seeds(config, step.outputs)
 
     def work(op: Op) -> float:
@@ -108,10 +110,19 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     )
 
 
+def _shape(data: DataConfig) -> tuple[tuple[int, ...], int]:
+    """Of one input; and the classes, or the size of the vocabulary."""
+    if isinstance(data, TextConfig | SquadConfig):
+        return (data.sequence_length,), _VOCABULARY
+    channels, classes = _SHAPES[data.name]
+    return (channels, data.image_size, data.image_size), classes
+
+
 def _seeds(config: TrainConfig, outputs: torch.Size) -> int:
     """Gradients that ``kfac.fisher`` sends back from the output beside the loss' own."""
     if config.kfac.fisher == "type2":
-        one = outputs[-1:] if config.task.name == "classification" else outputs[1:]
+        categorical = config.task.name in ("classification", "question_answering")
+        one = outputs[-1:] if categorical else outputs[1:]
         return one.numel()
     return 1 if config.kfac.fisher == "mc" else 0
 
@@ -130,7 +141,7 @@ class _Step:
     """Samples times shared positions."""
 
 
-def _step(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Step:
+def _step(model: nn.Module, inputs: Any, layers: Sequence[Layer]) -> _Step:
     """One training step, and what the covered layers meet in it."""
     samples: Counter[str] = Counter()
     rows: Counter[str] = Counter()
@@ -155,14 +166,16 @@ def _step(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Step:
         for module in layer.modules
     ]
     with FlopCounterMode(display=False) as forward:
-        output = model(x)
+        made = model(inputs)
+        outputs = made if isinstance(made, tuple) else (made,)
+        total = sum((x.sum() for x in outputs), torch.zeros((), device="meta"))
     with FlopCounterMode(display=False) as to_layers:
         if edges:
-            torch.autograd.grad(output.sum(), edges, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
     rows.clear()
     with FlopCounterMode(display=False) as backward:
-        output.sum().backward()
+        total.backward()
     for handle in handles:
         handle.remove()
     counts = [float(c.get_total_flops()) for c in (forward, backward, to_layers)]
-    return _Step(counts[0], counts[1], counts[2], output.shape, samples, rows)
+    return _Step(counts[0], counts[1], counts[2], outputs[0].shape, samples, rows)

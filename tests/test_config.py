@@ -93,10 +93,19 @@ def own(tmp_path):
     ("group", "choice"), [(g, c) for g in GROUPS for c in compose.options_of(g)]
 )
 def test_every_choice_composes(group, choice):
-    model = {"reconstruction": "autoencoder", "lgg": "unet", "segmentation": "unet"}.get(choice)
-    found = compose.load([*([f"model={model}"] if model else []), f"{group}={choice}"])
+    goes_with = {
+        "reconstruction": ["model=autoencoder"],
+        "lgg": ["model=unet"],
+        "segmentation": ["model=unet"],
+        "text": ["model=bert_tiny"],
+        "pretraining": ["model=bert_tiny"],
+        "squad": ["model=bert_tiny", "task=question_answering"],
+        "question_answering": ["model=bert_tiny", "data=squad"],
+    }.get(choice, [])
+    found = compose.load([*goes_with, f"{group}={choice}"])
     assert chosen(found, group) == choice
-    together = {"model", "data"} if "unet" in (choice, model) else {"model"} if model else set()
+    both = choice in ("unet", *config.BERTS) or {"model=unet", "model=bert_tiny"} & {*goes_with}
+    together = {"model", "data"} if both else {"model"} if goes_with else set()
     for other in set(GROUPS) - {group, "task", *together}:
         assert chosen(found, other) == chosen(DEFAULT, other)
 
@@ -127,7 +136,7 @@ def test_what_an_experiment_file_says_is_what_the_run_gets(name):
     for group, choice in groups_of(defaults).items():
         assert chosen(found, group) == choice
     for parent in (d for d in defaults if isinstance(d, str) and d != "_self_"):
-        inherited = compose.load([f"experiment={parent}"])
+        inherited = compose.load([f"experiment={parent.removeprefix('/experiment/')}"])
         for option, value, _ in config.options(inherited.trainer, "trainer."):
             if option not in said:
                 assert get(found, option) == value, f"{option} of {parent}"
@@ -362,7 +371,7 @@ BAD = [
     ("optimizer.beta1=0.5", "optimizer.beta1: no such option"),
     ("seed.x=1", "seed"),
     ("model=resnet51", "model=resnet51: no such model; did you mean resnet"),
-    ("model=foo", "autoencoder, resnet101, resnet110, resnet152, resnet18, resnet20, resnet32"),
+    ("model=foo", "autoencoder, bert_base, bert_large, bert_tiny, resnet101, resnet110, resnet152"),
     ("optimizer=sdg", "choose one of adam, adamw"),
     ("kfac=kaisa", "choose one of comm_opt, hybrid_opt, layer_wise, local_factors, mem_opt"),
     ("data=cifar", "did you mean cifar10?"),

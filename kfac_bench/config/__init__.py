@@ -5,13 +5,15 @@ Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
 """
 
 from kfac_bench.config.checks import check
-from kfac_bench.config.data import DataConfig, LGGConfig
+from kfac_bench.config.data import DataConfig, LGGConfig, SquadConfig, TextConfig
 from kfac_bench.config.kfac import CONVENTIONS, FISHERS, WEIGHT_SHARING, KFACConfig
 from kfac_bench.config.models import (
+    BERTS,
     CIFAR_RESNETS,
     MODELS,
     RESNETS,
     AutoencoderConfig,
+    BertConfig,
     ModelConfig,
     UNetConfig,
 )
@@ -29,7 +31,7 @@ from kfac_bench.config.schedules import (
     ScheduleConfig,
     StepScheduleConfig,
 )
-from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
+from kfac_bench.config.tasks import QuestionAnsweringConfig, SegmentationConfig, TaskConfig
 from kfac_bench.config.train import (
     BACKENDS,
     PRECISIONS,
@@ -43,6 +45,7 @@ from kfac_bench.config.train import (
 
 __all__ = [
     "BACKENDS",
+    "BERTS",
     "CIFAR_RESNETS",
     "CONVENTIONS",
     "FISHERS",
@@ -55,6 +58,7 @@ __all__ = [
     "AdamConfig",
     "AutoencoderConfig",
     "BackendConfig",
+    "BertConfig",
     "DataConfig",
     "DecayScheduleConfig",
     "DeepSpeedConfig",
@@ -65,11 +69,14 @@ __all__ = [
     "LoggerConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "QuestionAnsweringConfig",
     "SGDConfig",
     "ScheduleConfig",
     "SegmentationConfig",
+    "SquadConfig",
     "StepScheduleConfig",
     "TaskConfig",
+    "TextConfig",
     "TrainConfig",
     "TrainerConfig",
     "UNetConfig",

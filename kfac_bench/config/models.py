@@ -10,7 +10,8 @@ from kfac_bench.config.options import option
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
-MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet")
+BERTS = ("bert_tiny", "bert_base", "bert_large")
+MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet", *BERTS)
 
 
 @dataclass
@@ -36,3 +37,17 @@ class UNetConfig(ModelConfig):
         32, "channels of the first level; twice as many at each further", at_least=1
     )
     depth: int = option(4, "times that the image is halved", at_least=1, at_most=10)
+
+
+@dataclass
+class BertConfig(ModelConfig):
+    """BERT of a size; its head comes from the task, its vocabulary from the data."""
+
+    weights: str | None = option(
+        None,
+        "folder to start from: a run of ours, or one with transformers' model.safetensors; the "
+        "optimizer starts anew",
+    )
+    dropout: float = option(0.1, "of hidden states and attention", at_least=0, below=1)
+    hidden: int | None = option(None, "hidden size; null: that of the size", at_least=1)
+    layers: int | None = option(None, "encoder layers; null: those of the size", at_least=1)

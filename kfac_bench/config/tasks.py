@@ -8,14 +8,17 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import option
 
+TASKS = (
+    *("classification", "reconstruction", "segmentation"),
+    *("pretraining", "question_answering"),
+)
+
 
 @dataclass
 class TaskConfig:
     """What is learned, and the validation figure that a target is about."""
 
-    name: str = option(
-        MISSING, "task", choices=("classification", "reconstruction", "segmentation")
-    )
+    name: str = option(MISSING, "task", choices=TASKS)
     label_smoothing: float = option(0.0, "of the cross-entropy", at_least=0, below=1)
 
 
@@ -29,3 +32,10 @@ class SegmentationConfig(TaskConfig):
         "weight of the binary cross entropy, mean over pixels, beside the Dice loss",
         at_least=0,
     )
+
+
+@dataclass
+class QuestionAnsweringConfig(TaskConfig):
+    """Where in a paragraph an answer begins and ends."""
+
+    max_answer_tokens: int = option(30, "longest answer that is looked for", at_least=1)

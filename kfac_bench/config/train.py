@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from kfac_bench.config.data import DataConfig, LGGConfig
+from kfac_bench.config.data import DataConfig, LGGConfig, SquadConfig, TextConfig
 from kfac_bench.config.kfac import KFACConfig
-from kfac_bench.config.models import AutoencoderConfig, ModelConfig, UNetConfig
+from kfac_bench.config.models import AutoencoderConfig, BertConfig, ModelConfig, UNetConfig
 from kfac_bench.config.optimizers import (
     AdamConfig,
     LAMBConfig,
@@ -22,7 +22,7 @@ from kfac_bench.config.schedules import (
     ScheduleConfig,
     StepScheduleConfig,
 )
-from kfac_bench.config.tasks import SegmentationConfig, TaskConfig
+from kfac_bench.config.tasks import QuestionAnsweringConfig, SegmentationConfig, TaskConfig
 
 BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -123,9 +123,18 @@ class TrainConfig:
 
 
 VARIANTS: dict[str, dict[str, type]] = {
-    "model": {"base": ModelConfig, "autoencoder": AutoencoderConfig, "unet": UNetConfig},
-    "data": {"base": DataConfig, "lgg": LGGConfig},
-    "task": {"base": TaskConfig, "segmentation": SegmentationConfig},
+    "model": {
+        "base": ModelConfig,
+        "autoencoder": AutoencoderConfig,
+        "unet": UNetConfig,
+        "bert": BertConfig,
+    },
+    "data": {"base": DataConfig, "lgg": LGGConfig, "text": TextConfig, "squad": SquadConfig},
+    "task": {
+        "base": TaskConfig,
+        "segmentation": SegmentationConfig,
+        "question_answering": QuestionAnsweringConfig,
+    },
     "optimizer": {"sgd": SGDConfig, "adam": AdamConfig, "lars": LARSConfig, "lamb": LAMBConfig},
     "schedule": {
         "base": ScheduleConfig,

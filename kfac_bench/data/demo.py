@@ -14,10 +14,15 @@ LAYOUTS = {
     "shards": "demo_shards",
     "cifar10": "demo_cifar10",
     "lgg": "demo_lgg",
+    "squad": "demo_squad",
+    "text": "demo_text",
 }
 """By name, the module whose ``make(root)`` writes it."""
 
-_LAYOUT_OF = {"imagefolder": "imagenet", "shards": "shards", "cifar10": "cifar10", "lgg": "lgg"}
+_LAYOUT_OF = {
+    **{name: name for name in ("shards", "cifar10", "lgg", "squad", "text")},
+    "imagefolder": "imagenet",
+}
 """By the name of the data set that reads it."""
 
 
