@@ -17,6 +17,7 @@ from kfac_bench.config import (
     CIFAR_RESNETS,
     AdamConfig,
     AutoencoderConfig,
+    BertConfig,
     COCOConfig,
     DataConfig,
     DetectionConfig,
@@ -28,15 +29,19 @@ from kfac_bench.config import (
     MaskRCNNConfig,
     ModelConfig,
     OptimizerConfig,
+    QuestionAnsweringConfig,
     SegmentationConfig,
     SGDConfig,
+    SquadConfig,
     TaskConfig,
+    TextConfig,
+    TrainConfig,
     UNetConfig,
 )
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data import cifar10, demo, digits, lgg
+from kfac_bench.data import cifar10, demo, digits, lgg, text, windows
 from kfac_bench.data.data import UNKNOWN, Data, Pictured
 from kfac_bench.errors import UsageError
 from kfac_bench.models.autoencoder import Autoencoder
@@ -44,6 +49,8 @@ from kfac_bench.models.cifar_resnet import cifar_resnet
 from kfac_bench.models.torchvision_resnet import torchvision_resnet
 from kfac_bench.models.unet import UNet
 from kfac_bench.tasks.classification import Classification
+from kfac_bench.tasks.pretraining import Pretraining
+from kfac_bench.tasks.question_answering import QuestionAnswering
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.tasks.segmentation import Segmentation
 from kfac_bench.tasks.task import Task
@@ -82,6 +89,25 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
             on_error=config.on_error,
             year=config.year,
         )
+    if isinstance(config, TextConfig):
+        return text.load(
+            root,
+            config.sequence_length,
+            config.workers,
+            masked=config.masked,
+            max_predictions=config.max_predictions,
+        )
+    if isinstance(config, SquadConfig):
+        vocabulary = config.vocabulary_file
+        return windows.load(
+            root,
+            config.sequence_length,
+            config.workers,
+            vocabulary_file=None if vocabulary is None else Path(vocabulary),
+            stride=config.stride,
+            question_length=config.question_length,
+            on_error=config.on_error,
+        )
     from kfac_bench.data import imagefolder, shards  # torchvision, which the others do without
 
     if config.name == "shards":
@@ -103,11 +129,27 @@ def build_task(config: TaskConfig, data: Data) -> Task:
 
         assert isinstance(data, COCO)
         return Detection(data.truth, data.num_classes, config.bbox_goal, config.segm_goal, looks)
+    if config.name == "pretraining":
+        assert isinstance(data, text.Text)
+        return Pretraining(data.tokens)
+    if isinstance(config, QuestionAnsweringConfig):
+        assert isinstance(data, windows.Squad)
+        return QuestionAnswering(data.eval_questions, config.max_answer_tokens)
     return Classification(config.label_smoothing, looks)
 
 
-def build_model(config: ModelConfig, shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """The network for the data's ``shape`` and ``num_classes``; works on the meta device."""
+def build_model(
+    config: ModelConfig,
+    shape: tuple[int, ...],
+    num_classes: int,
+    task: str = "classification",
+) -> nn.Module:
+    """The network for the data's ``shape`` and ``num_classes``; works on the meta device.
+
+    ``task`` is the task's name: BERT has another head for each.
+    """
+    if isinstance(config, BertConfig):
+        return _build_bert(config, shape[0], num_classes, task)
     if isinstance(config, AutoencoderConfig):
         inputs = shape[0] * shape[1] * shape[2]
         return Autoencoder(inputs, config.hidden, config.activation)
@@ -133,6 +175,32 @@ def _build_detector(config: DetectorConfig, shape: tuple[int, ...], num_classes:
             detections=detections,
         )
     return maskrcnn_tiny(num_classes, *shape[1:], box_samples=samples, detections=detections)
+
+
+def _build_bert(config: BertConfig, length: int, vocabulary_size: int, task: str) -> nn.Module:
+    try:
+        from kfac_bench.models import bert  # transformers, which the others do without
+    except ImportError:
+        raise UsageError(
+            f"model={config.name} needs transformers: pip install 'kfac-bench[language]'"
+        ) from None
+    if length > bert.MAX_POSITIONS:
+        raise UsageError(
+            f"data.sequence_length={length}: model={config.name} knows {bert.MAX_POSITIONS} "
+            "positions"
+        )
+    own = bert.config(config.name, vocabulary_size, config.dropout, config.hidden, config.layers)
+    return (bert.PretrainingBert if task == "pretraining" else bert.QuestionAnsweringBert)(own)
+
+
+def example_inputs(config: TrainConfig, shape: tuple[int, ...], n: int) -> Any:
+    """What the model takes, ``n`` examples of the data's ``shape``, on the default device."""
+    if not isinstance(config.model, BertConfig):
+        return torch.empty(n, *shape)
+    from kfac_bench.models import bert
+
+    predictions = config.data.max_predictions if isinstance(config.data, TextConfig) else None
+    return bert.example_inputs(n, shape[0], predictions)
 
 
 def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:

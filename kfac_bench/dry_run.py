@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench import build
-from kfac_bench.config import COCOConfig, TrainConfig
+from kfac_bench.config import COCOConfig, DataConfig, SquadConfig, TextConfig, TrainConfig
 from kfac_bench.core.collective import SingleProcess
 from kfac_bench.core.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.layer import Call, Layer
@@ -35,6 +35,9 @@ _SHAPES = {
     "coco": (3, 81),
 }
 """Channels and classes per data set: a dry run reads no data (ImageNet's for imagefolder)."""
+
+_VOCABULARY = 30522
+"""Tokens of a text's: that of the published uncased models."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,7 @@ class _Imagined(SingleProcess):
 
 def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     """Build the model and its plan, take one step; raises :class:`UsageError` as the run would."""
-    channels, classes = _SHAPES[config.data.name]
-    shape = (channels, config.data.image_size, config.data.image_size)
-    if isinstance(config.data, COCOConfig):
-        shape = (channels, config.data.image_size, config.data.max_size)
+    shape, classes = _shape(config.data)
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     if batch < world_size:
         raise UsageError(
@@ -86,7 +86,8 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
             f"trainer.batch_size={batch} over {world_size} ranks"
         )
     with torch.device("meta"):
-        model = build.build_model(config.model, shape, classes)
+        model = build.build_model(config.model, shape, classes, config.task.name)
+        inputs = build.example_inputs(config, shape, examples)
     build.check_batch_norm(model, config.model, least // parts)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, _Imagined(world_size))
@@ -94,8 +95,7 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     if kfac is not None:
         kfac.detach()  # or what its hooks compute would count as forward and backward
         report = kfac.report()
-    x = torch.empty(examples, *shape, device="meta")
-    step = _step(model, x, [] if report is None else report.layers)
+    step = _step(model, inputs, [] if report is None else report.layers)
     seeds = _seeds(config, step.outputs)
 
     def work(op: Op) -> float:
@@ -116,10 +116,20 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     )
 
 
+def _shape(data: DataConfig) -> tuple[tuple[int, ...], int]:
+    """Of one input; and the classes, or the size of the vocabulary."""
+    if isinstance(data, TextConfig | SquadConfig):
+        return (data.sequence_length,), _VOCABULARY
+    channels, classes = _SHAPES[data.name]
+    longer = data.max_size if isinstance(data, COCOConfig) else data.image_size
+    return (channels, data.image_size, longer), classes
+
+
 def _seeds(config: TrainConfig, outputs: torch.Size) -> int:
     """Gradients that ``kfac.fisher`` sends back from the output beside the loss' own."""
     if config.kfac.fisher == "type2":
-        one = outputs[-1:] if config.task.name == "classification" else outputs[1:]
+        categorical = config.task.name in ("classification", "question_answering")
+        one = outputs[-1:] if categorical else outputs[1:]
         return one.numel()
     return 1 if config.kfac.fisher == "mc" else 0
 
@@ -138,7 +148,7 @@ class _Step:
     """Samples times shared positions."""
 
 
-def _step(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Step:
+def _step(model: nn.Module, inputs: Any, layers: Sequence[Layer]) -> _Step:
     """One training step, and what the covered layers meet in it."""
     samples: Counter[str] = Counter()
     rows: Counter[str] = Counter()
@@ -163,14 +173,16 @@ def _step(model: nn.Module, x: Tensor, layers: Sequence[Layer]) -> _Step:
         for module in layer.modules
     ]
     with FlopCounterMode(display=False) as forward:
-        output = getattr(model, "outline", model)(x)  # a detector's depends on values
+        made = getattr(model, "outline", model)(inputs)  # a detector's depends on values
+        outputs = made if isinstance(made, tuple) else (made,)
+        total = sum((x.sum() for x in outputs), torch.zeros((), device="meta"))
     with FlopCounterMode(display=False) as to_layers:
         if edges:
-            torch.autograd.grad(output.sum(), edges, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
     rows.clear()
     with FlopCounterMode(display=False) as backward:
-        output.sum().backward()
+        total.backward()
     for handle in handles:
         handle.remove()
     counts = [float(c.get_total_flops()) for c in (forward, backward, to_layers)]
-    return _Step(counts[0], counts[1], counts[2], output.shape, samples, rows)
+    return _Step(counts[0], counts[1], counts[2], outputs[0].shape, samples, rows)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_bench import build, checkpoint, environment
+from kfac_bench import build, checkpoint, environment, weights
 from kfac_bench.backends.backend import Backend
 from kfac_bench.checkpoint import Checkpoint
 from kfac_bench.config import TrainConfig
@@ -57,7 +57,7 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
         if opened is not None:
             trainer.log, trainer.say = opened
             stack.callback(trainer.log.close)
-        for line in trainer.data.notes:
+        for line in (*trainer.data.notes, *trainer.notes):
             trainer.say(line)
         _start(config, trainer, directory, about)
         _say_what_kfac_does(trainer)
@@ -82,20 +82,22 @@ def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module]:
+def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module, list[str]]:
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
-    model = build.build_model(config.model, data.shape, data.num_classes).to(ranks.device)
+    model = build.build_model(config.model, data.shape, data.num_classes, config.task.name)
+    notes = weights.load(model, config.model)
+    model = model.to(ranks.device)
     if config.trainer.channels_last:
         model.to(memory_format=torch.channels_last)
     least = least_part(data.train_size, config.trainer, ranks.world_size)
     build.check_batch_norm(model, config.model, least)
-    return data, model
+    return data, model, notes
 
 
 def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirectory) -> Trainer:
     ranks = backend.ranks
-    data, model = ranks.together(lambda: _data_and_model(config, ranks))
+    data, model, notes = ranks.together(lambda: _data_and_model(config, ranks))
     about = f"{data.train_size} {data.eval_size} {data.shape} {data.num_classes}"
     if others := ranks.unlike_main(about):
         raise UsageError(
@@ -118,6 +120,7 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
         backend,
         EventLog([]),
         directory.path,
+        notes,
     )
 
 

@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -99,6 +99,8 @@ class Trainer:
     log: EventLog
     directory: Path
     """Of the run: checkpoints and predictions go below it."""
+    notes: Sequence[str] = ()
+    """Lines for the user before it starts: what weights it has."""
     say: Callable[[str], None] = lambda text: None
     """Tells the user a line, on rank 0."""
     step: int = 0

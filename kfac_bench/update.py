@@ -84,6 +84,7 @@ class Update:
                 loss = loss * share
                 self._backend.backward(self.scaler.scale(loss))
                 total += loss.detach()
+                del output  # logits of a vocabulary weigh: not beside those of the next part
         self._backend.synchronize(self._optimizer)
         return total
 

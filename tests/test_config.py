@@ -93,15 +93,20 @@ def own(tmp_path):
     ("group", "choice"), [(g, c) for g in GROUPS for c in compose.options_of(g)]
 )
 def test_every_choice_composes(group, choice):
-    model = {
-        "reconstruction": "autoencoder",
-        **dict.fromkeys(("lgg", "segmentation"), "unet"),
-        **dict.fromkeys(("coco", "detection"), "maskrcnn_tiny"),
-    }.get(choice)
-    found = compose.load([*([f"model={model}"] if model else []), f"{group}={choice}"])
+    bert = "model=bert_tiny"
+    goes_with = {
+        "reconstruction": ["model=autoencoder"],
+        **{key: ["model=unet"] for key in ("lgg", "segmentation")},
+        **{key: ["model=maskrcnn_tiny"] for key in ("coco", "detection")},
+        **{key: [bert] for key in ("text", "pretraining")},
+        "squad": [bert, "task=question_answering"],
+        "question_answering": [bert, "data=squad"],
+    }.get(choice, [])
+    found = compose.load([*goes_with, f"{group}={choice}"])
     assert chosen(found, group) == choice
-    sets_data = {"unet", *config.DETECTORS} & {choice, model}
-    together = {"model", "data"} if sets_data else {"model"} if model else set()
+    models = {choice, *(x.removeprefix("model=") for x in goes_with)}
+    sets_data = {"unet", *config.DETECTORS, *config.BERTS} & models
+    together = {"model", "data"} if sets_data else {"model"} if goes_with else set()
     for other in set(GROUPS) - {group, "task", *together}:
         assert chosen(found, other) == chosen(DEFAULT, other)
 
@@ -369,11 +374,11 @@ BAD = [
     ("optimizer.beta1=0.5", "optimizer.beta1: no such option"),
     ("seed.x=1", "seed"),
     ("model=resnet51", "model=resnet51: no such model; did you mean resnet"),
-    ("model=foo", "autoencoder, maskrcnn_resnet50_fpn, maskrcnn_tiny, resnet101, resnet110"),
+    ("model=foo", "bert_tiny, maskrcnn_resnet50_fpn, maskrcnn_tiny, resnet101, resnet110"),
     ("optimizer=sdg", "choose one of adam, adamw"),
     ("kfac=kaisa", "choose one of comm_opt, hybrid_opt, layer_wise, local_factors, mem_opt"),
     ("data=cifar", "did you mean cifar10?"),
-    ("task=classify", "choose one of classification, detection, reconstruction"),
+    ("task=classify", "choose one of classification, detection, pretraining, question_answering"),
     ("logger=wand", "choose one of none, tensorboard, wandb"),
     ("experiment=digits_resnett", "did you mean digits_resnet"),
     ("+extra=1", "extra: no such option"),

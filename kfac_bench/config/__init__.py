@@ -5,14 +5,16 @@ Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
 """
 
 from kfac_bench.config.checks import check
-from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig
+from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig, SquadConfig, TextConfig
 from kfac_bench.config.kfac import CONVENTIONS, FISHERS, WEIGHT_SHARING, KFACConfig
 from kfac_bench.config.models import (
+    BERTS,
     CIFAR_RESNETS,
     DETECTORS,
     MODELS,
     RESNETS,
     AutoencoderConfig,
+    BertConfig,
     DetectorConfig,
     MaskRCNNConfig,
     ModelConfig,
@@ -32,7 +34,12 @@ from kfac_bench.config.schedules import (
     ScheduleConfig,
     StepScheduleConfig,
 )
-from kfac_bench.config.tasks import DetectionConfig, SegmentationConfig, TaskConfig
+from kfac_bench.config.tasks import (
+    DetectionConfig,
+    QuestionAnsweringConfig,
+    SegmentationConfig,
+    TaskConfig,
+)
 from kfac_bench.config.train import (
     BACKENDS,
     PRECISIONS,
@@ -46,6 +53,7 @@ from kfac_bench.config.train import (
 
 __all__ = [
     "BACKENDS",
+    "BERTS",
     "CIFAR_RESNETS",
     "CONVENTIONS",
     "DETECTORS",
@@ -59,6 +67,7 @@ __all__ = [
     "AdamConfig",
     "AutoencoderConfig",
     "BackendConfig",
+    "BertConfig",
     "COCOConfig",
     "DataConfig",
     "DecayScheduleConfig",
@@ -73,11 +82,14 @@ __all__ = [
     "MaskRCNNConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "QuestionAnsweringConfig",
     "SGDConfig",
     "ScheduleConfig",
     "SegmentationConfig",
+    "SquadConfig",
     "StepScheduleConfig",
     "TaskConfig",
+    "TextConfig",
     "TrainConfig",
     "TrainerConfig",
     "UNetConfig",

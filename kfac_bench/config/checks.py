@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from kfac_bench.config.kfac import KFACConfig
-from kfac_bench.config.models import DETECTORS
+from kfac_bench.config.models import DETECTORS, BertConfig
 from kfac_bench.config.optimizers import OptimizerConfig
 from kfac_bench.config.options import check_option, options
 from kfac_bench.config.schedules import ScheduleConfig, StepScheduleConfig
@@ -52,6 +52,7 @@ def check(config: TrainConfig) -> None:
             "model=unet, data=lgg and task=segmentation go together (model=unet sets all three)"
         )
     _check_detection(config)
+    _check_language(config)
 
 
 def _check_detection(config: TrainConfig) -> None:
@@ -66,6 +67,23 @@ def _check_detection(config: TrainConfig) -> None:
         raise UsageError(
             f"kfac.fisher={config.kfac.fisher} does not fit task=detection, whose losses have no "
             "one likelihood to draw labels from: use kfac.fisher=empirical"
+        )
+
+
+def _check_language(config: TrainConfig) -> None:
+    """BERT, its data and its tasks go together; one of the tasks has two likelihoods."""
+    model, data, task = config.model.name, config.data.name, config.task.name
+    fits = {"text": "pretraining", "squad": "question_answering"}
+    any_ = isinstance(config.model, BertConfig) or data in fits or task in fits.values()
+    if any_ and not (isinstance(config.model, BertConfig) and fits.get(data) == task):
+        raise UsageError(
+            f"model={model} does not fit data={data} and task={task}: a model=bert_... goes with "
+            "data=text task=pretraining (its own choice), or data=squad task=question_answering"
+        )
+    if task == "pretraining" and config.kfac.enabled and config.kfac.fisher != "empirical":
+        raise UsageError(
+            f"kfac.fisher={config.kfac.fisher} draws labels of one likelihood, task=pretraining is "
+            "about two (masked tokens and next sentences): use kfac.fisher=empirical"
         )
 
 

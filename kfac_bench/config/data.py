@@ -8,16 +8,14 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import option
 
+DATA_SETS = ("digits", "cifar10", "imagefolder", "shards", "lgg", "coco", "text", "squad")
+
 
 @dataclass
 class DataConfig:
     """The data set."""
 
-    name: str = option(
-        MISSING,
-        "data set",
-        choices=("digits", "cifar10", "imagefolder", "shards", "lgg", "coco"),
-    )
+    name: str = option(MISSING, "data set", choices=DATA_SETS)
     root: str | None = option(
         None,
         "its folder (digits ships in a package); demo: a small one, made when first used",
@@ -54,3 +52,28 @@ class COCOConfig(DataConfig):
         [], "shorter sides in training, of which one is drawn each time; []: image_size"
     )
     year: int | None = option(None, "2014, 2017: which one, where a folder has several")
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Prepared text with masked tokens."""
+
+    image_size: int = option(0, "text has no images", at_least=0, at_most=0)
+    sequence_length: int = option(128, "tokens of an example", at_least=8)
+    masked: float = option(0.15, "share of the tokens that are predicted", above=0, below=1)
+    max_predictions: int = option(
+        20, "tokens of an example that are predicted, at most", at_least=1
+    )
+
+
+@dataclass
+class SquadConfig(DataConfig):
+    """Questions about paragraphs."""
+
+    image_size: int = option(0, "text has no images", at_least=0, at_most=0)
+    sequence_length: int = option(
+        384, "tokens of a question and a window of its paragraph", at_least=8
+    )
+    stride: int = option(128, "tokens from one window of a paragraph to the next", at_least=1)
+    question_length: int = option(64, "tokens of a question, at most", at_least=1)
+    vocabulary_file: str | None = option(None, "the model's vocab.txt; null: the one in data.root")

@@ -11,7 +11,8 @@ from kfac_bench.config.options import option
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
 DETECTORS = ("maskrcnn_resnet50_fpn", "maskrcnn_tiny")
-MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet", *DETECTORS)
+BERTS = ("bert_tiny", "bert_base", "bert_large")
+MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet", *DETECTORS, *BERTS)
 
 
 @dataclass
@@ -60,3 +61,17 @@ class MaskRCNNConfig(DetectorConfig):
         "file of a ResNet-50's weights (.pth, .safetensors); null: random ones, of which it does "
         "not learn much",
     )
+
+
+@dataclass
+class BertConfig(ModelConfig):
+    """BERT of a size; its head comes from the task, its vocabulary from the data."""
+
+    weights: str | None = option(
+        None,
+        "folder to start from: a run of ours, or one with transformers' model.safetensors; the "
+        "optimizer starts anew",
+    )
+    dropout: float = option(0.1, "of hidden states and attention", at_least=0, below=1)
+    hidden: int | None = option(None, "hidden size; null: that of the size", at_least=1)
+    layers: int | None = option(None, "encoder layers; null: those of the size", at_least=1)

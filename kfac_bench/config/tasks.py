@@ -8,14 +8,17 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import option
 
+TASKS = (
+    *("classification", "reconstruction", "segmentation", "detection"),
+    *("pretraining", "question_answering"),
+)
+
 
 @dataclass
 class TaskConfig:
     """What is learned, and the validation figure that a target is about."""
 
-    name: str = option(
-        MISSING, "task", choices=("classification", "reconstruction", "segmentation", "detection")
-    )
+    name: str = option(MISSING, "task", choices=TASKS)
     label_smoothing: float = option(0.0, "of the cross-entropy", at_least=0, below=1)
 
 
@@ -43,3 +46,10 @@ class DetectionConfig(TaskConfig):
         None, "bbox_mAP to reach; the figure is then the least share of a goal", above=0, at_most=1
     )
     segm_goal: float | None = option(None, "segm_mAP to reach", above=0, at_most=1)
+
+
+@dataclass
+class QuestionAnsweringConfig(TaskConfig):
+    """Where in a paragraph an answer begins and ends."""
+
+    max_answer_tokens: int = option(30, "longest answer that is looked for", at_least=1)

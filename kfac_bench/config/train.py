@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig
+from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig, SquadConfig, TextConfig
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.models import (
     AutoencoderConfig,
+    BertConfig,
     DetectorConfig,
     MaskRCNNConfig,
     ModelConfig,
@@ -28,7 +29,12 @@ from kfac_bench.config.schedules import (
     ScheduleConfig,
     StepScheduleConfig,
 )
-from kfac_bench.config.tasks import DetectionConfig, SegmentationConfig, TaskConfig
+from kfac_bench.config.tasks import (
+    DetectionConfig,
+    QuestionAnsweringConfig,
+    SegmentationConfig,
+    TaskConfig,
+)
 
 BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -135,12 +141,20 @@ VARIANTS: dict[str, dict[str, type]] = {
         "unet": UNetConfig,
         "detector": DetectorConfig,
         "maskrcnn": MaskRCNNConfig,
+        "bert": BertConfig,
     },
-    "data": {"base": DataConfig, "lgg": LGGConfig, "coco": COCOConfig},
+    "data": {
+        "base": DataConfig,
+        "lgg": LGGConfig,
+        "coco": COCOConfig,
+        "text": TextConfig,
+        "squad": SquadConfig,
+    },
     "task": {
         "base": TaskConfig,
         "segmentation": SegmentationConfig,
         "detection": DetectionConfig,
+        "question_answering": QuestionAnsweringConfig,
     },
     "optimizer": {"sgd": SGDConfig, "adam": AdamConfig, "lars": LARSConfig, "lamb": LAMBConfig},
     "schedule": {

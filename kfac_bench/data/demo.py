@@ -15,15 +15,14 @@ LAYOUTS = {
     "cifar10": "demo_cifar10",
     "lgg": "demo_lgg",
     "coco": "demo_coco",
+    "squad": "demo_squad",
+    "text": "demo_text",
 }
 """By name, the module whose ``make(root)`` writes it."""
 
 _LAYOUT_OF = {
+    **{name: name for name in ("shards", "cifar10", "lgg", "coco", "squad", "text")},
     "imagefolder": "imagenet",
-    "shards": "shards",
-    "cifar10": "cifar10",
-    "lgg": "lgg",
-    "coco": "coco",
 }
 """By the name of the data set that reads it."""
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kfac_bench.data import cifar10, coco_annotations, lgg
+from kfac_bench.data import cifar10, coco_annotations, lgg, squad, text, text_shards
 from kfac_bench.errors import UsageError
 
 LAYOUTS = {
@@ -10,6 +10,8 @@ LAYOUTS = {
     "shards": "train-<number>.tar and val-<number>.tar of <key>.jpg and <key>.cls",
     "lgg": lgg.LAYOUT,
     "coco": coco_annotations.LAYOUT,
+    "text": text_shards.LAYOUT,
+    "squad": squad.LAYOUT,
     "cifar10": "cifar-10-batches-bin, cifar-10-batches-py, or one of their archives",
 }
 
@@ -42,6 +44,10 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
         volumes, faults = lgg.scan(root)
         slices = sum(len(volume.slices) for volume in volumes)
         return f"lgg: {slices} good slices in {len(volumes)} volumes", faults
+    if text_shards.lengths(root):
+        return text.scan(root)
+    if any((root / name).exists() for name in squad.FILES.values()):
+        return squad.scan(root)
     if root.is_file() or any(root.glob("cifar-10-*")):
         data = cifar10.load(root)
         return f"cifar10: {data.train_size} images to train on, {data.eval_size} to evaluate", []
