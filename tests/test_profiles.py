@@ -80,7 +80,7 @@ def test_data_root_demo(cache):
     config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke"])
     assert build.build_data(config.data, config.task).train_size == 192
     config.data.name = "mine"
-    with pytest.raises(UsageError, match="no demo of data=mine, only of imagefolder, shards, ci"):
+    with pytest.raises(UsageError, match="no demo of data=mine, only of shards, cifar10, lgg"):
         build.build_data(config.data, config.task)
 
 
