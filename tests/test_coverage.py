@@ -93,6 +93,8 @@ def test_an_embedding_tied_to_the_head_is_left_to_the_optimizer_with_it(skip, he
     assert [x.name for x in report.layers] == ["hidden"]
     reasons = {x.name: x.reason for x in report.skipped}
     assert set(reasons) == {"tokens", *(f"heads.{i}" for i in range(heads))}
+    total = sum(p.numel() for p in model.parameters())
+    assert report.covered_params + report.skipped_params == total
     assert re.search("weight tied to tokens", reasons["heads.0"])
     assert reasons["tokens"] == ("skip pattern 'Embedding'" if skip else "weight tied to heads.0")
     loss_of(model(torch.randint(7, (5, 3))), 5).backward()

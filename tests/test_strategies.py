@@ -350,11 +350,14 @@ def refused_on_rank(strategy):
     with pytest.raises(ValueError, match="an adaptive damping needs both"):
         make_kfac(model, sgd(model), apart, damping=adaptive)
     make_kfac(model, sgd(model), apart, method="eigen", factored_damping=True)
+    double = tiny_model().double()
+    with pytest.raises(ValueError, match="float64 weights: on several ranks .* model.float()"):
+        make_kfac(double, sgd(double), {})
     return True
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "comm_opt"])
-def test_ekfac_with_another_strategy_is_refused_on_every_rank(strategy):
+def test_what_does_not_fit_several_ranks_is_refused_on_every_rank(strategy):
     assert run_ranks(4, refused_on_rank, strategy) == [True] * 4
 
 

@@ -43,6 +43,7 @@ class Skipped:
     name: str
     kind: str
     params: int
+    """A tied weight counts where it comes first."""
     reason: str
 
 
@@ -69,10 +70,13 @@ def find_layers(
     layers: list[Layer] = []
     first_of: dict[int, Layer] = {}  # by id of a weight
     skipped: list[Skipped] = []
+    counted: set[int] = set()
     for part in parts:
         reason = part.reason or _shared_otherwise(part, owners)
         if reason is not None:
-            params = sum(p.numel() for p in part.module.parameters(recurse=False))
+            own = [p for p in part.module.parameters(recurse=False) if id(p) not in counted]
+            counted.update(map(id, own))
+            params = sum(p.numel() for p in own)
             skipped.append(Skipped(part.name, type(part.module).__name__, params, reason))
         elif (twin := first_of.get(id(part.layers[0].weight))) is not None:
             twin.modules += part.layers[0].modules

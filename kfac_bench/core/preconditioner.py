@@ -30,6 +30,7 @@ from kfac_bench.core.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_lay
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.executor import Executor, Request
 from kfac_bench.core.factors import CONVENTIONS
+from kfac_bench.core.layer import Layer
 from kfac_bench.core.plan import ComputeFactor, ReduceFactors
 from kfac_bench.core.planner import make_plan
 from kfac_bench.core.report import Report
@@ -149,6 +150,8 @@ class KFAC:
         self._group_of = self._find_param_groups()
         self.collective = collective or default_collective()
         self._model_parallel = model_parallel
+        if self.collective.world_size > 1:
+            _refuse_double(self._layers)
         if any_sharded(self._layers):
             self._refuse_sharded(strategy, overlap)
         if model_parallel is not None and isinstance(damping, LevenbergMarquardt):
@@ -492,6 +495,16 @@ class KFAC:
             self._capture.pop()
             self._executor.abandon_factors()
             self._capture.enabled = self.schedules.factors_due(steps)
+
+
+def _refuse_double(layers: Sequence[Layer]) -> None:
+    """What ranks send each other is float32 at most: with float64 they would mix the two."""
+    double = [layer.name for layer in layers if layer.weight.dtype == torch.float64]
+    if double:
+        raise ValueError(
+            f"layer {double[0]} has float64 weights: on several ranks K-FAC works in float32; "
+            "use model.float()"
+        )
 
 
 def _refuse_apart(inverse_splits_damping: bool, damping: object) -> None:
