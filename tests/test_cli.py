@@ -82,7 +82,7 @@ def test_help_is_quick_and_needs_no_torch(command):
         "--multirun",
         "dry_run=true",
         "kfac.update_freq=100",
-        "model=autoencoder|maskrcnn",
+        "model=autoencoder|bert_base",
     ):
         assert said in done.stdout
 
@@ -258,11 +258,12 @@ OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kf
 @pytest.mark.parametrize("options", [ALL, OTHERS])
 @pytest.mark.parametrize("model", compose.options_of("model"))
 def test_a_dry_run_of_anything(model, options):
-    detects = model in config.DETECTORS
-    empirical = ["kfac.fisher=empirical"] if detects else []
+    data = {"unet": "lgg"} | dict.fromkeys(config.DETECTORS, "coco")
+    data |= dict.fromkeys(config.BERTS, "text")
+    one_likelihood = model not in (*config.DETECTORS, *config.BERTS)
+    empirical = [] if one_likelihood else ["kfac.fisher=empirical"]
     text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options, *empirical)
-    data = "coco" if detects else "lgg" if model == "unet" else "digits"
-    assert f": {model} on {data}" in text
+    assert f": {model} on {data.get(model, 'digits')}" in text
     assert re.search(
         r"K-FAC adds [\d.]+ .FLOP per step on average \(\d+ (%|times those) of forward", text
     )
