@@ -155,11 +155,40 @@ def _bert_base(size: Size, device: str) -> Workload:
     )
 
 
+def _maskrcnn(size: Size, device: str) -> Workload:
+    """Random images of 800 x 1216 with seven things each; only the heads are K-FAC's."""
+    from kfac_bench.models.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
+
+    batch, height, width = size.batch or 1, 800, 1216
+    if size.quick:
+        batch, height, width = 2, 64, 64
+    make = maskrcnn_tiny if size.quick else maskrcnn_resnet50_fpn
+    model: nn.Module = make(91, height, width).to(device).train()
+    images = [torch.rand(3, height, width).to(device) for _ in range(batch)]
+    targets = []
+    for _ in images:
+        corners = torch.rand(7, 2) * torch.tensor([width, height]) * 0.6
+        boxes = torch.cat([corners, corners + 0.2 * height], 1)
+        masks = torch.zeros(7, height, width, dtype=torch.uint8)
+        for mask, (x1, y1, x2, y2) in zip(masks, boxes.int().tolist(), strict=True):
+            mask[y1:y2, x1:x2] = 1
+        target = {"boxes": boxes, "labels": torch.randint(1, 91, (7,)), "masks": masks}
+        targets.append({k: v.to(device) for k, v in target.items()})
+    return Workload(
+        "maskrcnn",
+        f"batch {batch}, 3x{height}x{width}",
+        model,
+        lambda: torch.stack(list(model(images, targets).values())).sum(),
+        ("^backbone", "^rpn", "Norm"),
+    )
+
+
 _MAKERS: dict[str, Callable[[Size, str], Workload]] = {
     "resnet32": _resnet32,
     "encoder": _encoder,
     "resnet50": _resnet50,
     "bert_base": _bert_base,
+    "maskrcnn": _maskrcnn,
 }
 NAMES = tuple(_MAKERS)
 

@@ -47,6 +47,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--models", type=words, default=list(NAMES), help="of " + ",".join(NAMES))
+    add("--batch", type=whole, default=None, help="examples per step; None: the model's usual")
     add("--methods", type=words, default=["eigen", "inverse"], help="KFAC's")
     add("--rounds", type=whole, default=9, help="medians are of so many")
     add("--real", action="store_true", help=f"whole intervals of {', '.join(REAL)}, too")
@@ -206,7 +207,7 @@ def measure_model(
 ) -> Iterator[None]:
     """Add the model's entry, part by part; yields after each."""
     say, methods = progress.console.print, options.methods
-    size = Size(quick=options.quick)
+    size = Size(batch=options.batch or 0, quick=options.quick)
     case = Case(*(name, size, options.device, options.precision, options.kfac, options.clock))
     settings = ((1, 2), (2, 4)) if options.quick else SETTINGS
     entry = measure_case(case, methods, settings, options.rounds, progress)

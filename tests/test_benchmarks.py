@@ -354,6 +354,7 @@ def test_stages_are_differences_and_the_hosts_own_seconds():
     [
         (["--models", "resnet33"], "unknown model 'resnet33': choose from resnet32, encoder"),
         (["--rounds", "0"], "'0' is not a whole number from 1"),
+        (["--batch", "-1"], "'-1' is not a whole number from 1"),
         (["--threads", "two"], "'two' is not a whole number from 1"),
         (["--device", "cuda"], "no CUDA device"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
