@@ -56,6 +56,8 @@ class DryRun:
     report: Report | None
     """None: K-FAC is off."""
     ranks: Sequence[RankCost]
+    tensors: int
+    """That the parameters are."""
     rows: Mapping[str, int]
     """By covered layer: examples times shared positions of one rank, of which factors are made."""
 
@@ -116,6 +118,7 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
         seeds * step.to_layers,
         report,
         [] if report is None else rank_costs(report.plan, work),
+        sum(1 for _ in model.parameters()),
         step.rows if reduced is None else reduced,
     )
 

@@ -53,9 +53,8 @@ def parse(found: Any, name: str, where: str) -> Hardware:
     each = network["ranks_per_node"]
     if not isinstance(each, int) or isinstance(each, bool) or each < 1:
         raise UsageError(f"{where}: network.ranks_per_node={each!r}: expected a whole number >= 1")
-    if "congestion_ranks" in network:
-        place = f"{where}: network.congestion_ranks"
-        network["congestion_ranks"] = _number(network["congestion_ranks"], place)
+    place = f"{where}: network.coordination_s"
+    network["coordination_s"] = _number(network.get("coordination_s", 0.0), place, zero=True)
     rates = dict(_fields(top.get("rates"), Rates, f"{where}: rates"))
     for key, value in rates.items():
         place = f"{where}: rates.{key}"

@@ -1,9 +1,9 @@
-"""What a message takes: latency and bandwidth (Hockney), in rings and trees, inside nodes and out.
+r"""What a message takes: latency and bandwidth (Hockney), in rings and trees, inside nodes and out.
 
 With p ranks, alpha seconds per hop and beta bytes per second, a payload of m bytes takes
 
 ====================  =========================================  ============================
-\\                     ring                                       tree
+\                     ring                                       tree
 ====================  =========================================  ============================
 reduced by all        2 (p-1) alpha + 2 (p-1)/p m / beta         2 ceil(log2 p) alpha + 2 m / beta
 from a root or to it  (p-1) alpha + m / beta                     ceil(log2 p) alpha + m / beta
@@ -38,9 +38,10 @@ class Network:
     inter: Link
     algorithm: str = "best"
     """ring, tree, or the faster of both for each message."""
-    congestion_ranks: float = math.inf
-    """Ranks at which a message between nodes gets half the link's bandwidth, 1/3 at twice as
-    many: 1 / (1 + p / this). What shared switches and stragglers cost, in one number."""
+    coordination_s: float = 0.0
+    """Per tensor of a message and rank, before it is sent: Horovod's coordinator hears from every
+    rank about every tensor. 0 where the order of messages is fixed, as in DDP and in K-FAC's plan.
+    """
 
     def link(self, ranks: Sequence[int]) -> Link:
         """What each hop of a message among ``ranks`` has.
@@ -52,18 +53,19 @@ class Network:
         if nodes == 1:
             return self.intra
         share = min(1.0, len(ranks) / nodes / self.ranks_per_node)
-        slower = 1 + len(ranks) / self.congestion_ranks
-        return Link(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share / slower)
+        return Link(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share)
 
-    def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds until all of ``ranks`` have the sum."""
-        return self._seconds(2, payload_bytes, ranks)
+    def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
+        """Seconds until all of ``ranks`` have the sum of a message of so many tensors."""
+        return self._seconds(2, payload_bytes, ranks, tensors)
 
-    def rooted_s(self, payload_bytes: float, ranks: Sequence[int]) -> float:
+    def rooted_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
         """Seconds of a broadcast from one of ``ranks``, or of a reduction to it."""
-        return self._seconds(1, payload_bytes, ranks)
+        return self._seconds(1, payload_bytes, ranks, tensors)
 
-    def _seconds(self, passes: int, payload_bytes: float, ranks: Sequence[int]) -> float:
+    def _seconds(
+        self, passes: int, payload_bytes: float, ranks: Sequence[int], tensors: int
+    ) -> float:
         p = len(ranks)
         if p == 1:
             return 0.0
@@ -72,4 +74,5 @@ class Network:
         share = (p - 1) / p if passes == 2 else 1.0
         ring = passes * ((p - 1) * link.latency_s + share * wire)
         tree = passes * (math.ceil(math.log2(p)) * link.latency_s + wire)
-        return {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.algorithm]
+        moved = {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.algorithm]
+        return self.coordination_s * tensors * p + moved

@@ -42,6 +42,8 @@ class Workload:
     step_flops: float
     """Forward and backward of a rank."""
     parameters: int
+    tensors: int
+    """That the parameters are."""
     examples: int
     """Of a rank and step."""
     family: str = ""
@@ -56,6 +58,8 @@ class Conduct:
 
     factor_traffic: float = 1.0
     """Bytes of factors sent, against packed triangles: 2 where full matrices are."""
+    tensors_per_decomposition: int = 1
+    """2 where eigenvectors and eigenvalues go apart."""
 
 
 @dataclass(slots=True)
@@ -92,7 +96,7 @@ def step_time(
     computed = hardware.rates.step(work.step_flops, work.family)
     hidden = hardware.overlap * BACKWARD * (computed - hardware.rates.step_s)
     size = work.parameters * work.gradient_bytes
-    sent = hardware.network.all_reduce_s(size, range(world_size))
+    sent = hardware.network.all_reduce_s(size, range(world_size), work.tensors)
     time = StepTime(computed, max(0.0, sent - hidden))
     for stage in Stage if plan is not None else ():
         assert plan is not None
@@ -139,10 +143,13 @@ def op_seconds(
     rates, network = hardware.rates, hardware.network
     if isinstance(op, Message):
         size = float(op.numel * op.itemsize)
+        tensors = len(getattr(op, "members", (op,)))
         if isinstance(op, ReduceFactors) and conduct is not None:
             size *= conduct.factor_traffic
+        if isinstance(op, ShareDecompositions) and conduct is not None:
+            tensors *= conduct.tensors_per_decomposition
         rooted = getattr(op, "root", None) is not None
-        return (network.rooted_s if rooted else network.all_reduce_s)(size, op.ranks)
+        return (network.rooted_s if rooted else network.all_reduce_s)(size, op.ranks, tensors)
     if isinstance(op, Decompose):
         full = [(s.groups, s.dim(f)) for s, f in op.members if not s.diagonal(f)]
         return rates.op_s + sum(groups * rates.decompose(n, method) for groups, n in full)

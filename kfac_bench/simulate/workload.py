@@ -15,7 +15,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.simulate.step import Workload
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_TOP = {"parameters", "step_flops_per_example", "family", "gradient_bytes", "layers"}
+_TOP = {"parameters", "tensors", "step_flops_per_example", "family", "gradient_bytes", "layers"}
 _LAYER = {"name": str, "a_dim": int, "g_dim": int, "rows": int}
 
 
@@ -29,6 +29,7 @@ def of_config(config: TrainConfig) -> Workload:
         run.rows,
         run.step_flops,
         run.parameters,
+        run.tensors,
         config.trainer.batch_size,
         family=config.task.name,
     )
@@ -62,6 +63,7 @@ def of_file(path: Path, examples: int) -> Workload:
         rows,
         _positive(found, "step_flops_per_example", path) * examples,
         int(_positive(found, "parameters", path)),
+        int(_positive(found, "tensors", path)),
         examples,
         family=str(found.get("family", "")),
         gradient_bytes=int(found.get("gradient_bytes", 4)),
