@@ -170,7 +170,9 @@ def _maskrcnn(
                 yield Row(f"6.3.2, {name}, {n}, SGD (from K-FAC's)", minutes[1], base, "min")
         yield Row(f"Fig. 9a, {name}, {n}, less time", _less(*minutes), less, "%", aside=aside)
     share = facts["efficiency"]
-    predicted = 100 * efficiency(cells, of[OPT, share["at"]])
+    seconds = {n: facts["steps"][n][0] * of[OPT, n].step_s for n in facts["steps"]}
+    few, many = share["from"], share["at"]
+    predicted = 100 * seconds[few] * few / seconds[many] / many
     what = f"6.4.2, {name}, efficiency at 128"
     yield Row(what, predicted, share["kfac"], "%", aside=aside)
 

@@ -101,19 +101,27 @@ def sweep(
     intervals: Intervals,
     method: str = "eigen",
     conduct: Conduct | None = None,
+    itemsize: int = 4,
 ) -> list[Cell]:
-    """Weak scaling: each rank has the workload's examples, whatever the number of ranks."""
+    """Weak scaling: each rank has the workload's examples, whatever the number of ranks.
+
+    ``itemsize`` is that of the factors and decompositions.
+    """
     cells = []
     for world_size in world_sizes:
         for each in variants:
-            plan = None if each.strategy == SGD else plan_of(work, each, world_size, method)
+            plan = (
+                None if each.strategy == SGD else plan_of(work, each, world_size, method, itemsize)
+            )
             time = step_time(work, world_size, hardware, plan, conduct)
             examples = work.examples * world_size
             cells.append(Cell(each, world_size, examples, intervals.of(world_size), time))
     return cells
 
 
-def plan_of(work: Workload, each: Variant, world_size: int, method: str) -> Plan:
+def plan_of(
+    work: Workload, each: Variant, world_size: int, method: str, itemsize: int = 4
+) -> Plan:
     """The plan that ranks would execute; raises :class:`UsageError`."""
     try:
         return make_plan(
@@ -123,6 +131,7 @@ def plan_of(work: Workload, each: Variant, world_size: int, method: str) -> Plan
             grad_worker_fraction=each.fraction,
             method=method,
             cost=measured_cost(method),
+            itemsize=itemsize,
         )
     except ValueError as error:
         raise UsageError(f"world_size={world_size}: {error}") from None
