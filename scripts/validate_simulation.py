@@ -246,7 +246,10 @@ def means(rows: list[Row]) -> Iterator[str]:
         ("times, all", [r for r in fresh if r.unit in ("min", "s")]),
         ("efficiencies, ResNet", [r for r in fresh if "efficiency at 128, " in r.what]),
         ("efficiencies, all at 128", [r for r in fresh if "efficiency at 128" in r.what]),
-        ("percent less time, ResNet", [r for r in fresh if "less time" in r.what and "8" in r.what[:7]]),
+        (
+            "percent less time, ResNet",
+            [r for r in fresh if "less time" in r.what and "8" in r.what[:7]],
+        ),
         ("percent less time, all", [r for r in fresh if "less time" in r.what]),
     ):
         error = fmean(abs(row.error) for row in chosen)
@@ -268,7 +271,9 @@ def stale(fitted: Hardware) -> list[str]:
         "eigen_s": tuple(h.rates.decompose(4608, "eigen") for h in (kept, fitted)),
         "inverse_s": tuple(h.rates.decompose(4608, "inverse") for h in (kept, fitted)),
     }
-    return [f"{k}: file {a:.6g}, fit {b:.6g}" for k, (a, b) in pairs.items() if abs(a / b - 1) > 0.01]
+    return [
+        f"{k}: file {a:.6g}, fit {b:.6g}" for k, (a, b) in pairs.items() if abs(a / b - 1) > 0.01
+    ]
 
 
 def main() -> int:

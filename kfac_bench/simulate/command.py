@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kfac_bench import compose
@@ -16,9 +16,9 @@ from kfac_bench.simulate.sweep import SGD, Cell, Intervals, Variant, sweep, vari
 USAGE = """\
 usage: kfac-plan simulate hardware=NAME [world_size=N,N...] [GROUP=NAME | OPTION=VALUE]...
 
-Simulate seconds per step, epoch and to solution of SGD and of each strategy, from the plan's ops and
-messages on a model of the hardware (docs/scaling.md says how good it is). Each rank has the same
-number of examples at any world size. Other options are those of kfac-train.
+Simulate seconds per step, epoch and to solution of SGD and of each strategy, from the plan's ops
+and messages on a model of the hardware (docs/scaling.md says how good it is). Each rank has the
+same number of examples at any world size. Other options are those of kfac-train.
 
   kfac-plan simulate model=resnet50 hardware=longhorn_v100 world_size=16,32,64,128,256
 
@@ -26,8 +26,9 @@ number of examples at any world size. Other options are those of kfac-train.
   world_size=16,32,64,128,256   numbers of ranks
   strategies=sgd,layer_wise,mem_opt,hybrid_opt,comm_opt   or hybrid_opt@1/4 (its fraction)
   per_rank_batch=32  examples of a rank in a step
-  update_freq_at=N   ranks that kfac.update_freq and kfac.factor_update_freq belong to: on others they
-                     run as often per epoch
+  update_freq_at=N   ranks that kfac.update_freq and kfac.factor_update_freq belong to: on
+                     others, K-FAC's stages run as often per epoch
+  coordination_s=0   instead of the hardware file's: 0 for DDP, where the file's is Horovod's
   examples=N         of an epoch (ImageNet's for data=imagefolder)
   epochs=90 kfac_epochs=55      to solution
   out=FILE.json      every figure; - prints them instead      svg=FILE.svg   the figure
@@ -40,6 +41,7 @@ _OWN = {
     "strategies": "sgd,layer_wise,mem_opt,hybrid_opt,comm_opt",
     "per_rank_batch": "32",
     "update_freq_at": "",
+    "coordination_s": "",
     "examples": "",
     "epochs": "90",
     "kfac_epochs": "55",
@@ -67,6 +69,9 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     """Do it; return the lines to print. Raises :class:`UsageError`."""
     asked = _parse(words, config_dir)
     machine = hardware.load(_hardware_path(asked.own["hardware"], config_dir))
+    if asked.own["coordination_s"]:
+        each = _number("coordination_s", asked.own["coordination_s"], zero=True)
+        machine = replace(machine, network=replace(machine.network, coordination_s=each))
     work = workload.of_config(asked.config)
     if not work.layers and any(each.strategy != SGD for each in asked.variants):
         raise UsageError("K-FAC covers no layer of this model: strategies=sgd is what is left")
@@ -94,8 +99,8 @@ def _heading(asked: Question, machine: str) -> list[str]:
     each = f"factors every {config.kfac.factor_update_freq}, {config.kfac.method} decompositions "
     each += f"every {config.kfac.update_freq} steps{f' at {at} ranks' if at else ''}"
     return [
-        f"simulated: {config.model.name} on {config.data.name}, {config.trainer.batch_size} examples "
-        f"per rank, hardware {machine}",
+        f"simulated: {config.model.name} on {config.data.name}, "
+        f"{config.trainer.batch_size} examples per rank, hardware {machine}",
         each,
         "",
     ]
@@ -161,13 +166,14 @@ def _whole(name: str, text: str, most: int = 1 << 40) -> int:
     return int(text)
 
 
-def _number(name: str, text: str) -> float:
+def _number(name: str, text: str, *, zero: bool = False) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise UsageError(f"{name}={text}: expected a number above 0")
+        value = -1.0
+    if not (0 < value < 1e9 or (zero and value == 0)):
+        least = "of at least 0" if zero else "above 0"
+        raise UsageError(f"{name}={text}: expected a number {least}")
     return value
 
 

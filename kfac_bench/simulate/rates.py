@@ -40,8 +40,8 @@ def interpolate(seconds: Mapping[int, float], n: int) -> float:
     """Straight lines between logarithms of sizes and times, the outer ones prolonged."""
     sizes = sorted(seconds)
     if len(sizes) == 1:
-        return seconds[sizes[0]] * (n / sizes[0]) ** 3
+        return seconds[sizes[0]] * math.pow(n / sizes[0], 3)
     i = min(max(bisect_left(sizes, n), 1), len(sizes) - 1)
     low, high = sizes[i - 1], sizes[i]
     slope = math.log(seconds[high] / seconds[low]) / math.log(high / low)
-    return seconds[low] * (n / low) ** slope
+    return seconds[low] * math.pow(n / low, slope)

@@ -119,9 +119,7 @@ def sweep(
     return cells
 
 
-def plan_of(
-    work: Workload, each: Variant, world_size: int, method: str, itemsize: int = 4
-) -> Plan:
+def plan_of(work: Workload, each: Variant, world_size: int, method: str, itemsize: int = 4) -> Plan:
     """The plan that ranks would execute; raises :class:`UsageError`."""
     try:
         return make_plan(

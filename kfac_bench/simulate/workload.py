@@ -53,6 +53,8 @@ def of_file(path: Path, examples: int) -> Workload:
         raise UsageError(f"{path}: expected the keys {', '.join(sorted(_TOP))}")
     layers: list[LayerSpec] = []
     rows: dict[str, int] = {}
+    if not isinstance(found["layers"], list):
+        raise UsageError(f"{path}: layers: expected a list")
     for entry in found["layers"]:
         for spec, each in _layers(entry, path):
             layers.append(spec)
@@ -75,9 +77,12 @@ def _layers(entry: Any, path: Path) -> list[tuple[LayerSpec, int]]:
         isinstance(entry.get(key), kind) for key, kind in _LAYER.items()
     ):
         raise UsageError(f"{path}: layers: expected {', '.join(_LAYER)} in {entry!r}")
-    if min(entry["a_dim"], entry["g_dim"], entry["rows"], entry.get("repeat", 1)) < 1:
-        raise UsageError(f"{path}: layers: {entry['name']}: expected sizes of at least 1")
     repeat = entry.get("repeat", 1)
+    if (
+        not isinstance(repeat, int)
+        or min(entry["a_dim"], entry["g_dim"], entry["rows"], repeat) < 1
+    ):
+        raise UsageError(f"{path}: layers: {entry['name']}: expected sizes of at least 1")
     names = [f"{entry['name']}{f'.{i}' if repeat > 1 else ''}" for i in range(repeat)]
     return [(LayerSpec(n, entry["a_dim"], entry["g_dim"]), entry["rows"]) for n in names]
 
