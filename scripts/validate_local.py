@@ -2,9 +2,9 @@
 
     python scripts/validate_local.py [HARDWARE] [MODEL]
 
-HARDWARE is a file of scripts/measure_hardware.py. Steps are sorted by what K-FAC does in them, and the
-fastest of each sort counts: other processes can only slow a step down. Where they leave no core to
-a rank, the processor's time of the busiest rank says more: it holds no waiting. About a minute.
+HARDWARE is a file of scripts/measure_hardware.py. Steps are sorted by what K-FAC does in them, and
+the fastest of each sort counts: other processes can only slow a step down. Where they leave no core
+to a rank, the processor's time of the busiest rank says more: it holds no waiting. About a minute.
 """
 
 from __future__ import annotations

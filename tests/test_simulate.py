@@ -413,6 +413,39 @@ def test_a_variant_reads_as_it_is_written():
     assert variant("hybrid_opt@0.25") == Variant("hybrid_opt", 0.25)
 
 
+def test_the_validation_is_a_command(tmp_path):
+    """It fails where conf/hardware/longhorn_v100.yaml is not what its fit finds."""
+    script = compose.CONF_DIR.parent / "scripts" / "validate_simulation.py"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    out = tmp_path / "table.md"
+    subprocess.run(
+        [sys.executable, str(script), str(out)],
+        check=True,
+        env=env,
+        timeout=240,
+        capture_output=True,
+    )
+    rows = {
+        r[0].strip(): r[1:] for r in (x.split("|")[1:] for x in out.read_text().split("\n")) if r
+    }
+    assert [c.strip() for c in rows["Table 5, resnet50, SGD"][:3]] == [
+        "178.0 min",
+        "178.0 min",
+        "used",
+    ]
+    errors = {
+        k: float(v[2].split()[0])
+        for k, v in rows.items()
+        if v[2].strip()[0] in "+-" and "." in v[2]
+    }
+    resnets = [abs(e) for k, e in errors.items() if k.startswith("Table 5, resnet1")]
+    assert len(resnets) == 8
+    assert sum(resnets) / 8 < 12
+    efficiencies = [abs(e) for k, e in errors.items() if k.startswith("Fig. 8, efficiency at 128")]
+    assert len(efficiencies) == 2
+    assert sum(efficiencies) / 2 < 5
+
+
 def test_the_model_of_the_hardware_needs_no_torch():
     code = "import sys; import kfac_bench.simulate.sweep; sys.exit('torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
