@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_bench import cli, compose
-from kfac_bench.core.plan import LayerSpec, Message, Stage
+from kfac_bench.core.plan import Decompose, LayerSpec, Message, Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.calibrate import Measured, calibrate
@@ -83,6 +83,18 @@ def test_decompositions_between_and_beyond_the_sizes_measured():
     assert interpolate(table, 32) == pytest.approx(math.sqrt(1e-4 * 1e-3))
     assert interpolate(table, 1024) == pytest.approx(3e-2 * 30)
     assert interpolate({100: 1.0}, 200) == pytest.approx(8)
+
+
+def test_a_batch_of_decompositions_is_their_sum():
+    """Groups count each, diagonals nothing; by the method's own table."""
+    members = ((LayerSpec("a", 64, 32, groups=3), "A"), (LayerSpec("b", 64, 8, groups=3), "A"))
+    for method, seconds in (("eigen", 0.1), ("ekfac", 0.1), ("inverse", 0.02)):
+        each = seconds * (64 / 1024) ** 3
+        assert op_seconds(Decompose((0,), members), method, WORK, MACHINE) == pytest.approx(
+            6 * each
+        )
+    diagonal = ((LayerSpec("c", 64, 32, a_diagonal=True), "A"),)
+    assert op_seconds(Decompose((0,), diagonal), "eigen", WORK, MACHINE) == 0
 
 
 # ---- a step ----
@@ -394,7 +406,11 @@ def test_help(capsys):
         (["per_rank_batch=-1"], "per_rank_batch=-1"),
         (["epochs=soon"], "epochs=soon: expected a number above 0"),
         (["coordination_s=-1"], "coordination_s=-1: expected a number of at least 0"),
-        (["kfac=none"], "K-FAC covers no layer"),
+        (["kfac=none"], "kfac=none: say strategies="),
+        (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: say strategies="),
+        (["kfac.fisher=mc"], "kfac.fisher=empirical"),
+        (["kfac.adaptive_damping=true"], "a fixed kfac.damping"),
+        (["experiment=digits_autoencoder_adam"], "K-FAC covers no layer"),
         (["model=resnet5O"], "did you mean"),
         (["out=/proc/none/x.json", "world_size=1"], "out=/proc/none/x.json: cannot be written"),
     ],

@@ -48,6 +48,8 @@ _OWN = {
     "out": "",
     "svg": "",
 }
+_PLANS = {f"kfac.{o}" for o in ("strategy", "grad_worker_fraction", "colocate_factors", "balance")}
+"""Options that ``strategies`` says instead."""
 _IMAGENET = 1_281_167
 _MOST = 1 << 17
 """Ranks; a plan names each of them in each of its ops."""
@@ -74,7 +76,7 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
         machine = replace(machine, network=replace(machine.network, coordination_s=each))
     work = workload.of_config(asked.config)
     if not work.layers and any(each.strategy != SGD for each in asked.variants):
-        raise UsageError("K-FAC covers no layer of this model: strategies=sgd is what is left")
+        raise UsageError("K-FAC covers no layer: strategies=sgd is what is left")
     cells = sweep(
         work,
         machine,
@@ -129,10 +131,14 @@ def _parse(words: Sequence[str], config_dir: Path | None) -> Question:
     names = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
     if "trainer.batch_size" in names:
         raise UsageError("trainer.batch_size is of all ranks: say per_rank_batch, of each")
+    for name in sorted({"kfac", *_PLANS} & set(names)):
+        raise UsageError(f"{name}={names[name]}: say strategies=, of which sgd is one")
     if names.get("model") in RESNETS and not {"data", "experiment"} & set(names):
         overrides.insert(0, "data=imagefolder")
     batch = _whole("per_rank_batch", own["per_rank_batch"])
     config = compose.load([*overrides, f"trainer.batch_size={batch}"], config_dir)
+    if config.kfac.fisher != "empirical" or config.kfac.adaptive_damping:
+        raise UsageError("kfac.fisher=empirical and a fixed kfac.damping are all that is simulated")
     variants = [variant(text) for text in own["strategies"].split(",")]
     world_sizes = [_whole("world_size", text, _MOST) for text in own["world_size"].split(",")]
     for name, given in (("world_size", world_sizes), ("strategies", variants)):
