@@ -29,7 +29,7 @@ class Measured:
 
 
 def calibrate(known: Hardware, work: Workload, found: Measured, conduct: Conduct) -> Hardware:
-    """``known`` with five rates of ``found``: one number for each, three for the last two.
+    """``known`` with four rates of ``found``: one number for each of two, three for the others.
 
     SGD's efficiency gives ``coordination_s``; its seconds ``step_s``, what its FLOPs and messages
     leave. Those of K-FAC are a straight line over 1 / interval: it rises by what an interval's
