@@ -49,6 +49,8 @@ ranks: only shapes. Options are those of kfac-train (kfac-train --help).
   out=FILE.json      every rank's figures (plans/RUN_ID-N.json); - prints them instead; null: none
   --layers           list each layer with its factors, and what is left to the optimizer
   --config-dir DIR   more configuration files, as in conf/       --help
+
+kfac-plan simulate --help: what it takes, in seconds, on many ranks of a machine.
 """
 
 
@@ -216,7 +218,26 @@ def _multirun(overrides: list[str], config_dir: Path | None) -> int:
     return max(codes, default=0)
 
 
+def _simulate(arguments: list[str]) -> int:
+    from kfac_bench.simulate import command
+
+    parser = _Parser(prog="kfac-plan simulate", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+    if options.help:
+        print(command.USAGE, end="")
+        return 0
+    if options.config_dir is not None and not options.config_dir.is_dir():
+        raise UsageError(f"--config-dir {options.config_dir}: no such folder")
+    print("\n".join(command.simulate(options.words, options.config_dir)))
+    return 0
+
+
 def _plan(arguments: list[str]) -> int:
+    if arguments[:1] == ["simulate"]:
+        return _simulate(arguments[1:])
     parser = _Parser(prog="kfac-plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--layers", action="store_true")

@@ -108,7 +108,7 @@ def curves_svg(settings: Sequence[Setting]) -> str:
     """All curves, for each task: metric and loss against seconds and steps, with a legend."""
     tasks = by_task(settings)
     drawn = styles(settings)
-    with _defaults():
+    with our_look():
         figure = Figure(figsize=(9.6, 6.4 * len(tasks) + 0.4), layout="constrained")
         grid = figure.subplots(2 * len(tasks), 2, squeeze=False)
         for i, (task, of_task) in enumerate(tasks):
@@ -116,17 +116,17 @@ def curves_svg(settings: Sequence[Setting]) -> str:
             for k, panel in enumerate(PANELS):
                 _draw(grid[2 * i + k // 2][k % 2], of_task, panel, drawn)
         _legend(figure, drawn, columns=4)
-        return _svg(figure)
+        return to_svg(figure)
 
 
 def panel_svg(settings: Sequence[Setting], panel: Panel, drawn: dict[str, Style]) -> str:
     """One panel of one task on a transparent ground and without a legend, to put in a page."""
-    with _defaults():
+    with our_look():
         figure = Figure(figsize=(5.4, 3.3), layout="constrained", facecolor="none")
         axes = figure.subplots()
         axes.set_facecolor("none")
         _draw(axes, settings, panel, drawn)
-        return _svg(figure)
+        return to_svg(figure)
 
 
 def figure_svg(settings: Sequence[Setting]) -> str:
@@ -135,7 +135,7 @@ def figure_svg(settings: Sequence[Setting]) -> str:
     drawn = styles(settings)
     columns = min(3, len(tasks))
     rows = math.ceil(len(tasks) / columns)
-    with _defaults():
+    with our_look():
         figure = Figure(figsize=(4.8 * columns, 3.3 * rows + 0.4), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flat
         for axes, (task, of_task) in zip(grid, tasks, strict=False):
@@ -144,7 +144,7 @@ def figure_svg(settings: Sequence[Setting]) -> str:
         for axes in list(figure.axes)[len(tasks) :]:
             axes.remove()
         _legend(figure, drawn, columns=2 * columns)
-        return _svg(figure)
+        return to_svg(figure)
 
 
 def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str, Style]) -> None:
@@ -245,7 +245,7 @@ def _legend(figure: Figure, drawn: dict[str, Style], columns: int) -> None:
 
 
 @contextmanager
-def _defaults() -> Iterator[None]:
+def our_look() -> Iterator[None]:
     """Draw with our look whatever the user's matplotlibrc says."""
     with mpl.rc_context(), warnings.catch_warnings():
         # a label may use letters that the measuring font lacks; the browser has others
@@ -255,7 +255,7 @@ def _defaults() -> Iterator[None]:
         yield
 
 
-def _svg(figure: Figure) -> str:
+def to_svg(figure: Figure) -> str:
     """Write the figure as one ``<svg>`` element that refers to nothing outside of it."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")

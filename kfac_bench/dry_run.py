@@ -56,6 +56,10 @@ class DryRun:
     report: Report | None
     """None: K-FAC is off."""
     ranks: Sequence[RankCost]
+    tensors: int
+    """That the parameters are."""
+    rows: Mapping[str, int]
+    """By covered layer: examples times shared positions of one rank, of which factors are made."""
 
     @property
     def examples(self) -> int:
@@ -98,9 +102,10 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     step = _step(model, inputs, [] if report is None else report.layers)
     seeds = _seeds(config, step.outputs)
 
+    reduced = step.samples if config.kfac.weight_sharing == "reduce" else None
+
     def work(op: Op) -> float:
         assert report is not None
-        reduced = step.samples if config.kfac.weight_sharing == "reduce" else None
         return flops(op, report.plan.method, step.rows, reduced=reduced, seeds=max(1, seeds))
 
     return DryRun(
@@ -113,6 +118,8 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
         seeds * step.to_layers,
         report,
         [] if report is None else rank_costs(report.plan, work),
+        sum(1 for _ in model.parameters()),
+        step.rows if reduced is None else reduced,
     )
 
 

@@ -121,7 +121,7 @@ def test_defaults_need_no_data_on_disk():
 
 def test_no_file_of_conf_is_left_out():
     folders = {p.name for p in compose.CONF_DIR.iterdir() if p.is_dir()}
-    assert folders == {*GROUPS, "experiment", "benchmark"}
+    assert folders == {*GROUPS, "experiment", "benchmark", "hardware", "simulation"}
     assert {f"conf/{g}" for g in GROUPS} == {f"conf/{g}" for g in config.VARIANTS}
 
 

@@ -1,0 +1,78 @@
+r"""What a message takes: latency and bandwidth (Hockney), in rings and trees, inside nodes and out.
+
+With p ranks, alpha seconds per hop and beta bytes per second, a payload of m bytes takes
+
+====================  =========================================  ============================
+\                     ring                                       tree
+====================  =========================================  ============================
+reduced by all        2 (p-1) alpha + 2 (p-1)/p m / beta         2 ceil(log2 p) alpha + 2 m / beta
+from a root or to it  (p-1) alpha + m / beta                     ceil(log2 p) alpha + m / beta
+====================  =========================================  ============================
+
+(Thakur, Rabenseifner and Gropp, 2005; trees are pipelined, as NCCL's double binary trees are.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALGORITHMS = ("ring", "tree", "best")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between two ranks."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Nodes of ``ranks_per_node`` consecutive ranks; each node has one ``inter`` link."""
+
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    algorithm: str = "best"
+    """ring, tree, or the faster of both for each message."""
+    coordination_s: float = 0.0
+    """Per tensor of a message and rank, before it is sent: Horovod's coordinator hears from every
+    rank about every tensor. 0 where the order of messages is fixed, as in DDP and in K-FAC's plan.
+    """
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """What each hop of a message among ``ranks`` has.
+
+        Groups that hold m of a node's ranks leave room for others at the same time, and all of
+        them are taken to be under way: such a group gets m / ranks_per_node of the node's link.
+        """
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        if nodes == 1:
+            return self.intra
+        share = min(1.0, len(ranks) / nodes / self.ranks_per_node)
+        return Link(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share)
+
+    def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
+        """Seconds until all of ``ranks`` have the sum of a message of so many tensors."""
+        return self._seconds(2, payload_bytes, ranks, tensors)
+
+    def rooted_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
+        """Seconds of a broadcast from one of ``ranks``, or of a reduction to it."""
+        return self._seconds(1, payload_bytes, ranks, tensors)
+
+    def _seconds(
+        self, passes: int, payload_bytes: float, ranks: Sequence[int], tensors: int
+    ) -> float:
+        p = len(ranks)
+        if p == 1:
+            return 0.0
+        link = self.link(ranks)
+        wire = payload_bytes / link.bandwidth_bytes_per_s
+        share = (p - 1) / p if passes == 2 else 1.0
+        ring = passes * ((p - 1) * link.latency_s + share * wire)
+        tree = passes * (math.ceil(math.log2(p)) * link.latency_s + wire)
+        moved = {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.algorithm]
+        return self.coordination_s * tensors * p + moved

@@ -1,0 +1,94 @@
+"""A simulated sweep as a table for people, as JSON, and as a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_bench.simulate.step import Workload
+from kfac_bench.simulate.sweep import SGD, Cell, efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How long it goes on."""
+
+    examples: int
+    """Of an epoch."""
+    epochs: float
+    kfac_epochs: float
+
+    def solution_s(self, cell: Cell) -> float:
+        """Seconds to the last epoch."""
+        epochs = self.epochs if cell.variant.strategy == SGD else self.kfac_epochs
+        return epochs * cell.epoch_s(self.examples)
+
+
+def table(cells: Sequence[Cell], training: Training | None) -> list[str]:
+    """Lines of text: a block for each world size."""
+    head = f"{'ranks':>6} {'strategy':24}{'ms/step':>10}{'examples/s':>12}{'efficiency':>11}"
+    lines = [head + (f"{'epoch, s':>10}{'to solution':>13}" if training else "")]
+    last = 0
+    for cell in cells:
+        ranks = str(cell.world_size) if cell.world_size != last else ""
+        last = cell.world_size
+        share = 100 * efficiency(cells, cell)
+        line = f"{ranks:>6} {cell.variant.label:24}{1e3 * cell.step_s:>10.4g}"
+        line += f"{cell.examples_per_s:>12.5g}{share:>9.1f} %"
+        if training:
+            line += f"{cell.epoch_s(training.examples):>10.4g}"
+            line += f"{_duration(training.solution_s(cell)):>13}"
+        lines.append(line)
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    """In the unit that suits it."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds:.4g} s"
+
+
+def as_dict(
+    work: Workload, hardware: str, cells: Sequence[Cell], training: Training | None
+) -> dict[str, Any]:
+    """What the JSON file holds; seconds of the slowest rank, stages each time they run."""
+    return {
+        "simulated": True,
+        "model": work.name,
+        "hardware": hardware,
+        "step_flops_per_rank": work.step_flops,
+        "parameters": work.parameters,
+        "cells": [_cell(cells, cell, training) for cell in cells],
+    }
+
+
+def _cell(cells: Sequence[Cell], cell: Cell, training: Training | None) -> dict[str, Any]:
+    factors, decompose = cell.intervals
+    kfac = cell.variant.strategy != SGD
+    found: dict[str, Any] = {
+        "strategy": cell.variant.strategy,
+        "grad_worker_fraction": cell.variant.fraction,
+        "world_size": cell.world_size,
+        "examples": cell.examples,
+        "step_s": cell.step_s,
+        "examples_per_s": cell.examples_per_s,
+        "scaling_efficiency": efficiency(cells, cell),
+        "forward_backward_s": cell.time.forward_backward_s,
+        "gradients_s": cell.time.gradients_s,
+        "every": {"factors": factors, "decompose": decompose, "precondition": 1} if kfac else {},
+        "stages_s": {stage.value: s for stage, s in cell.time.stages_s.items()} if kfac else {},
+        "kinds_s": cell.time.kinds_s,
+    }
+    if training is not None:
+        found["epoch_s"] = cell.epoch_s(training.examples)
+        found["solution_s"] = training.solution_s(cell)
+    return found
+
+
+def to_json(found: dict[str, Any]) -> str:
+    """As text."""
+    return json.dumps(found, indent=1) + "\n"

@@ -1,0 +1,97 @@
+"""What is simulated: a configuration of kfac-train by a dry run, or a list of layers in YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kfac_bench import dry_run
+from kfac_bench.config import TrainConfig
+from kfac_bench.core.plan import LayerSpec
+from kfac_bench.errors import UsageError
+from kfac_bench.simulate.step import Workload
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_TOP = {"parameters", "tensors", "step_flops_per_example", "family", "gradient_bytes", "layers"}
+_LAYER = {"name": str, "a_dim": int, "g_dim": int, "rows": int}
+
+
+def of_config(config: TrainConfig) -> Workload:
+    """One rank's share; ``trainer.batch_size`` is that of the rank."""
+    run = dry_run.trace(config)
+    layers = [] if run.report is None else [layer.spec for layer in run.report.layers]
+    return Workload(
+        config.model.name,
+        layers,
+        run.rows,
+        run.step_flops,
+        run.parameters,
+        run.tensors,
+        config.trainer.batch_size,
+        family=config.task.name,
+    )
+
+
+def state_bytes(config: TrainConfig) -> int:
+    """Per element of factors and decompositions."""
+    return _BYTES[config.kfac.state_dtype]
+
+
+def of_file(path: Path, examples: int) -> Workload:
+    """``examples`` of a rank of what a file lists; raises :class:`UsageError`.
+
+    A layer has ``rows`` per example (shared positions), and stands ``repeat`` times.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(found, Mapping) or not _TOP.issuperset(found) or "layers" not in found:
+        raise UsageError(f"{path}: expected the keys {', '.join(sorted(_TOP))}")
+    layers: list[LayerSpec] = []
+    rows: dict[str, int] = {}
+    if not isinstance(found["layers"], list):
+        raise UsageError(f"{path}: layers: expected a list")
+    for entry in found["layers"]:
+        for spec, each in _layers(entry, path):
+            layers.append(spec)
+            rows[spec.name] = each * examples
+    return Workload(
+        path.stem,
+        layers,
+        rows,
+        _positive(found, "step_flops_per_example", path) * examples,
+        int(_positive(found, "parameters", path)),
+        int(_positive(found, "tensors", path)),
+        examples,
+        family=str(found.get("family", "")),
+        gradient_bytes=int(found.get("gradient_bytes", 4)),
+    )
+
+
+def _layers(entry: Any, path: Path) -> list[tuple[LayerSpec, int]]:
+    if not isinstance(entry, Mapping) or not all(
+        isinstance(entry.get(key), kind) for key, kind in _LAYER.items()
+    ):
+        raise UsageError(f"{path}: layers: expected {', '.join(_LAYER)} in {entry!r}")
+    repeat = entry.get("repeat", 1)
+    if (
+        not isinstance(repeat, int)
+        or min(entry["a_dim"], entry["g_dim"], entry["rows"], repeat) < 1
+    ):
+        raise UsageError(f"{path}: layers: {entry['name']}: expected sizes of at least 1")
+    names = [f"{entry['name']}{f'.{i}' if repeat > 1 else ''}" for i in range(repeat)]
+    return [(LayerSpec(n, entry["a_dim"], entry["g_dim"]), entry["rows"]) for n in names]
+
+
+def _positive(found: Mapping[str, Any], key: str, path: Path) -> float:
+    try:
+        value = float(found[key])
+    except (KeyError, TypeError, ValueError):
+        value = 0.0
+    if not value > 0:
+        raise UsageError(f"{path}: {key}: expected a number above 0")
+    return value

@@ -1,0 +1,117 @@
+"""Train on 1 and 2 gloo ranks of this machine, and compare with the simulation's seconds.
+
+    python scripts/validate_local.py [HARDWARE] [MODEL]
+
+HARDWARE is a file of scripts/measure_hardware.py. Steps are sorted by what K-FAC does in them, and
+the fastest of each sort counts: other processes can only slow a step down. Where they leave no core
+to a rank, the processor's time of the busiest rank says more: it holds no waiting. About a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_bench import build, compose
+from kfac_bench.core import KFAC
+from kfac_bench.core.plan import Stage
+from kfac_bench.simulate import hardware, workload
+from kfac_bench.simulate.step import step_time
+from kfac_bench.simulate.sweep import Variant, plan_of
+
+FACTORS, DECOMPOSE, STEPS = 3, 9, 37
+BATCH = 32
+"""Of a rank."""
+SORTS = ("precondition", "factors too", "decompositions too")
+
+
+def overrides(model: str) -> list[str]:
+    """Of kfac-train."""
+    return [f"model={model}", "data=cifar10", f"trainer.batch_size={BATCH}"]
+
+
+def _rank(rank: int, world_size: int, model_name: str, path: str, results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    try:
+        torch.manual_seed(0)
+        config = compose.load(overrides(model_name))
+        bare = build.build_model(config.model, (3, 32, 32), 10)
+        model = DistributedDataParallel(bare) if world_size > 1 else bare
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.01)
+        kfac = KFAC(
+            model, optimizer, update_freq=DECOMPOSE, factor_update_freq=FACTORS, spread=False
+        )
+        x, y = torch.randn(BATCH, 3, 32, 32), torch.randint(10, (BATCH,))
+        fastest = torch.full((2, 3), float("inf"))
+        for step in range(STEPS):
+            dist.barrier()
+            start, worked = time.perf_counter(), time.process_time()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            kfac.step()
+            optimizer.step()
+            took = torch.tensor([time.perf_counter() - start, time.process_time() - worked])
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            sort = 2 if step % DECOMPOSE == 0 else 1 if step % FACTORS == 0 else 0
+            if step > 0:
+                fastest[:, sort] = torch.minimum(fastest[:, sort], took)
+        if rank == 0:
+            torch.save(fastest, results)
+        kfac.detach()
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(world_size: int, model: str) -> list[list[float]]:
+    """Seconds of each sort of step, on the wall and of the processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, results = f"{folder}/join", f"{folder}/seconds.pt"
+        mp.spawn(_rank, (world_size, model, path, results), nprocs=world_size)
+        seconds: list[list[float]] = torch.load(results, weights_only=True).tolist()
+    return seconds
+
+
+def predicted(world_size: int, model: str, machine: hardware.Hardware) -> list[float]:
+    """The same, simulated."""
+    work = workload.of_config(compose.load(overrides(model)))
+    plan = plan_of(work, Variant("comm_opt"), world_size, "eigen")
+    found = step_time(work, world_size, machine, plan)
+    first = found.sgd_s + found.stages_s[Stage.PRECONDITION]
+    second = first + found.stages_s[Stage.FACTORS]
+    return [first, second, second + found.stages_s[Stage.DECOMPOSE]]
+
+
+def mean(sorts: list[float]) -> float:
+    """Of a step, each sort as often as it comes."""
+    some = (DECOMPOSE - DECOMPOSE // FACTORS, DECOMPOSE // FACTORS - 1, 1)
+    return sum(n * s for n, s in zip(some, sorts, strict=True)) / DECOMPOSE
+
+
+def main() -> int:
+    """The table on stdout."""
+    name, model = [*sys.argv[1:], *("two_cores", "resnet20")[len(sys.argv) - 1 :]]
+    machine = hardware.load(Path(compose.CONF_DIR) / "hardware" / f"{name}.yaml")
+    print("| ranks | step | predicted | wall clock | error | processor | error |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    for world_size in (1, 2):
+        columns = [predicted(world_size, model, machine), *measured(world_size, model)]
+        rows = zip((*SORTS, "mean"), *([*c, mean(c)] for c in columns), strict=True)
+        for sort, ours, *real in rows:
+            line = f"| {world_size} | {sort} | {1e3 * ours:.1f} ms |"
+            for other in real:
+                line += f" {1e3 * other:.1f} ms | {100 * (ours / other - 1):+.0f} % |"
+            print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
