@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from kfac_bench.backends import apex
 from kfac_bench.config import (
     CIFAR_RESNETS,
-    AdamConfig,
     AutoencoderConfig,
     BertConfig,
     COCOConfig,
@@ -23,15 +19,11 @@ from kfac_bench.config import (
     DetectionConfig,
     DetectorConfig,
     KFACConfig,
-    LAMBConfig,
-    LARSConfig,
     LGGConfig,
     MaskRCNNConfig,
     ModelConfig,
-    OptimizerConfig,
     QuestionAnsweringConfig,
     SegmentationConfig,
-    SGDConfig,
     SquadConfig,
     TaskConfig,
     TextConfig,
@@ -215,53 +207,6 @@ def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> No
             "trainer.batch_size to at least twice the number of ranks times trainer.accumulate "
             "(and trainer.drop_last=true, if it is the last batch that is too small)"
         )
-
-
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
-    """The first-order optimizer over all parameters that are trained."""
-    groups = _groups(config.no_decay, model)
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if isinstance(config, SGDConfig):
-        common |= {"momentum": config.momentum, "nesterov": config.nesterov}
-        if isinstance(config, LARSConfig):
-            from pytorch_optimizer import LARS  # slow to import
-
-            return LARS(groups, **common, trust_coefficient=config.trust_coefficient)
-        return SGD(groups, **common)
-    assert isinstance(config, AdamConfig)
-    common |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    if isinstance(config, LAMBConfig):
-        from pytorch_optimizer import Lamb
-
-        clip = config.max_grad_norm
-        return Lamb(
-            groups,
-            **common,
-            weight_decouple=False,
-            pre_norm=clip > 0,
-            max_grad_norm=clip,
-            adam_debias=True,  # or first steps are 1 / (1 - beta1) times too long
-        )
-    kinds: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW}
-    if config.name == "fused_lamb":
-        kinds["fused_lamb"] = apex.find("apex.optimizers", "FusedLAMB")
-    try:
-        return kinds[config.name](groups, **common)
-    except RuntimeError as error:  # Apex without its extensions
-        raise UsageError(f"optimizer={config.name}: {error}") from None
-
-
-def _groups(no_decay: Sequence[str], model: nn.Module) -> list[dict[str, Any]]:
-    """Trained parameters with weight decay, and those without it."""
-    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
-    seen: set[nn.Parameter] = set()  # tied weights have two names
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False):
-            if parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
-                found = (re.search(p, s) for p in no_decay for s in (name, type(module).__name__))
-                groups[any(found)]["params"].append(parameter)
-    return [group for group in groups if group["params"]]
 
 
 def build_kfac(

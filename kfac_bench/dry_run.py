@@ -25,6 +25,7 @@ from kfac_bench.core.layer import Call, Layer
 from kfac_bench.core.plan import Op
 from kfac_bench.core.report import Report
 from kfac_bench.errors import UsageError
+from kfac_bench.optimizers import build_optimizer
 
 _SHAPES = {
     "digits": (1, 10),
@@ -93,7 +94,7 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
         model = build.build_model(config.model, shape, classes, config.task.name)
         inputs = build.example_inputs(config, shape, examples)
     build.check_batch_norm(model, config.model, least // parts)
-    optimizer = build.build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, _Imagined(world_size))
     report = None
     if kfac is not None:

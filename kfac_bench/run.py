@@ -20,6 +20,7 @@ from kfac_bench.core.plan import FACTORS
 from kfac_bench.data.data import Data
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.events import EventLog, JsonlSink, RunEnded, RunStarted, Sink, TargetReached, read
+from kfac_bench.optimizers import build_optimizer
 from kfac_bench.ranks import Ranks
 from kfac_bench.run_directory import RunDirectory, flat
 from kfac_bench.sinks.console import ConsoleSink
@@ -104,7 +105,7 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
             f"ranks {others} read other data than rank 0: every node needs the same data set"
         )
     model = backend.shard(model)
-    optimizer = build.build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
     model, optimizer = backend.wrap(model, optimizer)
     return Trainer(
@@ -115,7 +116,6 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
         kfac,
         config.trainer,
         config.schedule,
-        config.optimizer.lr,
         config.seed,
         backend,
         EventLog([]),

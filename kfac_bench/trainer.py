@@ -92,8 +92,6 @@ class Trainer:
     kfac: KFAC | None
     config: TrainerConfig
     schedule: ScheduleConfig
-    lr: float
-    """That the schedule scales."""
     seed: int
     backend: Backend
     log: EventLog
@@ -264,7 +262,7 @@ class Trainer:
             self.schedule, self.step, self.steps_per_epoch, self.max_steps, self.config.batch_size
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * factor
+            group["lr"] = group["initial_lr"] * factor
 
     def _emit_trained(self, loss: float) -> None:
         self._synchronize()

@@ -21,12 +21,16 @@ from kfac_bench.config.models import (
     UNetConfig,
 )
 from kfac_bench.config.optimizers import (
+    OF_WHOLE_WEIGHTS,
     OPTIMIZERS,
     AdamConfig,
     LAMBConfig,
     LARSConfig,
+    MuonConfig,
     OptimizerConfig,
     SGDConfig,
+    ShampooConfig,
+    SOAPConfig,
 )
 from kfac_bench.config.options import options
 from kfac_bench.config.schedules import (
@@ -59,6 +63,7 @@ __all__ = [
     "DETECTORS",
     "FISHERS",
     "MODELS",
+    "OF_WHOLE_WEIGHTS",
     "OPTIMIZERS",
     "PRECISIONS",
     "RESNETS",
@@ -81,11 +86,14 @@ __all__ = [
     "LoggerConfig",
     "MaskRCNNConfig",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "QuestionAnsweringConfig",
     "SGDConfig",
+    "SOAPConfig",
     "ScheduleConfig",
     "SegmentationConfig",
+    "ShampooConfig",
     "SquadConfig",
     "StepScheduleConfig",
     "TaskConfig",

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.models import DETECTORS, BertConfig
-from kfac_bench.config.optimizers import OptimizerConfig
+from kfac_bench.config.optimizers import OF_WHOLE_WEIGHTS, OptimizerConfig
 from kfac_bench.config.options import check_option, options
 from kfac_bench.config.schedules import ScheduleConfig, StepScheduleConfig
 from kfac_bench.config.train import DeepSpeedConfig, TrainConfig
@@ -20,6 +20,11 @@ def check(config: TrainConfig) -> None:
     """Raise :class:`UsageError` for the first option out of range, or options that clash."""
     if isinstance(config.backend, DeepSpeedConfig):
         _check_deepspeed(config.backend, config.optimizer)
+    if config.backend.name == "fsdp2" and config.optimizer.name in ("soap", "shampoo"):
+        raise UsageError(
+            f"optimizer={config.optimizer.name} does not fit backend=fsdp2, whose ranks hold parts "
+            "of weights: it needs whole ones; use backend=ddp"
+        )
     for name, value, meta in options(config):
         if value is not None:
             check_option(name, value, meta)
@@ -115,10 +120,10 @@ def _check_deepspeed(backend: DeepSpeedConfig, optimizer: OptimizerConfig) -> No
             "backend.zero_stage=3: ZeRO 3 keeps no whole weight on a rank, which K-FAC's layers "
             "need; use backend.zero_stage=2, or backend=fsdp2, which shards weights too"
         )
-    if optimizer.name in ("lars", "lamb") and backend.zero_stage:
+    if optimizer.name in OF_WHOLE_WEIGHTS and backend.zero_stage:
         raise UsageError(
             f"optimizer={optimizer.name} does not fit backend.zero_stage={backend.zero_stage}: it "
-            "needs the norm of each weight, and ZeRO glues pieces of weights together; set "
+            "looks at each weight as a whole, and ZeRO glues pieces of weights together; set "
             "backend.zero_stage=0"
         )
     if optimizer.name == "fused_lamb":

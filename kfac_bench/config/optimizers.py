@@ -8,7 +8,12 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import option
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb", "fused_lamb")
+OPTIMIZERS = (
+    *("sgd", "adam", "adamw", "lars", "lamb", "fused_lamb"),
+    *("muon", "soap", "shampoo"),
+)
+OF_WHOLE_WEIGHTS = ("lars", "lamb", "muon", "soap", "shampoo")
+"""They treat each weight as a whole: what glues pieces of several together is not for them."""
 
 
 @dataclass
@@ -62,3 +67,28 @@ class LAMBConfig(AdamConfig):
         "longer gradients (norm over all parameters) are scaled down; 0: never",
         at_least=0,
     )
+
+
+@dataclass
+class MuonConfig(SGDConfig):
+    """Muon for hidden weights; Adam for vectors, embeddings and the last layer."""
+
+    adam_lr: float = option(0.0003, "Adam's learning rate", above=0)
+    beta1: float = option(0.9, "Adam's decay of the first moment", at_least=0, below=1)
+    beta2: float = option(0.95, "Adam's decay of the second moment", at_least=0, below=1)
+    eps: float = option(1e-10, "Adam's, added to the root of the second moment", above=0)
+
+
+@dataclass
+class SOAPConfig(AdamConfig):
+    """Adam in the eigenbasis of Shampoo's statistics."""
+
+    precondition_freq: int = option(10, "steps between eigenbases", at_least=1)
+
+
+@dataclass
+class ShampooConfig(AdamConfig):
+    """Shampoo in blocks, each weight's step as long as SGD's (grafting); eps: of its matrices."""
+
+    precondition_freq: int = option(20, "steps between inverse roots", at_least=1)
+    block_size: int = option(512, "rows of a block, at most", at_least=2)

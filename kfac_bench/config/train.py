@@ -20,8 +20,11 @@ from kfac_bench.config.optimizers import (
     AdamConfig,
     LAMBConfig,
     LARSConfig,
+    MuonConfig,
     OptimizerConfig,
     SGDConfig,
+    ShampooConfig,
+    SOAPConfig,
 )
 from kfac_bench.config.options import option
 from kfac_bench.config.schedules import (
@@ -156,7 +159,15 @@ VARIANTS: dict[str, dict[str, type]] = {
         "detection": DetectionConfig,
         "question_answering": QuestionAnsweringConfig,
     },
-    "optimizer": {"sgd": SGDConfig, "adam": AdamConfig, "lars": LARSConfig, "lamb": LAMBConfig},
+    "optimizer": {
+        "sgd": SGDConfig,
+        "adam": AdamConfig,
+        "lars": LARSConfig,
+        "lamb": LAMBConfig,
+        "muon": MuonConfig,
+        "soap": SOAPConfig,
+        "shampoo": ShampooConfig,
+    },
     "schedule": {
         "base": ScheduleConfig,
         "step": StepScheduleConfig,
