@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from kfac_bench import backends, build, compose, run
+from kfac_bench import backends, compose, run
 from kfac_bench.backends import apex
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import TorchCollective
@@ -16,6 +16,7 @@ from kfac_bench.core.coverage import unwrap
 from kfac_bench.core.plan import STRATEGIES
 from kfac_bench.errors import UsageError
 from kfac_bench.events import Resumed, Trained
+from kfac_bench.optimizers import build_optimizer
 from kfac_bench.ranks import Ranks
 from tests.distributed import run_ranks
 from tests.runs import CPU, SMALL, config_of, of_kind, steps_of, train
@@ -284,7 +285,7 @@ def test_an_apex_that_does_not_serve_is_named(install, files, said):
     if files is not NEW:
         config = compose.load(["optimizer=fused_lamb"]).optimizer
         with pytest.raises(UsageError, match=said):
-            build.build_optimizer(config, tiny_model())
+            build_optimizer(config, tiny_model())
 
 
 # ---- the real one ----
@@ -303,7 +304,7 @@ class TestReal:
         torch.manual_seed(0)
         model = tiny_model().cuda()
         config = compose.load(["optimizer=fused_lamb", "optimizer.lr=0.01"]).optimizer
-        optimizer = build.build_optimizer(config, model)
+        optimizer = build_optimizer(config, model)
         kfac = KFAC(model, optimizer, **OPTIONS)
         x, y = (t.cuda() for t in batch(0))
         losses = []

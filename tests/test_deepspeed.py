@@ -258,6 +258,19 @@ def test_a_run_goes_on_elsewhere_and_comes_back(tmp_path, stage, optimizer):
     assert_same_state(state_of(path), state_of(alone), 1e-2)
 
 
+def test_a_schedule_and_groups_that_count_their_steps(tmp_path):
+    options = ("optimizer=muon", "schedule=cosine", "kfac=none", "trainer.max_epochs=3")
+    path = ran(tmp_path, "r", *options, "trainer.max_steps=6", stage=0)
+    ran(tmp_path, "r", *options, "trainer.max_steps=15", stage=0)
+    assert steps_of(path, Resumed) == [6]
+    train(tmp_path, *options, "run_id=a", "trainer.max_steps=6", base=TRAINED)
+    _, alone = train(tmp_path, *options, "run_id=a", "trainer.max_steps=15", base=TRAINED)
+    assert losses_of(path) == pytest.approx(losses_of(alone), rel=1e-3)
+    steps = [{g["step"] for g in state_of(p)[1]["param_groups"]} for p in (path, alone)]
+    assert steps == [{15}, {15}]
+    assert_same_state(state_of(path), state_of(alone), 1e-2)
+
+
 # ---- a script of one's own ----
 
 

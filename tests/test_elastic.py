@@ -18,6 +18,7 @@ from kfac_bench.config import BackendConfig
 from kfac_bench.core.collective import TorchCollective
 from kfac_bench.errors import LostRanksError, UsageError
 from kfac_bench.events import Resumed, Trained
+from kfac_bench.optimizers import build_optimizer
 from tests.distributed import run_ranks
 from tests.runs import KFAC, SMALL, config_of, end, here, of_kind, steps_of, train, train_here
 
@@ -296,7 +297,7 @@ def another_model_here(folder):
     backend = here()
     config = config_of(folder, f"model.hidden=[{8 + backend.ranks.rank}]")
     model = build.build_model(config.model, (1, 8, 8), 10)
-    optimizer = build.build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config.optimizer, model)
     with pytest.raises(UsageError, match=r"kfac: ranks \[1\] made another K-FAC plan than rank 0"):
         build.build_kfac(config.kfac, model, optimizer, TorchCollective())
 

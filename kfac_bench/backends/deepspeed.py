@@ -28,6 +28,9 @@ from kfac_bench.ranks import Ranks
 BUCKET_NUMEL = 1 << 25
 """Elements of gradients that ZeRO reduces at once; it allocates as much (DeepSpeed's own: 2 GB)."""
 
+_NO_SETTINGS = ("params", "step")
+"""Of a parameter group; some optimizers count their steps there."""
+
 
 class DeepSpeed(Backend):
     """The engine works on a copy of the optimizer, whose parameters ZeRO replaces by parts.
@@ -48,7 +51,10 @@ class DeepSpeed(Backend):
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """See :meth:`Backend.wrap`."""
-        self._parts = copy.copy(optimizer)
+        self._parts = copy.copy(optimizer)  # torch drops what a subclass keeps beside its state
+        vars(self._parts).update(
+            {k: v for k, v in vars(optimizer).items() if k not in vars(self._parts)}
+        )
         self._parts.param_groups = [dict(g, params=[*g["params"]]) for g in optimizer.param_groups]
         self._parts.state = defaultdict(dict)
         numel = sum(p.numel() for p in model.parameters())
@@ -82,7 +88,7 @@ class DeepSpeed(Backend):
     def _step(self, optimizer: Optimizer) -> None:
         """Before ``optimizer.step()``, which then finds no gradient."""
         for whole, parts in zip(optimizer.param_groups, self._parts.param_groups, strict=True):
-            parts.update({k: v for k, v in whole.items() if k != "params"})
+            parts.update({k: v for k, v in whole.items() if k not in _NO_SETTINGS})
         zero.scatter_gradients(self._engine)
         self._engine.step()
 
@@ -90,6 +96,8 @@ class DeepSpeed(Backend):
         """See :meth:`Backend.state`."""
         whole = optimizer.state_dict()
         whole["state"] = self._whole_state(optimizer)
+        for group, parts in zip(whole["param_groups"], self._parts.param_groups, strict=True):
+            group.update({k: parts[k] for k in ("step",) if k in parts})
         return {"model": model.state_dict(), "optimizer": whole} if self.ranks.is_main else {}
 
     def _whole_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
