@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import subprocess
 import sys
 from importlib import metadata
@@ -46,6 +47,28 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
     return bool(mallopt(trim_threshold, 1 << 30) and mallopt(mmap_threshold, 1 << 30))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has held: allocated on a GPU by torch, on a CPU resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+
+
+def pin(threads: int) -> bool:
+    """Keep this process, and threads that it starts, to ``threads`` cores that no other rank has.
+
+    By torchrun's LOCAL_RANK. Whether there were enough cores for all ranks of the node; if not, or
+    if somebody else (srun) has pinned the ranks, nothing is changed.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks * threads:
+        return False
+    os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+    return True
 
 
 def _hardware() -> dict[str, Any]:

@@ -57,10 +57,12 @@ class Trained(Event):
 
     ``nu`` is the KL clip factor (eq. 16), ``cosine`` the angle between the gradient and the
     preconditioned gradient by layer, ``stage_s`` seconds of the step's K-FAC stages,
+    ``stage_mean_s`` the same as means of all steps since the previous event and of all ranks,
     ``damping`` that of the next step; ``failed_decompositions`` and ``dropped_statistics``
     (not finite, left out) count over all ranks since the process started. All empty without
     K-FAC. ``data_wait_share`` is what the slowest rank spent waiting for batches, of the training
-    seconds since the previous event.
+    seconds since the previous event. ``peak_memory_bytes`` is the most that a rank has held since
+    its process started: on a GPU what torch allocated, on a CPU the resident set.
     """
 
     epoch: float
@@ -74,6 +76,8 @@ class Trained(Event):
     failed_decompositions: int | None = None
     dropped_statistics: int | None = None
     data_wait_share: float | None = None
+    stage_mean_s: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

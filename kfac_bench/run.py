@@ -37,11 +37,13 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
     ranks = backend.ranks
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    pinned = config.trainer.pin and environment.pin(config.trainer.threads or 1)
     if ranks.device.type == "cpu":
         environment.keep_freed_memory()
     _check_same_options(config, ranks)
     directory = RunDirectory(config)
     about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
+    about["pinned"] = pinned
     with ExitStack() as stack:
         if_main = directory.open(config, about) if ranks.is_main else nullcontext()
         ranks.together(lambda: stack.enter_context(if_main))
@@ -53,7 +55,7 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
         if ranks.any(complete is not None):
             return complete or "finished", 0
         opened = ranks.together(
-            lambda: _open_log(config, trainer, directory) if ranks.is_main else None
+            lambda: _open_log(config, trainer, directory, about) if ranks.is_main else None
         )
         if opened is not None:
             trainer.log, trainer.say = opened
@@ -70,7 +72,7 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
 
 _MAY_DIFFER = (
     *("data.root", "data.workers", "logger", "resume", "runs_dir"),
-    *("trainer.device", "trainer.threads"),
+    *("trainer.device", "trainer.threads", "trainer.pin"),
 )
 """Options that say where a rank finds things: nodes need not be alike."""
 
@@ -142,7 +144,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
 
 
 def _open_log(
-    config: TrainConfig, trainer: Trainer, directory: RunDirectory
+    config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
 ) -> tuple[EventLog, Callable[[str], None]]:
     """The record and its views, on rank 0; and how to say a line beside them."""
     metric, higher_is_better = trainer.task.metric, trainer.task.higher_is_better
@@ -162,7 +164,7 @@ def _open_log(
             directory.run_id,
             logger.project,
             logger.entity,
-            asdict(config),
+            asdict(config) | {"environment": about},
             mode=logger.mode,
             metric=metric,
             higher_is_better=higher_is_better,

@@ -28,7 +28,8 @@ _MAY_CHANGE = (
     *_NOT_THE_RUN,
     *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
-    *("trainer.predictions", "trainer.threads", "data.root", "data.workers"),
+    *("trainer.predictions", "trainer.threads", "trainer.pin", "trainer.time_stages"),
+    *("data.root", "data.workers"),
     *("backend", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.colocate_factors"),
     *("kfac.balance", "kfac.overlap"),
 )

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench import checkpoint, learning_rate, predictions
+from kfac_bench import checkpoint, environment, learning_rate, predictions
 from kfac_bench.backends.backend import Backend
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
@@ -39,6 +39,7 @@ from kfac_bench.events import (
     Trained,
 )
 from kfac_bench.skipped import Skipped
+from kfac_bench.stages import StageTimes
 from kfac_bench.tasks.task import Task, reached
 from kfac_bench.update import Update
 
@@ -123,6 +124,9 @@ class Trainer:
             self.backend,
             self._first_example,
         )
+        self._stages = None if self.kfac is None else StageTimes(self.kfac, self.ranks)
+        if self.kfac is not None:
+            self.kfac.time_stages = self.config.time_stages
         self._skipped = Skipped(self.ranks, self.data.faults)
         self._waited_s = 0.0  # for batches, since the last Trained event
         self._saved_at, self._saved_s = -1, time.monotonic()
@@ -254,6 +258,8 @@ class Trainer:
             raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
         self._update.step(batch, loss)
         self.step += 1
+        if self._stages is not None:
+            self._stages.add()
         return mean, stops > 0
 
     def _set_learning_rate(self) -> None:
@@ -270,7 +276,11 @@ class Trainer:
             train_s = self.clock.train_s()
             examples, seconds = self._examples_seen - self._since[0], train_s - self._since[1]
             waited = self.ranks.max(self._waited_s / seconds if seconds > 0 else 0.0)
-            statistics = self._kfac_statistics() | {"data_wait_share": waited}
+            memory = self.ranks.max(environment.peak_memory_bytes(self.ranks.device))
+            statistics = self._kfac_statistics() | {
+                "data_wait_share": waited,
+                "peak_memory_bytes": memory,
+            }
             self.log.emit(
                 Trained(
                     self.step,
@@ -286,7 +296,7 @@ class Trainer:
 
     def _kfac_statistics(self) -> dict[str, Any]:
         """K-FAC's fields of the :class:`Trained` event; all ranks call it."""
-        if self.kfac is None:
+        if self.kfac is None or self._stages is None:
             return {}
         counts = torch.tensor(
             [self.kfac.failed_decompositions, self.kfac.dropped_statistics],
@@ -294,6 +304,7 @@ class Trainer:
         )
         failed, dropped = self.ranks.sum(counts).tolist()
         return self.kfac.statistics() | {
+            "stage_mean_s": self._stages.mean_s(),
             "damping": self.kfac.damping,
             "failed_decompositions": failed,
             "dropped_statistics": dropped,

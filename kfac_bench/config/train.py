@@ -79,6 +79,12 @@ class TrainerConfig:
     )
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
     threads: int | None = option(None, "CPU threads per rank; null: torch decides", at_least=1)
+    pin: bool = option(
+        False, "keep a rank to trainer.threads cores of its own, where its node has enough"
+    )
+    time_stages: bool = option(
+        False, "wait for the GPU at each of K-FAC's stages, so that their seconds are its own"
+    )
 
 
 @dataclass

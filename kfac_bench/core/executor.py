@@ -104,6 +104,8 @@ class Executor:
         self.failed_decompositions = 0
         self.stage_s: dict[str, float] = {}
         """Seconds of the last run by kind of op; messages count where they are waited for."""
+        self.settle: Callable[[], None] | None = None
+        """Called where a kind of op starts and ends: waits for the device."""
         self._grads: dict[str, Tensor] = {}
         self._preconditioned: dict[str, Tensor] = {}
         self._begun = _Begun()
@@ -196,7 +198,7 @@ class Executor:
 
     def timed(self, kind: str) -> AbstractContextManager[None]:
         """Add the host's seconds inside the block to ``stage_s[kind]``."""
-        return _timed(self.stage_s, kind)
+        return _timed(self.stage_s, kind, self.settle)
 
     def _compute(self, op: Op, request: Request) -> None:
         match op:
@@ -375,9 +377,15 @@ class Executor:
 
 
 @contextmanager
-def _timed(stage_s: dict[str, float], kind: str) -> Iterator[None]:
+def _timed(
+    stage_s: dict[str, float], kind: str, settle: Callable[[], None] | None = None
+) -> Iterator[None]:
+    if settle is not None:
+        settle()
     start = time.perf_counter()
     yield
+    if settle is not None:
+        settle()
     stage_s[kind] = stage_s.get(kind, 0.0) + time.perf_counter() - start
 
 

@@ -140,6 +140,8 @@ class KFAC:
         self._sent_labels = False  # fisher_backward was called in this step
         self.track_cosine = False
         """Compute per-layer cosines in the next step; read them with :meth:`statistics`."""
+        self.time_stages = False
+        """Wait for a GPU where a stage starts and ends: else ``stage_s`` is what the host waits."""
         self._model = unwrap(model)
         self._layers, self._skipped = find_layers(
             self._model, skip, layer_types=layer_types, max_dim=max_dim
@@ -262,6 +264,7 @@ class KFAC:
         if self._capture is None:
             raise RuntimeError("step() after detach(): the hooks are off the model")
         settings = self.schedules.at(self.steps)
+        self._executor.settle = self._settle if self.time_stages else None
         self._begin_trial()
         grads = {} if self.plan.sharded else self._gradients()
         preconditioned = self._executor.run(self._request(settings, grads, loss_scale))
@@ -273,6 +276,11 @@ class KFAC:
         self._decompose_now = self._sent_labels = False
         self.steps += 1
         self._capture.enabled = self.schedules.factors_due(self.steps)
+
+    def _settle(self) -> None:
+        device = self._layers[0].weight.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _gradients(self) -> dict[str, Tensor]:
         """By layer; those that backward did not reach are missing."""
@@ -432,8 +440,13 @@ class KFAC:
         return {
             "nu": None if self._nu is None else self._nu.item(),
             "cosine": dict(zip(self._cosine_of, cosine, strict=True)),
-            "stage_s": dict(self._executor.stage_s),
+            "stage_s": self.stage_s,
         }
+
+    @property
+    def stage_s(self) -> dict[str, float]:
+        """Seconds of the last step by kind of op; waits for no device."""
+        return dict(self._executor.stage_s)
 
     @property
     def damping(self) -> float:

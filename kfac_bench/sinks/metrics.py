@@ -21,6 +21,8 @@ name                            event          meaning
 ``kfac/cosine_min``             Trained        the smallest of them
 ``kfac/cosine_median``          Trained        the median of them
 ``kfac/stage_s/<stage>``        Trained        seconds of one K-FAC stage of the step
+``kfac/stage_mean_s/<stage>``   Trained        the same, mean of the steps since the last one
+``memory/peak_bytes``           Trained        the most that a rank has held
 ``eval/<metric>``               Evaluated      validation metric, exact
 ``eval/left_out``               Evaluated      examples that could not be read; if there are any
 ``data/skipped_files``          SampleSkipped  files so far that could not be read
@@ -81,6 +83,8 @@ def _trained(event: Trained) -> dict[str, float]:
     }
     if event.data_wait_share is not None:
         row["train/data_wait_share"] = event.data_wait_share
+    if event.peak_memory_bytes is not None:
+        row["memory/peak_bytes"] = event.peak_memory_bytes
     for name in ("nu", "damping", "failed_decompositions", "dropped_statistics"):
         value = getattr(event, name)
         if value is not None:
@@ -89,4 +93,5 @@ def _trained(event: Trained) -> dict[str, float]:
         row |= {f"kfac/cosine/{layer}": value for layer, value in event.cosine.items()}
         row["kfac/cosine_min"] = min(event.cosine.values())
         row["kfac/cosine_median"] = statistics.median(event.cosine.values())
-    return row | {f"kfac/stage_s/{stage}": value for stage, value in event.stage_s.items()}
+    row |= {f"kfac/stage_s/{stage}": value for stage, value in event.stage_s.items()}
+    return row | {f"kfac/stage_mean_s/{kind}": value for kind, value in event.stage_mean_s.items()}
