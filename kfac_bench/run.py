@@ -53,6 +53,8 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
             lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
         )
         if ranks.any(complete is not None):
+            if ranks.is_main:
+                directory.note_state(complete or "finished", trainer.max_steps)
             return complete or "finished", 0
         opened = ranks.together(
             lambda: _open_log(config, trainer, directory, about) if ranks.is_main else None
@@ -64,10 +66,15 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
             trainer.say(line)
         _start(config, trainer, directory, about)
         _say_what_kfac_does(trainer)
+        if ranks.is_main:
+            directory.note_state("running", trainer.step)
         try:
-            return trainer.fit(), trainer.stop.signal
+            status = trainer.fit()
         except UsageError as error:  # a sample that cannot be read: rank 0 cannot tell of it
             raise OneRankError(str(error)) from None
+        if ranks.is_main:
+            directory.note_state(status, trainer.step)
+        return status, trainer.stop.signal
 
 
 _MAY_DIFFER = (
@@ -131,7 +138,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     events = read(directory.events) if directory.events.exists() else []
     ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
     hit = next((e for e in reversed(events) if isinstance(e, TargetReached)), None)
-    if ended is None:
+    if ended is None or ended.status == "interrupted":  # even if the last evaluation alone is due
         return None
     at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
     if not at_target and ended.step < trainer.max_steps:

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -37,8 +37,8 @@ _MAY_CHANGE = (
 how long and what is recorded; not what an update is."""
 
 _PATIENCE_S = 20.0
-"""How long to wait for the lock of a run that torchrun restarts: ranks that lost their agent
-notice it when their next message fails."""
+"""How long to wait for the lock of a run that torchrun or Slurm restarts: ranks that lost their
+agent, or their node, notice it when their next message fails."""
 
 
 def run_id(config: TrainConfig) -> str:
@@ -78,7 +78,8 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
         with lock:
-            if not _locked(lock, _PATIENCE_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0):
+            again = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
+            if not _locked(lock, _PATIENCE_S if again else 0.0):
                 raise UsageError(
                     f"{self.path}: another process is running it; wait, or set run_id=NAME"
                 )
@@ -87,6 +88,21 @@ class RunDirectory:
             record = {"run_id": self.run_id, **environment}
             (self.path / "run.json").write_text(json.dumps(record, indent=1) + "\n")
             yield
+
+    def note_state(self, status: str, step: int) -> None:
+        """Say in one line how the run is doing, for whoever started it; rank 0 alone.
+
+        The file ``state``, and a copy where KFAC_STATE_FILE says: ``STATUS STEP PATH``, where
+        STATUS is ``running`` or that of the last event. A batch script requeues by it, for exit
+        codes are those of launchers too. Nothing of the run depends on it: a full disk is no error.
+        """
+        for file in (self.path / "state", os.environ.get("KFAC_STATE_FILE")):
+            if not file:
+                continue
+            partial = Path(f"{file}.partial")
+            with suppress(OSError):
+                partial.write_text(f"{status} {step} {self.path.absolute()}\n")
+                partial.replace(file)
 
     def check_is_here(self) -> None:
         """Raise :class:`UsageError` if this rank does not see what rank 0 has made."""

@@ -60,7 +60,10 @@ class RunFailedError(Exception):
 
 @dataclass
 class Stop:
-    """Set by SIGTERM and SIGINT; the loop looks at it once a step."""
+    """Set by SIGTERM, SIGUSR1 (a batch system's notice) and SIGINT.
+
+    Ranks agree on it once a step; an evaluation is cut short by it.
+    """
 
     signal: int = 0
 
@@ -73,7 +76,8 @@ class Stop:
                 raise KeyboardInterrupt  # a second Ctrl-C means now
             self.signal = number
 
-        before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+        signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        before = {s: signal.signal(s, note) for s in signals}
         try:
             yield
         finally:
@@ -131,6 +135,8 @@ class Trainer:
         self._waited_s = 0.0  # for batches, since the last Trained event
         self._saved_at, self._saved_s = -1, time.monotonic()
         self._since = (0, 0.0)  # examples and clock at the last Trained event
+        self._stopping = False  # all ranks know that one was told to
+        self._owes_evaluation = False  # of this step: it was cut short
         # Labels that kfac.fisher draws: each rank its own; -1 is no epoch of the data order.
         torch.manual_seed(mixed_seed(self.seed, -1, self.ranks.rank))
 
@@ -153,24 +159,32 @@ class Trainer:
     def _fit(self) -> str:
         if self.step == 0:
             self._evaluate()
+            if self._stopping:
+                return "interrupted"
         self._since = (self._examples_seen, self.clock.train_s())
         self.clock.start()
+        if self._owes_evaluation and (status := self._look(evaluate=True)):
+            return status
         for batch in self._batches():
-            loss, stopping = self._train_step(batch)
-            done, reached_target = self.step >= self.max_steps, False
+            loss, self._stopping = self._train_step(batch)
+            done = self.step >= self.max_steps
             if self.step % self.config.log_freq == 0 or done:
                 self._emit_trained(loss)
-            if self.step % self._eval_freq == 0 or done:
-                reached_target = self._evaluate()
-            if reached_target or done or stopping or self._checkpoint_is_due():
-                self.save()
-            if reached_target:
-                return "reached"
-            if done:
-                return "finished"
-            if stopping:
-                return "interrupted"
+            if status := self._look(evaluate=self.step % self._eval_freq == 0 or done):
+                return status
         return "finished"  # nothing was left to do
+
+    def _look(self, *, evaluate: bool) -> str | None:
+        """Evaluate if told to, save if it is time; the run's status if it ends here."""
+        reached_target = self._evaluate() if evaluate else False
+        done = self.step >= self.max_steps and not self._owes_evaluation
+        if reached_target or done or self._stopping or self._checkpoint_is_due():
+            self.save()
+        if reached_target:
+            return "reached"
+        if done:
+            return "finished"
+        return "interrupted" if self._stopping else None
 
     def _checkpoint_is_due(self) -> bool:
         if self.config.checkpoint_freq is not None:
@@ -256,11 +270,19 @@ class Trainer:
         mean = total / self.ranks.world_size
         if not math.isfinite(mean):
             raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
+        long = self._decomposes_all()
         self._update.step(batch, loss)
         self.step += 1
         if self._stages is not None:
             self._stages.add()
-        return mean, stops > 0
+        # Decompositions may take longer than a step: one more would come out of the time to save.
+        return mean, stops > 0 or (long and self.ranks.any(bool(self.stop.signal)))
+
+    def _decomposes_all(self) -> bool:
+        """Whether the next update decomposes all factors at once; equal on all ranks."""
+        if self.kfac is None or len(self.kfac.plan.slices) > 1:
+            return False
+        return bool(self.kfac.schedules.slices_due(self.kfac.steps, 1))
 
     def _set_learning_rate(self) -> None:
         """Of the next update; K-FAC's clip (eq. 16) reads it as the optimizer does."""
@@ -311,7 +333,13 @@ class Trainer:
         }
 
     def _evaluate(self) -> bool:
-        """Exact metrics of the validation set; whether the target is reached. No training time."""
+        """Exact metrics of the validation set; whether the target is reached. No training time.
+
+        A rank that is told to stop ends its part: then there are no metrics, and they are owed.
+        """
+        self._owes_evaluation = True
+        if self._stopping:
+            return False
         self._synchronize()
         with self.clock.paused(), torch.no_grad():
             train_s = self.ranks.max(self.clock.train_s())
@@ -322,6 +350,10 @@ class Trainer:
             for batch, counts in self._eval_batches():
                 (evaluation if counts else aside).add(self._bare, self._to_device(batch))
                 there = there or counts
+            if self.ranks.any(bool(self.stop.signal)):
+                self._stopping = True
+                return False
+            self._owes_evaluation = False
             left_out = self._left_out(before, there)
             metrics = evaluation.metrics(self.ranks)
             epoch = self.step / self.steps_per_epoch
@@ -340,7 +372,7 @@ class Trainer:
         shard = Shard(self.ranks.rank, self.ranks.world_size)
         batches = filter(size, self.data.evaluate(self.config.eval_batch_size, shard))
         while True:
-            batch = next(batches, None)
+            batch = None if self.stop.signal else next(batches, None)
             if not self.backend.lockstep and batch is None:
                 return
             if self.backend.lockstep and not self.ranks.any(batch is not None):
@@ -422,6 +454,7 @@ class Trainer:
         if self.ranks.is_main:
             shard["scaler"] = self._update.scaler.state_dict()
             shard["train_s"] = self.clock.train_s()
+            shard["owes_evaluation"] = self._owes_evaluation
         return shard
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -452,6 +485,7 @@ class Trainer:
                 torch.cuda.set_rng_state(own["cuda_rng"])
         self.step = self._saved_at = saved.step
         self.clock = Clock(float(main["train_s"]))
+        self._owes_evaluation = bool(main.get("owes_evaluation"))
         self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
 
     def _check_optimizer(self, state: dict[str, Any], path: Path) -> None:

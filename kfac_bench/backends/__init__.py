@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kfac_bench import srun
 from kfac_bench.backends.backend import Backend
 from kfac_bench.config import BackendConfig
 
@@ -14,9 +15,10 @@ from kfac_bench.config import BackendConfig
 def join(config: BackendConfig, device: str = "auto") -> Iterator[Backend]:
     """Join the other ranks of this run, in the way ``config`` names; leave at exit.
 
-    A process without a launcher is alone. Raises :class:`UsageError` if ``device`` or what the
-    backend needs is not there.
+    torchrun, srun and horovodrun start several; a process without them is alone. Raises
+    :class:`UsageError` if ``device`` or what the backend needs is not there.
     """
+    srun.adopt()
     module = importlib.import_module(f"kfac_bench.backends.{config.name}")
     with module.join(config, device) as backend:
         yield backend

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from kfac_bench import srun
 from kfac_bench.core.collective import Collective, SingleProcess
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.ranks import Ranks
@@ -87,6 +88,8 @@ def find_device(name: str, local_rank: int) -> torch.device:
         raise UsageError("trainer.device=cuda: torch sees no GPU here; use trainer.device=cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and srun.has_its_own_gpu():
+        local_rank = 0
     if local_rank >= torch.cuda.device_count():
         raise OneRankError(
             f"no GPU is left for local rank {local_rank}: start at most "

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel, started by torchrun: gloo on CPUs, NCCL on GPUs."""
+"""PyTorch's DistributedDataParallel, started by torchrun or srun: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 

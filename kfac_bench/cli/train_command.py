@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from kfac_bench import srun
 from kfac_bench.cli.entry import Parser, check_config_dir, say_once
 from kfac_bench.errors import UsageError
 
@@ -28,6 +29,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
 
 def train(arguments: list[str]) -> int:
     """Parse and run; the exit code."""
+    srun.adopt()  # now: rank 0 alone tells of errors
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
