@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -135,10 +136,14 @@ class Predicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed(Event):
-    """A checkpoint is complete on disk; ``write_s`` is what the training waited for it."""
+    """The checkpoint of ``step`` is complete on disk; ``write_s`` is what the training waited.
+
+    It is written beside the training: ``cpu_s`` processor seconds of a thread on rank 0.
+    """
 
     path: str
     write_s: float
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +184,36 @@ class Sink(Protocol):
         """Release what is open; called once, also after an error."""
 
 
+class RecordError(Exception):
+    """The record of a run cannot be written, and why."""
+
+
 class JsonlSink:
-    """The record: appends to ``path``, one flushed line per event."""
+    """The record: appends to ``path``, one whole line per event.
+
+    Raises :class:`UsageError` if the file cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            _drop_torn_line(path)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._path = path
+        try:
+            if path.exists():
+                _drop_torn_line(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
 
     def write(self, event: Event) -> None:
-        """Append one line."""
-        self._file.write(json.dumps({"event": type(event).__name__, **asdict(event)}) + "\n")
+        """Append one line, or nothing of it. Raises :class:`RecordError`, as on a full disk."""
+        line = json.dumps({"event": type(event).__name__, **asdict(event)}).encode() + b"\n"
+        before = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
+            raise RecordError(f"{self._path}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
         """Close the file."""
@@ -208,11 +232,16 @@ class EventLog:
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
+        self.problem: str | None = None
+        """Why the record lacks an event; whoever runs the run is to stop it, on all ranks."""
 
     def emit(self, event: Event) -> None:
         """Write the event to every sink."""
         for sink in self._sinks:
-            sink.write(event)
+            try:
+                sink.write(event)
+            except RecordError as error:
+                self.problem = str(error)
 
     def close(self) -> None:
         """Close every sink."""

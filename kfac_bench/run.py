@@ -138,7 +138,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     events = read(directory.events) if directory.events.exists() else []
     ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
     hit = next((e for e in reversed(events) if isinstance(e, TargetReached)), None)
-    if ended is None or ended.status == "interrupted":  # even if the last evaluation alone is due
+    if ended is None or ended.status in ("failed", "interrupted"):  # even at the last step
         return None
     at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
     if not at_target and ended.step < trainer.max_steps:
@@ -229,6 +229,8 @@ def _start(
             trainer.restore(saved)
         except ValueError as error:
             raise UsageError(f"resume: {error}") from None
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UsageError(f"resume: {saved.path}: no state of a run ({error!r})") from None
 
 
 def _find(config: TrainConfig, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:

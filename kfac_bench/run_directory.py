@@ -30,6 +30,7 @@ _MAY_CHANGE = (
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
     *("trainer.predictions", "trainer.threads", "trainer.pin", "trainer.time_stages"),
     *("data.root", "data.workers"),
+    *("trainer.keep_best", "trainer.watchdog_s"),
     *("backend", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.colocate_factors"),
     *("kfac.balance", "kfac.overlap"),
 )
@@ -84,9 +85,12 @@ class RunDirectory:
                     f"{self.path}: another process is running it; wait, or set run_id=NAME"
                 )
             self._check_same_run(config)
-            (self.path / "config.yaml").write_text(compose.to_yaml(config))
             record = {"run_id": self.run_id, **environment}
-            (self.path / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+            try:
+                (self.path / "config.yaml").write_text(compose.to_yaml(config))
+                (self.path / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+            except OSError as error:
+                raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
             yield
 
     def note_state(self, status: str, step: int) -> None:

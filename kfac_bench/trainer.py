@@ -134,6 +134,11 @@ class Trainer:
         self._skipped = Skipped(self.ranks, self.data.faults)
         self._waited_s = 0.0  # for batches, since the last Trained event
         self._saved_at, self._saved_s = -1, time.monotonic()
+        self._writer = checkpoint.Writer(
+            self.directory / "checkpoints", self.ranks, config.keep_last, config.keep_best
+        )
+        self._in_trouble = False  # some rank cannot write
+        self._figure: tuple[int, checkpoint.Figure] | None = None  # the last, and its step
         self._since = (0, 0.0)  # examples and clock at the last Trained event
         self._stopping = False  # all ranks know that one was told to
         self._owes_evaluation = False  # of this step: it was cut short
@@ -142,19 +147,37 @@ class Trainer:
 
     def fit(self) -> str:
         """Train; the status of the :class:`RunEnded` event it ends with."""
-        message = ""
         with self.stop.listening():
             try:
-                status = self._fit()
-                if status in ("reached", "finished"):
-                    self._predict()
-            except RunFailedError as error:
-                status, message = "failed", str(error)
+                status, message = self._fit_and_save()
+            except Exception:  # of this rank: others may be gone
+                self._writer.close()
+                raise
         self.clock.stop()
         self.log.emit(
             RunEnded(self.step, self.clock.train_s(), status, message, weights_sha256(self._bare))
         )
+        if status != "failed" and (problem := self._problem()):
+            self.say(problem)
+            return "failed"  # the record does not say how it ended
         return status
+
+    def _fit_and_save(self) -> tuple[str, str]:
+        """Status and message; all that was to be saved is on disk then."""
+        try:
+            status, message = self._fit(), ""
+            self._finish_saving()
+            if status in ("reached", "finished"):
+                self._predict()
+        except RunFailedError as error:
+            status, message = "failed", str(error)
+        try:
+            self._finish_saving()
+        except RunFailedError as error:
+            message += f"; {error}"
+        if status != "failed" and (problem := self._problem()):
+            status, message = "failed", problem
+        return status, message
 
     def _fit(self) -> str:
         if self.step == 0:
@@ -167,6 +190,9 @@ class Trainer:
             return status
         for batch in self._batches():
             loss, self._stopping = self._train_step(batch)
+            self._tell_of_checkpoint()
+            if self._in_trouble:
+                self._give_up()
             done = self.step >= self.max_steps
             if self.step % self.config.log_freq == 0 or done:
                 self._emit_trained(loss)
@@ -265,11 +291,13 @@ class Trainer:
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
         loss = self._update.backward(batch, self._examples_there(batch))
-        stop = loss.new_tensor(float(bool(self.stop.signal)))
-        total, stops = self.ranks.sum(torch.stack([loss, stop])).tolist()
+        trouble = self._writer.failed or self.log.problem is not None
+        flags = loss.new_tensor([float(bool(self.stop.signal)), float(trouble)])
+        total, stops, troubles = self.ranks.sum(torch.cat([loss.reshape(1), flags])).tolist()
         mean = total / self.ranks.world_size
         if not math.isfinite(mean):
             raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
+        self._in_trouble = troubles > 0
         long = self._decomposes_all()
         self._update.step(batch, loss)
         self.step += 1
@@ -283,6 +311,19 @@ class Trainer:
         if self.kfac is None or len(self.kfac.plan.slices) > 1:
             return False
         return bool(self.kfac.schedules.slices_due(self.kfac.steps, 1))
+
+    def _give_up(self) -> None:
+        """A rank cannot write a checkpoint or the record: save what can be, say what is wrong."""
+        self.save()
+        self._finish_saving()
+        raise RunFailedError(self._problem() or "a disk failed")
+
+    def _problem(self) -> str | None:
+        """Why the record is not whole, on any rank; all ranks call it."""
+        if not self.ranks.any(self.log.problem is not None):
+            return None
+        said = self.ranks.gather((self.log.problem or "").encode())
+        return next(line.decode() for line in said if line)
 
     def _set_learning_rate(self) -> None:
         """Of the next update; K-FAC's clip (eq. 16) reads it as the optimizer does."""
@@ -359,6 +400,8 @@ class Trainer:
             epoch = self.step / self.steps_per_epoch
             self.log.emit(Evaluated(self.step, train_s, epoch, metrics, left_out))
             value, target = metrics[self.task.metric], self.config.target
+            figure = checkpoint.Figure(self.task.metric, value, self.task.higher_is_better)
+            self._figure = (self.step, figure)
             if target is None or not reached(self.task, value, target):
                 return False
             self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
@@ -418,7 +461,10 @@ class Trainer:
             torch.cuda.synchronize()
 
     def save(self) -> None:
-        """Write a checkpoint, once per step; a model with a non-finite weight is not one."""
+        """Begin a checkpoint, once per step; a model with a non-finite weight is not one.
+
+        It is written beside the steps that follow; :meth:`_finish_saving` waits for it.
+        """
         if self._saved_at == self.step:
             return
         self._synchronize()
@@ -426,21 +472,26 @@ class Trainer:
             finite = all(torch.isfinite(local(p).sum()) for p in self._bare.parameters())
             if self.ranks.any(not finite):
                 raise RunFailedError(f"a weight is not finite after step {self.step}")
-            clock = Clock()
-            clock.start()
             self.ranks.share_buffers(self._bare)
-            try:
-                path = checkpoint.save(
-                    self.directory / "checkpoints",
-                    self.step,
-                    self._shard(),
-                    self.ranks,
-                    self.config.keep_last,
-                )
-            except OSError as error:  # on every rank
-                raise RunFailedError(f"{error}; older checkpoints are untouched") from None
+            figure = self._figure[1] if self._figure and self._figure[0] == self.step else None
+            with _failing():
+                self._writer.start(self.step, self._shard(), figure)
             self._saved_at, self._saved_s = self.step, time.monotonic()
-            self.log.emit(Checkpointed(self.step, self.clock.train_s(), str(path), clock.train_s()))
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint on its way; all ranks call it."""
+        with self.clock.paused(), _failing():
+            self._writer.finish()
+        self._tell_of_checkpoint()
+
+    def _tell_of_checkpoint(self) -> None:
+        """An event, once it is on disk."""
+        if (saved := self._writer.written()) is not None:
+            self.log.emit(
+                Checkpointed(
+                    saved.step, self.clock.train_s(), str(saved.path), saved.waited_s, saved.cpu_s
+                )
+            )
 
     def _shard(self) -> dict[str, Any]:
         """What this rank adds to a checkpoint."""
@@ -492,6 +543,15 @@ class Trainer:
         theirs = [set(g) - _NO_SETTINGS for g in state["param_groups"]]
         if [set(g) - _NO_SETTINGS for g in self.optimizer.param_groups] != theirs:
             raise ValueError(f"{path}: another optimizer")
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """A checkpoint that cannot be written, on every rank, ends the run."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(f"{error}; older checkpoints are untouched") from None
 
 
 _NO_SETTINGS = {"params", "step"}

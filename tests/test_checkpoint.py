@@ -2,13 +2,18 @@
 
 import hashlib
 import json
+import math
+import os
+import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from kfac_bench import checkpoint
+from kfac_bench.checkpoint import writing
 from kfac_bench.core.collective import TorchCollective
 from kfac_bench.errors import UsageError
 from kfac_bench.ranks import Ranks
@@ -27,9 +32,19 @@ def shard(step):
     }
 
 
+def write(directory, step, state, ranks=ALONE, keep_last=9, keep_best=0, figure=None):
+    """One checkpoint, complete; where it is."""
+    writer = checkpoint.Writer(directory, ranks, keep_last, keep_best)
+    writer.start(step, state, figure)
+    writer.finish()
+    written = writer.written()
+    assert (written is None) == (ranks.rank > 0)
+    assert writer.written() is None, "told twice"
+    return written and written.path
+
+
 def save(directory, *steps, keep_last=9):
-    paths = [checkpoint.save(directory, s, shard(s), ALONE, keep_last) for s in steps]
-    return paths[-1]
+    return [write(directory, s, shard(s), keep_last=keep_last) for s in steps][-1]
 
 
 def names(directory):
@@ -86,7 +101,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
 
 def test_saving_a_step_again_replaces_it(folder):
     save(folder, 5)
-    checkpoint.save(folder, 5, shard(5) | {"train_s": 99.0}, ALONE, 9)
+    write(folder, 5, shard(5) | {"train_s": 99.0})
     assert checkpoint.find(folder)[0].shards[0]["train_s"] == 99.0
     assert names(folder) == ["step-00000005"]
 
@@ -223,7 +238,7 @@ def full_disk(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def torch_full_disk(*_, **__):
+def torch_full_disk(state, file):
     raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
 
 
@@ -232,9 +247,10 @@ def test_a_failed_write_leaves_older_checkpoints_alone(folder, monkeypatch, fail
     save(folder, 1, 2)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     monkeypatch.setattr(torch, "save", failure)
-    with pytest.raises(OSError, match="step-00000003"):
+    said = r": (No space left on device|PytorchStreamWriter failed .*)$"
+    with pytest.raises(OSError, match="step-00000003" + said):
         save(folder, 3, keep_last=1)
-    with pytest.raises(OSError, match="step-00000002"):
+    with pytest.raises(OSError, match="step-00000002" + said):
         save(folder, 2, keep_last=1)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     assert names(folder) == ["step-00000001", "step-00000002"]
@@ -246,32 +262,183 @@ def test_where_no_folder_can_be_made_it_is_an_os_error(tmp_path):
         save(tmp_path / "file" / "checkpoints", 1)
 
 
+def test_without_room_nothing_is_written(folder, monkeypatch):
+    save(folder, 1, 2)
+    needed = sum(t.nbytes for t in (*shard(3)["model"].values(), torch.get_rng_state()))
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    with pytest.raises(OSError, match=r"step-00000003: it needs 0\.1 MB, 0\.0 MB are free"):
+        save(folder, 3, keep_last=1)
+    assert names(folder) == ["step-00000001", "step-00000002"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed + 100_000))
+    save(folder, 3)
+
+
+# ---- beside the training ----
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Nothing is synced before it is opened."""
+    gate, sync = threading.Event(), os.fsync
+
+    def wait(descriptor):
+        assert gate.wait(20)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    yield gate
+    gate.set()
+
+
+def test_it_is_written_while_the_training_goes_on(folder, gate):
+    writer, state = checkpoint.Writer(folder, ALONE, 9), shard(7)
+    before = state["model"]["w"].clone()
+    writer.start(7, state)
+    state["model"]["w"].zero_()  # the next step
+    assert (writer.written(), writer.failed) == (None, False)
+    assert checkpoint.find(folder)[0] is None, "it counts before it is complete"
+    gate.set()
+    writer.finish()
+    written = writer.written()
+    assert (written.step, written.path) == (7, folder / "step-00000007")
+    assert 0 < written.waited_s < 20
+    assert 0 < written.cpu_s < 20
+    assert torch.equal(checkpoint.find(folder)[0].shards[0]["model"]["w"], before)
+
+
+def test_one_is_complete_before_the_next_begins(folder, gate):
+    writer = checkpoint.Writer(folder, ALONE, 9)
+    writer.start(1, shard(1))
+    threading.Timer(0.3, gate.set).start()
+    writer.start(2, shard(2))
+    assert (folder / "step-00000001" / "manifest.json").exists()
+    first = writer.written()
+    writer.finish()
+    second = writer.written()
+    assert (first.step, second.step) == (1, 2)
+    assert first.waited_s > 0.2, "the training waited for it"
+
+
+def test_a_failure_is_known_before_the_next_checkpoint(folder, monkeypatch):
+    monkeypatch.setattr(torch, "save", full_disk)
+    writer = checkpoint.Writer(folder, ALONE, 9)
+    writer.start(1, shard(1))
+    deadline = time.monotonic() + 20
+    while not writer.failed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="step-00000001: No space left on device"):
+        writer.finish()
+    assert (writer.failed, writer.written(), names(folder)) == (False, None, [])
+    writer.finish()
+
+
+def test_an_error_of_the_training_does_not_cost_the_checkpoint_on_its_way(folder, gate):
+    writer = checkpoint.Writer(folder, ALONE, 9)
+    writer.start(1, shard(1))
+    threading.Timer(0.3, gate.set).start()
+    writer.close()
+    assert checkpoint.find(folder)[0].step == 1
+
+
+def test_a_part_of_an_earlier_start_is_not_taken_for_one_of_this(folder):
+    """Rank 1 was killed after it had written its part of step 5, rank 0 before."""
+    stale = folder / ".step-00000005.0badcafe.partial"
+    stale.mkdir(parents=True)
+    (stale / f"rank0.pt.{'0' * 64}").write_bytes(b"of other weights")
+    path = save(folder, 5)
+    assert names(folder) == ["step-00000005"]
+    assert names(path) == ["manifest.json", "rank0.pt"]
+    assert checkpoint.load(path).shards[0]["train_s"] == 5 / 7
+
+
+def test_views_are_saved_alone_and_what_is_one_stays_one(folder):
+    whole = torch.arange(100_000.0)
+    module = torch.nn.BatchNorm1d(3)
+    state = {"part": whole[5:9], "tied": [whole[5:9], (whole[:4].view(2, 2),)]}
+    path = write(folder, 1, state | {"model": module.state_dict()})
+    assert (path / "rank0.pt").stat().st_size < 10_000
+    back = checkpoint.load(path).shards[0]
+    assert back["part"].tolist() == [5, 6, 7, 8]
+    assert back["tied"][1][0].tolist() == [[0, 1], [2, 3]]
+    back["part"][0] = -1
+    assert back["tied"][0][0] == -1
+    assert back["model"]._metadata == module.state_dict()._metadata
+
+
+# ---- the best ones ----
+
+
+def evaluated(folder, figures, higher=True, keep_last=1, keep_best=1):
+    for step, value in figures.items():
+        figure = None if value is None else checkpoint.Figure("figure", value, higher)
+        write(folder, step, shard(step), keep_last=keep_last, keep_best=keep_best, figure=figure)
+    return [int(name.removeprefix("step-")) for name in names(folder)]
+
+
+def test_the_best_is_never_removed(folder):
+    assert evaluated(folder, {1: 0.2, 2: 0.9, 3: None, 4: 0.5, 5: math.nan, 6: 0.3}) == [2, 6]
+    assert checkpoint.find(folder)[0].step == 6
+    assert checkpoint.find_best(folder.parent)[0].step == 2
+    assert evaluated(folder, {7: 0.9}) == [7], "of equals the newer one"
+
+
+def test_of_an_error_the_least_is_the_best(folder):
+    figures = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.inf}
+    assert evaluated(folder, figures, higher=False, keep_best=2) == [2, 3, 4]
+    flip(folder / "step-00000002")
+    best, bad = checkpoint.find_best(folder)
+    assert (best.step, len(bad)) == (3, 1)
+    assert "step-00000002" in bad[0]
+
+
+def test_without_figures_there_is_no_best(folder):
+    assert evaluated(folder, {1: None, 2: None}) == [2]
+    assert checkpoint.find_best(folder) == (None, [])
+
+
+@pytest.mark.parametrize("said", ["[]", '{"figure": 3}', '{"figure": {"name": 1}}', "[" * 100_000])
+def test_a_strange_manifest_is_no_best_and_no_harm(folder, said):
+    evaluated(folder, {1: 0.5}, keep_last=9)
+    (folder / "step-00000002").mkdir()
+    (folder / "step-00000002" / "manifest.json").write_text(said)
+    assert checkpoint.find_best(folder)[0].step == 1
+    found, bad = checkpoint.find(folder)
+    assert found.step == 1
+    assert [len(line.splitlines()) for line in bad] == [1]
+    assert "step-00000002" in bad[0]
+
+
+# ---- on ranks ----
+
+
 def saved_on_ranks(rank_of_failure, stage, directory):
     """Save 1, then 2 with a failure on one rank; runs on every rank. What became of it."""
 
     ranks = Ranks(CPU, TorchCollective())
-    checkpoint.save(directory, 1, {"rank": ranks.rank}, ranks, 9)
+    write(directory, 1, {"rank": ranks.rank}, ranks)
     outcome = []
 
     def attempt():
-        real = torch.save, json.dump
+        real = torch.save, json.dump, Path.mkdir
         try:
             if ranks.rank == rank_of_failure and stage == "shard":
                 torch.save = full_disk
             if ranks.rank == rank_of_failure and stage == "manifest":
                 json.dump = full_disk
-            checkpoint.save(directory, 2, {"rank": ranks.rank}, ranks, 1)
-        except OSError:
-            outcome.append("OSError")
+            if ranks.rank == rank_of_failure and stage == "folder":
+                Path.mkdir = full_disk
+            write(directory, 2, {"rank": ranks.rank}, ranks, keep_last=1)
+        except OSError as error:
+            outcome.append(str(error))
         except BaseException as error:
             outcome.append(repr(error))
         else:
             outcome.append("saved")
         finally:
-            torch.save, json.dump = real
+            torch.save, json.dump, Path.mkdir = real
 
-    if rank_of_failure == 0 and stage == "folder" and ranks.rank == 0:
-        (directory / ".step-00000002.partial").write_text("in the way")
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(8)
@@ -292,6 +459,50 @@ def test_two_ranks_save_or_fail_together(folder, rank, stage):
         assert outcomes == ["saved", "saved"]
         assert names(folder) == ["step-00000002"]
     else:
-        assert outcomes == ["OSError", "OSError"]
+        who = "rank 1: " if rank else ""
+        said = f"checkpoint {folder}/step-00000002: {who}No space left on device"
+        assert outcomes == [said, said]
         assert found.step == 1
-        assert "step-00000002" not in names(folder)
+        assert names(folder) == ["step-00000001"]
+
+
+def slow_on_rank_1(directory):
+    """Rank 0 is done long before; the checkpoint is not, and the training goes on."""
+    ranks, sync, gate = Ranks(CPU, TorchCollective()), os.fsync, threading.Event()
+    writer = checkpoint.Writer(directory, ranks, 9)
+    if ranks.rank == 1:
+        os.fsync = lambda descriptor: (gate.wait(20), sync(descriptor))
+    try:
+        writer.start(3, {"rank": ranks.rank})
+        if ranks.is_main:
+            time.sleep(0.3)
+        seen = checkpoint.find(directory)[0] is not None, writer.written()
+        ranks.any(False)  # a step
+        gate.set()
+        writer.finish()
+    finally:
+        os.fsync = sync
+    return seen, len(checkpoint.find(directory)[0].shards)
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_counts_when_all_ranks_have_written(folder):
+    assert run_ranks(2, slow_on_rank_1, folder) == [((False, None), 2)] * 2
+
+
+def left_alone(directory):
+    """Rank 1 ends by an error before it writes; rank 0 does not wait for it for long."""
+    ranks = Ranks(CPU, TorchCollective())
+    writer = checkpoint.Writer(directory, ranks, 9)
+    writing.OTHERS_S = 0.2
+    if ranks.rank == 1:
+        writer._write = lambda job: job.own.set()
+    writer.start(4, {"rank": ranks.rank})
+    began = time.monotonic()
+    writer.close()
+    return time.monotonic() - began < 4, writer.written(), checkpoint.find(directory)[0]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_lost_the_others_does_not_wait_for_their_parts(folder):
+    assert run_ranks(2, left_alone, folder) == [(True, None, None)] * 2

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import resource
 import time
 from dataclasses import asdict
 
@@ -18,6 +19,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Checkpointed,
     Evaluated,
+    JsonlSink,
     Resumed,
     RunEnded,
     RunStarted,
@@ -95,7 +97,15 @@ def test_a_run_directory_tells_the_whole_run(tmp_path, monkeypatch):
     for e in of_kind(path, Checkpointed):
         assert (path / "checkpoints" / f"step-{e.step:08d}").samefile(e.path)
     files = {p.name for p in path.iterdir()}
-    made = {"config.yaml", "run.json", "events.jsonl", "checkpoints", "predictions", ".lock"}
+    made = {
+        "config.yaml",
+        "run.json",
+        "state",
+        "events.jsonl",
+        "checkpoints",
+        "predictions",
+        ".lock",
+    }
     assert files == made
 
 
@@ -285,15 +295,65 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_a_full_disk_ends_the_run_with_a_line_not_a_traceback(tmp_path, monkeypatch):
-    def full(*args, **keywords):
-        raise OSError("checkpoint step-00000005: No space left on device")
+    """The thread that writes fails; the training hears of it at a later step, or at the end."""
 
-    monkeypatch.setattr(trainer_module.checkpoint, "save", full)
-    config = config_of(tmp_path, "trainer.max_steps=6")
-    assert run.train(config, ALONE)[0] == "failed"
-    ended = read(RunDirectory(config).path)[-1]
-    assert isinstance(ended, RunEnded)
-    assert "No space left on device; older checkpoints are untouched" in ended.message
+    def full(*args, **keywords):
+        raise OSError(28, "No space left on device")
+
+    for steps, at in ((5, 5), (200, None)):
+        monkeypatch.setattr(torch, "save", full)
+        config = config_of(tmp_path, f"trainer.max_steps={steps}")
+        assert run.train(config, ALONE)[0] == "failed"
+        path = RunDirectory(config).path
+        ended = read(path)[-1]
+        assert isinstance(ended, RunEnded)
+        assert re.search(
+            r"step-00000005: No space left on device; older checkpoints are untouched$",
+            ended.message,
+        )
+        assert at is None or ended.step == at
+        assert ended.step < 11, "another checkpoint was begun"
+        assert list((path / "checkpoints").iterdir()) == []
+        monkeypatch.undo()
+        assert run.train(config, ALONE)[0] == "finished"
+
+
+@pytest.mark.parametrize("at", ["Trained", "Evaluated", "RunEnded"])
+def test_a_record_that_cannot_be_written_ends_the_run_and_nothing_is_lost(tmp_path, at, capsys):
+    options = ("trainer.max_steps=15", "trainer.log_freq=3", "trainer.eval_freq=8", "run_id=r")
+    real, full = JsonlSink.write, []
+
+    def write(self, event):
+        if type(event).__name__ == at and event.step >= 6 and not full:
+            full.append(event)
+            path = tmp_path / "r" / "events.jsonl"  # the kernel refuses any longer file
+            soft = path.stat().st_size + 20
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+            try:
+                return real(self, event)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        return real(self, event)
+
+    JsonlSink.write = write
+    try:
+        status, path = train(tmp_path, *options)
+    finally:
+        JsonlSink.write = real
+    assert status == "failed"
+    assert f"{path}/events.jsonl: cannot be written (File too large)" in plain(capsys)
+    raw = (path / "events.jsonl").read_text()
+    assert all(json.loads(line) for line in raw.splitlines()), "a torn line"
+    last = {"Trained": 7, "Evaluated": 9, "RunEnded": 15}[at]
+    assert checkpoint.find(path)[0].step == last
+    assert train(tmp_path, *options)[0] == "finished"
+    assert steps_of(path, Resumed) == [last]
+    assert end(path).status == "finished"
+
+
+def plain(capsys):
+    """What was said, lines joined again that the terminal's width has broken."""
+    return "".join(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("entry", ["run", "dry_run"])
@@ -323,18 +383,18 @@ def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys
 
 
 def test_the_training_clock_stands_still_in_evaluation_and_checkpoints(tmp_path, monkeypatch):
-    real, save = Reconstruction.totals, checkpoint.save
+    real, copy = Reconstruction.totals, checkpoint.writing.snapshot
 
     def slow_totals(self, model, batch):
         time.sleep(0.1)
         return real(self, model, batch)
 
-    def slow_save(*arguments):
+    def slow_copy(state):
         time.sleep(0.1)
-        return save(*arguments)
+        return copy(state)
 
     monkeypatch.setattr(Reconstruction, "totals", slow_totals)
-    monkeypatch.setattr(checkpoint, "save", slow_save)
+    monkeypatch.setattr(checkpoint.writing, "snapshot", slow_copy)
     real_statistics = kfac_bench.core.KFAC.statistics
 
     def slow_statistics(self):

@@ -61,7 +61,10 @@ class TrainerConfig:
         "steps between checkpoints; null: at an epoch's end, at most once a minute",
         at_least=1,
     )
-    keep_last: int = option(2, "checkpoints kept", at_least=1)
+    keep_last: int = option(2, "checkpoints kept: the last ones", at_least=1)
+    keep_best: int = option(
+        1, "... and those with the best validation figures, where a checkpoint has one", at_least=0
+    )
     eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
     predictions: int = option(
         8, "held-out examples kept as pictures when a run ends; 0: none", at_least=0, at_most=100
