@@ -9,11 +9,10 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
@@ -22,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kfac_bench.events import Trained
 from kfac_bench.runs import Run, Setting, number, plain, target
-from kfac_bench.score import median_run, metric_curve, target_reached
+from kfac_bench.score import median_run, target_reached
+from kfac_bench.series import HUGE, drawable, points, thin
 
 # Okabe and Ito's palette, told apart with every common colour blindness, darkest first.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -53,10 +52,7 @@ LOOK: Any = {
     "figure.constrained_layout.h_pad": 0.1,
     "lines.solid_capstyle": "round",
 }
-MAX_POINTS = 400  # more cannot be seen in a panel, and a report must stay small
-HUGE = 1e30  # what a diverged run says beyond this is not drawn
-
-Point = tuple[float, float, float]  # step, training seconds, value
+MAX_POINTS = 400  # more cannot be seen in a panel
 
 
 @dataclass(frozen=True)
@@ -116,16 +112,6 @@ def curves_svg(settings: Sequence[Setting]) -> str:
             for k, panel in enumerate(PANELS):
                 _draw(grid[2 * i + k // 2][k % 2], of_task, panel, drawn)
         _legend(figure, drawn, columns=4)
-        return to_svg(figure)
-
-
-def panel_svg(settings: Sequence[Setting], panel: Panel, drawn: dict[str, Style]) -> str:
-    """One panel of one task on a transparent ground and without a legend, to put in a page."""
-    with our_look():
-        figure = Figure(figsize=(5.4, 3.3), layout="constrained", facecolor="none")
-        axes = figure.subplots()
-        axes.set_facecolor("none")
-        _draw(axes, settings, panel, drawn)
         return to_svg(figure)
 
 
@@ -195,39 +181,20 @@ def _draw_target(axes: Axes, run: Run) -> list[float]:
 
 def _draw_run(axes: Axes, run: Run, panel: Panel, style: Style, *, bold: bool) -> list[float]:
     """Draw one run; return the heights of its points."""
-    if panel.metric:
-        points = metric_curve(run)
-    else:
-        points = [
-            (number(e.step), number(e.train_s), number(e.loss))
-            for e in run.events
-            if isinstance(e, Trained) and number(e.loss) > 0  # the axis is logarithmic
-        ]
-    xs, ys = _thin(_finite(points, panel))
+    found = points(run, metric=panel.metric)
+    if not panel.metric:
+        found = [point for point in found if point[2] > 0]  # the axis is logarithmic
+    found = thin(found, MAX_POINTS)
+    x = 1 if panel.seconds else 0
+    ys = [point[2] for point in found]
     width, alpha = (2.0, 1.0) if bold else (1.0, 0.4)
-    axes.add_line(style.line(xs, ys, linewidth=width, alpha=alpha))
+    axes.add_line(style.line([p[x] for p in found], ys, linewidth=width, alpha=alpha))
     event = target_reached(run)
     if panel.metric and bold and event is not None:
-        point = (number(event.step), number(event.train_s), number(event.value))
-        dot = _finite([point], panel)
-        axes.plot(*_thin(dot), "o", color=style.colour, markersize=5)
+        met = (number(event.step), number(event.train_s), number(event.value))
+        if drawable(met):
+            axes.plot([met[x]], [met[2]], "o", color=style.colour, markersize=5)
     return ys
-
-
-def _finite(points: Iterable[Point], panel: Panel) -> list[tuple[float, float]]:
-    """Take the (x, y) of this panel, without what cannot be drawn."""
-    pairs = ((seconds if panel.seconds else step, y) for step, seconds, y in points)
-    return [(x, y) for x, y in pairs if abs(x) < HUGE and abs(y) < HUGE]
-
-
-def _thin(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """At most ``MAX_POINTS`` points: means of neighbours."""
-    size = max(1, math.ceil(len(points) / MAX_POINTS))
-    chunks = [points[i : i + size] for i in range(0, len(points), size)]
-    return (
-        [fmean(x for x, _ in chunk) for chunk in chunks],
-        [fmean(y for _, y in chunk) for chunk in chunks],
-    )
 
 
 def _legend(figure: Figure, drawn: dict[str, Style], columns: int) -> None:

@@ -1,0 +1,178 @@
+// One task's curves as SVG, with switches for both axes and a legend that hides settings.
+// Names come from event files: they are only ever set as text.
+
+const SVG = "http://www.w3.org/2000/svg";
+const X = { steps: 0, seconds: 1 }, Y = 2;  // columns of a curve
+const NARROWEST = 120;  // pixels; less is no window yet
+
+function shape(name, attributes, text = "") {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.textContent = text;
+  return element;
+}
+
+class Chart {
+  constructor(root, task) {
+    this.task = task;
+    this.root = root;
+    this.plot = root.querySelector(".plot");
+    this.curves = task.settings.flatMap((setting) =>
+      [...setting.runs].sort((a, b) => b.median - a.median).map((run) => ({ setting, run })));
+    const values = (y) => this.curves.flatMap(({ run }) => run[y][Y]);
+    const positive = (y) => values(y).every((value) => value > 0);
+    this.empty = { metric: !values("metric").length, loss: !values("loss").length };
+    this.x = "seconds";
+    this.y = this.empty.metric && !this.empty.loss ? "loss" : "metric";
+    // Losses and errors fall by factors; a share like accuracy does not.
+    this.log = { metric: positive("metric") && !task.higherIsBetter, loss: positive("loss") };
+    this.zoom = { x: null, y: null };  // [low, high] of an axis; null: all of it
+    this.hits = [];  // of each curve that is drawn: its line, and the pixels of its points
+    this.cursor = new Cursor(this, root.querySelector(".tip"));
+    root.addEventListener("click", (event) => {
+      const button = event.target.closest("button");
+      if (button) this.press(button.dataset);
+    });
+    new ResizeObserver(() => this.draw()).observe(this.plot);
+  }
+
+  press({ x, y, scale, setting, whole }) {
+    if (x) [this.x, this.zoom.x] = [x, null];
+    if (y) [this.y, this.zoom.y] = [y, null];
+    if (scale) [this.log[this.y], this.zoom.y] = [scale === "log", null];
+    if (setting) {
+      const chosen = this.task.settings[Number(setting)];
+      chosen.hidden = !chosen.hidden;
+    }
+    if (whole !== undefined) this.zoom = { x: null, y: null };
+    this.cursor.place = null;
+    this.draw();
+  }
+
+  // All of it anew, from the data: there is no state to go stale.
+  draw() {
+    this.width = this.plot.clientWidth;
+    this.height = this.plot.clientHeight;
+    if (this.width < NARROWEST) return;
+    const log = this.log[this.y], goal = this.y === "metric" ? this.task.target : null;
+    const shown = this.curves.filter(({ setting }) => !setting.hidden);
+    const all = (column) => shown.flatMap(({ run }) => run[this.y][column]);
+    const xRange = this.zoom.x ?? [0, extent(all(X[this.x]), false, 0.02)[1]];
+    const heights = goal === null ? all(Y) : [...all(Y), goal];
+    this.layOut(xRange, this.zoom.y ?? extent(heights, log, 0.06), log);
+    this.svg = shape("svg", { width: this.width, height: this.height, "aria-hidden": true });
+    this.drawAxes();
+    this.drawArea(shown, goal);
+    this.plot.querySelector("svg")?.remove();
+    this.plot.prepend(this.svg);
+    this.cursor.tell();
+    this.showState();
+  }
+
+  layOut(xRange, yRange, log) {
+    const top = 30, bottom = this.height - 44, right = this.width - 14;
+    this.yTicks = (log ? logTicks : linearTicks)(...yRange, Math.max(2, (bottom - top) / 45));
+    const digits = Math.max(...this.yTicks.map((tick) => writeNumber(tick).length), 1);
+    const left = 14 + 7.5 * digits;
+    this.box = { left, right, top, bottom };
+    this.xScale = makeScale(...xRange, left, right, false);
+    this.yScale = makeScale(...yRange, bottom, top, log);
+    this.xTicks = linearTicks(...xRange, Math.max(2, (right - left) / 90));
+  }
+
+  drawAxes() {
+    const { left, right, top, bottom } = this.box;
+    const line = (x1, y1, x2, y2, name) =>
+      this.svg.append(shape("line", { x1, y1, x2, y2, class: name }));
+    const words = (x, y, anchor, text, name) =>
+      this.svg.append(shape("text", { x, y, "text-anchor": anchor, class: name }, text));
+    for (const tick of this.yTicks) {
+      const y = this.yScale(tick);
+      line(left, y, right, y, "grid");
+      words(left - 8, y + 4, "end", writeNumber(tick), "tick");
+    }
+    for (const tick of this.xTicks) {
+      const x = this.xScale(tick);
+      line(x, top, x, bottom, "grid");
+      words(x, bottom + 18, "middle", writeNumber(tick), "tick");
+    }
+    line(left, bottom, right, bottom, "base");
+    words(4, 14, "start", this.nameOfY(), "axis y");
+    const nameOfX = this.x === "seconds" ? "training time (seconds)" : "training steps";
+    words(right, bottom + 38, "end", nameOfX, "axis x");
+  }
+
+  nameOfY() {
+    return this.y === "metric" ? this.task.metric : "training loss";
+  }
+
+  // An svg in the svg: it cuts off what a zoom leaves outside.
+  drawArea(shown, goal) {
+    const { left: x, right, top: y, bottom } = this.box, width = right - x, height = bottom - y;
+    this.area = shape("svg", { x, y, width, height, viewBox: `${x} ${y} ${width} ${height}` });
+    this.svg.append(this.area);
+    if (goal !== null && !(this.yScale.log && goal <= 0)) this.drawTarget(goal);
+    this.hits = [];
+    for (const median of [false, true]) {  // those of the median on top
+      for (const curve of shown) if (curve.run.median === median) this.drawCurve(curve);
+    }
+    if (this.hits.every(({ xs }) => !xs.length)) {
+      const middle = { x: x + width / 2, y: y + height / 2, class: "nothing" };
+      this.area.append(shape("text", middle, "nothing to draw"));
+    }
+  }
+
+  drawTarget(goal) {
+    const { left, right, bottom } = this.box, y = this.yScale(goal);
+    this.area.append(shape("line", { x1: left, y1: y, x2: right, y2: y, class: "target" }));
+    // Beyond the line at its far end, where there is room: most runs stop where they meet it.
+    const above = this.task.higherIsBetter || y + 20 > bottom;
+    const place = { x: right - 4, y: above ? y - 6 : y + 15, "text-anchor": "end", class: "goal" };
+    this.area.append(shape("text", place, `target ${writeNumber(goal)}`));
+  }
+
+  drawCurve(curve) {
+    const { setting, run } = curve, points = run[this.y], xs = [], ys = [], indices = [];
+    points[Y].forEach((value, i) => {
+      if (this.yScale.log && value <= 0) return;
+      xs.push(this.xScale(points[X[this.x]][i]));
+      ys.push(this.yScale(value));
+      indices.push(i);
+    });
+    const path = xs.map((x, i) => `${x.toFixed(1)} ${ys[i].toFixed(1)}`).join("L");
+    const colour = `c${setting.colour}`, width = run.median ? 2 : 1;
+    const line = shape("path", { class: `line ${colour}${run.median ? " median" : ""}` });
+    if (path) line.setAttribute("d", `M${path}`);
+    if (setting.dashes.length) {
+      line.setAttribute("stroke-dasharray", setting.dashes.map((dash) => dash * width).join(" "));
+    }
+    this.area.append(line);
+    if (run.median && run.met && this.y === "metric" && !(this.yScale.log && run.met[Y] <= 0)) {
+      const cx = this.xScale(run.met[X[this.x]]), cy = this.yScale(run.met[Y]);
+      this.area.append(shape("circle", { cx, cy, r: 4.5, class: `met ${colour}` }));
+    }
+    this.hits.push({ curve, line, xs, ys, indices });
+  }
+
+  showState() {
+    const state = [this.x, this.y, this.log[this.y] ? "log" : "linear"];
+    for (const button of this.root.querySelectorAll("button")) {
+      const { x, y, scale, setting, whole } = button.dataset;
+      if (whole !== undefined) button.disabled = !this.zoom.x && !this.zoom.y;
+      else if (setting) button.ariaPressed = String(!this.task.settings[Number(setting)].hidden);
+      else button.ariaPressed = String(state.includes(x ?? y ?? scale));
+      if (y) button.disabled = this.empty[y];
+    }
+  }
+
+  // To ranges of pixels, the low value's first; an axis without one stays as it is.
+  zoomTo(xs, ys) {
+    const ranges = { x: xs?.map(this.xScale.invert), y: ys?.map(this.yScale.invert) };
+    for (const [axis, range] of Object.entries(ranges)) {
+      // six digits are all that the data has
+      const smallest = range && 1e-6 * Math.max(...range.map(Math.abs));
+      if (range && range[1] - range[0] > smallest) this.zoom[axis] = range;
+    }
+    this.draw();
+  }
+}

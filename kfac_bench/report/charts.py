@@ -1,0 +1,86 @@
+"""What the page's curves are drawn of, as JSON inside the page; chart.js draws it.
+
+Own code and SVG, not a chart library: of those that Python packages bring along, plotly.js is
+4.5 MB, and uPlot (uplot-python: 120 kB, needs IPython) wants all curves at common x values, which
+seconds of different runs are not. Neither has the keyboard or the legend of settings.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kfac_bench.curves import Style
+from kfac_bench.runs import Run, Setting, number, plain, seed, target
+from kfac_bench.score import median_run, target_reached
+from kfac_bench.series import HUGE, Point, drawable, points, thin
+
+MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100
+"""Points: more of a curve cannot be seen, and a page of many runs must stay quick."""
+
+
+def most_points(runs: int) -> int:
+    """How many points a curve may have on a page of so many runs, with two curves each."""
+    return max(FEWEST, min(MOST_OF_A_CURVE, MOST_OF_A_PAGE // (2 * max(1, runs))))
+
+
+def chart(settings: Sequence[Setting], drawn: dict[str, Style], most: int) -> dict[str, Any]:
+    """The chart of one task: its target, and of each setting the look and the runs' points."""
+    first = settings[0].runs[0]
+    goal = target(first)
+    return {
+        "metric": "validation " + plain(first.started.metric).replace("_", " "),
+        "higherIsBetter": bool(first.started.higher_is_better),
+        "target": None if goal is None or abs(goal) > HUGE else goal,
+        "settings": [_setting(setting, drawn[setting.optimizer], most) for setting in settings],
+    }
+
+
+def _setting(setting: Setting, style: Style, most: int) -> dict[str, Any]:
+    middle = median_run(setting)
+    return {
+        "label": setting.optimizer,
+        "colour": style.index,
+        "dashes": style.dashes,
+        "runs": [_run(run, most) | {"median": run is middle} for run in setting.runs],
+    }
+
+
+def _run(run: Run, most: int) -> dict[str, Any]:
+    event = target_reached(run)
+    met = (
+        None if event is None else (number(event.step), number(event.train_s), number(event.value))
+    )
+    return {
+        "seed": seed(run),
+        "metric": _columns(thin(points(run, metric=True), most)),
+        "loss": _columns(thin(points(run, metric=False), most)),
+        "met": None if met is None or not drawable(met) else [_short(x) for x in met],
+    }
+
+
+def _columns(found: Sequence[Point]) -> list[list[float]]:
+    """Steps, seconds and values: three lists, shorter than a list per point."""
+    return [[_short(point[i]) for point in found] for i in range(3)]
+
+
+def _short(value: float) -> float:
+    """Six digits: a hundredth of a pixel. Whole numbers are exact."""
+    if value == math.floor(value) and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.6g}")
+
+
+def embed(data: object) -> str:
+    """``data`` as JSON that ends no ``<script>`` element, whatever its strings say."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def content_hash(text: str) -> str:
+    """How a content security policy names the one inline script or style that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,61 @@
+"""Runs, read and grouped and summed up, with what a reader of the result must know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kfac_bench.errors import UsageError
+from kfac_bench.runs import Setting, find, group, load, plain
+from kfac_bench.score import Row, notes, row
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found: settings, their result rows in the same order, notes on them."""
+
+    settings: list[Setting]
+    rows: list[Row]
+    notes: list[str]
+
+
+def read(paths: Iterable[Path]) -> Comparison:
+    """Read the runs at ``paths``: run directories, event files, or folders of runs.
+
+    A run in a folder that cannot be read is left out with a note; one that was asked for by name
+    raises :class:`UsageError`, as do no runs at all.
+    """
+    runs, left_out = [], []
+    for path in paths:
+        for file in find(path):
+            try:
+                runs.append(load(file))
+            except UsageError as error:
+                if file.parent == path or file == path:
+                    raise  # asked for by name
+                left_out.append(f"left out: {plain(error)}")
+    if not runs:
+        raise UsageError("no runs to compare; give run directories or a folder of runs")
+    settings = group(runs)
+    return Comparison(settings, [row(s) for s in settings], notes(settings) + left_out)
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of the page at ``path``, resolved; a :class:`UsageError` if there is none."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{path}: the folder {path.parent} does not exist")
+    return folder.resolve()
+
+
+def write(path: Path, text: str) -> None:
+    """Write ``path`` as a whole: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot write the report ({error.strerror})") from None

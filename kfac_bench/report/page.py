@@ -1,0 +1,190 @@
+"""The HTML page: one file with its styles, scripts and data, that asks for nothing else.
+
+A content security policy holds it to that: a browser runs the two scripts written here and no
+other, and loads nothing, whatever the event files say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from kfac_bench import __version__
+from kfac_bench.album import Album
+from kfac_bench.curves import Style, by_task, styles
+from kfac_bench.report.charts import chart, content_hash, embed, most_points
+from kfac_bench.report.comparison import Comparison
+from kfac_bench.report.grid import Cell, Grid, cell, grid, link_from
+from kfac_bench.report.stages import stage_times
+from kfac_bench.report.words import NO_TARGET, between, count, metric, seconds
+from kfac_bench.runs import Run, Setting, differences, flatten, plain, seed, target
+from kfac_bench.score import Row, final_metric, status, steps_to_target, time_to_target_s
+from kfac_bench.tables import DASH, Table
+
+TITLE = "Time to target"
+TEMPLATE = "report/page.html.jinja"
+SCRIPTS = ("axes.js", "chart.js", "cursor.js", "tables.js")
+
+
+def html(
+    found: Comparison, title: str = TITLE, tables: Sequence[Table] = (), folder: Path | None = None
+) -> str:
+    """Write the page of ``found``, with ``tables`` above it.
+
+    ``folder`` (resolved) is where the page will be: links to event files start there; without it
+    there are none.
+    """
+    settings = found.settings
+    environments = [flatten(run.started.environment) for s in settings for run in s.runs]
+    unequal = differences(environments)
+    drawn = styles(settings)
+    most = most_points(len(environments))
+    rows = {id(s): r for s, r in zip(settings, found.rows, strict=True)}
+    album = Album()
+    tasks, charts = [], []
+    for label, of_task in by_task(settings):
+        charts.append(chart(of_task, drawn, most))
+        tasks.append(
+            {
+                "label": label,
+                "results": _results(of_task, [rows[id(s)] for s in of_task], drawn),
+                "styles": {s.optimizer: drawn[s.optimizer] for s in of_task},
+                "chart": charts[-1],
+                "stages": stage_times(of_task),
+                "predictions": album.of(of_task),
+                "runs": _runs(of_task, folder),
+                "environments": _environments(of_task, unequal),
+            }
+            | _options(of_task)
+        )
+    styling, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
+    return _template().render(
+        title=plain(title),
+        version=__version__,
+        run_count=len(environments),
+        tables=[grid(table) for table in tables],
+        tasks=tasks,
+        data=embed(charts),
+        styling=styling,
+        script=script,
+        policy=f"default-src 'none'; img-src data:; style-src {content_hash(styling)}; "
+        f"script-src {content_hash(script)}; base-uri 'none'; form-action 'none'",
+        common={k: v for k, v in environments[0].items() if k not in unequal},
+        notes=found.notes,
+        max_points=most,
+    )
+
+
+def _template() -> jinja2.Template:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("kfac_bench", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template(TEMPLATE)
+
+
+def _asset(name: str) -> str:
+    return files("kfac_bench.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _results(
+    settings: Sequence[Setting], rows: Sequence[Row], drawn: dict[str, Style]
+) -> list[dict[str, Any]]:
+    """The table of settings: medians with their ranges, and a strip of the seeds' times."""
+    times_s = [time_to_target_s(run) for setting in settings for run in setting.runs]
+    longest_s = max((s for s in times_s if math.isfinite(s)), default=0.0)
+    best_steps = min(row.steps.median for row in rows)
+    best_s = min(row.seconds.median for row in rows)
+    return [
+        {
+            "optimizer": row.optimizer,
+            "style": drawn[row.optimizer],
+            "row": row,
+            "steps": _reach(row.has_target, row.steps.median, count(row.steps.median)),
+            "seconds": _reach(row.has_target, row.seconds.median, seconds(row.seconds.median)),
+            "final": cell(row.final, metric(row.final)),
+            "steps_range": between(row.steps, count),
+            "seconds_range": between(row.seconds, seconds),
+            "best_steps": row.steps.median == best_steps < math.inf,
+            "best_seconds": row.seconds.median == best_s < math.inf,
+            "dots": [_share(time_to_target_s(run), longest_s) for run in setting.runs],
+            "median": _share(row.seconds.median, longest_s),
+        }
+        for setting, row in zip(settings, rows, strict=True)
+    ]
+
+
+def _reach(has_target: bool, value: float, words: str, without: str = NO_TARGET) -> Cell:
+    """A cell of steps or seconds to the target."""
+    return cell(value, words) if has_target else cell(None, without)
+
+
+def _runs(settings: Sequence[Setting], folder: Path | None) -> Grid:
+    columns = ("setting", "seed", "ended", "steps to target", "seconds to target", "final metric")
+    return Grid(
+        "Runs",
+        (*columns, "events"),
+        [_run(setting, run, folder) for setting in settings for run in setting.runs],
+    )
+
+
+def _run(setting: Setting, run: Run, folder: Path | None) -> list[Cell]:
+    has_target = target(run) is not None
+    steps, time_s, last = steps_to_target(run), time_to_target_s(run), final_metric(run)
+    return [
+        cell(setting.optimizer),
+        cell(seed(run), str(seed(run))),
+        cell(status(run)),
+        _reach(has_target, steps, count(steps), DASH),
+        _reach(has_target, time_s, seconds(time_s), DASH),
+        cell(last, metric(last)),
+        _link(run, folder),
+    ]
+
+
+def _link(run: Run, folder: Path | None) -> Cell:
+    """To the run's event file from a page in ``folder``; else its whole path."""
+    if folder is None:
+        return Cell(plain(run.path))
+    return Cell(plain(run.path.parent.name), href=link_from(folder, run.path))
+
+
+def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> Grid | None:
+    """Where the runs' machines and versions differ; None if nowhere."""
+    if not unequal:
+        return None
+    return Grid(
+        "Environments that differ",
+        ("setting", "seed", *unequal),
+        [
+            [cell(setting.optimizer), cell(seed(run), str(seed(run)))]
+            + [cell(flatten(run.started.environment).get(key, DASH)) for key in unequal]
+            for setting in settings
+            for run in setting.runs
+        ],
+    )
+
+
+def _options(settings: Sequence[Setting]) -> dict[str, Any]:
+    keys = differences([setting.options for setting in settings])
+    rows = [[cell(key), *(cell(s.options.get(key, DASH)) for s in settings)] for key in keys]
+    return {
+        "differing": Grid(
+            "Options that differ", ("option", *(s.optimizer for s in settings)), rows
+        ),
+        "same": {k: v for k, v in settings[0].options.items() if k not in keys},
+    }
+
+
+def _share(value_s: float, longest_s: float) -> float | None:
+    """Place ``value_s`` on a bar, in percent of the longest; None if it was never reached."""
+    if not math.isfinite(value_s):
+        return None
+    return round(100 * value_s / longest_s, 2) if longest_s > 0 else 0.0

@@ -1,0 +1,58 @@
+"""What the stages of K-FAC took in each setting, as the runs' events tell it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kfac_bench.events import Trained
+from kfac_bench.runs import Setting, number, plain
+
+MOST_STAGES = 8
+"""Kinds of stages that the page tells apart; what is beyond is summed up as "other"."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Mean milliseconds of a logged step, by stage, for each setting that has any."""
+
+    names: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[float]]]
+
+    @property
+    def longest(self) -> float:
+        """The longest sum of a row; above zero."""
+        return max(sum(means) for _, means in self.rows)
+
+
+def stage_times(settings: Sequence[Setting]) -> StageTimes | None:
+    """Those of one task, the most expensive stage first; None if no run says any."""
+    found = {s.optimizer: means for s in settings if sum((means := _means_ms(s)).values()) > 0}
+    if not found:
+        return None
+    total: dict[str, float] = {}
+    for means in found.values():
+        for name, value in means.items():
+            total[name] = total.get(name, 0.0) + value
+    names = sorted((name for name in total if total[name] > 0), key=lambda n: (-total[n], n))
+    named, others = names[:MOST_STAGES], names[MOST_STAGES:]
+    rows = []
+    for setting, means in found.items():
+        row = [means.get(name, 0.0) for name in named]
+        rows.append((setting, row + ([sum(means.get(n, 0.0) for n in others)] if others else [])))
+    return StageTimes([plain(name) for name in named] + (["other"] if others else []), rows)
+
+
+def _means_ms(setting: Setting) -> dict[str, float]:
+    """Over all logged steps of all runs; a step without a stage counts as zero of it."""
+    steps, total = 0, dict[str, float]()
+    for run in setting.runs:
+        for event in run.events:
+            if isinstance(event, Trained) and isinstance(event.stage_s, Mapping) and event.stage_s:
+                steps += 1
+                for name, value in event.stage_s.items():
+                    seconds = number(value)
+                    if math.isfinite(seconds) and seconds > 0:
+                        total[name] = total.get(name, 0.0) + seconds
+    return {name: 1e3 * value / steps for name, value in total.items()}
