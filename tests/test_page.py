@@ -17,7 +17,7 @@ import pytest
 
 from kfac_bench import album, curves, predictions, report
 from kfac_bench.events import JsonlSink, Predicted, Trained
-from kfac_bench.report import charts, stages
+from kfac_bench.report import charts, stage_bars
 from kfac_bench.tables import Link, Table
 from kfac_bench.tasks.prediction import Prediction
 from tests.written_runs import EVIL, two_optimizers, write_run
@@ -185,23 +185,27 @@ def test_many_runs_have_fewer_points_each(tmp_path: Path) -> None:
     assert most == [1000, 1000, 1000, 500, 200, 100]
 
 
-def test_stage_times_are_means_of_logged_steps_the_dearest_first(folder: Path) -> None:
+def test_stages_are_means_over_steps_the_dearest_first(folder: Path) -> None:
     assert "Stages of K-FAC" not in report.html(report.compare([folder]))
-    for seed, step_s in ((0, 0.003), (1, 0.009)):
+    for seed, step_s in ((0, 0.003), (1, 0.012)):
         with (folder / f"kfac{seed}" / "events.jsonl").open("a") as file:
-            times = {"Decompose": step_s, "Precondition": 0.001, "Odd": "x", "Bad": -1, EVIL: 0.0}
-            event = Trained(40, 3.0, 1.0, 0.5, 0.1, 1.0, stage_s=times)
-            file.write(json.dumps({"event": "Trained", **dataclasses.asdict(event)}) + "\n")
+            # 10 steps since the events of write_run, then 20
+            for step, decompose_s in ((40, step_s), (60, 2 * step_s)):
+                means = {"Precondition": 0.005, "Decompose": decompose_s}
+                means |= {"Odd": "x", "Bad": -1, EVIL: 0.0}
+                event = Trained(step, 3.0, 1.0, 0.5, 0.1, 1.0, stage_mean_s=means)
+                file.write(json.dumps({"event": "Trained", **dataclasses.asdict(event)}) + "\n")
     found = report.compare([folder])
-    times = stages.stage_times(found.settings)
-    assert times is not None
-    assert times.names == ["Decompose", "Precondition"]
-    ((setting, means),) = times.rows
-    assert (setting, means) == ("K-FAC + SGD", pytest.approx([6.0, 1.0]))
+    bars = stage_bars.stage_bars(found.settings)
+    assert bars is not None
+    assert bars.names == ["Decompose", "Precondition"]
+    ((setting, means_ms),) = bars.rows
+    assert setting == "K-FAC + SGD"
+    assert means_ms == pytest.approx([(10 * 3 + 20 * 6 + 10 * 12 + 20 * 24) / 60, 5.0])
     page = report.html(found)
     assert re.findall(r'<rect class="s[01]" x="([^"]*)" width="([^"]*)"', page) == [
-        ("0%", "85.71%"),
-        ("85.71%", "14.29%"),
+        ("0%", "71.43%"),
+        ("71.43%", "28.57%"),
     ]
 
 

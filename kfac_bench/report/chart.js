@@ -116,6 +116,7 @@ class Chart {
     for (const median of [false, true]) {  // those of the median on top
       for (const curve of shown) if (curve.run.median === median) this.drawCurve(curve);
     }
+    if (this.y === "metric") shown.forEach((curve) => this.drawMet(curve));
     if (this.hits.every(({ xs }) => !xs.length)) {
       const middle = { x: x + width / 2, y: y + height / 2, class: "nothing" };
       this.area.append(shape("text", middle, "nothing to draw"));
@@ -131,6 +132,13 @@ class Chart {
     this.area.append(shape("text", place, `target ${writeNumber(goal)}`));
   }
 
+  // Where a median run met the target.
+  drawMet({ setting, run }) {
+    if (!run.median || !run.met || (this.yScale.log && run.met[Y] <= 0)) return;
+    const cx = this.xScale(run.met[X[this.x]]), cy = this.yScale(run.met[Y]);
+    this.area.append(shape("circle", { cx, cy, r: 4.5, class: `met c${setting.colour}` }));
+  }
+
   drawCurve(curve) {
     const { setting, run } = curve, points = run[this.y], xs = [], ys = [], indices = [];
     points[Y].forEach((value, i) => {
@@ -140,17 +148,13 @@ class Chart {
       indices.push(i);
     });
     const path = xs.map((x, i) => `${x.toFixed(1)} ${ys[i].toFixed(1)}`).join("L");
-    const colour = `c${setting.colour}`, width = run.median ? 2 : 1;
-    const line = shape("path", { class: `line ${colour}${run.median ? " median" : ""}` });
+    const width = run.median ? 2 : 1;
+    const line = shape("path", { class: `line c${setting.colour}${run.median ? " median" : ""}` });
     if (path) line.setAttribute("d", `M${path}`);
     if (setting.dashes.length) {
       line.setAttribute("stroke-dasharray", setting.dashes.map((dash) => dash * width).join(" "));
     }
     this.area.append(line);
-    if (run.median && run.met && this.y === "metric" && !(this.yScale.log && run.met[Y] <= 0)) {
-      const cx = this.xScale(run.met[X[this.x]]), cy = this.yScale(run.met[Y]);
-      this.area.append(shape("circle", { cx, cy, r: 4.5, class: `met ${colour}` }));
-    }
     this.hits.push({ curve, line, xs, ys, indices });
   }
 

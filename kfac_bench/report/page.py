@@ -20,7 +20,7 @@ from kfac_bench.curves import Style, by_task, styles
 from kfac_bench.report.charts import chart, content_hash, embed, most_points
 from kfac_bench.report.comparison import Comparison
 from kfac_bench.report.grid import Cell, Grid, cell, grid, link_from
-from kfac_bench.report.stages import stage_times
+from kfac_bench.report.stage_bars import stage_bars
 from kfac_bench.report.words import NO_TARGET, between, count, metric, seconds
 from kfac_bench.runs import Run, Setting, differences, flatten, plain, seed, target
 from kfac_bench.score import Row, final_metric, status, steps_to_target, time_to_target_s
@@ -55,7 +55,7 @@ def html(
                 "results": _results(of_task, [rows[id(s)] for s in of_task], drawn),
                 "styles": {s.optimizer: drawn[s.optimizer] for s in of_task},
                 "chart": charts[-1],
-                "stages": stage_times(of_task),
+                "stages": stage_bars(of_task),
                 "predictions": album.of(of_task),
                 "runs": _runs(of_task, folder),
                 "environments": _environments(of_task, unequal),

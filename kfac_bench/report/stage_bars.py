@@ -14,8 +14,8 @@ MOST_STAGES = 8
 
 
 @dataclass(frozen=True)
-class StageTimes:
-    """Mean milliseconds of a logged step, by stage, for each setting that has any."""
+class StageBars:
+    """Mean milliseconds of a step, by stage, for each setting that has any."""
 
     names: Sequence[str]
     rows: Sequence[tuple[str, Sequence[float]]]
@@ -26,7 +26,7 @@ class StageTimes:
         return max(sum(means) for _, means in self.rows)
 
 
-def stage_times(settings: Sequence[Setting]) -> StageTimes | None:
+def stage_bars(settings: Sequence[Setting]) -> StageBars | None:
     """Those of one task, the most expensive stage first; None if no run says any."""
     found = {s.optimizer: means for s in settings if sum((means := _means_ms(s)).values()) > 0}
     if not found:
@@ -41,18 +41,23 @@ def stage_times(settings: Sequence[Setting]) -> StageTimes | None:
     for setting, means in found.items():
         row = [means.get(name, 0.0) for name in named]
         rows.append((setting, row + ([sum(means.get(n, 0.0) for n in others)] if others else [])))
-    return StageTimes([plain(name) for name in named] + (["other"] if others else []), rows)
+    return StageBars([plain(name) for name in named] + (["other"] if others else []), rows)
 
 
 def _means_ms(setting: Setting) -> dict[str, float]:
-    """Over all logged steps of all runs; a step without a stage counts as zero of it."""
+    """Over all steps of all runs: an event's means count for the steps since the one before."""
     steps, total = 0, dict[str, float]()
     for run in setting.runs:
+        before = 0
         for event in run.events:
-            if isinstance(event, Trained) and isinstance(event.stage_s, Mapping) and event.stage_s:
-                steps += 1
-                for name, value in event.stage_s.items():
-                    seconds = number(value)
-                    if math.isfinite(seconds) and seconds > 0:
-                        total[name] = total.get(name, 0.0) + seconds
+            if not isinstance(event, Trained):
+                continue
+            here, before = event.step - before, event.step
+            if not isinstance(event.stage_mean_s, Mapping) or not event.stage_mean_s or here <= 0:
+                continue
+            steps += here
+            for name, value in event.stage_mean_s.items():
+                seconds = number(value)
+                if math.isfinite(seconds) and seconds > 0:
+                    total[name] = total.get(name, 0.0) + here * seconds
     return {name: 1e3 * value / steps for name, value in total.items()}
