@@ -6,7 +6,7 @@ READY  := .venv/.ready
 HOROVOD := .venv/.horovod
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install-horovod demo tune bench bench-gpu test support lint format clean
+.PHONY: help setup install-horovod demo tune bench bench-gpu test browser support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -41,8 +41,12 @@ bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/
 	$(BIN)/python benchmarks/gpu.py
 
 test: setup install-horovod lint  ## linters and the whole test suite
-	$(BIN)/python -m pytest -q --support=build/support.json
+	$(BIN)/python -m pytest -q -rs --support=build/support.json
 	$(BIN)/python scripts/support_table.py --check build/support.json
+
+browser: setup  ## a Chromium for the tests of the HTML page, if there is none: Debian's, as root
+	@$(BIN)/python -m tests.browser || { apt-get update -qq && \
+	  apt-get install -y -qq --no-install-recommends chromium && $(BIN)/python -m tests.browser; }
 
 support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/distributed.md
 	$(BIN)/python -m pytest -q -m supports --support=build/support.json

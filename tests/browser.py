@@ -14,6 +14,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +38,16 @@ OPTIONS = (
 )
 
 
+def find() -> str | None:
+    """The browser's path, if there is one."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
 def require() -> str:
     """The browser's path. Without one the test is skipped, or fails where one must be there."""
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if found is not None:
+    if (found := find()) is not None:
         return found
-    missing = "no Chromium found (looked for $CHROMIUM, " + ", ".join(NAMES) + "): make browser"
+    missing = f"no Chromium (looked for $CHROMIUM, {', '.join(NAMES)}): make browser installs one"
     if os.environ.get("KFAC_BENCH_REQUIRE_BROWSER") == "1":
         pytest.fail(missing)
     pytest.skip(missing)
@@ -218,3 +223,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         yield started
     finally:
         started.close()
+
+
+if __name__ == "__main__":  # make browser asks whether there is one
+    sys.exit(find() is None)

@@ -111,11 +111,11 @@ class Chart {
     const { left: x, right, top: y, bottom } = this.box, width = right - x, height = bottom - y;
     this.area = shape("svg", { x, y, width, height, viewBox: `${x} ${y} ${width} ${height}` });
     this.svg.append(this.area);
-    if (goal !== null && !(this.yScale.log && goal <= 0)) this.drawTarget(goal);
     this.hits = [];
     for (const median of [false, true]) {  // those of the median on top
       for (const curve of shown) if (curve.run.median === median) this.drawCurve(curve);
     }
+    if (goal !== null && !(this.yScale.log && goal <= 0)) this.drawTarget(goal);
     if (this.y === "metric") shown.forEach((curve) => this.drawMet(curve));
     if (this.hits.every(({ xs }) => !xs.length)) {
       const middle = { x: x + width / 2, y: y + height / 2, class: "nothing" };
@@ -124,10 +124,10 @@ class Chart {
   }
 
   drawTarget(goal) {
-    const { left, right, bottom } = this.box, y = this.yScale(goal);
+    const { left, right, top, bottom } = this.box, y = this.yScale(goal);
     this.area.append(shape("line", { x1: left, y1: y, x2: right, y2: y, class: "target" }));
     // Beyond the line at its far end, where there is room: most runs stop where they meet it.
-    const above = this.task.higherIsBetter || y + 20 > bottom;
+    const above = this.task.higherIsBetter ? y - 20 > top : y + 20 > bottom;
     const place = { x: right - 4, y: above ? y - 6 : y + 15, "text-anchor": "end", class: "goal" };
     this.area.append(shape("text", place, `target ${writeNumber(goal)}`));
   }
