@@ -66,12 +66,12 @@ def adopt(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("MASTER_PORT", str(task.port))
 
 
-def has_its_own_gpu(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether Slurm shows each task its own GPUs alone (``--gpus-per-task``, ``--gpu-bind``)."""
-    return "SLURM_STEP_NUM_TASKS" in environ and any(
-        name in environ
-        for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
-    )
+def has_its_own_gpus(visible: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm hides the GPUs of the node's other tasks (``--gpus-per-task``, ``--gpu-bind``).
+
+    ``visible`` is how many the process sees; each such task counts its own from 0.
+    """
+    return "SLURM_STEP_ID" in environ and int(environ.get("SLURM_GPUS_ON_NODE", "0")) > visible
 
 
 def first_host(nodes: str) -> str:

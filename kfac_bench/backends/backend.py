@@ -88,12 +88,13 @@ def find_device(name: str, local_rank: int) -> torch.device:
         raise UsageError("trainer.device=cuda: torch sees no GPU here; use trainer.device=cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if torch.cuda.device_count() == 1 and srun.has_its_own_gpu():
+    count = torch.cuda.device_count()
+    if count == 1 and srun.has_its_own_gpus(count):
         local_rank = 0
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= count:
         raise OneRankError(
             f"no GPU is left for local rank {local_rank}: start at most "
-            f"{torch.cuda.device_count()} ranks on this node, or set trainer.device=cpu"
+            f"{count} ranks on this node, or set trainer.device=cpu"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

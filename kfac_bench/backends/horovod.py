@@ -1,8 +1,12 @@
-"""Horovod, started by horovodrun: gloo on CPUs, NCCL on GPUs."""
+"""Horovod, started by horovodrun or srun: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,11 +16,12 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from kfac_bench import srun
 from kfac_bench.backends.backend import Backend, find_device
 from kfac_bench.config import BackendConfig
 from kfac_bench.core.collective import Collective
 from kfac_bench.core.horovod import HorovodCollective
-from kfac_bench.errors import LostRanksError, UsageError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError
 from kfac_bench.ranks import Ranks
 
 
@@ -73,8 +78,11 @@ class Horovod(Backend):
 
 @contextmanager
 def join(config: BackendConfig, device: str) -> Iterator[Backend]:
-    """The ranks that horovodrun started."""
+    """The ranks that horovodrun or srun started."""
     hvd = _import()
+    task = srun.Task.of(os.environ)
+    if task is not None and "HOROVOD_RANK" not in os.environ:
+        _meet(task, config.timeout_s)
     hvd.init(process_sets="dynamic")  # groups are known when K-FAC has seen the model
     on = find_device(device, hvd.local_rank())
     if hvd.size() == 1:
@@ -90,6 +98,44 @@ def join(config: BackendConfig, device: str) -> Iterator[Backend]:
         yield Horovod(Ranks(on, HorovodCollective()))
     except hvd.HorovodInternalError as error:  # another rank is gone
         raise LostRanksError(str(error).splitlines()[0]) from error
+
+
+def _meet(task: srun.Task, timeout_s: float) -> None:
+    """What horovodrun does: a server on rank 0's node where ranks find each other, and variables.
+
+    Groups of ranks that come later meet there, too: it is there as long as rank 0.
+    """
+    http = importlib.import_module("horovod.runner.http.http_server")
+    hosts = importlib.import_module("horovod.runner.common.util.hosts")
+    gloo = importlib.import_module("horovod.runner.gloo_run")
+    nodes = [hosts.HostInfo(f"node{i}", tasks) for i, tasks in enumerate(task.per_node)]
+    slots = hosts.get_host_assignments(nodes, task.world_size)
+    mine = slots[task.rank]
+    if (mine.hostname, mine.local_rank) != (f"node{task.node}", task.local_rank):
+        raise OneRankError("backend=horovod: ranks fill node after node: srun --distribution=block")
+    if task.rank == 0:
+        server = http.RendezvousHTTPServer(("", task.port), http.RendezvousHandler, 0)
+        server.init(slots)
+        threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
+    _wait_for(task.address, task.port, timeout_s)
+    os.environ |= gloo.create_slot_env_vars(mine) | {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": task.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(task.port),
+    }
+
+
+def _wait_for(address: str, port: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=timeout_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LostRanksError(f"rank 0 is not at {address}:{port} ({error})") from None
+            time.sleep(0.1)
 
 
 def _import() -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 from kfac_bench import srun
-from kfac_bench.cli.entry import Parser, check_config_dir, say_once
+from kfac_bench.cli import sweep
+from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.errors import UsageError
 
 TRAIN_USAGE = """\
@@ -23,7 +22,8 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
 
   --cfg job          print the configuration and stop     dry_run=true   print what it costs
   --config-dir DIR   more configuration files, as in conf/: DIR/experiment/NAME.yaml
-  --multirun, -m     run each of seed=0,1,2 ... (Hydra)   --version, --help
+  --multirun, -m     run each of seed=0,1,2 ... (Hydra; hydra/launcher=submitit_slurm: as jobs)
+  --version, --help
 """
 
 
@@ -52,15 +52,16 @@ def train(arguments: list[str]) -> int:
     if options.multirun and options.cfg:
         raise UsageError("--cfg prints one configuration: use it without --multirun")
     if options.multirun:
-        return _multirun(options.overrides, options.config_dir)
+        return sweep.run(options.overrides, options.config_dir, train_one)
     config = compose.load(options.overrides, options.config_dir)
     if options.cfg:
         print(compose.to_yaml(config), end="")
         return 0
-    return _run(config)
+    return train_one(config)
 
 
-def _run(config: object) -> int:
+def train_one(config: object) -> int:
+    """Train, or say what it would cost; the exit code."""
     from kfac_bench.config import TrainConfig
 
     assert isinstance(config, TrainConfig)
@@ -74,37 +75,3 @@ def _run(config: object) -> int:
     with backends.join(config.backend, config.trainer.device) as backend:
         status, signal = run.train(config, backend)
     return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
-
-
-def _multirun(overrides: list[str], config_dir: Path | None) -> int:
-    """Hydra's own sweep: its launchers and sweepers work."""
-    import tempfile
-
-    import hydra
-    from omegaconf import DictConfig
-
-    from kfac_bench import compose
-
-    overrides = compose.with_profile(overrides, config_dir)
-    codes: list[int] = []
-
-    @hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="train")
-    def job(composed: DictConfig) -> int:
-        if any(code >= 128 for code in codes):  # stopped by a signal: so is the sweep
-            return codes[-1]
-        try:
-            codes.append(_run(compose.from_composed(composed)))
-        except UsageError as error:
-            say_once(f"kfac-train: {error}")
-            codes.append(2)
-        return codes[-1]
-
-    extra = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come out as exceptions
-    with tempfile.TemporaryDirectory() as scratch:  # for Hydra's own files
-        sys.argv = ["kfac-train", "--multirun", *extra, *overrides, f"hydra.sweep.dir={scratch}"]
-        try:
-            job()
-        except compose.HYDRA_ERRORS as error:
-            raise compose.usage_error(error, overrides, config_dir) from None
-    return max(codes, default=0)

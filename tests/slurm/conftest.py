@@ -1,0 +1,50 @@
+"""A real Slurm of two nodes on this machine, as long as the tests run: make slurm-test."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import DOWN, RUN, TWO_NODES, UP, Cluster
+
+NOT_HERE = 77
+SETTINGS = {"SLURM_TEST_GRACE": "60", "SLURM_TEST_KILLWAIT": "30", "SLURM_TEST_GPUS": "8"}
+
+
+@pytest.fixture(scope="session")
+def nodes():
+    """The cluster's state directory: of root's, short, and open to munge, as tmp_path is not."""
+    state = Path(tempfile.mkdtemp(prefix="kfac-slurm-"))
+    state.chmod(0o755)
+    env = os.environ | SETTINGS | {"SLURM_TEST_DIR": str(state)}
+    up = subprocess.run([UP], env=env, capture_output=True, text=True, timeout=280)
+    if up.returncode == NOT_HERE:
+        pytest.skip(f"NO SLURM HERE, SO NOTHING OF IT WAS TESTED: {up.stderr.strip()}")
+    assert up.returncode == 0, up.stderr
+    yield state
+    down = subprocess.run([DOWN, "--purge"], env=env, capture_output=True, text=True, timeout=120)
+    shutil.rmtree(state, ignore_errors=True)
+    assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture
+def cluster(nodes, tmp_path):
+    """No job is left when a test begins, none when it ends, both nodes are up."""
+    cluster = Cluster(nodes, tmp_path)
+    yield cluster
+    for job in cluster("squeue", "--noheader", "--format=%A").split():
+        cluster("scancel", job, check=False)
+    idle = cluster("sinfo", "--noheader", "--partition=main", "--states=all", "--format=%T")
+    assert "down" not in idle, idle
+
+
+@pytest.fixture(scope="session")
+def straight(nodes, tmp_path_factory):
+    """The run of :data:`RUN` on two nodes that nothing happened to."""
+    cluster = Cluster(nodes, tmp_path_factory.mktemp("straight"))
+    job = cluster.submit("resnet32_cifar10", *RUN, "run_id=straight", options=TWO_NODES)
+    cluster.finish(job)
+    return cluster.runs / "straight"

@@ -1,0 +1,73 @@
+"""In a job of a test: stand still at a place that the test names, until Slurm's notice is there.
+
+KFAC_TEST_HOLD is ``evaluation:8,decomposition:12``: where, and after how many steps, for each start
+of the job (of an array: of task KFAC_TEST_HOLD_TASK). Every rank leaves a file there and waits.
+Python reads this file by itself where its folder is on PYTHONPATH.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+PATIENCE_S = 120
+held = set()
+
+
+def main(places, folder):
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    task = os.environ.get("KFAC_TEST_HOLD_TASK")
+    if restarts >= len(places) or task not in (None, os.environ.get("SLURM_ARRAY_TASK_ID")):
+        return
+    place, _, step = places[restarts].partition(":")
+    import torch
+
+    from kfac_bench.trainer import Trainer
+
+    now = {}  # the trainer, and what it is at
+
+    def within(name, method):
+        def wrapped(self, *arguments):
+            now["trainer"], now["place"] = self, name
+            if name == place == "step":
+                hold()
+            try:
+                return method(self, *arguments)
+            finally:
+                now["place"] = None
+
+        return wrapped
+
+    def hold():
+        """Until this rank got the signal, and its own handler has seen it."""
+        if now["trainer"].step != int(step) or place in held:
+            return
+        held.add(place)
+        seen, handler = [], signal.getsignal(signal.SIGUSR1)
+
+        def note(number, frame):
+            seen.append(number)
+            handler(number, frame)
+
+        signal.signal(signal.SIGUSR1, note)
+        (folder / f"{place}-{restarts}-{now['trainer'].ranks.rank}").touch()
+        deadline = time.monotonic() + PATIENCE_S
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def holding(function, of):
+        def wrapped(*arguments, **keywords):
+            if of == place and now.get("place") == {"decomposition": "step"}.get(of, of):
+                hold()
+            return function(*arguments, **keywords)
+
+        return wrapped
+
+    Trainer._train_step = within("step", Trainer._train_step)
+    Trainer._evaluate = within("evaluation", Trainer._evaluate)
+    Trainer._to_device = holding(Trainer._to_device, "evaluation")
+    torch.linalg.eigh = holding(torch.linalg.eigh, "decomposition")
+
+
+if "KFAC_TEST_HOLD" in os.environ and "SLURM_STEP_ID" in os.environ:
+    main(os.environ["KFAC_TEST_HOLD"].split(","), Path(os.environ["KFAC_TEST_FOLDER"]))

@@ -1,0 +1,84 @@
+"""Ranks started by srun, in all ways that there are, and what a real Slurm's variables say."""
+
+import pytest
+
+from kfac_bench.events import Evaluated
+from kfac_bench.srun import first_host
+from tests.runs import end, of_kind
+from tests.slurm.cluster import RUN, SMALL, TWO_NODES
+
+APPLICATIONS = (
+    *("resnet50_imagenet", "resnet32_cifar10", "maskrcnn_coco", "bert_phase1", "bert_phase2"),
+    *("squad", "unet_lgg"),
+)
+
+
+def test_every_application_trains(cluster):
+    """All at once, as many as there are nodes."""
+    node = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--exclusive")
+    words = (
+        *SMALL,
+        "trainer.max_steps=2",
+        "trainer.accumulate=1",
+        "trainer.eval_freq=2",
+        "logger=none",
+    )
+    small = ("trainer.batch_size=2",)
+    jobs = {
+        name: cluster.submit(name, *words, *small, f"run_id={name}", options=node)
+        for name in APPLICATIONS
+    }
+    for name, job in jobs.items():
+        cluster.finish(job)
+        assert (end(cluster.runs / name).status, end(cluster.runs / name).step) == ("finished", 2)
+
+
+@pytest.mark.parametrize(
+    "words", [("backend=horovod", "kfac=hybrid_opt"), ("backend=fsdp2",), ("backend=deepspeed",)]
+)
+def test_other_backends_take_their_place_from_srun(cluster, straight, words):
+    job = cluster.submit("resnet32_cifar10", *RUN, "run_id=r", *words, options=TWO_NODES)
+    cluster.finish(job)
+    losses = [
+        [e.metrics["loss"] for e in of_kind(p, Evaluated)] for p in (cluster.runs / "r", straight)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_two_ranks_a_node(cluster):
+    options = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
+    words = (*RUN, "trainer.max_steps=2", "run_id=r")
+    cluster.finish(cluster.submit("resnet32_cifar10", *words, options=options))
+    assert end(cluster.runs / "r").step == 2
+
+
+def test_a_mistake_is_one_line_of_one_rank(cluster):
+    job = cluster.submit("smoke", "experiment=nothing", options=TWO_NODES)
+    assert cluster.wait(job) == {"FAILED"}
+    said = [line for line in cluster.said().splitlines() if "kfac-train" in line]
+    assert len(said) == 1
+    assert "experiment=nothing: no such experiment" in said[0]
+    assert cluster.show(job, "ExitCode") == ["2:0"]
+
+
+def test_first_host_is_what_slurm_means(cluster):
+    for nodes in ("node[1-2]", "a1", "a[3,1]", "gpu[02-04,7],x", "r[1-2]n[05-16]", "b,a[1-2]"):
+        assert first_host(nodes) == cluster("scontrol", "show", "hostnames", nodes).split()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        (("--gpus-per-task=1",), True),
+        (("--gpus-per-node=2", "--gpu-bind=single:1"), True),
+        (("--gpus-per-node=2",), False),
+    ],
+)
+def test_whether_a_task_sees_its_own_gpu_alone(cluster, options, own):
+    code = (
+        "import os; from kfac_bench import srun; "
+        "n = len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')); "
+        "print(n, srun.has_its_own_gpus(n))"
+    )
+    said = cluster("srun", "--nodes=1", "--ntasks=2", *options, "python", "-c", code)
+    assert said.splitlines() == [f"{1 if own else 2} {own}"] * 2

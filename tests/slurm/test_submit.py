@@ -1,0 +1,94 @@
+"""Cells as jobs, a report after them, and sweeps of Hydra's submitit launcher."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kfac_bench import launch
+from kfac_bench.errors import UsageError
+from kfac_bench.events import Resumed, RunStarted
+from tests.runs import of_kind, steps_of
+from tests.slurm.cluster import PATIENCE_S, weights_of
+
+TINY = (
+    *("model=autoencoder", "task=reconstruction", "model.hidden=[8]", "trainer.max_steps=6"),
+    *("trainer.threads=1", "logger=none"),
+)
+NODE = ("--exclusive", "--time=5")
+
+
+@pytest.fixture
+def here(cluster, monkeypatch):
+    """sbatch of this process is that of the cluster."""
+    for name, value in cluster.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(cluster.folder)
+    return cluster
+
+
+def cell(seed):
+    return [sys.executable, "-m", "kfac_bench", *TINY, f"seed={seed}", f"run_id=r{seed}"]
+
+
+REPORT = (
+    "import glob, sys; print(sys.argv[1:], *(open(f).read() for f in glob.glob('runs/*/state')))"
+)
+
+
+def test_cells_are_jobs_and_the_report_waits_for_those_that_come_back(here, monkeypatch):
+    monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
+    commands = {f"seed {i}; $(touch {i})": cell(i) for i in (0, 1)}
+    report = [sys.executable, "-c", REPORT, "$HOME 'x", "a  b"]
+    *cells, last = launch.submit(commands, report, here.folder / "table", NODE)
+    for job in cells:
+        here.wait_until_held(job, "step", ranks=1)
+    *again, again_last = launch.submit(commands, report, here.folder / "table", NODE)
+    assert {*here.show(again[0], "Reason"), *here.show(again[1], "Reason")} == {"Dependency"}
+    here("scancel", *again, again_last)
+    for job in cells:
+        here("scancel", "--signal=USR1", "--batch", job)
+    for job in (*cells, last):
+        here.finish(job)
+    assert [here.show(job, "Restarts") for job in cells] == [["1"], ["1"]]
+    for seed in (0, 1):
+        assert steps_of(here.folder / "runs" / f"r{seed}", Resumed) == [4]
+    (said,) = (here.folder / "table" / "slurm").glob(f"report-{last}.out")
+    assert "\"$HOME 'x\", 'a  b'" in said.read_text()
+    assert said.read_text().count("finished 6") == 2
+    assert {p.name for p in here.folder.iterdir()} == {"runs", "table"}, "a label was executed"
+
+
+def test_what_slurm_refuses_is_one_line_and_leaves_no_job(here):
+    commands = {"good": cell(0), "bad": ["x" * 200_000]}
+    with pytest.raises(UsageError, match=r"launcher=slurm: .+"):
+        launch.submit(commands, cell(0), here.folder, NODE)
+    assert here("squeue", "--noheader") == ""
+    with pytest.raises(UsageError, match="invalid partition"):
+        launch.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
+
+
+def test_a_sweep_of_submitit_jobs_one_of_which_is_preempted(here, monkeypatch):
+    words = (
+        *("--multirun", "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=60"),
+        *("hydra.launcher.additional_parameters={exclusive: true}", "seed=0,1", *TINY),
+    )
+    monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
+    monkeypatch.setenv("KFAC_TEST_HOLD_TASK", "1")
+    command = [sys.executable, "-m", "kfac_bench", *words]
+    with open("sweep.out", "w") as out, subprocess.Popen(command, stdout=out, stderr=out) as sweep:
+        mark = here.folder / "step-0-0"
+        deadline = time.monotonic() + PATIENCE_S
+        while not mark.exists():
+            assert sweep.poll() is None, here.said()
+            assert time.monotonic() < deadline, here.said()
+            time.sleep(0.2)
+        (job,) = set(here("squeue", "--noheader", "--format=%F").split())
+        here("scancel", "--signal=USR1", f"{job}_1")
+        here.finish(job)
+        assert sweep.wait(PATIENCE_S) == 0, here.said()
+    assert sorted(here.show(job, "Restarts")) == ["0", "1"]
+    paths = {of_kind(p, RunStarted)[0].config["seed"]: p for p in here.runs.iterdir()}
+    assert [steps_of(paths[seed], Resumed) for seed in (0, 1)] == [[], [4]]
+    assert weights_of(paths[0]) != weights_of(paths[1])
