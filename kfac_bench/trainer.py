@@ -42,6 +42,7 @@ from kfac_bench.skipped import Skipped
 from kfac_bench.stages import StageTimes
 from kfac_bench.tasks.task import Task, reached
 from kfac_bench.update import Update
+from kfac_bench.watchdog import Watchdog
 
 DEFAULT_EPOCHS = 20
 """Where neither trainer.max_epochs nor trainer.max_steps is set."""
@@ -137,6 +138,7 @@ class Trainer:
         self._writer = checkpoint.Writer(
             self.directory / "checkpoints", self.ranks, config.keep_last, config.keep_best
         )
+        self._watchdog = Watchdog(config.watchdog_s, self.directory, self.ranks.rank)
         self._in_trouble = False  # some rank cannot write
         self._figure: tuple[int, checkpoint.Figure] | None = None  # the last, and its step
         self._since = (0, 0.0)  # examples and clock at the last Trained event
@@ -147,7 +149,7 @@ class Trainer:
 
     def fit(self) -> str:
         """Train; the status of the :class:`RunEnded` event it ends with."""
-        with self.stop.listening():
+        with self.stop.listening(), self._watchdog.watching():
             try:
                 status, message = self._fit_and_save()
             except Exception:  # of this rank: others may be gone
@@ -299,6 +301,7 @@ class Trainer:
             raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
         self._in_trouble = troubles > 0
         long = self._decomposes_all()
+        self._watchdog.beat()
         self._update.step(batch, loss)
         self.step += 1
         if self._stages is not None:
@@ -389,6 +392,7 @@ class Trainer:
             evaluation, aside = self.task.evaluation(), self.task.evaluation()
             before, there = self.data.faults.left_out, False
             for batch, counts in self._eval_batches():
+                self._watchdog.beat()
                 (evaluation if counts else aside).add(self._bare, self._to_device(batch))
                 there = there or counts
             if self.ranks.any(bool(self.stop.signal)):
