@@ -41,7 +41,7 @@ from kfac_bench.events import (
 from kfac_bench.skipped import Skipped
 from kfac_bench.stages import StageTimes
 from kfac_bench.tasks.task import Task, reached
-from kfac_bench.update import Update
+from kfac_bench.update import Update, has_batch_norm
 from kfac_bench.watchdog import Watchdog
 
 DEFAULT_EPOCHS = 20
@@ -132,6 +132,7 @@ class Trainer:
         self._stages = None if self.kfac is None else StageTimes(self.kfac, self.ranks)
         if self.kfac is not None:
             self.kfac.time_stages = self.config.time_stages
+        self._has_batch_norm = has_batch_norm(self.model)
         self._skipped = Skipped(self.ranks, self.data.faults)
         self._waited_s = 0.0  # for batches, since the last Trained event
         self._saved_at, self._saved_s = -1, time.monotonic()
@@ -276,11 +277,17 @@ class Trainer:
         """Of the next update, over all ranks: without those that cannot be read, told of here."""
         if not self.data.faults.skip:
             return self._batch_size
-        examples, news = self._skipped.count(batch)
+        alone = self._has_batch_norm and 0 < size(batch) < 2 * self.config.accumulate
+        examples, news, too_few = self._skipped.count(batch, alone)
         if news:
             self.tell_of_faults()
         if not examples:
             raise RunFailedError(f"no example of batch {self.step + 1} can be read, on any rank")
+        if too_few:
+            raise RunFailedError(
+                f"of a part of batch {self.step + 1} one example alone can be read, and batch norm "
+                "needs two: mend the files, or set a larger trainer.batch_size"
+            )
         return examples
 
     def _train_step(self, batch: Batch) -> tuple[float, bool]:

@@ -1,4 +1,4 @@
-"""A rank that makes no progress says where it hangs, and ends, so that its launcher ends the rest."""
+"""A rank that makes no progress says where it hangs, and ends; its launcher then ends the rest."""
 
 from __future__ import annotations
 
