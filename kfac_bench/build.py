@@ -46,6 +46,7 @@ from kfac_bench.tasks.question_answering import QuestionAnswering
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.tasks.segmentation import Segmentation
 from kfac_bench.tasks.task import Task
+from kfac_bench.update import has_batch_norm
 
 
 def build_data(config: DataConfig, task: TaskConfig) -> Data:
@@ -200,8 +201,7 @@ def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> No
 
     ``examples`` go through the model at a time: a rank's batch, or the least part of one.
     """
-    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if norms and examples == 1:
+    if examples == 1 and has_batch_norm(model):
         raise UsageError(
             f"model={config.name} has batch norm, which needs two examples per rank: set "
             "trainer.batch_size to at least twice the number of ranks times trainer.accumulate "

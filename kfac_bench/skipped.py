@@ -22,12 +22,15 @@ class Skipped:
     _told: set[str] = field(default_factory=set)
     """Paths: each gets one event, whichever ranks meet it."""
 
-    def count(self, batch: Batch) -> tuple[int, bool]:
-        """Examples of the batches of all ranks, and whether there is anything to :meth:`tell`."""
-        mine = [size(batch), len(self.faults.new)]
+    def count(self, batch: Batch, too_few: bool = False) -> tuple[int, bool, bool]:
+        """Examples of the batches of all ranks; whether there is anything to :meth:`tell`.
+
+        And whether a rank has ``too_few``.
+        """
+        mine = [size(batch), len(self.faults.new), int(too_few)]
         counts = torch.tensor(mine, dtype=torch.float64, device=self.ranks.device)
-        examples, new = self.ranks.sum(counts).tolist()
-        return int(examples), new > 0
+        examples, new, ranks = self.ranks.sum(counts).tolist()
+        return int(examples), new > 0, ranks > 0
 
     def left_out(self, since: int) -> int:
         """Examples that all ranks have left out since this one had left out so many."""

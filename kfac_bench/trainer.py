@@ -41,7 +41,8 @@ from kfac_bench.events import (
 from kfac_bench.skipped import Skipped
 from kfac_bench.stages import StageTimes
 from kfac_bench.tasks.task import Task, reached
-from kfac_bench.update import Update
+from kfac_bench.update import Update, has_batch_norm
+from kfac_bench.watchdog import Watchdog
 
 DEFAULT_EPOCHS = 20
 """Where neither trainer.max_epochs nor trainer.max_steps is set."""
@@ -131,12 +132,14 @@ class Trainer:
         self._stages = None if self.kfac is None else StageTimes(self.kfac, self.ranks)
         if self.kfac is not None:
             self.kfac.time_stages = self.config.time_stages
+        self._has_batch_norm = has_batch_norm(self.model)
         self._skipped = Skipped(self.ranks, self.data.faults)
         self._waited_s = 0.0  # for batches, since the last Trained event
         self._saved_at, self._saved_s = -1, time.monotonic()
         self._writer = checkpoint.Writer(
             self.directory / "checkpoints", self.ranks, config.keep_last, config.keep_best
         )
+        self._watchdog = Watchdog(config.watchdog_s, self.directory, self.ranks.rank)
         self._in_trouble = False  # some rank cannot write
         self._figure: tuple[int, checkpoint.Figure] | None = None  # the last, and its step
         self._since = (0, 0.0)  # examples and clock at the last Trained event
@@ -147,7 +150,7 @@ class Trainer:
 
     def fit(self) -> str:
         """Train; the status of the :class:`RunEnded` event it ends with."""
-        with self.stop.listening():
+        with self.stop.listening(), self._watchdog.watching():
             try:
                 status, message = self._fit_and_save()
             except Exception:  # of this rank: others may be gone
@@ -274,11 +277,17 @@ class Trainer:
         """Of the next update, over all ranks: without those that cannot be read, told of here."""
         if not self.data.faults.skip:
             return self._batch_size
-        examples, news = self._skipped.count(batch)
+        alone = self._has_batch_norm and 0 < size(batch) < 2 * self.config.accumulate
+        examples, news, too_few = self._skipped.count(batch, alone)
         if news:
             self.tell_of_faults()
         if not examples:
             raise RunFailedError(f"no example of batch {self.step + 1} can be read, on any rank")
+        if too_few:
+            raise RunFailedError(
+                f"of a part of batch {self.step + 1} one example alone can be read, and batch norm "
+                "needs two: mend the files, or set a larger trainer.batch_size"
+            )
         return examples
 
     def _train_step(self, batch: Batch) -> tuple[float, bool]:
@@ -299,6 +308,7 @@ class Trainer:
             raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
         self._in_trouble = troubles > 0
         long = self._decomposes_all()
+        self._watchdog.beat()
         self._update.step(batch, loss)
         self.step += 1
         if self._stages is not None:
@@ -389,6 +399,7 @@ class Trainer:
             evaluation, aside = self.task.evaluation(), self.task.evaluation()
             before, there = self.data.faults.left_out, False
             for batch, counts in self._eval_batches():
+                self._watchdog.beat()
                 (evaluation if counts else aside).add(self._bare, self._to_device(batch))
                 there = there or counts
             if self.ranks.any(bool(self.stop.signal)):

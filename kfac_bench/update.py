@@ -29,6 +29,11 @@ def least_part(train_size: int, config: TrainerConfig, world_size: int) -> int:
     return max(1, least // world_size // config.accumulate)
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a training step needs two examples at a time: one has no variance."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
 class Update:
     """Forward, backward, K-FAC and optimizer: :meth:`backward`, then :meth:`step`.
 

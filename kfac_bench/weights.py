@@ -21,25 +21,29 @@ _MAY_BE_NEW = "bert.pooler."
 def load(model: nn.Module, config: ModelConfig) -> list[str]:
     """Take over ``model.weights``, if it is set; lines that say what came from where.
 
-    All of the encoder must be there, in the shapes of this model; a head that is not stays as it
-    was made, and one that this model lacks is not used. Raises :class:`UsageError` otherwise.
+    All must be there, in the shapes of this model. Of BERT, all of the encoder: a head that is not
+    there stays as it was made, and one that this model lacks is not used. Raises
+    :class:`UsageError` otherwise.
     """
-    if not isinstance(config, BertConfig) or config.weights is None:
+    if config.weights is None:
         return []
     path = Path(config.weights)
     said, theirs = _read(path)
+    if isinstance(config, BertConfig):
+        theirs = _renamed(theirs)
     own = model.state_dict(keep_vars=True)
     common = own.keys() & theirs.keys()
     new = sorted(own.keys() - common)
-    if missing := [
-        n for n in new if n.startswith(_MUST_BE_THERE) and not n.startswith(_MAY_BE_NEW)
-    ]:
-        raise UsageError(f"model.weights={path}: no weights of BERT ({missing[0]} is not there)")
+    what, missing = config.name, new
+    if isinstance(config, BertConfig):
+        what, missing = "BERT", [n for n in new if _must_be_there(n)]
+    if missing:
+        raise UsageError(f"model.weights={path}: no weights of {what} ({missing[0]} is not there)")
     for name in sorted(common):
         if own[name].shape != theirs[name].shape:
             raise UsageError(
                 f"model.weights={path}: {name} is {list(theirs[name].shape)}, in model="
-                f"{config.name} with this vocabulary {list(own[name].shape)}"
+                f"{config.name} with this data {list(own[name].shape)}"
             )
     with torch.no_grad():
         for name in common:
@@ -52,21 +56,31 @@ def load(model: nn.Module, config: ModelConfig) -> list[str]:
     ]
 
 
+def _must_be_there(name: str) -> bool:
+    return name.startswith(_MUST_BE_THERE) and not name.startswith(_MAY_BE_NEW)
+
+
 def _names(names: list[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[0] or name for name in names}))
 
 
 def _read(path: Path) -> tuple[str, Mapping[str, Tensor]]:
     """What it is, and tensors by name."""
-    if (path / SAFETENSORS).is_file():
-        return str(path / SAFETENSORS), _renamed(_safetensors(path / SAFETENSORS))
+    file = path if path.suffix == ".safetensors" else path / SAFETENSORS
+    if (
+        file.is_file() and not (path / "checkpoints").is_dir()
+    ):  # else an export of ours, perhaps old
+        return str(file), _safetensors(file)
     saved, bad = checkpoint.find(path)
     if saved is None:
         said = f" ({bad[0]})" if bad else ""
         raise UsageError(
             f"model.weights={path}: no good checkpoint and no {SAFETENSORS} there{said}"
         )
-    return f"{path}, step {saved.step}", saved.shards[0]["model"]
+    model = saved.shards[0].get("model")
+    if not isinstance(model, Mapping) or not all(isinstance(t, Tensor) for t in model.values()):
+        raise UsageError(f"model.weights={path}: {saved.path} holds no model")
+    return f"{path}, step {saved.step}", model
 
 
 def _safetensors(file: Path) -> Mapping[str, Tensor]:

@@ -289,7 +289,7 @@ def test_fine_tuning_takes_the_encoder_and_a_new_head(root, questions, tmp_path)
     for name, value in model.bert.state_dict().items():
         assert torch.equal(value, saved[f"bert.{name}"])
     other = refused(train, tmp_path, f"data.root={questions}", f"model.weights={first}", base=QA)
-    assert "word_embeddings.weight is [500, 16], in model=bert_tiny with this vocabulary" in other
+    assert "word_embeddings.weight is [500, 16], in model=bert_tiny with this data" in other
 
 
 @pytest.mark.parametrize("names", ["now", "first published", "encoder alone"])

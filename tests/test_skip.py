@@ -117,6 +117,27 @@ def test_a_batch_of_which_nothing_can_be_read_ends_the_run(root, tmp_path, world
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("world", "parts"), [(1, 1), (2, 1), (1, 2)])
+def test_batch_norm_with_one_example_left_ends_the_run_in_a_line(root, tmp_path, world, parts):
+    """Alone, on one of two ranks, in one of two parts."""
+    part = in_epoch(2, Shard(world - 1, world))
+    left = 3 if parts == 2 else 1
+    spoil(root, part[left:])
+    options = (
+        *(o for o in BASE if not o.startswith("model")),
+        *("model=resnet8", "run_id=run", f"data.root={root}", f"trainer.accumulate={parts}"),
+        "data.image_size=8",
+    )
+    if world == 1:
+        assert train(tmp_path, base=options)[0] == "failed"
+    else:
+        done = run_ranks(world, train_here, tmp_path, ("seed=0",), options)
+        assert [status for status, _, _ in done] == ["failed"] * world
+    assert "batch 3 one example alone can be read" in end(tmp_path / "run").message
+    assert end(tmp_path / "run").step == 2
+
+
+@pytest.mark.ranks
 def test_evaluation_is_of_those_that_are_there(root, tmp_path):
     options = (*BASE, f"data.root={root}", "trainer.max_steps=1")
     part = next(eval_indices(EVAL, 1000, Shard(1, 2))).tolist()

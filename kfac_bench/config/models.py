@@ -20,6 +20,11 @@ class ModelConfig:
     """The network; its input channels and classes come from the data."""
 
     name: str = option(MISSING, "architecture", choices=MODELS)
+    weights: str | None = option(
+        None,
+        "weights to start from: a run of ours, a .safetensors file, or a folder with "
+        "model.safetensors; the optimizer starts anew",
+    )
 
 
 @dataclass
@@ -67,11 +72,6 @@ class MaskRCNNConfig(DetectorConfig):
 class BertConfig(ModelConfig):
     """BERT of a size; its head comes from the task, its vocabulary from the data."""
 
-    weights: str | None = option(
-        None,
-        "folder to start from: a run of ours, or one with transformers' model.safetensors; the "
-        "optimizer starts anew",
-    )
     dropout: float = option(0.1, "of hidden states and attention", at_least=0, below=1)
     hidden: int | None = option(None, "hidden size; null: that of the size", at_least=1)
     layers: int | None = option(None, "encoder layers; null: those of the size", at_least=1)

@@ -65,6 +65,12 @@ class TrainerConfig:
     keep_best: int = option(
         1, "... and those with the best validation figures, where a checkpoint has one", at_least=0
     )
+    watchdog_s: float | None = option(
+        None,
+        "seconds without a step or an evaluated batch after which a rank writes its stacks to the "
+        "run directory and ends; null: never",
+        above=0,
+    )
     eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
     predictions: int = option(
         8, "held-out examples kept as pictures when a run ends; 0: none", at_least=0, at_most=100

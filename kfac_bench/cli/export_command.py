@@ -1,0 +1,27 @@
+"""``kfac-bench export``: weights for other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kfac_bench.cli.entry import Parser
+
+
+def add_export(commands: argparse._SubParsersAction[Parser]) -> None:
+    """``kfac-bench export``."""
+    command = commands.add_parser("export", help="write a run's weights as safetensors")
+    command.add_argument("run", type=Path, help="run directory, or one checkpoint")
+    command.add_argument("--out", type=Path, help="the file (RUN/model.safetensors)")
+    command.add_argument(
+        "--best", action="store_true", help="of the best checkpoint kept, not of the newest"
+    )
+    command.set_defaults(run_command=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from kfac_bench import export
+
+    for line in export.export(options.run, options.out, best=options.best):
+        print(line)
+    return 0
