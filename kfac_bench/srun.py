@@ -69,7 +69,8 @@ def adopt(environ: MutableMapping[str, str] = os.environ) -> None:
 def has_its_own_gpu(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether Slurm shows each task its own GPUs alone (``--gpus-per-task``, ``--gpu-bind``)."""
     return "SLURM_STEP_NUM_TASKS" in environ and any(
-        name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
+        name in environ
+        for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
     )
 
 

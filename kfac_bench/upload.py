@@ -170,7 +170,7 @@ def _upload(
     if ended is not None:
         sink.write(ended)
     sink.close()
-    if sink.mode != ("offline" if offline else "online") or len(said) > 1:
+    if sink.failed or sink.mode != ("offline" if offline else "online"):
         raise UsageError(f"W&B has not got all of it: {plain(said[-1])}; run the command again")
     yield f"{len(todo)} of {len(wanted)} points sent; {said[0]}"
 

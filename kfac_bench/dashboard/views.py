@@ -218,7 +218,9 @@ def _panel(chart: Chart, place: tuple[int, int]) -> Any:
 
 
 def _filters(scope: Scope) -> Any:
-    return [_module("expr").Metric("ID").isin(list(scope.run_ids))] if scope.run_ids else []
+    expr = _module("expr")
+    mine = expr.Metric("ID").isin(list(scope.run_ids))
+    return expr.And(mine) if scope.run_ids else ""
 
 
 def _without_ids(tree: Any) -> Any:

@@ -128,6 +128,9 @@ def run(todo: Sequence[Cell], say: Callable[[str], None]) -> int:
     A run that was broken off goes on where its checkpoint was.
     """
     failed = 0
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > 0.3 * cores and not all(cell.ended() for cell in todo):
+        say(f"other processes take part: load {load:.1f} on {cores} cores, before anything is run")
     for number, cell in enumerate(todo, start=1):
         if cell.ended():
             said = "measured before"

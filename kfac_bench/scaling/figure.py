@@ -48,8 +48,14 @@ def _bars(axes: Axes, points: Sequence[Point]) -> None:
     ]
     tops = [1e3 * p.step_s for p in points]
     axes.errorbar(places, tops, extent, fmt="none", ecolor=INK, elinewidth=1.0, capsize=3)
-    axes.set_xticks(places, [f"{p.strategy}\n{p.world_size}" for p in points], fontsize=8)
-    axes.set_xlabel("strategy, ranks")
+    axes.set_xticks(places, [str(p.world_size) for p in points])
+    for series in dict.fromkeys(p.series for p in points):
+        mine = [x for x, p in zip(places, points, strict=True) if p.series == series]
+        name = next(p.strategy for p in points if p.series == series)
+        below = ("data", "axes fraction")
+        middle = (mine[0] + mine[-1]) / 2
+        axes.annotate(name, (middle, -0.11), xycoords=below, ha="center", va="top")
+    axes.set_xlabel("ranks", labelpad=20)
     axes.set_ylabel("milliseconds per step")
     axes.grid(axis="x", visible=False)
 

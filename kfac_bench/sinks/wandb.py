@@ -150,6 +150,8 @@ class WandbSink:
         }
         if self.mode != "disabled":
             self._start(options)
+        self.failed = self._run is None
+        """Whether W&B did not get everything, as far as is known: all of it after :meth:`close`."""
         if self._run is not None:
             self._worker.start()
         self.hint = self._hint()
@@ -164,11 +166,6 @@ class WandbSink:
     def log(self, row: Mapping[str, float]) -> None:
         """Hand over what :func:`metrics_of` has made of an event."""
         self._hand_over(dict(row))
-
-    @property
-    def failed(self) -> bool:
-        """Whether W&B did not get everything so far."""
-        return self._run is None or self._failed
 
     def _hand_over(self, event: Event | dict[str, float]) -> None:
         if self._run is None or self._failed:
@@ -242,7 +239,7 @@ class WandbSink:
         return row
 
     def _fail(self, reason: str) -> None:
-        self._failed = True
+        self._failed = self.failed = True
         _give_up()
         self._say(
             f"W&B failed ({reason}): training goes on without it; "
