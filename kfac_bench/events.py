@@ -35,7 +35,8 @@ class Event:
 class RunStarted(Event):
     """First event of a run: what is run (the resolved configuration), where, with what.
 
-    ``metric`` names the validation figure that a target is about.
+    ``metric`` names the validation figure that a target is about. ``payload_bytes`` is what K-FAC's
+    messages carry, by stage and kind of op, each time that the stage runs.
     """
 
     run_id: str
@@ -43,6 +44,7 @@ class RunStarted(Event):
     higher_is_better: bool
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
+    payload_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +259,15 @@ def read(path: Path) -> list[Event]:
     """
     path = path / EVENTS_FILE if path.is_dir() else path
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"{path}: no event file to read ({error.strerror})") from None
+    return parse(text, path)
+
+
+def parse(text: str, path: Path) -> list[Event]:
+    """:func:`read` of what an event file holds; errors name ``path``."""
+    lines = text.split("\n")
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

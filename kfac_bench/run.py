@@ -16,7 +16,8 @@ from kfac_bench import build, checkpoint, environment, weights
 from kfac_bench.backends.backend import Backend
 from kfac_bench.checkpoint import Checkpoint
 from kfac_bench.config import TrainConfig
-from kfac_bench.core.plan import FACTORS
+from kfac_bench.core.estimate import payload_bytes
+from kfac_bench.core.plan import FACTORS, Stage
 from kfac_bench.data.data import Data
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.events import EventLog, JsonlSink, RunEnded, RunStarted, Sink, TargetReached, read
@@ -221,6 +222,7 @@ def _start(
                 *(0, 0.0, directory.run_id, task.metric, task.higher_is_better),
                 asdict(config),
                 about,
+                _payload_bytes(trainer),
             )
         )
     trainer.tell_of_faults()
@@ -231,6 +233,12 @@ def _start(
             raise UsageError(f"resume: {error}") from None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise UsageError(f"resume: {saved.path}: no state of a run ({error!r})") from None
+
+
+def _payload_bytes(trainer: Trainer) -> dict[str, dict[str, int]]:
+    if trainer.kfac is None:
+        return {}
+    return {stage.value: payload_bytes(trainer.kfac.plan, stage) for stage in Stage}
 
 
 def _find(config: TrainConfig, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:

@@ -70,7 +70,7 @@ class Question:
 def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     """Do it; return the lines to print. Raises :class:`UsageError`."""
     asked = _parse(words, config_dir)
-    machine = hardware.load(_hardware_path(asked.own["hardware"], config_dir))
+    machine = hardware.load(hardware_path(asked.own["hardware"], config_dir))
     if asked.own["coordination_s"]:
         each = _number("coordination_s", asked.own["coordination_s"], zero=True)
         machine = replace(machine, network=replace(machine.network, coordination_s=each))
@@ -155,7 +155,8 @@ def _parse(words: Sequence[str], config_dir: Path | None) -> Question:
     return Question(own, config, variants, world_sizes, intervals, training)
 
 
-def _hardware_path(name: str, config_dir: Path | None) -> Path:
+def hardware_path(name: str, config_dir: Path | None) -> Path:
+    """Of a name in conf/hardware, or of a file; raises :class:`UsageError`."""
     folders = [compose.CONF_DIR, *([] if config_dir is None else [config_dir])]
     known = {path.stem: path for f in folders for path in sorted((f / "hardware").glob("*.yaml"))}
     if name in known:

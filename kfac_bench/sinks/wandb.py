@@ -105,7 +105,8 @@ class WandbSink:
     ``metric`` and ``higher_is_better`` name the main validation metric, whose best value
     W&B then keeps in the run's summary. ``hint`` is one line: where the run is, how to look
     at it, how to upload it. ``say`` gets it at the start, and at most one line about a
-    failure, always on the thread that calls the sink.
+    failure, always on the thread that calls the sink. With ``patience_s`` it waits for W&B as long
+    where a training could not: nothing is lost because W&B is slow.
     """
 
     def __init__(
@@ -122,8 +123,10 @@ class WandbSink:
         group: str | None = None,
         tags: Sequence[str] = (),
         say: Callable[[str], None] | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         self._say = say or (lambda line: None)
+        self._patience_s = patience_s
         self._run: Any = None
         self._error: Exception | None = None
         self._failed = False
@@ -131,7 +134,7 @@ class WandbSink:
         best = {"loss": "min", "accuracy": "max", metric: "max" if higher_is_better else "min"}
         self._summaries = {f"eval/{name}": f"last,{which}" for name, which in best.items()}
         self._summaries["train/loss"] = "last,min"
-        self._events: queue.Queue[Event | None] = queue.Queue(QUEUED_EVENTS)
+        self._events: queue.Queue[Event | dict[str, float] | None] = queue.Queue(QUEUED_EVENTS)
         self._worker = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._directory = run_directory.absolute()
         self.mode, self.reason = decide_mode(mode)
@@ -147,6 +150,8 @@ class WandbSink:
         }
         if self.mode != "disabled":
             self._start(options)
+        self.failed = self._run is None
+        """Whether W&B did not get everything, as far as is known: all of it after :meth:`close`."""
         if self._run is not None:
             self._worker.start()
         self.hint = self._hint()
@@ -156,13 +161,20 @@ class WandbSink:
         """Hand the event over; returns at once."""
         if isinstance(event, RunEnded):
             self._exit_code = 0 if event.status in ("reached", "finished") else 1
+        self._hand_over(event)
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Hand over what :func:`metrics_of` has made of an event."""
+        self._hand_over(dict(row))
+
+    def _hand_over(self, event: Event | dict[str, float]) -> None:
         if self._run is None or self._failed:
             return
         if self._error is not None:
             self._fail(_line(self._error))
             return
         try:
-            self._events.put_nowait(event)
+            self._events.put(event, block=self._patience_s > 0, timeout=self._patience_s or None)
         except queue.Full:
             self._fail("its process does not answer")
 
@@ -172,8 +184,8 @@ class WandbSink:
             return
         if not self._failed:
             with suppress(queue.Full):
-                self._events.put(None, timeout=1.0)
-                self._worker.join(timeout=FINISH_S + 5.0)
+                self._events.put(None, timeout=1.0 + self._patience_s)
+                self._worker.join(timeout=FINISH_S + self._patience_s + 5.0)
             if self._error is not None:
                 self._fail(_line(self._error))
             elif self._worker.is_alive():
@@ -183,7 +195,7 @@ class WandbSink:
     def _start(self, options: Mapping[str, Any]) -> None:
         """Open the run; offline if going online fails, not at all if that fails too."""
         try:
-            self._run = _init(options, self.mode)
+            self._run = _init(options, self.mode, FINISH_S + self._patience_s)
         except Exception as error:
             _give_up()  # wandb keeps the id reserved otherwise
             self.reason = _line(error)
@@ -209,8 +221,10 @@ class WandbSink:
         except Exception as error:
             self._error = error
 
-    def _row(self, event: Event) -> dict[str, Any]:
+    def _row(self, event: Event | dict[str, float]) -> dict[str, Any]:
         """What W&B is to log: metrics, or predictions as pictures and a table of texts."""
+        if isinstance(event, dict):
+            return event
         if not isinstance(event, Predicted):
             return dict(metrics_of(event))
         row: dict[str, Any] = {"step": event.step, "train_s": event.train_s}
@@ -225,7 +239,7 @@ class WandbSink:
         return row
 
     def _fail(self, reason: str) -> None:
-        self._failed = True
+        self._failed = self.failed = True
         _give_up()
         self._say(
             f"W&B failed ({reason}): training goes on without it; "
@@ -247,7 +261,7 @@ class WandbSink:
         return f"wandb sync{online} {shlex.quote(str(self._directory / 'wandb'))}"
 
 
-def _init(options: Mapping[str, Any], mode: ModeName) -> Any:
+def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
     plain_config = json.loads(json.dumps(options["config"], default=str))
     settings = wandb.Settings(
         silent=True,
@@ -256,7 +270,7 @@ def _init(options: Mapping[str, Any], mode: ModeName) -> Any:
         disable_git=True,  # else uncommitted changes of the user's directory are uploaded
         x_save_requirements=False,
         init_timeout=INIT_S,
-        finish_timeout=FINISH_S,
+        finish_timeout=finish_s,
         finish_timeout_raises=True,
     )
     return wandb.init(

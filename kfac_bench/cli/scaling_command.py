@@ -1,0 +1,26 @@
+"""``kfac-bench scaling``: parsed in :mod:`kfac_bench.scaling.command`."""
+
+from __future__ import annotations
+
+import argparse
+
+from kfac_bench.cli.entry import Parser, say
+
+
+def add_scaling(commands: argparse._SubParsersAction[Parser]) -> None:
+    """``kfac-bench scaling``."""
+    command = commands.add_parser(
+        "scaling", help="train on several numbers of ranks; efficiency and stages", add_help=False
+    )
+    command.add_argument("--help", "-h", action="store_true")
+    command.add_argument("words", nargs="*")
+    command.set_defaults(run_command=_scaling)
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    from kfac_bench.scaling import command
+
+    if options.help:
+        print(command.USAGE, end="")
+        return 0
+    return command.scaling(options.words, say)

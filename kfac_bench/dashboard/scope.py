@@ -1,0 +1,44 @@
+"""What a dashboard is about: runs by their W&B ids, and tables made of their event files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kfac_bench import report, scaling
+from kfac_bench.dashboard.views import Scope
+from kfac_bench.runs import Run, find, load, option, plain
+from kfac_bench.tables import Table
+
+PROJECT = "kfac_bench"
+"""As in conf/logger, where no run says otherwise."""
+
+
+def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> Scope:
+    """The runs at ``paths``, in the project that they were logged to unless it is given.
+
+    Without runs, all of the project and no tables. Raises :class:`UsageError` for a path without
+    runs or one that cannot be read.
+    """
+    from kfac_bench.sinks.wandb import wandb_id
+
+    runs = [load(file) for path in paths for file in find(path)]
+    return Scope(
+        project or _same(runs, "project") or PROJECT,
+        entity or _same(runs, "entity") or "",
+        [wandb_id(run.started.run_id) for run in runs],
+        [_time_to_target(paths), *scaling.tables(runs)] if runs else [],
+    )
+
+
+def _same(runs: Sequence[Run], name: str) -> str | None:
+    """What all runs' logger has as ``name``; None if they differ."""
+    found = {option(run.started.config, "logger", name) for run in runs}
+    value = found.pop() if len(found) == 1 else None
+    return plain(value) if isinstance(value, str) else None
+
+
+def _time_to_target(paths: Sequence[Path]) -> Table:
+    found = report.compare(paths)
+    rows = [report.cells(row) for row in found.rows]
+    return Table("Time to target", report.COLUMNS, rows, found.notes)

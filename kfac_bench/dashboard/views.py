@@ -1,0 +1,240 @@
+"""The dashboard as W&B's own objects: a workspace and a report; as JSON, or saved on a server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, Section
+from kfac_bench.errors import UsageError
+from kfac_bench.tables import Table
+
+TITLE = "K-FAC against first-order optimizers"
+PUSH_S = 60.0
+"""Within which the server has to take both."""
+_RANDOM = {"__id__", "id", "ref"}
+"""Keys of W&B's JSON whose values are drawn anew each time."""
+_COLUMNS, _WIDTH, _HEIGHT = 3, 8, 6
+"""Panels side by side in the report, and the size of one of them on W&B's grid of 24."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which runs of which project; no ``run_ids`` are all. ``tables`` go into the report."""
+
+    project: str
+    entity: str
+    run_ids: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+
+
+def workspace(scope: Scope) -> Any:
+    """W&B's workspace, not saved."""
+    ws, expr = _module("workspaces"), _module("expr")
+    grouped = [expr.Config(option) for option in GROUPS]
+    return ws.Workspace(
+        name=TITLE,
+        project=scope.project,
+        entity=scope.entity,
+        sections=[
+            ws.Section(name=s.name, panels=[_panel(c, (0, 0)) for c in s.charts], is_open=i < 3)
+            for i, s in enumerate(SECTIONS)
+        ],
+        settings=ws.WorkspaceSettings(x_axis="train_s", max_runs=100),
+        runset_settings=ws.RunsetSettings(filters=_filters(scope), groupby=grouped),
+    )
+
+
+def report(scope: Scope) -> Any:
+    """W&B's report, not saved: the tables first, then each section."""
+    wr = _module("reports.v2")
+    blocks: list[Any] = [wr.TableOfContents()]
+    if scope.tables:
+        blocks.append(wr.H1("Tables, from event files"))
+        blocks += [wr.MarkdownBlock(table.markdown()) for table in scope.tables]
+    for section in SECTIONS:
+        blocks += [wr.H1(section.name), wr.P(section.about), _grid(section, scope)]
+    return wr.Report(
+        title=TITLE,
+        description="Written by kfac-bench dashboard push; pushed anew, it is overwritten.",
+        project=scope.project,
+        entity=scope.entity,
+        blocks=blocks,
+        width="fluid",
+    )
+
+
+def as_json(scope: Scope) -> dict[str, Any]:
+    """Both as W&B's server gets them, without random ids: equal input, equal JSON."""
+    found = {"workspace": workspace(scope), "report": report(scope)}
+    return {
+        name: _without_ids(x._to_model().model_dump(mode="json", by_alias=True, exclude_none=True))
+        for name, x in found.items()
+    }
+
+
+def describe(scope: Scope) -> list[str]:
+    """What :func:`push` would create, a line on each."""
+    where = f"{scope.entity or 'your entity'}/{scope.project}"
+    which = f"{len(scope.run_ids)} runs" if scope.run_ids else "all runs of the project"
+    panels = sum(len(section.charts) for section in SECTIONS)
+    size = f"{len(SECTIONS)} sections, {panels} panels, {which}"
+    return [
+        f"workspace {TITLE!r} in {where}: {size}",
+        f"report {TITLE!r} in {where}: {len(scope.tables)} tables from event files, {size}",
+    ]
+
+
+def push(scope: Scope) -> list[str]:
+    """Save both on W&B's server, in place of those pushed before; a line on each.
+
+    Raises :class:`UsageError` without a key, without a server, or where it refuses; within 3 s if
+    it cannot be reached, and ``PUSH_S`` if it does not answer.
+    """
+    from kfac_bench.sinks.wandb import decide_mode
+
+    mode, reason = decide_mode()
+    if mode != "online":
+        raise UsageError(f"dashboard push needs W&B's server: {reason}; dry-run needs none")
+    return _within(PUSH_S, lambda: _push(scope))
+
+
+def _push(scope: Scope) -> list[str]:
+    wandb_api = importlib.import_module("wandb").Api(timeout=20)
+    scope = Scope(
+        scope.project, scope.entity or wandb_api.default_entity, scope.run_ids, scope.tables
+    )
+    made = report(scope)
+    before = _same_title(wandb_api, scope)
+    if before is not None:
+        made.id = before
+    made.save()
+    space = workspace(scope)
+    space._internal_name = _view_name(scope)
+    space._internal_id = _view_id(scope) or ""
+    space.save()
+    return [f"workspace: {space.url}", f"report: {made.url}"]
+
+
+def _view_name(scope: Scope) -> str:
+    """Always the same, so that the workspace is found again."""
+    name: str = _module("workspaces.internal")._url_query_str_to_internal_name("kfacbench")
+    return name
+
+
+def _view_id(scope: Scope) -> str | None:
+    """Of the workspace that was pushed before."""
+    internal = _module("workspaces.internal")
+    try:
+        found = internal.get_view_dict(scope.entity, scope.project, "kfacbench")
+    except ValueError:  # neither the workspace nor, perhaps, the project is there
+        return None
+    return str(found["id"])
+
+
+def _same_title(api: Any, scope: Scope) -> str | None:
+    found = api.reports(f"{scope.entity}/{scope.project}", name=TITLE)
+    return next((r.id for r in found), None)
+
+
+def _within(limit_s: float, action: Callable[[], list[str]]) -> list[str]:
+    """Do it in a thread of its own; its errors, and none in time, as one line."""
+    done: list[list[str]] = []
+    failed: list[Exception] = []
+
+    def work() -> None:
+        try:
+            done.append(action())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="dashboard", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if done:
+        return done[0]
+    if not failed:
+        raise UsageError(f"W&B's server did not take the dashboard within {limit_s:g} s")
+    if isinstance(failed[0], UsageError):
+        raise failed[0]
+    said = " ".join(str(failed[0]).split())[:300] or type(failed[0]).__name__
+    raise UsageError(f"W&B refused the dashboard: {said}")
+
+
+def _grid(section: Section, scope: Scope) -> Any:
+    wr = _module("reports.v2")
+    places = (((i % _COLUMNS) * _WIDTH, i // _COLUMNS * _HEIGHT) for i in range(99))
+    return wr.PanelGrid(
+        runsets=[wr.Runset(filters=_filters(scope), groupby=[f"config.{g}" for g in GROUPS])],
+        panels=[_panel(c, place) for c, place in zip(section.charts, places, strict=False)],
+    )
+
+
+def _panel(chart: Chart, place: tuple[int, int]) -> Any:
+    wr = _module("reports.v2")
+    layout = wr.Layout(x=place[0], y=place[1], w=_WIDTH, h=_HEIGHT)
+    over_runs: dict[str, Any] = {"groupby_aggfunc": "median", "groupby_rangefunc": "minmax"}
+    if chart.by:
+        over_runs["groupby"] = wr.Config(chart.by)
+    match chart.kind:
+        case "line" | "area":
+            stacked = chart.kind == "area"
+            return wr.LinePlot(
+                title=chart.title,
+                x=chart.x,
+                y=list(chart.keys),
+                metric_regex=chart.pattern or None,
+                title_x={"step": "steps", "train_s": "training seconds"}[chart.x],
+                title_y=chart.unit or None,
+                log_y=chart.log or None,
+                plot_type="stacked-area" if stacked else "line",
+                max_runs_to_show=1 if stacked else 100,  # areas of several runs hide each other
+                layout=layout,
+                **over_runs,
+            )
+        case "bar":
+            return wr.BarPlot(
+                title=chart.title,
+                metrics=list(chart.keys),
+                title_x=chart.unit or None,
+                layout=layout,
+                **over_runs,
+            )
+        case "scatter":
+            return wr.ScatterPlot(
+                title=chart.title,
+                x=wr.Config(chart.x),
+                y=wr.SummaryMetric(chart.keys[0]),
+                layout=layout,
+            )
+        case "media":
+            return wr.MediaBrowser(title=chart.title, media_keys=list(chart.keys), layout=layout)
+    raise ValueError(chart.kind)
+
+
+def _filters(scope: Scope) -> Any:
+    expr = _module("expr")
+    mine = expr.Metric("ID").isin(list(scope.run_ids))
+    return expr.And(mine) if scope.run_ids else ""
+
+
+def _without_ids(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _without_ids(v) for k, v in tree.items() if k not in _RANDOM}
+    return [_without_ids(x) for x in tree] if isinstance(tree, list) else tree
+
+
+def _module(name: str) -> ModuleType:
+    """Of wandb-workspaces, which prints where its settings come from unless told not to."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    try:
+        return importlib.import_module(f"wandb_workspaces.{name}")
+    except ImportError:
+        raise UsageError(
+            "wandb-workspaces is not installed: pip install 'kfac-bench[dashboard]'"
+        ) from None
