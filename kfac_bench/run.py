@@ -16,7 +16,7 @@ from kfac_bench import build, checkpoint, environment, weights
 from kfac_bench.backends.backend import Backend
 from kfac_bench.checkpoint import Checkpoint
 from kfac_bench.config import TrainConfig
-from kfac_bench.core.plan import FACTORS
+from kfac_bench.core.plan import FACTORS, IDENTITY
 from kfac_bench.data.data import Data
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.events import EventLog, JsonlSink, RunEnded, RunStarted, Sink, TargetReached, read
@@ -184,6 +184,11 @@ def _say_what_kfac_does(trainer: Trainer) -> None:
     dims = [x.spec.dim(f) for x in report.layers for f in FACTORS if not x.spec.diagonal(f)]
     largest = max(dims, default=1)
     total = report.covered_params + report.skipped_params
+    if trainer.kfac.plan.method == IDENTITY:
+        trainer.say(
+            f"identity factors: of K-FAC only the KL clip, over {len(report.layers)} layers"
+        )
+        return
     trainer.say(
         f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
         f"parameters); every {update_freq} steps it decomposes {2 * len(report.layers)} factors, "
