@@ -37,6 +37,12 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
     ranks = backend.ranks
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    if config.trainer.clock == "cpu" and (ranks.world_size > 1 or ranks.device.type != "cpu"):
+        raise UsageError(
+            f"trainer.clock=cpu does not fit {ranks.world_size} rank(s) on {ranks.device.type}: it "
+            "counts what one processor works for the run; use one rank and trainer.device=cpu, or "
+            "trainer.clock=wall"
+        )
     if ranks.device.type == "cpu":
         environment.keep_freed_memory()
     _check_same_options(config, ranks)
