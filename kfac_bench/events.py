@@ -299,16 +299,28 @@ def _parse(fields: Any) -> Event | None:
     return cls(**{k: v for k, v in fields.items() if k in known})
 
 
+CLOCKS = ("wall", "cpu")
+"""What a training clock reads: the time of day, or what processors worked for this process."""
+
+
 class Clock:
     """Training time: a stopwatch that is paused for all that is not training."""
 
-    def __init__(self, elapsed_s: float = 0.0) -> None:
+    def __init__(self, elapsed_s: float = 0.0, kind: str = "wall") -> None:
         self._elapsed_s = elapsed_s
         self._since: float | None = None
+        self._kind = kind
+
+    def at(self, elapsed_s: float) -> Clock:
+        """One of the same kind that stands still at that reading."""
+        return Clock(elapsed_s, self._kind)
+
+    def _now(self) -> float:
+        return time.process_time() if self._kind == "cpu" else time.perf_counter()
 
     def start(self) -> None:
         """Let it run."""
-        self._since = time.perf_counter()
+        self._since = self._now()
 
     def stop(self) -> None:
         """Let it stand still."""
@@ -316,7 +328,7 @@ class Clock:
 
     def train_s(self) -> float:
         """Seconds counted so far."""
-        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        running = 0.0 if self._since is None else self._now() - self._since
         return self._elapsed_s + running
 
     @contextmanager

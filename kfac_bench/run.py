@@ -17,7 +17,7 @@ from kfac_bench.backends.backend import Backend
 from kfac_bench.checkpoint import Checkpoint
 from kfac_bench.config import TrainConfig
 from kfac_bench.core.estimate import payload_bytes
-from kfac_bench.core.plan import FACTORS, Stage
+from kfac_bench.core.plan import FACTORS, IDENTITY, Stage
 from kfac_bench.data.data import Data
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.events import EventLog, JsonlSink, RunEnded, RunStarted, Sink, TargetReached, read
@@ -38,6 +38,12 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
     ranks = backend.ranks
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    if config.trainer.clock == "cpu" and (ranks.world_size > 1 or ranks.device.type != "cpu"):
+        raise UsageError(
+            f"trainer.clock=cpu does not fit {ranks.world_size} rank(s) on {ranks.device.type}: it "
+            "counts what one processor works for the run; use one rank and trainer.device=cpu, or "
+            "trainer.clock=wall"
+        )
     pinned = config.trainer.pin and environment.pin(config.trainer.threads or 1)
     if ranks.device.type == "cpu":
         environment.keep_freed_memory()
@@ -194,6 +200,11 @@ def _say_what_kfac_does(trainer: Trainer) -> None:
     dims = [x.spec.dim(f) for x in report.layers for f in FACTORS if not x.spec.diagonal(f)]
     largest = max(dims, default=1)
     total = report.covered_params + report.skipped_params
+    if trainer.kfac.plan.method == IDENTITY:
+        trainer.say(
+            f"identity factors: of K-FAC only the KL clip, over {len(report.layers)} layers"
+        )
+        return
     trainer.say(
         f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
         f"parameters); every {update_freq} steps it decomposes {2 * len(report.layers)} factors, "

@@ -122,6 +122,11 @@ def target(run: Run) -> float | None:
     return None if math.isnan(value) else value
 
 
+def clock(run: Run) -> str:
+    """Whose seconds the run's times are: ``wall``, or ``cpu``."""
+    return plain(option(run.started.config, "trainer", "clock") or "wall")
+
+
 def group(runs: Iterable[Run]) -> list[Setting]:
     """Group runs into settings, sorted by task, then K-FAC last, then label.
 

@@ -17,7 +17,7 @@ import numpy as np
 from kfac_bench.events import Evaluated, RunEnded, TargetReached
 from kfac_bench.runs import Run as Run
 from kfac_bench.runs import Setting as Setting
-from kfac_bench.runs import differences, flatten, number, plain, seed, target
+from kfac_bench.runs import clock, differences, flatten, number, plain, seed, target
 from kfac_bench.runs import group as group
 from kfac_bench.runs import load as load
 
@@ -169,6 +169,8 @@ def notes(settings: Sequence[Setting]) -> list[str]:
                 found.append(f"{name}: {plain(run.path.parent)} {_ending(run)}{counts}")
         seeds = Counter(seed(run) for run in setting.runs)
         found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
+    if any(clock(run) == "cpu" for setting in settings for run in setting.runs):
+        found.append("seconds are those that a processor worked (trainer.clock=cpu)")
     by_task: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for setting in settings:
         by_task[setting.task] += [flatten(run.started.environment) for run in setting.runs]

@@ -109,12 +109,13 @@ class Trainer:
     """Tells the user a line, on rank 0."""
     step: int = 0
     """Updates done."""
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock = field(init=False)
     stop: Stop = field(default_factory=Stop)
 
     def __post_init__(self) -> None:
         self.ranks = self.backend.ranks
         config = self.config
+        self.clock = Clock(kind=config.clock)
         self.steps_per_epoch = steps_per_epoch(
             self.data.train_size, config.batch_size, config.drop_last
         )
@@ -234,9 +235,9 @@ class Trainer:
                 yield self._to_device(batch)
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
-        began = time.perf_counter()
+        began = self.clock.train_s()
         batch = next(batches, None)
-        self._waited_s += time.perf_counter() - began
+        self._waited_s += self.clock.train_s() - began
         return batch
 
     @property
@@ -546,7 +547,7 @@ class Trainer:
             if own["cuda_rng"] is not None and self.ranks.device.type == "cuda":
                 torch.cuda.set_rng_state(own["cuda_rng"])
         self.step = self._saved_at = saved.step
-        self.clock = Clock(float(main["train_s"]))
+        self.clock = self.clock.at(float(main["train_s"]))
         self._owes_evaluation = bool(main.get("owes_evaluation"))
         self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
 

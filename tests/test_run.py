@@ -15,6 +15,7 @@ import yaml
 import kfac_bench
 from kfac_bench import checkpoint, cli, dry_run, run
 from kfac_bench import trainer as trainer_module
+from kfac_bench.backends.backend import Backend
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Checkpointed,
@@ -27,10 +28,12 @@ from kfac_bench.events import (
     Trained,
     read,
 )
+from kfac_bench.ranks import Ranks
 from kfac_bench.run_directory import RunDirectory, run_id
 from kfac_bench.tasks.classification import Classification
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.trainer import Trainer, weights_sha256
+from tests.distributed import run_ranks
 from tests.runs import (
     ALONE,
     EPOCH,
@@ -41,6 +44,7 @@ from tests.runs import (
     before_step,
     config_of,
     end,
+    here,
     kill,
     loss_is,
     of_kind,
@@ -422,6 +426,56 @@ def test_the_training_clock_goes_on_after_resume(tmp_path):
     assert 0.4 < end(path).train_s < 0.8
     [resumed] = of_kind(path, Resumed)
     assert resumed.train_s >= 0.4
+
+
+CPU_CLOCK = ("trainer.clock=cpu", "trainer.threads=1", "trainer.device=cpu", "trainer.max_steps=8")
+
+
+def test_the_processors_clock_counts_work_and_not_sleep(tmp_path):
+    def work(_):
+        began = time.thread_time()
+        while time.thread_time() - began < 0.4:
+            pass
+
+    with before_step(2, lambda _: time.sleep(2)):
+        _, path = train(tmp_path, *CPU_CLOCK, "run_id=sleeps")
+    assert 0 < end(path).train_s < 1.5
+    with before_step(2, lambda t: (work(t), terminate(t))):
+        _, path = train(tmp_path, *CPU_CLOCK, "run_id=works")
+    assert end(path).train_s > 0.4
+    train(tmp_path, *CPU_CLOCK, "run_id=works")
+    assert of_kind(path, Resumed)[0].train_s > 0.4
+    assert end(path).train_s > of_kind(path, Resumed)[0].train_s
+    assert of_kind(path, RunStarted)[0].config["trainer"]["clock"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
+        ("trainer.threads=2", "trainer.threads=2: .* set trainer.threads=1"),
+        ("trainer.threads=null", "trainer.threads=null"),
+        ("data.workers=1", "data.workers=1: .* set data.workers=0"),
+    ],
+)
+def test_the_processors_clock_is_for_one_processor(tmp_path, override, fragment):
+    with pytest.raises(UsageError, match=f"trainer.clock=cpu does not fit {fragment}"):
+        train(tmp_path, *CPU_CLOCK, override)
+
+
+def clocked_here(folder):
+    with pytest.raises(UsageError, match=r"trainer.clock=cpu does not fit 2 rank\(s\) on cpu"):
+        train(folder, *CPU_CLOCK, backend=here())
+
+
+@pytest.mark.ranks
+def test_the_processors_clock_is_for_one_rank(tmp_path):
+    run_ranks(2, clocked_here, tmp_path)
+
+
+def test_the_processors_clock_is_not_for_gpus(tmp_path):
+    gpu = Backend(Ranks(torch.device("cuda")))
+    with pytest.raises(UsageError, match=r"does not fit 1 rank\(s\) on cuda"):
+        train(tmp_path, *CPU_CLOCK, backend=gpu)
 
 
 # ---- numbers that are none ----

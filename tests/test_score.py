@@ -259,6 +259,17 @@ def test_notes_name_dead_runs_repeated_seeds_and_unequal_machines(tmp_path: Path
     ]
 
 
+def test_notes_say_whose_seconds_they_are_and_never_mix_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", *reached(1, 1.0), trainer__clock="wall")
+    write_run(tmp_path / "b", *reached(1, 1.0))  # before there was a choice
+    found = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert score.notes(found) == []
+    write_run(tmp_path / "c", *reached(1, 1.0), trainer__clock="cpu")
+    found = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert "seconds are those that a processor worked (trainer.clock=cpu)" in score.notes(found)
+    assert "SGD (clock cpu)" in [setting.optimizer for setting in found]
+
+
 def test_a_diverged_seed_ranks_worst_in_the_final_metric(tmp_path: Path) -> None:
     for seed, value in enumerate([math.nan, 0.5, 0.7]):
         write_run(tmp_path / f"s{seed}", evaluated(1, 1.0, value), seed=seed)

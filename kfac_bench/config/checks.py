@@ -40,6 +40,8 @@ def check(config: TrainConfig) -> None:
             f"trainer.accumulate={trainer.accumulate} is more than "
             f"trainer.batch_size={trainer.batch_size}: a part needs an example"
         )
+    if trainer.clock == "cpu":
+        _check_cpu_clock(config)
     if trainer.channels_last and config.backend.name in ("fsdp2", "deepspeed"):
         raise UsageError(
             f"trainer.channels_last=true does not fit backend={config.backend.name}, which cuts "
@@ -58,6 +60,20 @@ def check(config: TrainConfig) -> None:
         )
     _check_detection(config)
     _check_language(config)
+
+
+def _check_cpu_clock(config: TrainConfig) -> None:
+    """A processor's seconds are a run's time only where nothing else works for it."""
+    for name, value, must in (
+        ("trainer.threads", config.trainer.threads, 1),
+        ("data.workers", config.data.workers, 0),
+    ):
+        if value != must:
+            said = "null" if value is None else value
+            raise UsageError(
+                f"trainer.clock=cpu does not fit {name}={said}: it counts what one processor works "
+                f"for the run; set {name}={must}, or trainer.clock=wall"
+            )
 
 
 def _check_detection(config: TrainConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kfac_bench.config.options import option
-from kfac_bench.core.plan import BALANCES, METHODS, STRATEGIES
+from kfac_bench.core.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
 
 # The core's own, which need torch; tests/test_config.py holds them against it.
 CONVENTIONS = ("kfc", "sc20", "kaisa")
@@ -35,7 +35,9 @@ class KFACConfig:
     )
     overlap: bool = option(False, "send statistics while backward runs; the results are the same")
     method: str = option(
-        "eigen", "eigendecomposition, Cholesky inverse, or George et al.'s EKFAC", choices=METHODS
+        "eigen",
+        "eigendecomposition, Cholesky inverse, George et al.'s EKFAC; identity: the KL clip alone",
+        choices=(*METHODS, IDENTITY),
     )
     update_freq: int = option(100, "steps between decompositions", at_least=1)
     factor_update_freq: int = option(10, "steps between factor updates", at_least=1)

@@ -55,6 +55,12 @@ class TrainerConfig:
     max_steps: int | None = option(None, "optimizer steps; null: no limit of their own", at_least=1)
     target: float | None = option(None, "stop when the validation figure reaches this; null: never")
     eval_freq: int | None = option(None, "steps between evaluations; null: each epoch", at_least=1)
+    clock: str = option(
+        "wall",
+        "whose seconds training seconds are: of the time of day, or (cpu) those that a processor "
+        "worked for the run, whatever else the machine does: one rank, one thread, no workers",
+        choices=("wall", "cpu"),
+    )
     log_freq: int = option(10, "steps between Trained events", at_least=1)
     checkpoint_freq: int | None = option(
         None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kfac_bench.core.plan import (
     FACTORS,
+    IDENTITY,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
@@ -45,7 +46,7 @@ def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
             holders.update(dict.fromkeys(getattr(op, "members", ()), (root,)))
         elif isinstance(op, ComputeSecondMoment):
             yield "factors", op.ranks, 4 * op.layer.grad_numel
-    for placement in plan.placements:
+    for placement in plan.placements if plan.factors else ():
         spec = placement.layer
         for f in FACTORS:
             factor, decomposition = kept_bytes(spec, f, plan.method, plan.itemsize)
@@ -111,7 +112,8 @@ def flops(
             cubes = sum(s.groups * s.dim(f) ** 3 for s, f in members if not s.diagonal(f))
             return (1.0 if method == "inverse" else 14 / 3) * cubes
         case Precondition(_, layers):
-            return (1 if method == "inverse" else 2) * sum(map(_two_sided_product, layers))
+            products = {"inverse": 1, IDENTITY: 0}.get(method, 2)
+            return products * sum(map(_two_sided_product, layers))
     return 0.0
 
 

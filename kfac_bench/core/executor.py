@@ -22,6 +22,7 @@ from kfac_bench.core.messages import Decomposition
 from kfac_bench.core.moments import Collected
 from kfac_bench.core.plan import (
     FACTORS,
+    IDENTITY,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
@@ -365,6 +366,8 @@ class Executor:
         self, specs: Sequence[LayerSpec], grad: Tensor, damping: float
     ) -> Tensor:
         """Gradients of layers of one shape, [layers groups, g_dim, a_dim]."""
+        if self.plan.method == IDENTITY:
+            return grad
         a, g = self.store.stacked(specs)
         if self.plan.method == "inverse":
             return linalg.precondition_inverse(grad, dense(a), dense(g))

@@ -30,6 +30,8 @@ Factor = Literal["A", "G"]
 FACTORS: tuple[Factor, ...] = ("A", "G")
 
 METHODS = ("eigen", "inverse", "ekfac")
+IDENTITY = "identity"
+"""The method of a control whose plan has neither factors nor decompositions."""
 BALANCES = ("compute", "memory")
 
 FactorsOn = Literal["all", "owner", "local"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -31,7 +32,7 @@ from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.executor import Executor, Request
 from kfac_bench.core.factors import CONVENTIONS
 from kfac_bench.core.layer import Layer
-from kfac_bench.core.plan import ComputeFactor, ReduceFactors
+from kfac_bench.core.plan import IDENTITY, ComputeFactor, ReduceFactors
 from kfac_bench.core.planner import make_plan
 from kfac_bench.core.report import Report
 from kfac_bench.core.schedule import Schedule, Schedules, Settings, free_phases
@@ -69,6 +70,7 @@ class KFAC:
         :meth:`accumulate` (or DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
     method: ``eigen`` (eq. 11-13), ``inverse`` (eq. 9-10, by Cholesky), or ``ekfac``: eigen with
         eigenvalues that are second moments of the gradients in the eigenbasis (George et al. 2018).
+        ``identity`` is a control: A = G = I, no statistics, of K-FAC only the KL clip.
     damping*: gamma > 0, Tikhonov; of the Kronecker product (eigen), of each factor (inverse). A
         :class:`LevenbergMarquardt` adapts itself; see :meth:`adapt_damping`.
     factored_damping: split gamma between A and G by their mean eigenvalues (the pi of Martens &
@@ -170,13 +172,15 @@ class KFAC:
             grad_worker_fraction=grad_worker_fraction,
             colocate_factors=colocate_factors,
             balance=balance,
-            method=method,
+            method="inverse" if method == IDENTITY else method,
             cost=measured_cost(method),
             spread=self._most_slices() if spread else 1,
             itemsize=state_dtype.itemsize,
             batch_numel=BATCH_NUMEL if device.type == "cuda" else 0,
             sharded=self.collective.world_size > 1 and any_sharded(self._layers),
         )
+        if method == IDENTITY:
+            self.plan = replace(self.plan, method=IDENTITY, factors=(), slices=())
         if not self.plan.colocated:
             _refuse_apart(method == "inverse" and factored_damping, damping)
         adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
@@ -295,7 +299,7 @@ class KFAC:
         """What is due, with what the hooks collected for it."""
         plan, stages, collected = self.plan, [], {}
         scale: float | Tensor = 1.0
-        if self.schedules.factors_due(self.steps):
+        if plan.factors and self.schedules.factors_due(self.steps):
             stages.append(plan.factors)
             assert self._capture is not None
             collected = self._capture.pop()

@@ -57,7 +57,7 @@ def check(merged: Merged, run: Executor, steps: int) -> None:
     unknown = sorted(merged.keys() - run.layers.keys())
     if unknown:
         raise ValueError(f"K-FAC state has layers this model lacks: {unknown[:3]}")
-    for name, layer in run.layers.items():
+    for name, layer in run.layers.items() if run.plan.factors else ():
         for factor in FACTORS:
             got = merged.get(name, {}).get(factor, {}).get("factor")
             shape = layer.spec.factor_shape(factor)
