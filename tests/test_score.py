@@ -321,3 +321,56 @@ def test_flatten_survives_deep_nesting() -> None:
     for _ in range(20_000):
         deep = {"": deep}
     assert list(runs.flatten({"a": deep}).values()) == ["{}"]
+
+
+# ---- the bootstrap of a median ----
+
+
+def exact_quantile(values: list[float], share: float) -> float:
+    """Of the resampled median, n odd: at most x_k with the chance that half the draws are."""
+    n, ordered = len(values), sorted(values)
+    for k, value in enumerate(ordered, start=1):
+        p = k / n
+        at_most = sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(n // 2 + 1, n + 1))
+        if at_most >= share:
+            return value
+    return ordered[-1]
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 7, 9, 15, 21])
+def test_the_interval_is_that_of_the_exact_bootstrap(n: int) -> None:
+    values = [float(v * v) for v in range(1, n + 1)]
+    median, low, high = score.bootstrap_median(values)
+    assert median == values[n // 2]
+    assert low == exact_quantile(values, 0.025)
+    assert high == exact_quantile(values, 0.975)
+
+
+def test_intervals_by_hand() -> None:
+    assert score.bootstrap_median([4.0]) == (4.0, 4.0, 4.0)
+    assert score.bootstrap_median([3.0, 1.0]) == (2.0, 1.0, 3.0)
+    assert score.bootstrap_median([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    # the chance of a median of the least of 7 is 1.0 %, of one of the two least 7.6 %
+    assert score.bootstrap_median([7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (4.0, 2.0, 6.0)
+    assert score.bootstrap_median([1.0, 2.0, INF]) == (2.0, 1.0, INF)
+    assert score.bootstrap_median([1.0, INF]) == (INF, 1.0, INF)
+    assert score.bootstrap_median([INF, INF, INF]) == (INF, INF, INF)
+
+
+@given(times, st.randoms())
+def test_an_interval_holds_its_median_within_the_range(
+    values: list[float], rng: random.Random
+) -> None:
+    median, low, high = score.bootstrap_median(values)
+    assert min(values) <= low <= median <= high <= max(values)
+    assert median == score.spread(values).median
+    assert score.bootstrap_median(rng.sample(values, len(values)))[0] == median
+    assert score.bootstrap_median(values) == (median, low, high)
+    scaled = score.bootstrap_median([4 * v for v in values])
+    assert scaled == (4 * median, 4 * low, 4 * high)
+
+
+@pytest.mark.parametrize("values", [[], [1.0, math.nan]])
+def test_no_median_of_nothing_or_of_no_number(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="a median needs"):
+        score.bootstrap_median(values)
