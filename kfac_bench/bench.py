@@ -1,17 +1,22 @@
 """A benchmark is data: conf/benchmark/NAME.yaml says which runs make a table.
 
-``axes`` times ``seeds`` are the cells; a cell is a ``kfac-train`` process whose overrides are
-``overrides`` with the axes' values filled in. A finished cell is not run again; a failed one
-counts as a missed target.
+``axes`` times ``seeds`` are the cells; a cell is a ``kfac-train`` process (on several ranks,
+torchrun) whose overrides are ``overrides`` with the axes' values filled in. What a cell came to is
+in its run directory, never in memory: events.jsonl, or cell.json with the reason where the process
+failed. A finished cell is not run again, a failed one only where that is asked for; it counts as a
+missed target.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +25,17 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench import compose
+from kfac_bench import compose, run_directory
 from kfac_bench.config import TrainConfig
 from kfac_bench.errors import UsageError
-from kfac_bench.events import RunEnded, read
-from kfac_bench.run_directory import RunDirectory
+from kfac_bench.events import EVENTS_FILE, RunEnded, read
+from kfac_bench.profiles import PROFILES
+from kfac_bench.row import Before, Computed, Figure, Profile, Published, Quantity
+
+FAILED_FILE = "cell.json"
+"""Of a cell whose process failed: why."""
+INTERRUPTED = (130, 143)
+"""Exit codes of a run that somebody stopped: it goes on next time."""
 
 
 @dataclass
@@ -45,13 +56,29 @@ class Tuning:
 
 @dataclass
 class Benchmark:
-    """One table: conf/benchmark/NAME.yaml."""
+    """One table or figure: conf/benchmark/NAME.yaml."""
 
     title: str = MISSING
     axes: dict[str, list[str]] = MISSING
     overrides: list[str] = MISSING
+    """Of every cell; texts may name the axes, ``{profile}``, ``{seed}`` and ``{shared}``. []: no
+    cell trains."""
     seeds: list[int] = field(default_factory=lambda: [0])
     tuning: Tuning | None = None
+    source: str = ""
+    """The paper and its table, figure or section."""
+    each: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """Axis to value to the overrides it stands for; ``ranks=N`` among them starts N ranks."""
+    before: list[Before] = field(default_factory=list)
+    """Runs that each cell starts from, in this order."""
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    computed: list[Computed] = field(default_factory=list)
+    quantities: dict[str, Quantity] = field(default_factory=dict)
+    published: list[Published] = field(default_factory=list)
+    figure: Figure | None = None
+    curves: bool = False
+    """Whether the figure is of curves: validation against steps."""
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -60,14 +87,36 @@ class Cell:
 
     label: str
     overrides: tuple[str, ...]
+    ranks: int = 1
+    point: Mapping[str, str] = field(default_factory=dict, hash=False)
+    seed: int = 0
+    before: tuple[Cell, ...] = ()
 
     def config(self) -> TrainConfig:
         """The configuration, checked."""
         return compose.load(self.overrides)
 
     def path(self) -> Path:
-        """Its run directory: a function of its configuration."""
-        return RunDirectory(self.config()).path
+        """Its run directory: a function of its configuration and its ranks."""
+        return _path(self.overrides, self.ranks)
+
+    def command(self) -> list[str]:
+        """What runs it, on this machine."""
+        launch = ["-m"]
+        if self.ranks > 1:
+            launch = ["-m", "torch.distributed.run", "--standalone"]
+            launch += ["--nproc-per-node", str(self.ranks), "-m"]
+        run_id = f"run_id={self.path().name}"
+        return [sys.executable, *launch, "kfac_bench", *self.overrides, run_id]
+
+
+@functools.cache
+def _path(overrides: tuple[str, ...], ranks: int) -> Path:
+    config = compose.load(overrides)
+    # Not of this job: jobs of a cluster and the terminal must find the same directory.
+    name = run_directory.run_id(config, job="")
+    named = ranks == 1 or config.run_id is not None
+    return Path(config.runs_dir) / (name if named else f"{name}-{ranks}ranks")
 
 
 def load(name: str) -> Benchmark:
@@ -86,60 +135,165 @@ def load(name: str) -> Benchmark:
     return result
 
 
-def points(benchmark: Benchmark) -> Iterator[dict[str, str]]:
+def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, Profile]:
+    """The profile of that name (None: smoke) and what it changes; raises :class:`UsageError`."""
+    if not benchmark.profiles:
+        if name is not None:
+            raise UsageError(f"profile={name}: {benchmark.title!r} has no profiles")
+        return "", Profile()
+    name = name or PROFILES[0]
+    if name not in benchmark.profiles:
+        raise UsageError(f"profile={name}: choose one of {', '.join(benchmark.profiles)}")
+    return name, benchmark.profiles[name]
+
+
+def points(benchmark: Benchmark, profile: Profile | None = None) -> Iterator[dict[str, str]]:
     """Every combination of the axes' values."""
-    for values in itertools.product(*benchmark.axes.values()):
-        yield dict(zip(benchmark.axes, values, strict=True))
+    axes = benchmark.axes | (profile.axes if profile else {})
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
 
 
-def cells(benchmark: Benchmark, runs_dir: str, seeds: Sequence[int] | None = None) -> list[Cell]:
-    """The grid of the axes times the seeds.
+def cells(
+    benchmark: Benchmark,
+    runs_dir: str,
+    seeds: Sequence[int] | None = None,
+    profile: str | None = None,
+    more: Sequence[str] = (),
+) -> list[Cell]:
+    """The grid of the axes times the seeds; ``more`` are overrides of every cell.
 
     Seeds are the outer loop: what slows the machine for a while slows every setting.
     """
+    name, sized = profile_of(benchmark, profile)
+    if not benchmark.overrides:
+        return []
+    folder = Path(runs_dir)
+    shared = str(folder.parent / "shared")
+    own = benchmark.seeds if sized.seeds is None else sized.seeds
+    before = benchmark.before if sized.before is None else sized.before
     result = []
-    for seed in benchmark.seeds if seeds is None else seeds:
-        for point in points(benchmark):
-            overrides = [text.format(**point) for text in benchmark.overrides]
+    for seed in own if seeds is None else seeds:
+        for point in points(benchmark, sized):
+            words = {**point, "profile": name, "seed": str(seed), "shared": shared}
             label = " ".join([*point.values(), f"seed {seed}"])
-            result.append(Cell(label, (*overrides, f"seed={seed}", f"runs_dir={runs_dir}")))
+            first = tuple(_before(each, words, label, more) for each in before)
+            texts = [*benchmark.overrides, *sized.overrides]
+            texts += [t for axis in point for t in _stands_for(benchmark, sized, axis, point[axis])]
+            overrides, ranks = _filled_in(texts, words)
+            overrides = (*overrides, *more, f"seed={seed}", f"runs_dir={runs_dir}")
+            result.append(Cell(label, overrides, ranks, point, seed, before=first))
     return result
 
 
-def run_cells(todo: Sequence[Cell], say: Callable[[str], None]) -> int:
+def _filled_in(texts: Sequence[str], words: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
+    """The overrides, and the ranks that the last ``ranks=N`` among them says."""
+    made = [text.format(**words) for text in texts]
+    ranks = [int(text.removeprefix("ranks=")) for text in made if text.startswith("ranks=")]
+    return tuple(text for text in made if not text.startswith("ranks=")), (ranks or [1])[-1]
+
+
+def _stands_for(benchmark: Benchmark, profile: Profile, axis: str, value: str) -> list[str]:
+    """The overrides that a value of an axis stands for, in this profile."""
+    each = benchmark.each.get(axis, {}) | profile.each.get(axis, {})
+    return each.get(value, [])
+
+
+def _before(each: Before, words: Mapping[str, str], label: str, more: Sequence[str]) -> Cell:
+    overrides, ranks = _filled_in(each.overrides, words)
+    own = (f"seed={words['seed']}", f"runs_dir={words['shared']}")
+    name = each.run_id.format(**words)
+    return Cell(f"{label}: {name}", (*overrides, *more, *own, f"run_id={name}"), ranks)
+
+
+def run_cells(todo: Sequence[Cell], say: Callable[[str], None], *, retry: bool = False) -> int:
     """Run every cell that has not ended, one after the other; how many failed."""
-    failed = 0
+    failed, left = 0, sum(_outcome(cell) is None for cell in todo)
+    took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
-        good, said = run_cell(cell)
+        began, fresh = time.monotonic(), _outcome(cell) is None
+        good, said = run_cell(cell, retry=retry)
         failed += not good
+        if fresh:
+            left -= 1
+            took_s.append(time.monotonic() - began)
+        said += _time_left(took_s, left)
         say(f"[{number}/{len(todo)}] {cell.label}: {said}")
     return failed
 
 
-def run_cell(cell: Cell) -> tuple[bool, str]:
-    """Run the cell unless it has ended; whether it has now, and how, in words."""
-    before = _outcome(cell)
-    if before:
-        return True, f"{before} (before)"
-    error = _run(cell)
-    outcome = _outcome(cell)
-    return (False, f"failed: {error}") if outcome is None else (True, outcome)
+def _time_left(took_s: Sequence[float], left: int) -> str:
+    """By the mean of the cells run so far."""
+    if not took_s or not left:
+        return ""
+    seconds = left * sum(took_s) / len(took_s)
+    return f"; about {seconds / 60:.0f} min left" if seconds > 90 else f"; about {seconds:.0f} s left"
 
 
-def _run(cell: Cell) -> str:
-    """Run one cell in a process of its own; the last line of its error output."""
-    command = [sys.executable, "-m", "kfac_bench", *cell.overrides]
+def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
+    """Run the cell unless it has ended; whether it has now, and how, in words.
+
+    A cell that failed before has ended, but for ``retry``.
+    """
+    before, why = _outcome(cell), failure(cell.path())
+    if before and not (retry and (why or before.startswith("failed"))):
+        return not why, f"{before} (before)"
+    for first in cell.before:
+        good, said = run_cell(first, retry=retry)
+        if not good:
+            reason = f"{first.path().name}, which it starts from, {said}"
+            record_failure(cell.path(), cell.label, reason)
+            return False, f"failed: {reason}"
+    error, code = _run(cell)
+    if code in INTERRUPTED:
+        return False, f"interrupted: {error}"
+    outcome = None if code < 0 else _ended(cell.path())
+    if outcome is None:
+        record_failure(cell.path(), cell.label, error, code)
+        return False, f"failed: {error}"
+    return True, outcome
+
+
+def _run(cell: Cell) -> tuple[str, int]:
+    """Run one cell in processes of its own; the line that says what went wrong, and the code."""
     done = subprocess.run(  # noqa: S603
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+        cell.command(), capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
     )
     lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"]
-    return f"{lines[-1]} (exit code {done.returncode})"
+    own = [line for line in lines if line.startswith("kfac-train: ")]  # torchrun says more after it
+    return f"{(own or lines)[-1]} (exit code {done.returncode})", done.returncode
+
+
+def record_failure(folder: Path, label: str, reason: str, code: int = 1) -> None:
+    """Leave in the cell's directory why it failed: a miss of the table, with its reason."""
+    path = folder / FAILED_FILE
+    record = {"label": label, "reason": reason, "exit_code": code}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write here ({error.strerror})") from None
+
+
+def failure(folder: Path) -> str | None:
+    """Why the cell of this directory failed; None if it did not, or has ended well since."""
+    try:
+        record = json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))
+        reason = str(record["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return reason if _ended(folder) is None else None
 
 
 def _outcome(cell: Cell) -> str | None:
-    """How the cell's run ended, None if it has not."""
-    path = cell.path()
-    if not (path / "events.jsonl").exists():
+    """How the cell ended, None if it has not."""
+    why = failure(cell.path())
+    return _ended(cell.path()) if why is None else f"failed: {why}"
+
+
+def _ended(path: Path) -> str | None:
+    """How the run of this directory ended by its events, None if it has not."""
+    if not (path / EVENTS_FILE).exists():
         return None
     ended = next((e for e in reversed(read(path)) if isinstance(e, RunEnded)), None)
     if ended is None or ended.status == "interrupted":

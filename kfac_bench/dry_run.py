@@ -77,7 +77,7 @@ class _Imagined(SingleProcess):
 
 def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     """Build the model and its plan, take one step; raises :class:`UsageError` as the run would."""
-    shape, classes = _shape(config.data)
+    shape, classes = shape_of(config.data)
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     if batch < world_size:
         raise UsageError(
@@ -124,7 +124,7 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     )
 
 
-def _shape(data: DataConfig) -> tuple[tuple[int, ...], int]:
+def shape_of(data: DataConfig) -> tuple[tuple[int, ...], int]:
     """Of one input; and the classes, or the size of the vocabulary."""
     if isinstance(data, TextConfig | SquadConfig):
         return (data.sequence_length,), _VOCABULARY

@@ -42,8 +42,8 @@ _PATIENCE_S = 20.0
 agent, or their node, notice it when their next message fails."""
 
 
-def run_id(config: TrainConfig) -> str:
-    """The configured name, or one that the configuration (and SLURM_JOB_ID) determines."""
+def run_id(config: TrainConfig, job: str | None = None) -> str:
+    """The configured name, or one that the configuration and ``job`` (SLURM_JOB_ID) determine."""
     if config.run_id is not None:
         if not re.fullmatch(r"[\w.=+-]{1,100}", config.run_id) or set(config.run_id) <= {"."}:
             raise UsageError(
@@ -51,7 +51,7 @@ def run_id(config: TrainConfig) -> str:
             )
         return config.run_id
     content = {k: v for k, v in asdict(config).items() if k not in _NOT_THE_RUN}
-    content["job"] = os.environ.get("SLURM_JOB_ID", "")
+    content["job"] = os.environ.get("SLURM_JOB_ID", "") if job is None else job
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     kfac = config.kfac.strategy if config.kfac.enabled else "none"
     parts = (config.data.name, config.model.name, config.optimizer.name, f"kfac_{kfac}", digest)

@@ -1,0 +1,1 @@
+"""Tables and figures of papers: what is computed beside runs, what is measured, how it is shown."""

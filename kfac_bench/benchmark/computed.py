@@ -1,0 +1,117 @@
+"""Cells that train nothing: a plan's bytes, a simulated step, the largest batch that fits.
+
+Such a cell leaves what a run leaves, an event file in its own directory, with its numbers as the
+metrics of one evaluation, named as :mod:`kfac_bench.benchmark.measures` names those of runs; so
+tables find both in the same way, and a computed cell is computed once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kfac_bench import compose
+from kfac_bench.bench import Benchmark, record_failure
+from kfac_bench.benchmark import fit, plan, simulated
+from kfac_bench.errors import UsageError
+from kfac_bench.events import (
+    EVENTS_FILE,
+    Evaluated,
+    EventLog,
+    JsonlSink,
+    RunEnded,
+    RunStarted,
+)
+
+KINDS: dict[str, Callable[[Mapping[str, str]], dict[str, float]]] = {
+    "plan": plan.numbers,
+    "simulate": simulated.numbers,
+    "fit": fit.numbers,
+}
+"""From the words of a cell to its numbers."""
+
+
+@dataclass(frozen=True)
+class ComputedCell:
+    """One point of a :class:`kfac_bench.row.Computed`."""
+
+    label: str
+    kind: str
+    words: Mapping[str, str] = field(hash=False)
+    point: Mapping[str, str] = field(hash=False)
+    runs_dir: str = "runs"
+
+    def path(self) -> Path:
+        """Its directory: a function of its words, and of the hardware file that they name."""
+        words = dict(self.words)
+        if (name := words.get("hardware")) is not None:
+            words["hardware"] += _digest((compose.CONF_DIR / "hardware" / f"{name}.yaml").read_text())
+        content = json.dumps([self.kind, sorted(words.items())])
+        return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
+
+    def done(self) -> bool:
+        """Whether it was computed before."""
+        return (self.path() / EVENTS_FILE).exists()
+
+    def run(self) -> tuple[bool, str]:
+        """Compute it, unless that was done; whether it is good, and what to say."""
+        if self.done():
+            return True, "computed (before)"
+        try:
+            found = KINDS[self.kind](self.words)
+        except UsageError as error:
+            record_failure(self.path(), self.label, str(error))
+            return False, f"failed: {error}"
+        _write(self, found)
+        return True, "computed"
+
+
+def cells(benchmark: Benchmark, runs_dir: str) -> list[ComputedCell]:
+    """Every point of the benchmark's computed parts; the profile makes no difference to them."""
+    result = []
+    for part in benchmark.computed:
+        if part.kind not in KINDS:
+            raise UsageError(f"kind {part.kind}: choose one of {', '.join(KINDS)}")
+        for values in itertools.product(*part.axes.values()):
+            point = dict(zip(part.axes, values, strict=True))
+            texts = [*part.words]
+            for axes, by_value in part.each.items():
+                texts += by_value.get(" ".join(point[axis] for axis in axes.split(" ")), [])
+            words = dict(_word(text.format(**point)) for text in texts)
+            label = " ".join([*point.values(), f"({part.kind})"])
+            result.append(ComputedCell(label, part.kind, words, point, runs_dir))
+    return result
+
+
+def _word(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r}: a computed cell's word is NAME=VALUE")
+    return name, value
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _write(cell: ComputedCell, found: Mapping[str, float]) -> None:
+    """The event file, all of it or nothing."""
+    folder = cell.path()
+    temporary = folder / f".{EVENTS_FILE}.{os.getpid()}"
+    config = {"computed": cell.kind, "words": dict(cell.words)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        log = EventLog([JsonlSink(temporary)])
+        log.emit(RunStarted(0, 0.0, folder.name, next(iter(found)), False, config, {}))
+        log.emit(Evaluated(0, 0.0, 0.0, dict(found)))
+        log.emit(RunEnded(0, 0.0, "finished", f"computed: {cell.kind}"))
+        log.close()
+        temporary.replace(folder / EVENTS_FILE)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot write here ({error.strerror})") from None

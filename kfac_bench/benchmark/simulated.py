@@ -1,0 +1,74 @@
+"""``kind: simulate``: seconds of a step of one strategy on many ranks of a machine.
+
+Words: ``hardware=NAME``; the work as ``model=NAME`` on ImageNet or as ``file=NAME`` of
+conf/simulation; ``examples=N`` of a rank, or ``global=N part=N`` for a global batch in whole parts;
+``strategy=sgd|comm_opt|hybrid_opt@1/2...``, ``ranks=N``; ``factors=N decompose=N`` steps, of
+``at=N`` ranks; ``steps=N`` of a training; ``without=LAYER``; ``coordination_s=0``. ``conduct=paper`` sends full
+factors, and eigenvectors and eigenvalues apart, as the paper's code does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kfac_bench import compose
+from kfac_bench.benchmark.plan import MB
+from kfac_bench.core.estimate import payload_bytes
+from kfac_bench.simulate import hardware, workload
+from kfac_bench.simulate.step import Conduct, Workload
+from kfac_bench.simulate.sweep import SGD, Intervals, plan_of, sweep, variant
+
+IMAGENET = 1_281_167
+PAPERS_CODE = Conduct(factor_traffic=2.0, tensors_per_decomposition=2)
+
+
+@functools.cache
+def _of_model(name: str, examples: int) -> Workload:
+    overrides = [f"model={name}", "data=imagefolder", f"trainer.batch_size={examples}"]
+    return workload.of_config(compose.load(overrides))
+
+
+def _work(words: Mapping[str, str], ranks: int) -> Workload:
+    if "global" in words:
+        part = int(words["part"])
+        examples = math.ceil(int(words["global"]) / ranks / part) * part
+    else:
+        examples = int(words["examples"])
+    if "file" not in words:
+        return _of_model(words["model"], examples)
+    found = workload.of_file(compose.CONF_DIR / "simulation" / f"{words['file']}.yaml", examples)
+    left = [spec for spec in found.layers if spec.name != words.get("without")]
+    return replace(found, layers=left)
+
+
+def numbers(words: Mapping[str, str]) -> dict[str, float]:
+    """Times in the units of :mod:`kfac_bench.benchmark.measures`; stages each time they run."""
+    ranks = int(words["ranks"])
+    machine = hardware.load(compose.CONF_DIR / "hardware" / f"{words['hardware']}.yaml")
+    if "coordination_s" in words:
+        network = replace(machine.network, coordination_s=float(words["coordination_s"]))
+        machine = replace(machine, network=network)
+    work, each = _work(words, ranks), variant(words["strategy"])
+    at = int(words["at"]) if "at" in words else None
+    intervals = Intervals(float(words.get("factors", 1)), float(words.get("decompose", 1)), at)
+    conduct = PAPERS_CODE if words.get("conduct") == "paper" else None
+    (cell,) = sweep(work, machine, [each], [ranks], intervals, conduct=conduct)
+    found = {
+        "ms_per_step": 1e3 * cell.step_s,
+        "examples_per_s_per_rank": cell.examples_per_s / ranks,
+        "epoch_s": cell.epoch_s(IMAGENET),
+    }
+    if "steps" in words:
+        found["seconds_to_target"] = int(words["steps"]) * cell.step_s
+        found["steps_to_target"] = float(words["steps"])
+    if each.strategy == SGD:
+        return found
+    update_s = sum(cell.time.stages_s.values())
+    found |= {f"stage {kind}": 1e3 * s for kind, s in cell.time.kinds_s.items()}
+    found["update_extra_s"] = update_s
+    plan = plan_of(work, each, ranks, "eigen")
+    found["payload_mb"] = sum(payload_bytes(plan).values()) / MB
+    return found
