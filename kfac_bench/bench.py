@@ -227,7 +227,9 @@ def _time_left(took_s: Sequence[float], left: int) -> str:
     if not took_s or not left:
         return ""
     seconds = left * sum(took_s) / len(took_s)
-    return f"; about {seconds / 60:.0f} min left" if seconds > 90 else f"; about {seconds:.0f} s left"
+    return (
+        f"; about {seconds / 60:.0f} min left" if seconds > 90 else f"; about {seconds:.0f} s left"
+    )
 
 
 def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:

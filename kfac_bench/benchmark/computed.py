@@ -50,7 +50,9 @@ class ComputedCell:
         """Its directory: a function of its words, and of the hardware file that they name."""
         words = dict(self.words)
         if (name := words.get("hardware")) is not None:
-            words["hardware"] += _digest((compose.CONF_DIR / "hardware" / f"{name}.yaml").read_text())
+            words["hardware"] += _digest(
+                (compose.CONF_DIR / "hardware" / f"{name}.yaml").read_text()
+            )
         content = json.dumps([self.kind, sorted(words.items())])
         return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
 

@@ -46,7 +46,9 @@ def saved_bytes(config: TrainConfig, examples: int) -> int:
     kept: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage()._cdata] = x  # which keeps the storage, so its address stays its own
+        kept[x.untyped_storage()._cdata] = (
+            x  # which keeps the storage, so its address stays its own
+        )
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
