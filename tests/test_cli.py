@@ -444,7 +444,9 @@ def test_the_wheel_carries_conf_and_template(command, tmp_path):
         commands = archive.read(scripts).decode()
     ours = {f"kfac_bench/{p.relative_to(ROOT)}" for p in compose.CONF_DIR.rglob("*.yaml")}
     assert "kfac_bench/conf/train.yaml" in ours
-    assert names >= {"kfac_bench/report.html.jinja", "kfac_bench/__main__.py", *ours}
+    page = {f"kfac_bench/report/{p.name}" for p in (ROOT / "kfac_bench/report").glob("*.[!p]*")}
+    assert "kfac_bench/report/chart.js" in page
+    assert names >= {"kfac_bench/__main__.py", *page, *ours}
     assert not any(n.startswith(("tests/", "conf/")) for n in names)
     assert "kfac-train = kfac_bench.cli:train" in commands
     assert "kfac-bench = kfac_bench.cli:bench" in commands
