@@ -229,6 +229,32 @@ def test_tables_sort_numbers_as_numbers_and_what_is_not_there_last(
     assert page.complaints() == []
 
 
+def test_curves_of_any_shape_are_drawn_without_a_complaint(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    shapes: tuple[tuple[float, ...], ...] = (
+        *((), (0.0, -1.0, 0.0), (math.nan, math.inf, 1e300), (1e-9, 1e9, 1.0), (1.0, 1.0, 1.0)),
+        *((1e-320, 1e-310), (-1e29, 1e29), (0.0,), (5.0,)),
+    )
+    for i, losses in enumerate(shapes):  # each a task of its own
+        for metric in ("shares", "errors"):
+            errors = losses if metric == "errors" else ()
+            name = f"{metric} {i}"
+            write_run(tmp_path / "runs" / name, text=name, losses=losses[:3], errors=errors)
+    page = show(chromium, tmp_path / "runs")
+    assert page.run("all('.plot > svg').length") == 2 * len(shapes)
+    for number in range(6):
+        page.run(
+            f"all('.bar').forEach(bar => [...bar.querySelectorAll('button')][{number}].click())"
+        )
+        for key in ("ArrowDown", "+", "+", "ArrowRight", "Escape"):
+            event = f"new KeyboardEvent('keydown', {{ key: '{key}' }})"
+            page.run(f"all('.plot').forEach(plot => plot.dispatchEvent({event}))")
+        wrong = "/NaN|Infinity|undefined/.test(c.querySelector('svg').innerHTML)"
+        assert page.run(f"all('.chart').filter(c => {wrong}).map(c => c.textContent)") == []
+    assert page.complaints() == []
+
+
 def test_fifty_runs_of_five_thousand_points_are_there_in_two_seconds(
     chromium: Browser, tmp_path: Path
 ) -> None:

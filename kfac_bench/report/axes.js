@@ -57,6 +57,7 @@ function extent(values, log, margin) {
     const wider = Math.max((high / low) ** margin, 1.02);
     return [low / wider, high * wider];
   }
-  const more = (high - low) * margin || Math.abs(high) * margin || 1;
-  return [low - more, high + more];
+  const more = (high - low) * margin || Math.abs(high) * margin;
+  const wider = more > 1e-290 ? more : 1;  // else no number would be left for a pixel
+  return [low - wider, high + wider];
 }
