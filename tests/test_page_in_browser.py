@@ -234,7 +234,7 @@ def test_curves_of_any_shape_are_drawn_without_a_complaint(
 ) -> None:
     shapes: tuple[tuple[float, ...], ...] = (
         *((), (0.0, -1.0, 0.0), (math.nan, math.inf, 1e300), (1e-9, 1e9, 1.0), (1.0, 1.0, 1.0)),
-        *((1e-320, 1e-310), (-1e29, 1e29), (0.0,), (5.0,)),
+        *((1e-320, 1e-310), (1e-280, 1e29), (-1e29, 1e29), (0.0,), (5.0,)),
     )
     for i, losses in enumerate(shapes):  # each a task of its own
         for metric in ("shares", "errors"):

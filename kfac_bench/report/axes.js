@@ -44,20 +44,26 @@ function writeNumber(value) {
   return String(Number(value.toPrecision(6))).replace("-", "\u2212");
 }
 
+// Below this no number is left between two pixels.
+const TINY = 1e-290;
+
+// Whether a value has a place on an axis: by factors, only what is above zero.
+const fits = (value, log) => !log || value > TINY;
+
 // The smallest and the largest of `values`, with a margin for the eye; never empty.
 function extent(values, log, margin) {
   let low = Infinity, high = -Infinity;
   for (const value of values) {
-    if (log && value <= 0) continue;
+    if (!fits(value, log)) continue;
     if (value < low) low = value;
     if (value > high) high = value;
   }
   if (low > high) return log ? [0.1, 1] : [0, 1];
   if (log) {
-    const wider = Math.max((high / low) ** margin, 1.02);
+    const wider = 10 ** Math.max((Math.log10(high) - Math.log10(low)) * margin, 0.01);
     return [low / wider, high * wider];
   }
   const more = (high - low) * margin || Math.abs(high) * margin;
-  const wider = more > 1e-290 ? more : 1;  // else no number would be left for a pixel
+  const wider = more > TINY ? more : 1;
   return [low - wider, high + wider];
 }

@@ -20,7 +20,7 @@ class Chart {
     this.curves = task.settings.flatMap((setting) =>
       [...setting.runs].sort((a, b) => b.median - a.median).map((run) => ({ setting, run })));
     const values = (y) => this.curves.flatMap(({ run }) => run[y][Y]);
-    const positive = (y) => values(y).every((value) => value > 0);
+    const positive = (y) => values(y).every((value) => fits(value, true));
     this.empty = { metric: !values("metric").length, loss: !values("loss").length };
     this.x = "seconds";
     this.y = this.empty.metric && !this.empty.loss ? "loss" : "metric";
@@ -115,7 +115,7 @@ class Chart {
     for (const median of [false, true]) {  // those of the median on top
       for (const curve of shown) if (curve.run.median === median) this.drawCurve(curve);
     }
-    if (goal !== null && !(this.yScale.log && goal <= 0)) this.drawTarget(goal);
+    if (goal !== null && fits(goal, this.yScale.log)) this.drawTarget(goal);
     if (this.y === "metric") shown.forEach((curve) => this.drawMet(curve));
     if (this.hits.every(({ xs }) => !xs.length)) {
       const middle = { x: x + width / 2, y: y + height / 2, class: "nothing" };
@@ -134,7 +134,7 @@ class Chart {
 
   // Where a median run met the target.
   drawMet({ setting, run }) {
-    if (!run.median || !run.met || (this.yScale.log && run.met[Y] <= 0)) return;
+    if (!run.median || !run.met || !fits(run.met[Y], this.yScale.log)) return;
     const cx = this.xScale(run.met[X[this.x]]), cy = this.yScale(run.met[Y]);
     this.area.append(shape("circle", { cx, cy, r: 4.5, class: `met c${setting.colour}` }));
   }
@@ -142,7 +142,7 @@ class Chart {
   drawCurve(curve) {
     const { setting, run } = curve, points = run[this.y], xs = [], ys = [], indices = [];
     points[Y].forEach((value, i) => {
-      if (this.yScale.log && value <= 0) return;
+      if (!fits(value, this.yScale.log)) return;
       xs.push(this.xScale(points[X[this.x]][i]));
       ys.push(this.yScale(value));
       indices.push(i);
