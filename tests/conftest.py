@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from .wandb_here import fresh_wandb as fresh_wandb
+from .wandb_here import stand_in as stand_in
+
 torch.set_num_threads(1)
 
 

@@ -32,9 +32,8 @@ from kfac_bench.sinks import wandb_history
 from kfac_bench.sinks.wandb import WandbSink
 
 from .runs import train
-from .wandb_here import fresh_wandb
 
-pytestmark = pytest.mark.usefixtures(fresh_wandb.__name__)
+pytestmark = pytest.mark.usefixtures("fresh_wandb")
 GOLDEN = Path(__file__).parent / "golden" / "dashboard.json"
 CHARTS = [chart for section in SECTIONS for chart in section.charts]
 KEY = "0123456789" * 4
@@ -255,6 +254,21 @@ def test_a_server_that_does_not_answer_is_given_up(monkeypatch):
         with pytest.raises(UsageError, match="did not take the dashboard within 1 s"):
             views.push(views.Scope("p", "e"))
         assert time.monotonic() - began < 6
+
+
+def test_push_creates_both_and_then_overwrites_them(stand_in, tmp_path, capsys):
+    """On a stand-in for the server: what it gets is what dry-run writes."""
+    for _ in range(2):
+        assert call("dashboard", "push", "--project", "p", "--entity", "me") == 0
+        said = capsys.readouterr().out.splitlines()
+        assert [line.partition(": ")[0] for line in said] == ["workspace", "report"]
+        kinds = {view["type"]: view for view in stand_in.views.values()}
+        assert len(stand_in.views) == len(kinds) == 2
+        golden = views.as_json(views.Scope("p", "me"))
+        for name, kind in (("workspace", "project-view"), ("report", "runs")):
+            spec = json.loads(kinds[kind]["spec"])
+            assert views._without_ids(spec) == golden[name]["spec"]
+            assert kinds[kind]["displayName"] == views.TITLE
 
 
 def test_runs_of_several_projects_go_where_it_is_said(tmp_path):

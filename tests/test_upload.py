@@ -30,9 +30,8 @@ from kfac_bench.sinks.metrics import metrics_of
 from kfac_bench.sinks.wandb import WandbSink
 
 from .runs import KFAC, train
-from .wandb_here import fresh_wandb
 
-pytestmark = pytest.mark.usefixtures(fresh_wandb.__name__)
+pytestmark = pytest.mark.usefixtures("fresh_wandb")
 ROOT = Path(__file__).parents[1]
 
 
@@ -266,3 +265,63 @@ def test_patience_lets_more_events_wait_than_a_training_would(tmp_path, monkeypa
     sink.close()
     assert not sink.failed
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(200))
+
+
+# ---- online, to a stand-in for the server ----
+
+
+def served(stand_in, run):
+    return [{k: v for k, v in r.items() if not k.startswith("_")} for r in stand_in.runs[run].rows]
+
+
+def check_server_has_all(stand_in, path):
+    wanted = [row for event in read(path) if (row := metrics_of(event))]
+    rows = served(stand_in, path.name)
+    assert sorted(rows, key=lambda row: row["step"]) == wanted
+
+
+def test_what_the_server_has_is_not_sent_again(tmp_path, stand_in, capsys):
+    path = write(tmp_path / "a", *map(trained, range(1, 41)), RunEnded(40, 20.0, "finished"))
+    assert call(path) == 0
+    assert f"40 of 40 points sent; W&B: {stand_in.url}/me/mine/runs/a" in capsys.readouterr().out
+    check_server_has_all(stand_in, path)
+    assert stand_in.runs["a"].state == "finished"
+    stand_in.asked.clear()
+    assert call(path) == 0
+    assert "all of its 40 points are there: nothing to do" in capsys.readouterr().out
+    assert "UpsertBucket" not in stand_in.asked
+
+    del stand_in.runs["a"].rows[10:25]  # as after a crash, and a resume that logged on
+    stand_in.runs["a"].state = "crashed"
+    assert call(path) == 0
+    assert "15 of 40 points sent" in capsys.readouterr().out
+    assert sorted(r["step"] for r in stand_in.runs["a"].rows) == list(range(1, 41))
+    steps = [r["_step"] for r in stand_in.runs["a"].rows]
+    assert steps == sorted(set(steps))  # W&B's own counter never went back
+    assert stand_in.runs["a"].state == "finished"
+
+
+def test_a_run_that_only_looks_crashed_is_ended(tmp_path, stand_in):
+    path = write(tmp_path / "a", trained(1), trained(2), RunEnded(2, 1.0, "failed"))
+    assert call(path) == 0
+    stand_in.runs["a"].state = "crashed"
+    assert call(path) == 0
+    assert stand_in.runs["a"].state == "failed"
+    check_server_has_all(stand_in, path)
+
+
+def test_a_server_that_hides_rows_gets_none_twice(tmp_path, stand_in, capsys, monkeypatch):
+    path = write(tmp_path / "a", trained(1), trained(2), RunEnded(2, 1.0, "finished"))
+    assert call(path) == 0
+    real = stand_in.run
+    monkeypatch.setattr(stand_in, "run", lambda *words: real(*words) | {"history": []})
+    assert call(path) == 1
+    assert "has rows up to 1, and sends none" in capsys.readouterr().out
+    assert len(stand_in.runs["a"].rows) == 2
+
+
+def test_pictures_go_to_the_server(tmp_path, stand_in):
+    _, path = train(tmp_path, *KFAC, "trainer.max_steps=4", "run_id=a", "trainer.predictions=3")
+    assert call(path, "--project", "p") == 0
+    assert sum(name.endswith(".png") for name in stand_in.runs["a"].files) == 3
+    assert stand_in.runs["a"].config["environment"]["value"]["world_size"] == 1

@@ -1,14 +1,17 @@
-"""W&B without a key and a server, for tests: offline runs, read with W&B's own reader."""
+"""Fixtures: W&B without a key and a server, or with a stand-in for one."""
 
 import os
 
 import pytest
-import wandb
+
+from . import wandb_server
 
 
 @pytest.fixture
 def fresh_wandb(monkeypatch, tmp_path):
     """No key, no settings file, no proxy of this machine; nothing of an earlier test."""
+    import wandb
+
     for name in os.environ:
         if name.startswith("WANDB_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -19,3 +22,15 @@ def fresh_wandb(monkeypatch, tmp_path):
     wandb.teardown()
     yield
     wandb.teardown()
+
+
+@pytest.fixture
+def stand_in(fresh_wandb, monkeypatch):
+    """Of a server, and a key for it."""
+    import wandb
+
+    with wandb_server.serving() as server:
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        yield server
+        wandb.teardown()

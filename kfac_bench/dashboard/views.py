@@ -138,8 +138,12 @@ def _view_id(scope: Scope) -> str | None:
 
 
 def _same_title(api: Any, scope: Scope) -> str | None:
-    found = api.reports(f"{scope.entity}/{scope.project}", name=TITLE)
-    return next((r.id for r in found), None)
+    """Of the report that was pushed before."""
+    try:
+        found = list(api.reports(f"{scope.entity}/{scope.project}"))
+    except ValueError:  # there is no such project yet: saving makes it
+        return None
+    return next((str(r.id) for r in found if r.display_name == TITLE), None)
 
 
 def _within(limit_s: float, action: Callable[[], list[str]]) -> list[str]:
