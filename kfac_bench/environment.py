@@ -59,11 +59,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 def pin(threads: int) -> bool:
     """Keep this process, and threads that it starts, to ``threads`` cores that no other rank has.
 
-    By torchrun's LOCAL_RANK. Whether there were enough cores for all ranks of the node; if not, or
-    if somebody else (srun) has pinned the ranks, nothing is changed.
+    By the launcher's local rank. Whether there were enough cores for all ranks of the node; if not,
+    or if somebody else (srun) has pinned the ranks, nothing is changed.
     """
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, ranks = (
+        int(os.environ.get(f"HOROVOD_{horovodrun}") or os.environ.get(torchrun) or alone)
+        for horovodrun, torchrun, alone in (
+            ("LOCAL_RANK", "LOCAL_RANK", 0),
+            ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", 1),
+        )
+    )
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks * threads:
         return False

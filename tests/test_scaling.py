@@ -214,10 +214,10 @@ def test_stages_are_milliseconds_each_time_they_run(tmp_path):
 
     table = scaling_table(runs)
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    assert rows["comm_opt"]["step / first-order step"] == pytest.approx(2)
-    assert rows["sgd"]["step / first-order step"] is None
-    assert rows["comm_opt"]["K-FAC payload, MB/step"] == pytest.approx((100 + 100 + 33) / 1e6)
-    assert rows["sgd"]["K-FAC payload, MB/step"] is None
+    assert rows["comm_opt"]["x without K-FAC"] == pytest.approx(2)
+    assert rows["sgd"]["x without K-FAC"] is None
+    assert rows["comm_opt"]["payload, MB"] == pytest.approx((100 + 100 + 33) / 1e6)
+    assert rows["sgd"]["payload, MB"] is None
 
 
 def test_tables_are_those_that_say_something(tmp_path):
@@ -301,6 +301,7 @@ def test_two_ranks_are_measured_once(tmp_path, capsys):
     assert min(row[s] for s in STAGES if s != "their share") > 0
     written = (tmp_path / "scaling.md").read_text()
     assert "| layer_wise | 2 | 128 |" in written
+    assert "layer_wise" in (tmp_path / "scaling.html").read_text()
     assert "<svg" in (tmp_path / "scaling.svg").read_text()[:200]
 
     before = {path: path.read_bytes() for path in runs.values()}

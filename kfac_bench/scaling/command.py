@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfac_bench import compose
+from kfac_bench import compose, launch, report
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE
 from kfac_bench.runs import Run, load
@@ -38,7 +38,7 @@ are those of kfac-train.
   hardware=NAME      simulated efficiencies beside the measured, as in kfac-plan simulate
   --help
 
-Results: DIR/scaling.md, DIR/scaling.svg and, if there is something to show, DIR/scaling.html.
+Results: DIR/scaling.md, DIR/scaling.svg and the page DIR/scaling.html.
 """
 
 _OWN = {
@@ -87,7 +87,7 @@ def scaling(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def _write(asked: Question, runs: Sequence[Run], lacking: int, say: Callable[[str], None]) -> None:
-    """Tables, Markdown and the figure."""
+    """Tables, Markdown, the figure and the page."""
     found = [scaling_table(runs), stage_table(runs)]
     if lacking:
         found[0] = _with_note(found[0], f"{lacking} of {len(asked.cells)} runs are missing")
@@ -108,6 +108,9 @@ def _write(asked: Question, runs: Sequence[Run], lacking: int, say: Callable[[st
         except OSError as error:
             raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
         say(str(path))
+    page = asked.folder / "scaling.html"
+    report.compare([run.path for run in runs], page, found, title)
+    say(str(page))
 
 
 def _simulated(asked: Question) -> figure.Simulated:
@@ -138,8 +141,6 @@ def _simulated(asked: Question) -> figure.Simulated:
 
 def _submit(asked: Question, say: Callable[[str], None]) -> None:
     """A job for each run that has not ended; the last of each world size writes the results."""
-    from kfac_bench import launch
-
     again = [w for w in asked.words if not w.startswith("launcher=")]
     entry = "from kfac_bench.cli import bench; bench()"
     after = [sys.executable, "-c", entry, "scaling", *again, "launcher=none"]

@@ -51,9 +51,13 @@ def _scaling(points: Sequence[Point]) -> Table:
     columns = (
         *(("task",) if _several_tasks(points) else ()),
         *("strategy", "ranks", "batch", "ms/step", "range", "examples/s", "efficiency, %"),
-        *("step / first-order step", "K-FAC payload, MB/step"),
+        *("x without K-FAC", "payload, MB"),
     )
-    return Table(f"Scaling, measured{_of(points)}", columns, rows, _notes(points))
+    what = (
+        "x without K-FAC: the step against the optimizer's alone; payload: of K-FAC's messages, "
+        "mean of a step"
+    )
+    return Table(f"Scaling, measured{_of(points)}", columns, rows, [what, *_notes(points)])
 
 
 def _stages(points: Sequence[Point]) -> Table:
