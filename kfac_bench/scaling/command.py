@@ -90,7 +90,7 @@ def _write(asked: Question, runs: Sequence[Run], lacking: int, say: Callable[[st
     """Tables, Markdown, the figure and the page."""
     found = [scaling_table(runs), stage_table(runs)]
     if lacking:
-        found[0] = _with_note(found[0], f"{lacking} of {len(asked.cells)} runs are missing")
+        found[0] = _with_note(found[0], f"missing: {lacking} of {len(asked.cells)} runs")
     for table in found:
         say(table.markdown())
     points = measure(runs)

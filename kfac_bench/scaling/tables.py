@@ -53,11 +53,13 @@ def _scaling(points: Sequence[Point]) -> Table:
         *("strategy", "ranks", "batch", "ms/step", "range", "examples/s", "efficiency, %"),
         *("x without K-FAC", "payload, MB"),
     )
-    what = (
-        "x without K-FAC: the step against the optimizer's alone; payload: of K-FAC's messages, "
-        "mean of a step"
-    )
-    return Table(f"Scaling, measured{_of(points)}", columns, rows, [what, *_notes(points)])
+    notes = [
+        "efficiency: of a rank, against the fewest ranks of the same strategy",
+        "x without K-FAC: the step against the optimizer's alone",
+        "payload: of K-FAC's messages, mean of a step",
+        *_notes(points),
+    ]
+    return Table(f"Scaling, measured{_of(points)}", columns, rows, notes)
 
 
 def _stages(points: Sequence[Point]) -> Table:
