@@ -314,3 +314,10 @@ def expected_payload(overrides):
     """Of the plan that a dry run makes of the same options."""
     plan = dry_run.trace(compose.load(overrides), 2).report.plan
     return {stage.value: payload_bytes(plan, stage) for stage in Stage}
+
+
+def test_without_slurm_one_line_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert call(*WORDS, "launcher=slurm", f"runs_dir={tmp_path}") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "launcher=slurm: there is no sbatch here" in line

@@ -1,0 +1,43 @@
+"""``kfac-bench scaling launcher=slurm``: the same runs as jobs, and the table after them."""
+
+import re
+
+import pytest
+
+from kfac_bench.cli.entry import say
+from kfac_bench.events import RunStarted
+from kfac_bench.scaling import command
+from tests.runs import of_kind
+
+WORDS = (
+    *("model=autoencoder", "model.hidden=[16,6]", "optimizer.lr=0.01", "kfac.update_freq=4"),
+    *("kfac.factor_update_freq=2", "trainer.batch_size=64", "world_size=2"),
+    *("strategy=layer_wise", "rounds=1"),
+)
+
+
+@pytest.fixture
+def here(cluster, monkeypatch):
+    """sbatch of this process is that of the cluster."""
+    for name, value in cluster.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(cluster.folder)
+    return cluster
+
+
+def test_runs_are_jobs_of_two_ranks_and_the_last_job_writes_the_table(here, capsys):
+    slurm = ("launcher=slurm", "sbatch=--exclusive,--time=5", f"runs_dir={here.folder / 's'}")
+    assert command.scaling([*WORDS, *slurm], say) == 0
+    [first, last] = re.findall(r"jobs (\d+) to (\d+)", capsys.readouterr().out)[0]
+    for job in range(int(first), int(last) + 1):
+        here.finish(str(job))
+    written = (here.folder / "s" / "scaling.md").read_text()
+    assert "| sgd | 2 | 128 |" in written
+    assert "| layer_wise | 2 | 128 |" in written
+    assert "missing" not in written
+    for path in (here.folder / "s").glob("*-2-0-*"):
+        [started] = of_kind(path, RunStarted)
+        assert started.environment["world_size"] == 2
+        assert started.environment["slurm_job_id"]
+    assert command.scaling([*WORDS, *slurm], say) == 0  # all are measured: nothing is submitted
+    assert here("squeue", "--noheader") == ""
