@@ -5,18 +5,22 @@ import json
 import math
 
 import pytest
-import torch
 
 from kfac_bench import bench, compose
 from kfac_bench.benchmark import computed, fit, jobs, measures, plan, simulated, suite
-from kfac_bench.benchmark.result import axes_of, key_of
 from kfac_bench.benchmark.result import _published as published
+from kfac_bench.benchmark.result import axes_of, key_of
 from kfac_bench.profiles import PROFILES
 from kfac_bench.simulate import command
 
 ROWS = list(suite.ORDER)
 PAPER = [
-    ("table1_cifar_inv_vs_eigen", "accuracy", {"optimizer": "K-FAC inverse", "batch": "1024"}, 91.71),
+    (
+        "table1_cifar_inv_vs_eigen",
+        "accuracy",
+        {"optimizer": "K-FAC inverse", "batch": "1024"},
+        91.71,
+    ),
     ("table2_fig4_cifar_correctness", "accuracy", {"optimizer": "K-FAC", "gpus": "1"}, 92.93),
     ("fig5a_resnet50_convergence", "epochs to target", {"optimizer": "K-FAC"}, 43),
     ("fig5bc_maskrcnn_convergence", "segm mAP", {"optimizer": "K-FAC"}, 0.35),
@@ -35,7 +39,12 @@ PAPER = [
         *({"model": "ResNet-50", "optimizer": "comm_opt", "ranks": "128"}, 71.8),
     ),
     ("table6_fig9a_maskrcnn_scaling", "steps", {"optimizer": "SGD", "gpus": "128"}, 7320),
-    ("fig9bc_bert_scaling", "efficiency", {"phase": "2", "optimizer": "K-FAC", "ranks": "128"}, 78.3),
+    (
+        "fig9bc_bert_scaling",
+        "efficiency",
+        {"phase": "2", "optimizer": "K-FAC", "ranks": "128"},
+        78.3,
+    ),
     ("kaisa_unet_lgg", "less time", {"optimizer": "K-FAC"}, (18.1, 36.3)),
     ("kaisa_fixed_memory_resnet50", "less time", {}, 32.5),
     ("kaisa_fixed_memory_bert", "less time", {}, 41.6),
@@ -58,7 +67,9 @@ def test_what_a_row_says_of_itself(name):
     for quantity in row.quantities.values():
         assert bool(quantity.measure) != bool(quantity.of)
         assert measures.exists(quantity.measure) or quantity.of in row.quantities
-        assert quantity.how in (("less", "percent", "ratio", "difference") if quantity.of else ("",))
+        assert quantity.how in (
+            ("less", "percent", "ratio", "difference") if quantity.of else ("",)
+        )
     axes = axes_of(row)
     for of in published(row).values():
         for key, (value, source) in of.items():
@@ -101,9 +112,8 @@ def test_cells_of_a_profile_stand_for_those_of_the_paper():
     row = bench.load("table5_fig6_update_interval")
     paper, smoke = (bench.cells(row, "r", [0], p) for p in ("paper", "smoke"))
     assert [(c.ranks, c.seed) for c in paper[:2]] == [(64, 0), (64, 0)]
-    by_label = {c.label: c.config().kfac.update_freq for c in (*paper, *smoke)}
-    assert by_label["ResNet-152 K-FAC every 500 seed 0"] == 500
-    assert by_label["ResNet-50 K-FAC every 500 seed 0"] == 20
+    assert "kfac.update_freq=500" in paper[2].overrides
+    assert smoke[2].config().kfac.update_freq == 20
     assert len(smoke) == 4
     assert "run_id=" in smoke[0].command()[-1]
     assert paper[0].command()[3:6] == ["--standalone", "--nproc-per-node", "64"]
@@ -202,4 +212,3 @@ def test_no_paper_ranks_are_started_here(tmp_path):
     cells = bench.cells(bench.load("fig7_step_profile"), str(tmp_path), [0], "paper")
     good, said = bench.run_cell(cells[0])
     assert (good, "launcher=slurm" in said) == (False, True)
-    assert torch.get_num_threads() >= 1

@@ -87,7 +87,11 @@ def _bars(
     axes: Axes, lines: Sequence[Line], drawing: Drawing, xs: Sequence[str], colours: Sequence[str]
 ) -> None:
     slots = [c for c in colours if drawing.colour != drawing.x] or [""]
-    kinds = [k for k in ("measured", "computed", "published") if any(k == s for x in lines for s, _ in _shown(x))]
+    kinds = [
+        k
+        for k in ("measured", "computed", "published")
+        if any(k == s for x in lines for s, _ in _shown(x))
+    ]
     width = 0.8 / (len(slots) * max(1, len(kinds)))
     for line in lines:
         colour = PALETTE[colours.index(_place(drawing.colour, line)) % len(PALETTE)]
@@ -117,7 +121,14 @@ def _bars(
     if heights and min(heights) > 0 and max(heights) < 1.6 * min(heights):
         span = max(max(heights) - min(heights), 0.02 * max(heights))
         axes.set_ylim(min(heights) - 1.2 * span, max(heights) + 0.4 * span)
-        axes.annotate("axis cut", (0, 0), (4, 3), xycoords="axes fraction", textcoords="offset points", fontsize=8)
+        axes.annotate(
+            "axis cut",
+            (0, 0),
+            (4, 3),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=8,
+        )
     elif heights and min(heights) > 0 and max(heights) > 300 * min(heights):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -188,7 +199,15 @@ def _legend(
         )
     if "published" in kinds:
         yield (
-            Line2D([], [], color=grey, marker="D", linestyle="none", markeredgecolor=INK, label="published")
+            Line2D(
+                [],
+                [],
+                color=grey,
+                marker="D",
+                linestyle="none",
+                markeredgecolor=INK,
+                label="published",
+            )
             if drawing.lines
             else Patch(facecolor="none", edgecolor=INK, label="published")
         )

@@ -52,5 +52,7 @@ def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) ->
         when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
         ids += launch.submit({}, after, row.folder, [*options, *when])
     what = "report" if last else f"next of {len(all_waves)} waves"
-    said.append(f"{row.name}: {len(todo)} of {len(all_waves[wave])} cells submitted, then the {what}")
+    said.append(
+        f"{row.name}: {len(todo)} of {len(all_waves[wave])} cells submitted, then the {what}"
+    )
     return [*said, f"{row.name}: jobs {' '.join(ids)}"]

@@ -1,4 +1,4 @@
-"""What a benchmark leaves to be read: Markdown, a figure, one page; and all rows in one document."""
+"""What a benchmark leaves to read: Markdown, a figure, one page; all rows in one document."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def write(row: Row) -> Written:
     """
     found = suite.attempts(row)
     if all(attempt.reason == sheet.PENDING[0] for attempt in found):
-        raise UsageError(f"{row.name}: nothing was run yet; kfac-bench run {row.name}{_profile(row)}")
+        raise UsageError(
+            f"{row.name}: nothing was run yet; kfac-bench run {row.name}{_profile(row)}"
+        )
     lines = suite.results(row, found)
     tables = _tables(row, lines, found)
     stem = row.folder / (row.profile or "report")

@@ -20,7 +20,7 @@ Key = frozenset[tuple[str, str]]
 Printed = float | tuple[float, float]
 """A published number, or the ends of a published range."""
 Of = dict[Key, tuple[Printed, str]]
-"""Published numbers of a quantity with their sources, by the part of a point that the paper names."""
+"""Published numbers of a quantity, with sources, by the part of a point that the paper names."""
 LEAST = "least"
 
 
@@ -208,9 +208,7 @@ class _Values:
             return None
         return value * quantity.scale * _times(quantity, point)
 
-    def _base(
-        self, quantity: Quantity, point: Point, keys: Sequence[Key]
-    ) -> Point | None:
+    def _base(self, quantity: Quantity, point: Point, keys: Sequence[Key]) -> Point | None:
         """The point to stand beside, None for itself."""
         if any(axis not in point for axis in quantity.against):
             return None
@@ -287,7 +285,5 @@ def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], Printed
         yield (), float(tree)
 
 
-def _at(
-    of: Of, point: Point
-) -> tuple[Printed | None, str]:
+def _at(of: Of, point: Point) -> tuple[Printed | None, str]:
     return next((found for key, found in of.items() if key <= key_of(point)), (None, ""))

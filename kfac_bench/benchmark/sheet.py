@@ -1,4 +1,4 @@
-"""A benchmark's tables: measured beside published, its cells, what a profile runs in their place."""
+"""A benchmark's tables: measured beside published, its cells, what a profile runs for them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def attempts(found: Sequence[Attempt], folder: Path) -> Table:
         link = Link(each.path.name, href)
         trained = "computed" not in each.run.started.config
         state = status(each.run) if trained else "computed"
-        rows.append([each.label, state, steps if trained else None, seconds if trained else None, link])
+        rows.append(
+            [each.label, state, steps if trained else None, seconds if trained else None, link]
+        )
     return Table("Cells", ["cell", "state", "steps", "training seconds", "events"], rows)
 
 

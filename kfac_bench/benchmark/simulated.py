@@ -3,8 +3,8 @@
 Words: ``hardware=NAME``; the work as ``model=NAME`` on ImageNet or as ``file=NAME`` of
 conf/simulation; ``examples=N`` of a rank, or ``global=N part=N`` for a global batch in whole parts;
 ``strategy=sgd|comm_opt|hybrid_opt@1/2...``, ``ranks=N``; ``factors=N decompose=N`` steps, of
-``at=N`` ranks; ``steps=N`` of a training; ``without=LAYER``; ``coordination_s=0``. ``conduct=paper`` sends full
-factors, and eigenvectors and eigenvalues apart, as the paper's code does.
+``at=N`` ranks; ``steps=N`` of a training; ``without=LAYER``; ``coordination_s=0``.
+``conduct=paper`` sends full factors, and eigenvectors and eigenvalues apart, as the paper's code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One row of the suite: its cells run or submitted, and what they came to, read from their files."""
+"""One row of the suite: its cells run, and what they came to, read from their files."""
 
 from __future__ import annotations
 

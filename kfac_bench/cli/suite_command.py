@@ -12,7 +12,10 @@ from kfac_bench.cli.entry import Parser, say
 from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
+    import rich.table
+
     from kfac_bench.benchmark.suite import Row
+    from kfac_bench.tables import Table
 
 ALL = "all"
 
@@ -49,7 +52,7 @@ def _add_words(command: Parser) -> None:
         "words",
         nargs="*",
         metavar="WORD",
-        help="profile=smoke|one_gpu|paper, launcher=local|slurm; others are overrides of kfac-train",
+        help="profile=smoke|one_gpu|paper, launcher=local|slurm; others: overrides of kfac-train",
     )
     command.add_argument("--seeds", type=int, nargs="+", help="instead of the benchmark's own")
     command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
@@ -193,7 +196,7 @@ def _compare(row: Row, html: Path | None) -> None:
     bench_command.compare(began, html or row.folder / "report.html", None, False)
 
 
-def _terminal(table):  # type: ignore[no-untyped-def]
+def _terminal(table: Table) -> rich.table.Table:
     """For a rich console; cells are text, never rich markup."""
     import rich.table
     from rich.text import Text
