@@ -100,14 +100,15 @@ class Cell:
         """Its run directory: a function of its configuration and its ranks."""
         return _path(self.overrides, self.ranks)
 
+    def arguments(self) -> list[str]:
+        """What each of its ranks is started with, after ``python``."""
+        return ["-m", "kfac_bench", *self.overrides, f"run_id={self.path().name}"]
+
     def command(self) -> list[str]:
         """What runs it, on this machine."""
-        launch = ["-m"]
-        if self.ranks > 1:
-            launch = ["-m", "torch.distributed.run", "--standalone"]
-            launch += ["--nproc-per-node", str(self.ranks), "-m"]
-        run_id = f"run_id={self.path().name}"
-        return [sys.executable, *launch, "kfac_bench", *self.overrides, run_id]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        launch = [*torchrun, str(self.ranks)] if self.ranks > 1 else []
+        return [sys.executable, *launch, *self.arguments()]
 
 
 @functools.cache
@@ -208,10 +209,10 @@ def _before(each: Before, words: Mapping[str, str], label: str, more: Sequence[s
 
 def run_cells(todo: Sequence[Cell], say: Callable[[str], None], *, retry: bool = False) -> int:
     """Run every cell that has not ended, one after the other; how many failed."""
-    failed, left = 0, sum(_outcome(cell) is None for cell in todo)
+    failed, left = 0, sum(outcome(cell) is None for cell in todo)
     took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
-        began, fresh = time.monotonic(), _outcome(cell) is None
+        began, fresh = time.monotonic(), outcome(cell) is None
         good, said = run_cell(cell, retry=retry)
         failed += not good
         if fresh:
@@ -237,7 +238,7 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
 
     A cell that failed before has ended, but for ``retry``.
     """
-    before, why = _outcome(cell), failure(cell.path())
+    before, why = outcome(cell), failure(cell.path())
     if before and not (retry and (why or before.startswith("failed"))):
         return not why, f"{before} (before)"
     for first in cell.before:
@@ -246,14 +247,18 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
             reason = f"{first.path().name}, which it starts from, {said}"
             record_failure(cell.path(), cell.label, reason)
             return False, f"failed: {reason}"
+    if cell.ranks > (most := os.cpu_count() or 1):
+        reason = f"{cell.ranks} ranks are more than the {most} cores here: launcher=slurm"
+        record_failure(cell.path(), cell.label, reason)
+        return False, f"failed: {reason}"
     error, code = _run(cell)
     if code in INTERRUPTED:
         return False, f"interrupted: {error}"
-    outcome = None if code < 0 else _ended(cell.path())
-    if outcome is None:
+    came_to = None if code < 0 else ended(cell.path())
+    if came_to is None:
         record_failure(cell.path(), cell.label, error, code)
         return False, f"failed: {error}"
-    return True, outcome
+    return True, came_to
 
 
 def _run(cell: Cell) -> tuple[str, int]:
@@ -284,16 +289,16 @@ def failure(folder: Path) -> str | None:
         reason = str(record["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return reason if _ended(folder) is None else None
+    return reason if ended(folder) is None else None
 
 
-def _outcome(cell: Cell) -> str | None:
+def outcome(cell: Cell) -> str | None:
     """How the cell ended, None if it has not."""
     why = failure(cell.path())
-    return _ended(cell.path()) if why is None else f"failed: {why}"
+    return ended(cell.path()) if why is None else f"failed: {why}"
 
 
-def _ended(path: Path) -> str | None:
+def ended(path: Path) -> str | None:
     """How the run of this directory ended by its events, None if it has not."""
     if not (path / EVENTS_FILE).exists():
         return None

@@ -18,6 +18,7 @@ from kfac_bench.events import (
     RunStarted,
     TargetReached,
 )
+from kfac_bench.row import Profile
 from kfac_bench.tune import Trial
 
 DEMO = bench.load("demo")
@@ -145,13 +146,86 @@ def test_a_finished_cell_is_not_run_again(tmp_path, started):
     (cells[4].path()).mkdir()  # killed before its first event
     said = []
     assert bench.run_cells(cells, said.append) == 2
-    assert started == [cells[3].overrides, cells[4].overrides]
+    named = [f"run_id={cell.path().name}" for cell in cells]
+    assert started == [(*cells[i].overrides, named[i]) for i in (3, 4)]
     assert said[0] == "[1/5] digits_resnet sgd seed 0: finished at step 10, 1.50 s (before)"
     assert "reached at step 7" in said[1]
     assert "failed at step 3" in said[2]
     assert "the loss is nan" in said[2]
-    assert said[3].endswith("failed: kfac-train: it broke (exit code 1)")
+    assert "failed: kfac-train: it broke (exit code 1); about " in said[3]
+    assert said[4].endswith("failed: kfac-train: it broke (exit code 1)")
     assert len(said) == 5
+
+
+def test_a_failed_cell_is_a_recorded_miss(tmp_path, started):
+    cells = bench.cells(small(), str(tmp_path))[:2]
+    said = []
+    for _ in range(2):
+        assert bench.run_cells(cells, said.append) == 2
+    assert len(started) == 2, "tried again unasked"
+    assert said[2].endswith("seed 0: failed: kfac-train: it broke (exit code 1) (before)")
+    assert bench.failure(cells[0].path()) == "kfac-train: it broke (exit code 1)"
+    assert bench.run_cells(cells, said.append, retry=True) == 2
+    assert len(started) == 4
+    write_run(cells[0], "reached", 4)  # by hand, in the meantime
+    assert bench.failure(cells[0].path()) is None
+    assert bench.run_cells(cells, said.append) == 1
+    assert len(started) == 4
+
+
+def test_a_run_that_was_stopped_goes_on_next_time(tmp_path, started, monkeypatch):
+    [cell] = bench.cells(small(), str(tmp_path))[:1]
+    stopped = subprocess.CompletedProcess([], 143, "", "bye\n")
+    run = bench.subprocess.run
+    monkeypatch.setattr(bench.subprocess, "run", lambda *a, **k: stopped)
+    assert bench.run_cell(cell) == (False, "interrupted: bye (exit code 143)")
+    assert bench.failure(cell.path()) is None
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    bench.run_cell(cell)
+    assert len(started) == 1
+
+
+def test_a_cell_fails_with_the_run_that_it_starts_from(tmp_path, started):
+    first = Cell("first", ("model=resnet8", f"runs_dir={tmp_path}", "run_id=first"))
+    cell = Cell("cell", ("model=resnet8", f"runs_dir={tmp_path}", "seed=3"), before=(first,))
+    good, said = bench.run_cell(cell)
+    assert not good
+    assert said == (
+        "failed: first, which it starts from, failed: kfac-train: it broke (exit code 1)"
+    )
+    assert [call[-1] for call in started] == ["run_id=first"]
+    assert bench.failure(cell.path()) == said.removeprefix("failed: ")
+    write_run(first)
+    bench.run_cell(cell, retry=True)
+    assert [call[-1] for call in started] == ["run_id=first", f"run_id={cell.path().name}"]
+
+
+def test_what_a_value_stands_for(tmp_path):
+    each = {"size": {"big": ["trainer.batch_size=512", "ranks=2"]}}
+    sized = {"smoke": Profile(each={"size": {"small": ["trainer.batch_size=4"]}}, seeds=[7])}
+    axes = {"size": ["small", "big"]}
+    tree = Benchmark("T", axes, ["model=resnet8"], [0, 1], each=each, profiles=sized)
+    few, many = bench.cells(tree, str(tmp_path), None, "smoke", ["trainer.max_steps=3"])
+    assert (few.ranks, few.config().trainer.batch_size, few.seed) == (1, 4, 7)
+    assert (many.ranks, many.config().trainer.batch_size) == (2, 512)
+    assert many.path().name.endswith("-2ranks")
+    assert many.config().trainer.max_steps == 3
+    assert many.command()[1:6] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ]
+    with pytest.raises(UsageError, match="profile=paper: choose one of smoke"):
+        bench.cells(tree, "r", None, "paper")
+    with pytest.raises(UsageError, match="has no profiles"):
+        bench.cells(small(), "r", None, "smoke")
+
+
+def test_a_name_does_not_depend_on_the_job(tmp_path, monkeypatch):
+    """A job of the cluster and the terminal that submitted it must find one directory."""
+    cells = bench.cells(small(), str(tmp_path))
+    here = cells[0].path()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    bench._path.cache_clear()
+    assert cells[0].path() == here
 
 
 def test_a_cell_that_runs_is_told_by_its_events(tmp_path, monkeypatch):

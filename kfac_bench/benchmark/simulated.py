@@ -3,8 +3,8 @@
 Words: ``hardware=NAME``; the work as ``model=NAME`` on ImageNet or as ``file=NAME`` of
 conf/simulation; ``examples=N`` of a rank, or ``global=N part=N`` for a global batch in whole parts;
 ``strategy=sgd|comm_opt|hybrid_opt@1/2...``, ``ranks=N``; ``factors=N decompose=N`` steps, of
-``at=N`` ranks; ``steps=N`` of a training; ``without=LAYER``; ``coordination_s=0``. ``conduct=paper`` sends full
-factors, and eigenvectors and eigenvalues apart, as the paper's code does.
+``at=N`` ranks; ``steps=N`` of a training; ``without=LAYER``; ``coordination_s=0``.
+``conduct=paper`` sends full factors, and eigenvectors and eigenvalues apart, as the paper's code.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     if "steps" in words:
         found["seconds_to_target"] = int(words["steps"]) * cell.step_s
         found["steps_to_target"] = float(words["steps"])
+        found["train_s"] = found["seconds_to_target"]
+    found["steps_per_s_per_rank"] = 1 / cell.step_s / ranks
     if each.strategy == SGD:
         return found
     update_s = sum(cell.time.stages_s.values())
     found |= {f"stage {kind}": 1e3 * s for kind, s in cell.time.kinds_s.items()}
     found["update_extra_s"] = update_s
+    shares = [found.get(f"stage Share{what}", 0.0) for what in ("Decompositions", "Gradients")]
+    found["stage share"] = shares[0] or shares[1]
     plan = plan_of(work, each, ranks, "eigen")
     found["payload_mb"] = sum(payload_bytes(plan).values()) / MB
     return found

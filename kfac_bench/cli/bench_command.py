@@ -12,6 +12,7 @@ from kfac_bench.cli.dashboard_command import add_dashboard, add_wandb
 from kfac_bench.cli.entry import Parser, say
 from kfac_bench.cli.export_command import add_export
 from kfac_bench.cli.scaling_command import add_scaling
+from kfac_bench.cli.suite_command import add_list, add_report, add_run
 from kfac_bench.errors import UsageError
 
 
@@ -23,7 +24,7 @@ def bench(arguments: list[str]) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for add in (
-        *(add_compare, add_list, add_run, add_tune, add_scaling),
+        *(add_compare, add_list, add_run, add_report, add_tune, add_scaling),
         *(add_export, add_dashboard, add_wandb),
     ):
         add(commands)
@@ -39,58 +40,17 @@ def add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--html", type=Path, help="write one self-contained page")
     command.add_argument("--svg", type=Path, help="write the figure alone")
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    command.set_defaults(run_command=lambda o: _compare(o.runs, o.html, o.svg, o.markdown))
-
-
-def add_list(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench list``."""
-    commands.add_parser("list", help="benchmarks there are").set_defaults(run_command=_list)
-
-
-def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench run``."""
-    command = commands.add_parser("run", help="run a benchmark's cells, then compare them")
-    _add_benchmark(command)
-    command.add_argument("--seeds", type=int, nargs="+", help="instead of the benchmark's own")
-    command.add_argument("--html", type=Path, help="the page (RUNS_DIR/report.html)")
-    command.set_defaults(run_command=_run)
+    command.set_defaults(run_command=lambda o: compare(o.runs, o.html, o.svg, o.markdown))
 
 
 def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
     """``kfac-bench tune``."""
     command = commands.add_parser("tune", help="find settings, with one equal budget per optimizer")
-    _add_benchmark(command)
+    command.add_argument("benchmark", help="a name from kfac-bench list")
+    command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
     command.add_argument("--out", type=Path, required=True, help="folder for experiment files")
     command.add_argument("--only", default="", help="the one experiment to find settings for")
     command.set_defaults(run_command=_tune)
-
-
-def _add_benchmark(command: Parser) -> None:
-    command.add_argument("benchmark", help="a name from kfac-bench list")
-    command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
-
-
-def _list(options: argparse.Namespace) -> int:
-    from kfac_bench import bench, compose
-
-    for name in compose.options_of("benchmark"):
-        print(f"{name}: {bench.load(name).title}")
-    return 0
-
-
-def _run(options: argparse.Namespace) -> int:
-    from kfac_bench import bench
-
-    benchmark = bench.load(options.benchmark)
-    runs_dir = options.runs_dir or f"runs/{options.benchmark}"
-    cells = bench.cells(benchmark, runs_dir, options.seeds)
-    failed = bench.run_cells(cells, say)
-    paths = {cell.label: cell.path() for cell in cells}
-    began = [path for path in paths.values() if (path / "events.jsonl").exists()]
-    for label in (label for label, path in paths.items() if path not in began):
-        say(f"not in the table, for it failed before its first event: {label}")
-    _compare(began, options.html or Path(runs_dir) / "report.html", None, False)
-    return 1 if failed else 0
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -102,7 +62,8 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bool) -> int:
+def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bool) -> int:
+    """Print the table of the runs, and write what is asked for."""
     from rich.console import Console
 
     from kfac_bench import report

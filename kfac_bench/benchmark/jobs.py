@@ -1,0 +1,58 @@
+"""``launcher=slurm``: a row's cells as jobs, runs that others start from in waves before them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kfac_bench import bench
+from kfac_bench.bench import Cell
+from kfac_bench.benchmark.suite import Row
+
+KFAC_BENCH = ("-c", "from kfac_bench.cli import bench; bench()")
+
+
+def waves(row: Row) -> list[list[Cell]]:
+    """Cells by what must have ended before: first what others start from, the cells last."""
+    depth = max((len(cell.before) for cell in row.cells), default=0)
+    before = [
+        list({c.before[i].path(): c.before[i] for c in row.cells if len(c.before) > i}.values())
+        for i in range(depth)
+    ]
+    return [*before, list(row.cells)]
+
+
+def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) -> list[str]:
+    """Submit a wave, and behind it a job for the next one, or for the report; what to say.
+
+    Computed cells are computed here and now. Raises :class:`UsageError` as ``launch.submit``.
+    """
+    from kfac_bench import launch
+
+    for cell in row.computed:
+        cell.run()
+    all_waves = waves(row)
+    todo = [cell for cell in all_waves[wave] if bench.outcome(cell) is None]
+    last = wave + 1 == len(all_waves)
+    again = ["report" if last else "run", row.name, *words]
+    again += [] if last else ["--wave", str(wave + 1), "--sbatch", " ".join(options)]
+    after = [sys.executable, *KFAC_BENCH, *again]
+    by_ranks: dict[int, dict[str, list[str]]] = {}
+    for cell in todo:
+        of = by_ranks.setdefault(cell.ranks, {})
+        of[f"{row.name} {cell.label}"] = [sys.executable, *cell.arguments()]
+    said, ids = [], []
+    for ranks, commands in by_ranks.items():  # a job's tasks are its ranks
+        tasks = [*options, f"--ntasks={ranks}"]
+        if len(by_ranks) == 1:
+            ids = launch.submit(commands, after, row.folder, tasks)
+            break
+        ids += launch.submit(commands, ["true"], row.folder, tasks)
+    if len(by_ranks) != 1:
+        when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
+        ids += launch.submit({}, after, row.folder, [*options, *when])
+    what = "report" if last else f"next of {len(all_waves)} waves"
+    said.append(
+        f"{row.name}: {len(todo)} of {len(all_waves[wave])} cells submitted, then the {what}"
+    )
+    return [*said, f"{row.name}: jobs {' '.join(ids)}"]

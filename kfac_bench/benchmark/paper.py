@@ -1,0 +1,133 @@
+"""What a benchmark leaves to read: Markdown, a figure, one page; all rows in one document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kfac_bench import curves, report
+from kfac_bench.benchmark import figure, sheet, suite
+from kfac_bench.benchmark.result import Line
+from kfac_bench.benchmark.sheet import Attempt
+from kfac_bench.benchmark.suite import Row
+from kfac_bench.errors import UsageError
+from kfac_bench.runs import group
+from kfac_bench.tables import Table, escape_markdown
+
+BEGIN = "<!-- made by kfac-bench report all --into -->"
+END = "<!-- end of what kfac-bench report made -->"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A row's results, and the files that hold them."""
+
+    row: Row
+    lines: Sequence[Line]
+    tables: Sequence[Table]
+    files: Sequence[Path]
+
+
+def write(row: Row) -> Written:
+    """``FOLDER/PROFILE.md``, ``.svg`` and ``.html`` of one row, from the files of its cells.
+
+    Raises :class:`UsageError` where nothing was run yet, or nothing can be written.
+    """
+    found = suite.attempts(row)
+    if all(attempt.reason == sheet.PENDING[0] for attempt in found):
+        raise UsageError(
+            f"{row.name}: nothing was run yet; kfac-bench run {row.name}{_profile(row)}"
+        )
+    lines = suite.results(row, found)
+    tables = _tables(row, lines, found)
+    stem = row.folder / (row.profile or "report")
+    drawn = figure.svg(row.benchmark, lines)
+    trained = suite.runs_of(found)
+    files = []
+    texts = {".md": _markdown(row, tables, drawn is not None, stem.name)}
+    if drawn is not None:
+        texts[".svg"] = drawn
+    if row.benchmark.curves and trained:
+        texts["-curves.svg"] = curves.curves_svg(group(trained))
+    for ending, text in texts.items():
+        path = stem.with_name(stem.name + ending)
+        _save(path, text)
+        files.append(path)
+    if trained:
+        page = stem.with_name(stem.name + ".html")
+        report.compare([run.path for run in trained], page)
+        files.append(page)
+    return Written(row, lines, tables, files)
+
+
+def _profile(row: Row) -> str:
+    return f" profile={row.profile}" if row.profile else ""
+
+
+def _tables(row: Row, lines: Sequence[Line], found: Sequence[Attempt]) -> list[Table]:
+    parts = [note for part in row.benchmark.computed for note in part.notes]
+    notes = [*row.sized.notes, *parts, *row.benchmark.notes]
+    tables = [sheet.compared(row.benchmark, lines, notes)]
+    meant = sheet.stands_for(row.benchmark, row.sized, row.overrides)
+    return [*tables, *([meant] if meant else []), sheet.attempts(found, row.folder)]
+
+
+def _markdown(row: Row, tables: Sequence[Table], drawn: bool, stem: str) -> str:
+    head = f"# {row.name}{_profile(row)}\n\n{escape_markdown(row.benchmark.source)}\n"
+    picture = f"\n![{escape_markdown(row.benchmark.title)}]({stem}.svg)\n" if drawn else ""
+    if row.benchmark.curves:
+        picture += f"\n![Curves]({stem}-curves.svg)\n"
+    first, *rest = (table.markdown() for table in tables)
+    return "\n".join([head, first + picture, *rest])
+
+
+def write_all(written: Sequence[Written], into_document: Path | None) -> list[Path]:
+    """``runs/all/PROFILE.md`` and ``.html``: what all rows came to; the files."""
+    if not written:
+        raise UsageError("no row was run yet; kfac-bench run all")
+    text = summary(written)
+    folder, stem = Path("runs/all"), written[0].row.profile or "report"
+    files = [folder / f"{stem}.md"]
+    _save(files[0], text)
+    runs = [run.path for each in written for run in suite.runs_of(suite.attempts(each.row))]
+    if runs:
+        files.append(folder / f"{stem}.html")
+        report.compare(runs, files[-1])
+    if into_document is not None:
+        into(into_document, text)
+        files.append(into_document)
+    return files
+
+
+def summary(written: Sequence[Written]) -> str:
+    """All rows as one Markdown text: of each the table of measured beside published."""
+    parts = []
+    for each in written:
+        table = each.tables[0]
+        title = f"### {each.row.name}\n\n{escape_markdown(each.row.benchmark.source)}\n"
+        parts.append(f"{title}\n{table.markdown()}")
+    return "\n".join(parts)
+
+
+def into(document: Path, text: str) -> None:
+    """Put the text between the document's two marks; raises :class:`UsageError` without them."""
+    try:
+        old = document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--into {document}: cannot be read ({error.strerror})") from None
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"--into {document}: it lacks the lines {BEGIN} and {END}")
+    _save(document, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+
+
+def _save(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None

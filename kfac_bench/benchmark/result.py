@@ -1,0 +1,289 @@
+"""What a benchmark's cells came to, beside what was published: lines, and tables of them.
+
+Pure functions of event files and of the benchmark's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kfac_bench.bench import Benchmark
+from kfac_bench.benchmark.measures import COMPUTED, measure
+from kfac_bench.row import Quantity
+from kfac_bench.runs import Run
+from kfac_bench.score import bootstrap_median
+
+Point = Mapping[str, str]
+Key = frozenset[tuple[str, str]]
+Printed = float | tuple[float, float]
+"""A published number, or the ends of a published range."""
+Of = dict[Key, tuple[Printed, str]]
+"""Published numbers of a quantity, with sources, by the part of a point that the paper names."""
+LEAST = "least"
+
+
+def key_of(point: Point) -> Key:
+    """A point as a key of a mapping."""
+    return frozenset(point.items())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median over seeds and its 95 % interval; a miss is infinite, and counts."""
+
+    median: float
+    low: float
+    high: float
+    seeds: int
+    missed: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quantity at one point: ours, and the paper's."""
+
+    point: Point
+    quantity: str
+    unit: str
+    measured: Measured | None = None
+    computed: float | None = None
+    published: Printed | None = None
+    source: str = ""
+    difference: bool = False
+    """Of two numbers: a ratio of such says nothing."""
+
+    @property
+    def ours(self) -> float | None:
+        """What was measured, else what was computed."""
+        return self.computed if self.measured is None else self.measured.median
+
+
+@dataclass
+class Found:
+    """Runs by point: by seed those that trained (None: failed), and the computed one."""
+
+    trained: dict[Key, dict[int, Run | None]] = field(default_factory=dict)
+    computed: dict[Key, Run] = field(default_factory=dict)
+
+
+def lines(benchmark: Benchmark, found: Found, level: float | None) -> list[Line]:
+    """Every quantity at every point that has a number, ours or the paper's, in the file's order."""
+    printed = _published(benchmark)
+    result: list[Line] = []
+    used: set[tuple[str, Key]] = set()
+    values = _Values(benchmark, found, level)
+    for name, quantity in benchmark.quantities.items():
+        for point in _points(found, printed.get(name, {})):
+            line = values.line(name, quantity, point, printed)
+            if line is not None:
+                result.append(line)
+                used |= {(name, key) for key in printed.get(name, {}) if key <= key_of(point)}
+    for name, of in printed.items():  # what nothing here measures
+        for key, (value, source) in of.items():
+            if (name, key) not in used:
+                result.append(Line(dict(key), name, "", published=value, source=source))
+    order = _order(benchmark)
+    return sorted(result, key=lambda line: order(line))
+
+
+def _points(found: Found, printed: Of) -> list[Point]:
+    """Those of our cells, and those that only the paper has."""
+    ours = list(dict.fromkeys([*found.trained, *found.computed]))
+    theirs = [key for key in printed if not any(key <= own for own in ours)]
+    return [dict(key) for key in [*ours, *theirs]]
+
+
+def _order(benchmark: Benchmark) -> Callable[[Line], tuple[int, list[int]]]:
+    names = [*benchmark.quantities]
+    axes = axes_of(benchmark)
+
+    def place(line: Line) -> tuple[int, list[int]]:
+        at = [v.index(line.point[a]) if line.point.get(a) in v else -1 for a, v in axes.items()]
+        return names.index(line.quantity) if line.quantity in names else len(names), at
+
+    return place
+
+
+def axes_of(benchmark: Benchmark) -> dict[str, list[str]]:
+    """Every axis with all values that any profile, computed part or published number has."""
+    axes: dict[str, dict[str, None]] = {}
+    grids = [*(p.axes for p in benchmark.profiles.values())]
+    for grid in [benchmark.axes, *grids, *(part.axes for part in benchmark.computed)]:
+        for axis, values in grid.items():
+            axes.setdefault(axis, {}).update(dict.fromkeys(values))
+    numeric = {a: all(_is_whole(v) for v in values) for a, values in axes.items()}
+    return {a: sorted(v, key=int) if numeric[a] else list(v) for a, v in axes.items()}
+
+
+def how_computed(benchmark: Benchmark) -> str:
+    """What the numbers of its computed cells are called."""
+    kinds = {part.kind for part in benchmark.computed}
+    return "simulated" if kinds == {"simulate"} else "computed"
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+class _Values:
+    """Numbers of quantities at points, from the runs that were found."""
+
+    def __init__(self, benchmark: Benchmark, found: Found, level: float | None) -> None:
+        self._quantities = benchmark.quantities
+        self._found, self._level = found, level
+
+    def line(
+        self,
+        name: str,
+        quantity: Quantity,
+        point: Point,
+        printed: Mapping[str, Of],
+    ) -> Line | None:
+        """None where there is no number at all, or nothing to stand beside."""
+        if any(point.get(axis) not in of for axis, of in quantity.only.items()):
+            return None
+        trained = self._trained(name, point)
+        computed = self._computed(name, point)
+        value, source = _at(printed.get(name, {}), point)
+        if value is None and quantity.of:
+            value, source = self._derived(quantity, point, printed)
+        if trained is None and computed is None and value is None:
+            return None
+        return Line(
+            point,
+            name,
+            quantity.unit,
+            trained,
+            computed,
+            value,
+            source,
+            difference=quantity.how == "difference",
+        )
+
+    def _trained(self, name: str, point: Point) -> Measured | None:
+        runs = self._found.trained.get(key_of(point), {})
+        each = [self._value(name, point, seed) for seed in runs]
+        numbers = [value for value in each if value is not None]
+        if not numbers:
+            return None
+        missed = sum(math.isinf(value) for value in numbers)
+        return Measured(*bootstrap_median(numbers), len(numbers), missed)
+
+    def _value(self, name: str, point: Point, seed: int) -> float | None:
+        """Of one seed's run; a miss is the worst there is, None where there is no such number."""
+        quantity = self._quantities[name]
+        worst = -math.inf if quantity.higher else math.inf
+        if quantity.of:
+            base = self._base(quantity, point, list(self._found.trained))
+            if base is None:
+                return None
+            own, other = (self._value(quantity.of, p, seed) for p in (point, base))
+            return _beside(own, other, quantity.how, worst)
+        runs = self._found.trained.get(key_of(point), {})
+        if seed not in runs:
+            return None
+        run = runs[seed]
+        if run is None:
+            return None if quantity.measure in COMPUTED else worst
+        value = measure(run, quantity.measure, self._level)
+        if math.isinf(value):
+            return worst
+        if math.isnan(value):
+            return worst if quantity.measure == "final" else None
+        return value * quantity.scale * _times(quantity, point)
+
+    def _computed(self, name: str, point: Point) -> float | None:
+        quantity = self._quantities[name]
+        if quantity.of:
+            base = self._base(quantity, point, list(self._found.computed))
+            if base is None:
+                return None
+            own, other = (self._computed(quantity.of, p) for p in (point, base))
+            return _beside(own, other, quantity.how, None)
+        run = self._found.computed.get(key_of(point))
+        value = math.nan if run is None else measure(run, quantity.measure, None)
+        if not math.isfinite(value):
+            return None
+        return value * quantity.scale * _times(quantity, point)
+
+    def _base(self, quantity: Quantity, point: Point, keys: Sequence[Key]) -> Point | None:
+        """The point to stand beside, None for itself."""
+        if any(axis not in point for axis in quantity.against):
+            return None
+        base = dict(point)
+        for axis, value in quantity.against.items():
+            if value == LEAST:
+                rest = {k: v for k, v in point.items() if k != axis}
+                alike = [dict(key) for key in keys if key_of(rest) <= key]
+                there = [p[axis] for p in alike if axis in p and _is_whole(p[axis])]
+                value = min(there, key=int, default=point[axis])
+            base[axis] = value
+        return None if base == dict(point) else base
+
+    def _derived(
+        self,
+        quantity: Quantity,
+        point: Point,
+        printed: Mapping[str, Of],
+    ) -> tuple[Printed | None, str]:
+        """From two published numbers, where the paper does not print it itself."""
+        base = self._base(quantity, point, [])
+        if base is None:
+            return None, ""
+        of = printed.get(quantity.of, {})
+        (own, source), (other, _) = _at(of, point), _at(of, base)
+        if not isinstance(own, float) or not isinstance(other, float):
+            return None, ""
+        return _beside(own, other, quantity.how, None), f"from {source}"
+
+
+def _times(quantity: Quantity, point: Point) -> float:
+    factor = 1.0
+    for axis, of in quantity.times.items():
+        factor *= float(of.get(point.get(axis), 1.0))
+    return factor
+
+
+def _beside(own: float | None, other: float | None, how: str, worst: float | None) -> float | None:
+    """One number beside another; a miss of the other leaves nothing to stand beside."""
+    if own is None or other is None or math.isinf(other):
+        return None
+    if math.isinf(own):
+        return worst
+    if how == "difference":
+        return own - other
+    if other == 0:
+        return None
+    return {"less": 100 * (1 - own / other), "percent": 100 * own / other}.get(how, own / other)
+
+
+def _published(
+    benchmark: Benchmark,
+) -> dict[str, Of]:
+    """By quantity."""
+    result: dict[str, Of] = {}
+    for entry in benchmark.published:
+        for values, leaf in _leaves(entry.values, len(entry.by)):
+            key = frozenset(zip(entry.by, values, strict=True))
+            result.setdefault(entry.quantity, {})[key] = (leaf, entry.source)
+    return result
+
+
+def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], Printed]]:
+    if depth:
+        assert isinstance(tree, Mapping)
+        for key, below in tree.items():
+            for rest, leaf in _leaves(below, depth - 1):
+                yield (str(key), *rest), leaf
+    elif isinstance(tree, list):
+        low, high = tree
+        yield (), (float(low), float(high))
+    else:
+        assert isinstance(tree, int | float)
+        yield (), float(tree)
+
+
+def _at(of: Of, point: Point) -> tuple[Printed | None, str]:
+    return next((found for key, found in of.items() if key <= key_of(point)), (None, ""))

@@ -1,0 +1,223 @@
+"""``kfac-bench list|run|report``: the tables and figures of papers, each from one file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kfac_bench.cli.entry import Parser, say
+from kfac_bench.errors import UsageError
+
+if TYPE_CHECKING:
+    import rich.table
+
+    from kfac_bench.benchmark.suite import Row
+    from kfac_bench.tables import Table
+
+ALL = "all"
+
+
+def add_list(commands: argparse._SubParsersAction[Parser]) -> None:
+    """``kfac-bench list``."""
+    command = commands.add_parser("list", help="benchmarks there are, and their cells")
+    command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    command.set_defaults(run_command=_list)
+
+
+def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
+    """``kfac-bench run``."""
+    command = commands.add_parser("run", help="run a benchmark's cells, then report on them")
+    _add_words(command)
+    command.add_argument("--retry", action="store_true", help="try cells that failed again")
+    command.add_argument("--html", type=Path, help="the page of a benchmark without profiles")
+    command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
+    command.add_argument("--sbatch", default="", help="options of sbatch, with launcher=slurm")
+    command.set_defaults(run_command=_run)
+
+
+def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
+    """``kfac-bench report``."""
+    command = commands.add_parser("report", help="Markdown, SVG and a page of what was run")
+    _add_words(command)
+    command.add_argument("--into", type=Path, help="put the tables between this document's marks")
+    command.set_defaults(run_command=_report)
+
+
+def _add_words(command: Parser) -> None:
+    command.add_argument("benchmark", help="a name from kfac-bench list; all: those of the papers")
+    command.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="profile=smoke|one_gpu|paper, launcher=local|slurm; others: overrides of kfac-train",
+    )
+    command.add_argument("--seeds", type=int, nargs="+", help="instead of the benchmark's own")
+    command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
+
+
+def _list(options: argparse.Namespace) -> int:
+    from kfac_bench import bench
+    from kfac_bench.benchmark import suite
+    from kfac_bench.tables import Table
+
+    rows = []
+    for name in suite.rows_there():
+        benchmark = bench.load(name)
+        counts = []
+        for profile in [*benchmark.profiles] or [None]:
+            row = suite.row(name, profile)
+            counts.append(f"{profile or 'one size'} {len(row.cells)}")
+        more = sum(len(row.computed) for row in [suite.row(name, None)])
+        computed = f" + {more} computed" if more else ""
+        rows.append([name, benchmark.title, benchmark.source, ", ".join(counts) + computed])
+    table = Table("Benchmarks", ["name", "title", "source", "cells"], rows)
+    if options.markdown:
+        print(table.markdown(), end="")
+        return 0
+    for name, title, source, counts in table.rows:
+        print(f"{name}: {title}\n    {f'{source}; ' if source else ''}cells: {counts}")
+    return 0
+
+
+def _asked(words: Sequence[str]) -> tuple[str | None, str, list[str]]:
+    """Profile, launcher, overrides."""
+    named = {"profile": None, "launcher": None}
+    overrides = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name in named:
+            named[name] = value
+        else:
+            overrides.append(word)
+    launcher = named["launcher"] or "local"
+    if launcher not in ("local", "slurm"):
+        raise UsageError(f"launcher={launcher}: choose one of local, slurm")
+    return named["profile"], launcher, overrides
+
+
+def _rows(options: argparse.Namespace) -> tuple[list[Row], str, list[str]]:
+    from kfac_bench.benchmark import suite
+
+    profile, launcher, overrides = _asked(options.words)
+    names = suite.names(options.benchmark)
+    if len(names) > 1 and options.runs_dir:
+        raise UsageError(f"--runs-dir {options.runs_dir}: of one benchmark, not of {ALL}")
+    rows = [suite.row(n, profile, overrides, options.runs_dir, options.seeds) for n in names]
+    for row in rows:
+        if overrides and row.cells:
+            row.cells[0].config()  # a word that is no override is said before anything runs
+    return rows, launcher, overrides
+
+
+def _run(options: argparse.Namespace) -> int:
+    from kfac_bench.benchmark import suite
+
+    rows, launcher, _ = _rows(options)
+    if launcher == "slurm":
+        return _submit(rows, options)
+    began, failed, done = time.monotonic(), 0, 0
+    left = sum(len(row.cells) for row in rows)
+    for number, row in enumerate(rows, start=1):
+        if len(rows) > 1:
+            spent = time.monotonic() - began
+            guess = f", about {spent / done * left / 60:.0f} min left in all" if done else ""
+            say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
+        try:
+            failed += suite.run(row, say, retry=options.retry)
+            _tell(row, options.html, brief=len(rows) > 1)
+        except UsageError as error:
+            if len(rows) == 1:
+                raise
+            failed += 1
+            say(f"{row.name}: {error}")
+        done, left = done + len(row.cells), left - len(row.cells)
+    if len(rows) > 1:
+        _tell_all(rows, None)
+        say(f"{(time.monotonic() - began) / 60:.1f} min, {failed or 'no'} failed cells")
+    return 1 if failed else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    rows, _, _ = _rows(options)
+    if len(rows) > 1:
+        _tell_all(rows, options.into)
+        return 0
+    _tell(rows[0], None)
+    if options.into:
+        from kfac_bench.benchmark import paper
+
+        paper.into(options.into, paper.summary([paper.write(rows[0])]))
+        print(f"tables: {options.into}")
+    return 0
+
+
+def _tell(row: Row, html: Path | None, *, brief: bool = False) -> None:
+    """Write the row's files; print its table, or only where they are."""
+    if not row.benchmark.quantities:
+        _compare(row, html)
+        return
+    from kfac_bench.benchmark import paper
+
+    written = paper.write(row)
+    if not brief:
+        from rich.console import Console
+
+        Console().print(_terminal(written.tables[0]))
+        for note in written.tables[0].notes:
+            print(f"* {note}")
+    for file in written.files:
+        print(f"{file.suffix[1:]}: {file}")
+
+
+def _tell_all(rows: Sequence[Row], into: Path | None) -> None:
+    from kfac_bench.benchmark import paper
+
+    written = []
+    for row in rows:
+        try:
+            written.append(paper.write(row))
+        except UsageError as error:
+            say(str(error))
+    for file in paper.write_all(written, into):
+        print(f"all: {file}")
+
+
+def _compare(row: Row, html: Path | None) -> None:
+    """As ``kfac-bench compare``: of a benchmark that publishes nothing."""
+    from kfac_bench.cli import bench_command
+
+    paths = {cell.label: cell.path() for cell in row.cells}
+    began = [path for path in paths.values() if (path / "events.jsonl").exists()]
+    for label in (label for label, path in paths.items() if path not in began):
+        say(f"not in the table, for it failed before its first event: {label}")
+    bench_command.compare(began, html or row.folder / "report.html", None, False)
+
+
+def _terminal(table: Table) -> rich.table.Table:
+    """For a rich console; cells are text, never rich markup."""
+    import rich.table
+    from rich.text import Text
+
+    from kfac_bench.tables import text
+
+    shown = rich.table.Table(title=Text(table.title), title_justify="left")
+    for column in table.columns:
+        shown.add_column(Text(column), overflow="fold")
+    for row in table.rows:
+        shown.add_row(*(Text(text(value)) for value in row))
+    return shown
+
+
+def _submit(rows: Sequence[Row], options: argparse.Namespace) -> int:
+    from kfac_bench.benchmark import jobs
+
+    words = [*options.words]
+    words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+    words += ["--seeds", *map(str, options.seeds)] if options.seeds else []
+    for row in rows:
+        for line in jobs.submit(row, words, options.wave, options.sbatch.split()):
+            say(line)
+    return 0
