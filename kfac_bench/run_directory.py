@@ -30,7 +30,7 @@ _MAY_CHANGE = (
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
     *("trainer.predictions", "trainer.threads", "trainer.pin", "trainer.time_stages"),
     *("data.root", "data.workers"),
-    *("trainer.keep_best", "trainer.watchdog_s"),
+    *("trainer.keep_best", "trainer.watchdog_s", "trainer.check_ranks"),
     *("backend", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.colocate_factors"),
     *("kfac.balance", "kfac.overlap"),
 )

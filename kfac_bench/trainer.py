@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench import checkpoint, environment, learning_rate, predictions
+from kfac_bench import agreement, checkpoint, environment, learning_rate, predictions
 from kfac_bench.backends.backend import Backend
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
@@ -395,6 +395,7 @@ class Trainer:
         self._synchronize()
         with self.clock.paused(), torch.no_grad():
             train_s = self.ranks.max(self.clock.train_s())
+            self._check_ranks()
             self.ranks.share_buffers(self._bare)
             self.model.eval()
             evaluation, aside = self.task.evaluation(), self.task.evaluation()
@@ -418,6 +419,16 @@ class Trainer:
                 return False
             self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
             return True
+
+    def _check_ranks(self) -> None:
+        """All ranks call it; those that do not agree end the run before it is saved."""
+        if not self.config.check_ranks:
+            return
+        if (line := agreement.difference(self._bare, self.kfac, self.ranks)) is not None:
+            raise RunFailedError(
+                f"after step {self.step} {line}: the run goes on from its last checkpoint if it is "
+                "started again; on unlike machines set trainer.check_ranks=false"
+            )
 
     def _eval_batches(self) -> Iterator[tuple[Batch, bool]]:
         """Batches of this rank, and whether they count.

@@ -77,6 +77,11 @@ class TrainerConfig:
         "run directory and ends; null: never",
         above=0,
     )
+    check_ranks: bool = option(
+        True,
+        "end a run whose ranks' weights are not the same to the bit, at an evaluation; false where "
+        "unlike machines are to train together",
+    )
     eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
     predictions: int = option(
         8, "held-out examples kept as pictures when a run ends; 0: none", at_least=0, at_most=100
