@@ -27,6 +27,7 @@ _NOT_THE_RUN = ("run_id", "runs_dir", "dry_run", "logger")
 _MAY_CHANGE = (
     *_NOT_THE_RUN,
     *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
+    "trainer.max_train_s",
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
     *("trainer.predictions", "trainer.threads", "trainer.pin", "trainer.time_stages"),
     *("data.root", "data.workers"),
