@@ -21,7 +21,7 @@ from kfac_bench.config import TrainConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE
 
-_NOT_THE_RUN = ("run_id", "runs_dir", "dry_run", "logger")
+_NOT_THE_RUN = ("run_id", "runs_dir", "dry_run", "logger", "label")
 """Options that say where a run is shown, not what it is: no part of the hash."""
 
 _MAY_CHANGE = (

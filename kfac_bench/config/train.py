@@ -166,6 +166,9 @@ class TrainConfig:
     backend: BackendConfig = MISSING
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     seed: int = option(0, "of weights, data order and augmentation", at_least=0, below=2**32)
+    label: str | None = option(
+        None, "what tables call the setting beside those of its task; null: by its optimizer"
+    )
     run_id: str | None = option(None, "name of the run directory; null: hash of the configuration")
     runs_dir: str = option("runs", "where run directories are made")
     resume: str | None = option(None, "run directory or checkpoint to start from")
