@@ -23,7 +23,7 @@ from kfac_bench import bench, compose, forked, performance_profile, score
 from kfac_bench.bench import Benchmark, Tuning
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE, Event, RunEnded, RunStarted, read
-from kfac_bench.run_directory import RunDirectory
+from kfac_bench.run_directory import run_id
 from kfac_bench.tables import Table, Value
 
 Say = Callable[[str], None]
@@ -146,9 +146,10 @@ def _run_trial(
     if limit_s < (config.trainer.max_train_s or math.inf):
         config.trainer.max_train_s = limit_s
         overrides.append(f"trainer.max_train_s={limit_s}")
-    path = RunDirectory(config).path
+    name = run_id(config, job="")  # jobs of a cluster share the directory
+    path = Path(config.runs_dir) / name
     if not _has_ended(path):
-        code, said = forked.train(overrides)
+        code, said = forked.train([*overrides, f"run_id={name}"])
         if code == 2:
             raise UsageError(f"{' '.join(overrides)}: {said}")
     return Trial(settings, _judge(path, config.trainer.target))
