@@ -45,13 +45,16 @@ class Tuning:
     overrides: list[str] = MISSING
     """Of every trial, with the axes' values filled in."""
     trials: int = MISSING
+    """Of each study."""
     seeds: list[int] = MISSING
-    """Not those of the table: settings must not be picked by the runs that are shown."""
+    """A study each; not those of the table: settings must not be picked by the runs shown."""
     space: dict[str, dict[str, Any]] = MISSING
     """Optimizer to override to range: ``{log: [low, high]}`` or ``{choice: [...]}``, or what
     the option always is."""
     experiment: str = MISSING
     """The experiment file that the best trial becomes, with the axes' values filled in."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Optimizer to what tables call it; null: as they call others."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,25 +23,31 @@ from kfac_bench.config import (
     LGGConfig,
     MaskRCNNConfig,
     ModelConfig,
+    PicturesConfig,
+    PydocConfig,
     QuestionAnsweringConfig,
     SegmentationConfig,
     SquadConfig,
     TaskConfig,
     TextConfig,
     TrainConfig,
+    TransformerConfig,
     UNetConfig,
 )
 from kfac_bench.core import KFAC
 from kfac_bench.core.collective import Collective, PlansDifferError
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data import cifar10, demo, digits, lgg, text, windows
+from kfac_bench.data import cifar10, demo, digits, lgg, pictures, pydoc, text, windows
 from kfac_bench.data.data import UNKNOWN, Data, Pictured
 from kfac_bench.errors import UsageError
 from kfac_bench.models.autoencoder import Autoencoder
 from kfac_bench.models.cifar_resnet import cifar_resnet
 from kfac_bench.models.torchvision_resnet import torchvision_resnet
+from kfac_bench.models.transformer import Transformer
 from kfac_bench.models.unet import UNet
 from kfac_bench.tasks.classification import Classification
+from kfac_bench.tasks.denoising import Denoising
+from kfac_bench.tasks.language_model import LanguageModel
 from kfac_bench.tasks.pretraining import Pretraining
 from kfac_bench.tasks.question_answering import QuestionAnswering
 from kfac_bench.tasks.reconstruction import Reconstruction
@@ -53,6 +60,10 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
     """The data set; raises :class:`UsageError` naming a missing folder and its layout."""
     if config.name == "digits":
         return digits.load(config.image_size, normalize=task.name == "classification")
+    if isinstance(config, PydocConfig):
+        return pydoc.load(config.sequence_length)
+    if isinstance(config, PicturesConfig):
+        return pictures.load(config.image_size, config.noise)
     if config.root is None:
         raise UsageError(
             f"data={config.name} is read from disk: set data.root=FOLDER (data.root=demo: a demo)"
@@ -113,6 +124,10 @@ def build_task(config: TaskConfig, data: Data) -> Task:
     looks = data.looks if isinstance(data, Pictured) else UNKNOWN
     if config.name == "reconstruction":
         return Reconstruction(looks)
+    if config.name == "denoising":
+        return Denoising(math.prod(data.shape), looks)
+    if config.name == "language_model":
+        return LanguageModel()
     if isinstance(config, SegmentationConfig):
         assert isinstance(data, lgg.LGG)  # or config.check would have refused
         return Segmentation(data.eval_volumes, config.smooth, config.bce)
@@ -148,6 +163,8 @@ def build_model(
         return Autoencoder(inputs, config.hidden, config.activation)
     if isinstance(config, UNetConfig):
         return UNet(shape[0], num_classes, config.width, config.depth)
+    if isinstance(config, TransformerConfig):
+        return Transformer(num_classes, shape[0], config.width, config.layers, config.heads)
     if isinstance(config, DetectorConfig):
         return _build_detector(config, shape, num_classes)
     if config.name in CIFAR_RESNETS:
@@ -188,6 +205,8 @@ def _build_bert(config: BertConfig, length: int, vocabulary_size: int, task: str
 
 def example_inputs(config: TrainConfig, shape: tuple[int, ...], n: int) -> Any:
     """What the model takes, ``n`` examples of the data's ``shape``, on the default device."""
+    if isinstance(config.model, TransformerConfig):
+        return torch.zeros(n, *shape, dtype=torch.int64)
     if not isinstance(config.model, BertConfig):
         return torch.empty(n, *shape)
     from kfac_bench.models import bert

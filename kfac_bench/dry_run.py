@@ -18,17 +18,26 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench import build
-from kfac_bench.config import COCOConfig, DataConfig, SquadConfig, TextConfig, TrainConfig
+from kfac_bench.config import (
+    COCOConfig,
+    DataConfig,
+    PydocConfig,
+    SquadConfig,
+    TextConfig,
+    TrainConfig,
+)
 from kfac_bench.core.collective import SingleProcess
 from kfac_bench.core.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.layer import Call, Layer
 from kfac_bench.core.plan import Op
 from kfac_bench.core.report import Report
+from kfac_bench.data import pydoc
 from kfac_bench.errors import UsageError
 from kfac_bench.optimizers import build_optimizer
 
 _SHAPES = {
     "digits": (1, 10),
+    "pictures": (1, 1),
     "cifar10": (3, 10),
     "imagefolder": (3, 1000),
     "shards": (3, 1000),
@@ -128,6 +137,8 @@ def shape_of(data: DataConfig) -> tuple[tuple[int, ...], int]:
     """Of one input; and the classes, or the size of the vocabulary."""
     if isinstance(data, TextConfig | SquadConfig):
         return (data.sequence_length,), _VOCABULARY
+    if isinstance(data, PydocConfig):
+        return (data.sequence_length,), pydoc.SYMBOLS
     channels, classes = _SHAPES[data.name]
     longer = data.max_size if isinstance(data, COCOConfig) else data.image_size
     return (channels, data.image_size, longer), classes
@@ -136,7 +147,7 @@ def shape_of(data: DataConfig) -> tuple[tuple[int, ...], int]:
 def _seeds(config: TrainConfig, outputs: torch.Size) -> int:
     """Gradients that ``kfac.fisher`` sends back from the output beside the loss' own."""
     if config.kfac.fisher == "type2":
-        categorical = config.task.name in ("classification", "question_answering")
+        categorical = config.task.name in ("classification", "question_answering", "language_model")
         one = outputs[-1:] if categorical else outputs[1:]
         return one.numel()
     return 1 if config.kfac.fisher == "mc" else 0

@@ -148,7 +148,9 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     if ended is None or ended.status in ("failed", "interrupted"):  # even at the last step
         return None
     at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
-    if not at_target and ended.step < trainer.max_steps:
+    limit = trainer.config.max_train_s
+    time_is_up = limit is not None and ended.train_s >= limit
+    if not (at_target or time_is_up) and ended.step < trainer.max_steps:
         return None
     print(  # noqa: T201
         f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "

@@ -21,12 +21,13 @@ from kfac_bench.config import TrainConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE
 
-_NOT_THE_RUN = ("run_id", "runs_dir", "dry_run", "logger")
+_NOT_THE_RUN = ("run_id", "runs_dir", "dry_run", "logger", "label")
 """Options that say where a run is shown, not what it is: no part of the hash."""
 
 _MAY_CHANGE = (
     *_NOT_THE_RUN,
     *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
+    "trainer.max_train_s",
     *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
     *("trainer.predictions", "trainer.threads", "trainer.pin", "trainer.time_stages"),
     *("data.root", "data.workers"),

@@ -17,7 +17,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE, Event, RunStarted, read
 
 # Options that say where and which repetition a run is, not what it computes.
-NOT_THE_SETTING = frozenset({"seed", "run_id", "runs_dir", "resume", "dry_run", "logger"})
+NOT_THE_SETTING = frozenset({"label", "seed", "run_id", "runs_dir", "resume", "dry_run", "logger"})
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
 
 
@@ -180,6 +180,8 @@ def _task_label(run: Run) -> str:
 
 
 def _optimizer_label(run: Run) -> str:
+    if own := plain(option(run.started.config, "label") or ""):
+        return own
     name = _name(run, "optimizer")
     label = OPTIMIZERS.get(name, name)
     return f"K-FAC + {label}" if _has_kfac(run) else label

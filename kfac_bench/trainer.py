@@ -207,7 +207,8 @@ class Trainer:
     def _look(self, *, evaluate: bool) -> str | None:
         """Evaluate if told to, save if it is time; the run's status if it ends here."""
         reached_target = self._evaluate() if evaluate else False
-        done = self.step >= self.max_steps and not self._owes_evaluation
+        over = self.step >= self.max_steps or (evaluate and self._time_is_up())
+        done = over and not self._owes_evaluation
         if reached_target or done or self._stopping or self._checkpoint_is_due():
             self.save()
         if reached_target:
@@ -215,6 +216,10 @@ class Trainer:
         if done:
             return "finished"
         return "interrupted" if self._stopping else None
+
+    def _time_is_up(self) -> bool:
+        limit = self.config.max_train_s
+        return limit is not None and self.ranks.max(self.clock.train_s()) >= limit
 
     def _checkpoint_is_due(self) -> bool:
         if self.config.checkpoint_freq is not None:

@@ -1,46 +1,76 @@
 """``kfac-bench tune NAME``: one equal budget per optimizer, the best trial becomes an experiment.
 
-Trials are points of a scrambled Halton sequence (fixed seed) in the optimizer's space. A trial is
-judged by its mean training seconds to target over the tuning seeds; one that misses on a seed is
-judged by how near it came, after all that did not.
+As AlgoPerf tunes: a study per tuning seed, each of the same number of trials, which are points of
+the study's own scrambled Halton sequence in the optimizer's space. A study's result is the least
+time to target of its trials, an optimizer's the median over its studies. So that no trial goes on
+that cannot win, each stops when it has taken as long as the best of its study: that changes no
+result, and is the same rule for all. Each study's winner is then run on the seeds of the other
+studies; the best of them becomes the experiment file. Whatever has run is not run again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from scipy.stats import qmc
 
-from kfac_bench import bench, score
-from kfac_bench.bench import Benchmark, Cell, Tuning
+from kfac_bench import bench, compose, forked, performance_profile, score
+from kfac_bench.bench import Benchmark, Tuning
 from kfac_bench.errors import UsageError
+from kfac_bench.events import EVENTS_FILE, Event, RunEnded, RunStarted, read
+from kfac_bench.run_directory import run_id
+from kfac_bench.tables import Table, Value
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the space and how it did; smaller ``key`` is better."""
+    """One point of the space on one seed, and how it did; smaller ``key`` is better."""
 
     settings: Mapping[str, Any]
     key: tuple[float, float]
+    """Training seconds to target, inf if missed; then how near the best figure came to it."""
 
     @property
-    def mean_s(self) -> float:
-        """Mean training seconds to target, inf if missed on a seed."""
+    def time_s(self) -> float:
+        """Training seconds to target, inf if missed."""
         return self.key[0]
 
     def __str__(self) -> str:
-        found = "missed" if math.isinf(self.mean_s) else f"{self.mean_s:.2f} s to target"
+        found = "missed" if math.isinf(self.time_s) else f"{self.time_s:.2f} s to target"
         return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {found}"
 
 
-def tune(
-    benchmark: Benchmark, runs_dir: str, out: Path, say: Callable[[str], None], only: str = ""
-) -> None:
+@dataclass
+class Search:
+    """The trials of one experiment, by the seed of their study."""
+
+    name: str
+    point: Mapping[str, str]
+    studies: dict[int, list[Trial]] = field(default_factory=dict)
+
+    def best(self, seed: int) -> Trial:
+        """The winner of a study."""
+        return min(self.studies[seed], key=lambda t: t.key)
+
+    @property
+    def times_s(self) -> list[float]:
+        """The result of each study."""
+        return [self.best(seed).time_s for seed in self.studies]
+
+    @property
+    def reached(self) -> int:
+        """Trials that met the target, or could have: one that lost to it was stopped."""
+        return sum(not math.isinf(t.time_s) for trials in self.studies.values() for t in trials)
+
+
+def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Say, only: str = "") -> None:
     """Tune every point of the benchmark's axes, and write one experiment file for each.
 
     ``only`` names the one experiment to write. Raises :class:`UsageError` if the benchmark has no
@@ -51,28 +81,39 @@ def tune(
         raise UsageError(f"{benchmark.title!r} has no tuning section")
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder")
-    experiments = {tuning.experiment.format(**p): p for p in bench.points(benchmark)}
-    if only and only not in experiments:
-        raise UsageError(f"--only {only}: choose one of {', '.join(experiments)}")
-    chosen = {n: p for n, p in experiments.items() if only in ("", n)}
-    trials: dict[str, list[Trial]] = {name: [] for name in chosen}
-    for number in range(tuning.trials):  # the outer loop: a slow hour slows every optimizer
-        for name, point in chosen.items():
-            settings = trial_settings(tuning, point["optimizer"])[number]
-            trials[name].append(_run_trial(tuning, point, settings, runs_dir))
-            say(f"[{number + 1}/{tuning.trials}] {name} {trials[name][-1]}")
-    for name, point in chosen.items():
-        best = min(trials[name], key=lambda t: t.key)
-        path = out / f"{name}.yaml"
-        path.write_text(experiment_yaml(tuning, point, trials[name], best))
-        say(f"{path}: best of {tuning.trials} trials, {best.mean_s:.2f} s to target")
+    found = {tuning.experiment.format(**p): p for p in bench.points(benchmark)}
+    if only and only not in found:
+        raise UsageError(f"--only {only}: choose one of {', '.join(found)}")
+    searches = [Search(name, p) for name, p in found.items() if only in ("", name)]
+    _run_studies(tuning, searches, runs_dir, say)
+    for search in searches:
+        best, times = _final(tuning, search, runs_dir)
+        path = out / f"{search.name}.yaml"
+        path.write_text(experiment_yaml(tuning, search, best, times))
+        say(f"{path}: {best}, median over seeds {score.bootstrap_median(times)[0]:.2f} s")
+    for table in tables(benchmark, searches):
+        say(table.markdown())
 
 
-def trial_settings(tuning: Tuning, optimizer: str) -> list[dict[str, Any]]:
-    """Every trial's overrides; a function of the space and the number of trials alone."""
+def _run_studies(tuning: Tuning, searches: Sequence[Search], runs_dir: str, say: Say) -> None:
+    """Trials of all experiments in turn: a slow hour slows every optimizer."""
+    total = len(tuning.seeds) * tuning.trials
+    for study, seed in enumerate(tuning.seeds):
+        for number in range(tuning.trials):
+            for search in searches:
+                settings = trial_settings(tuning, search.point["optimizer"], study)[number]
+                trials = search.studies.setdefault(seed, [])
+                limit_s = min((t.time_s for t in trials), default=math.inf)
+                trials.append(_run_trial(tuning, search.point, settings, seed, runs_dir, limit_s))
+                done = study * tuning.trials + number + 1
+                say(f"[{done}/{total}] {search.name} seed {seed} {trials[-1]}")
+
+
+def trial_settings(tuning: Tuning, optimizer: str, study: int = 0) -> list[dict[str, Any]]:
+    """Every trial's overrides; a function of the space, the number of trials and the study."""
     space = tuning.space[optimizer]
     ranges = {k: v for k, v in space.items() if isinstance(v, dict)}
-    samples = qmc.Halton(max(1, len(ranges)), seed=0).random(tuning.trials)
+    samples = qmc.Halton(max(1, len(ranges)), seed=study).random(tuning.trials)
     return [
         {k: _value(ranges[k], u[list(ranges).index(k)]) if k in ranges else v
          for k, v in space.items()}
@@ -91,35 +132,69 @@ def _value(option: Mapping[str, list[Any]], u: float) -> Any:
 
 
 def _run_trial(
-    tuning: Tuning, point: Mapping[str, str], settings: Mapping[str, Any], runs_dir: str
+    tuning: Tuning,
+    point: Mapping[str, str],
+    settings: Mapping[str, Any],
+    seed: int,
+    runs_dir: str,
+    limit_s: float = math.inf,
 ) -> Trial:
     base = [text.format(**point) for text in tuning.overrides]
-    times, gaps = [], []
-    for seed in tuning.seeds:
-        chosen = (f"{k}={v}" for k, v in settings.items())
-        cell = Cell("trial", (*base, *chosen, f"seed={seed}", f"runs_dir={runs_dir}"))
-        bench.run_cell(cell)
-        time_s, gap = _judge(cell)
-        times.append(time_s)
-        gaps.append(gap)
-        if math.isinf(time_s):  # missed: the other seeds cannot mend it
-            break
-    return Trial(settings, (sum(times) / len(times), max(gaps)))
+    chosen = [f"{k}={v}" for k, v in settings.items()]
+    overrides = [*base, *chosen, f"seed={seed}", f"runs_dir={runs_dir}"]
+    config = compose.load(overrides)
+    if limit_s < (config.trainer.max_train_s or math.inf):
+        config.trainer.max_train_s = limit_s
+        overrides.append(f"trainer.max_train_s={limit_s}")
+    name = run_id(config, job="")  # jobs of a cluster share the directory
+    path = Path(config.runs_dir) / name
+    if not _has_ended(path):
+        code, said = forked.train([*overrides, f"run_id={name}"])
+        if code == 2:
+            raise UsageError(f"{' '.join(overrides)}: {said}")
+    return Trial(settings, _judge(path, config.trainer.target))
 
 
-def _judge(cell: Cell) -> tuple[float, float]:
+def _has_ended(path: Path) -> bool:
+    ended = [e for e in _events(path) if isinstance(e, RunEnded)]
+    return bool(ended) and ended[-1].status != "interrupted"
+
+
+def _events(path: Path) -> list[Event]:
+    return read(path) if (path / EVENTS_FILE).exists() else []
+
+
+def _judge(path: Path, target: float | None) -> tuple[float, float]:
     """Training seconds to target, and the distance of the best figure from it."""
-    path, target = cell.path(), cell.config().trainer.target
-    if target is None or not (path / "events.jsonl").exists():
+    if target is None or not any(isinstance(e, RunStarted) for e in _events(path)):
         return math.inf, math.inf
     run = score.load(path)
     gap = abs(score.best_metric(run) - target)
     return score.time_to_target_s(run), math.inf if math.isnan(gap) else gap
 
 
-def experiment_yaml(
-    tuning: Tuning, point: Mapping[str, str], trials: list[Trial], best: Trial
-) -> str:
+def _final(tuning: Tuning, search: Search, runs_dir: str) -> tuple[Trial, list[float]]:
+    """The winners of the studies, each on the seeds of all: the best, and its times by seed.
+
+    By the median of their times; then by that of the gaps.
+    """
+    results = []
+    for own in tuning.seeds:
+        winner = search.best(own)
+        on_seeds = [
+            winner if seed == own
+            else _run_trial(tuning, search.point, winner.settings, seed, runs_dir)
+            for seed in (tuning.seeds if not math.isinf(winner.time_s) else [own])
+        ]  # fmt: skip
+        times = [t.time_s for t in on_seeds]
+        gaps = [t.key[1] for t in on_seeds]
+        key = (score.bootstrap_median(times)[0], score.bootstrap_median(gaps)[0])
+        results.append((key, winner, times))
+    _, best, times = min(results, key=lambda r: r[0])
+    return best, times
+
+
+def experiment_yaml(tuning: Tuning, search: Search, best: Trial, times: Sequence[float]) -> str:
     """The best trial as a file for conf/experiment, with how it was found."""
     groups = {k: v for k, v in best.settings.items() if "." not in k}
     tree: dict[str, Any] = {}
@@ -127,13 +202,16 @@ def experiment_yaml(
         group, _, option = key.partition(".")
         if option:
             tree.setdefault(group, {})[option] = value
-    parent: str = tuning.overrides[0].format(**point).removeprefix("experiment=")
-    hits = sum(not math.isinf(t.mean_s) for t in trials)
-    seeds = ", ".join(map(str, tuning.seeds))
+    if label := tuning.labels.get(search.point["optimizer"]):
+        tree = {"label": label, **tree}
+    parent: str = tuning.overrides[0].format(**search.point).removeprefix("experiment=")
     defaults = [parent, *({f"override /{k}": v} for k, v in groups.items()), "_self_"]
+    said = ", ".join("missed" if math.isinf(t) else f"{t:.2f} s" for t in times)
     header = (
-        f"# Written by kfac-bench tune: best of {len(trials)} trials on seeds {seeds}, of which "
-        f"{hits} reached\n# the target; its mean time to target was {best.mean_s:.2f} s.\n"
+        f"# Written by kfac-bench tune: the best of {len(tuning.seeds) * tuning.trials} trials, "
+        f"{tuning.trials} on each of the seeds\n# {', '.join(map(str, tuning.seeds))}, of which "
+        f"{search.reached} reached the target before they were stopped;\n"
+        f"# its own times to target on these seeds: {said}.\n"
     )
     # Dumped apart: the defaults list reads best in one line an entry, options as a block.
     blocks = [
@@ -141,3 +219,27 @@ def experiment_yaml(
         yaml.safe_dump(tree, sort_keys=False),
     ]
     return "".join(["# @package _global_\n", header, *blocks])
+
+
+def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
+    """What the studies found: seconds to target by study, and the optimizers' profiles."""
+    tuning = benchmark.tuning
+    assert tuning is not None
+    rows: list[list[Value]] = []
+    times: dict[str, dict[str, float]] = {}
+    for search in searches:
+        optimizer = search.point["optimizer"]
+        name = tuning.labels.get(optimizer, optimizer)
+        task = " ".join(v for k, v in search.point.items() if k != "optimizer")
+        median, low, high = score.bootstrap_median(search.times_s)
+        times.setdefault(task, {})[name] = median
+        rows.append([task, name, median, low, high, search.reached])
+    columns = ("task", "optimizer", "seconds to target", "low", "high", "trials that reached it")
+    note = (
+        f"Median over {len(tuning.seeds)} studies of {tuning.trials} trials, each study's result "
+        "its fastest trial; 95 % bootstrap interval. A trial stops where it cannot win any more"
+    )
+    found = [Table(f"Tuning: {benchmark.title}", columns, rows, [note])]
+    if len(times) > 1:
+        found.append(performance_profile.table(times, "Performance profiles of the tuning"))
+    return found

@@ -85,7 +85,8 @@ class Update:
                 with self._autocast():
                     loss, output = self._forward(self._model, part, share)
                 if self._kfac is not None:
-                    self._kfac.fisher_backward(output, self._task.likelihood)
+                    curvature = getattr(self._task, "curvature", 1.0)
+                    self._kfac.fisher_backward(output, self._task.likelihood, curvature=curvature)
                 loss = loss * share
                 self._backend.backward(self.scaler.scale(loss))
                 total += loss.detach()

@@ -1,14 +1,11 @@
-"""Benchmarks are data: cells, what is run and what is not, and the equal budget of the tuning."""
+"""Benchmarks are data: cells, what is run and what is not."""
 
-import functools
-import math
 import subprocess
 
 import pytest
-import yaml
 
-from kfac_bench import bench, cli, compose, tune
-from kfac_bench.bench import Benchmark, Cell, Tuning
+from kfac_bench import bench, cli, compose
+from kfac_bench.bench import Benchmark, Cell
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Evaluated,
@@ -19,7 +16,6 @@ from kfac_bench.events import (
     TargetReached,
 )
 from kfac_bench.row import Profile
-from kfac_bench.tune import Trial
 
 DEMO = bench.load("demo")
 
@@ -258,143 +254,6 @@ def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkey
     assert "(exit code 2)" in said
     assert (runs / "report.html").exists()
     assert "optimizer" in said, "no table"
-
-
-# ---- tuning ----
-
-
-def test_every_optimizer_has_the_same_budget():
-    settings = {o: tune.trial_settings(DEMO.tuning, o) for o in DEMO.axes["optimizer"]}
-    assert {len(s) for s in settings.values()} == {DEMO.tuning.trials}
-    assert DEMO.tuning.trials >= 10
-    assert not set(DEMO.tuning.seeds) & set(DEMO.seeds), "tuned on the seeds of the table"
-    assert DEMO.tuning.space.keys() == set(DEMO.axes["optimizer"])
-
-
-@pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
-def test_trials_are_within_their_ranges_and_cover_them(optimizer):
-    space, trials = DEMO.tuning.space[optimizer], tune.trial_settings(DEMO.tuning, optimizer)
-    assert trials == tune.trial_settings(DEMO.tuning, optimizer), "not a function of the space"
-    for key, option in space.items():
-        values = [t[key] for t in trials]
-        match option:
-            case {"log": [low, high]}:
-                assert all(low <= v <= high for v in values)
-                assert len(set(values)) == len(values)
-                middle = math.sqrt(low * high)
-                below = sum(v < middle for v in values)
-                assert 0.3 < below / len(values) < 0.7, "not spread evenly over the logarithm"
-            case {"choice": choices}:
-                assert set(values) == set(choices)
-            case fixed:
-                assert set(values) == {fixed}
-    assert all(t.keys() == space.keys() for t in trials)
-
-
-def test_trials_of_any_space():
-    space = {"x": {"optimizer": "sgd"}, "y": {"optimizer.lr": {"linear": [0, 1]}}}
-    tuning = Tuning(["experiment=digits_resnet"], 3, [1], space, "{task}_{optimizer}")
-    assert tune.trial_settings(tuning, "x") == [{"optimizer": "sgd"}] * 3
-    with pytest.raises(UsageError, match="neither log"):
-        tune.trial_settings(tuning, "y")
-
-
-def composed(tmp_path, name, text):
-    folder = tmp_path / "conf" / "experiment"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.yaml").write_text(text)
-    return compose.load([f"experiment={name}"], tmp_path / "conf")
-
-
-@pytest.mark.parametrize("task", DEMO.axes["task"])
-@pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
-def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
-    point = {"task": task, "optimizer": optimizer}
-    all_settings = tune.trial_settings(DEMO.tuning, optimizer)
-    trials = [Trial(s, (math.inf, 0.5)) for s in all_settings]
-    trials[4] = Trial(all_settings[4], (1.25, 0.0))
-    text = tune.experiment_yaml(DEMO.tuning, point, trials, trials[4])
-    found = composed(tmp_path, "tuned", text)
-    parent = compose.load([f"experiment={task}"])
-    assert (found.trainer, found.model, found.data) == (parent.trainer, parent.model, parent.data)
-    assert found.kfac.enabled == (optimizer == "kfac")
-    assert found.optimizer.name == ("adam" if optimizer == "adam" else "sgd")
-    for key, value in all_settings[4].items():
-        section, _, option = key.partition(".")
-        if option:
-            assert getattr(getattr(found, section), option) == value, key
-    assert f"best of {DEMO.tuning.trials} trials on seeds 100, 101, of which 1 reached" in text
-    assert "1.25 s" in text
-    assert yaml.safe_load(text)["defaults"][-1] == "_self_"
-    assert all(len(line) <= 100 for line in text.splitlines())
-
-
-@pytest.fixture
-def tuned(tmp_path, monkeypatch):
-    """Tune a small space; ``outcomes[(lr, seed)]`` is (status, best figure, seconds to target)."""
-    space = {
-        "sgd": {"optimizer": "sgd", "kfac": "none", "optimizer.lr": {"choice": [0.1, 0.2, 0.3]}},
-        "adamw": {"optimizer": "adamw", "kfac": "none", "optimizer.lr": {"choice": [0.1, 0.2]}},
-    }
-    overrides = ["experiment={task}", "logger=none"]
-    tuning = Tuning(overrides, 6, [1, 2], space, "{task}_{optimizer}")
-    benchmark = small(tuning=tuning)
-    out, cells, said = tmp_path / "out", [], []
-    out.mkdir()
-
-    def run(outcomes, only="digits_resnet_sgd"):
-        def run_cell(cell):
-            cells.append(cell)
-            config = cell.config()
-            if not (cell.path() / "events.jsonl").exists():
-                figure, seconds = outcomes[config.optimizer.lr, config.seed]
-                if figure is not None:
-                    write_run(cell, value=figure, hit_s=seconds)
-            return True, "said"
-
-        monkeypatch.setattr(bench, "run_cell", run_cell)
-        monkeypatch.setattr(compose, "load", functools.lru_cache(None)(compose.load))
-        tune.tune(benchmark, str(tmp_path / "runs"), out, said.append, only)
-        return yaml.safe_load((out / f"{only}.yaml").read_text())["optimizer"]["lr"]
-
-    run.out, run.cells, run.said, run.benchmark = out, cells, said, benchmark
-    return run
-
-
-def test_the_smallest_mean_time_to_target_wins(tuned):
-    outcomes = {(0.1, 1): (0.98, 1.0), (0.1, 2): (0.98, 9.0)}
-    outcomes |= {(0.2, 1): (0.98, 4.0), (0.2, 2): (0.98, 5.0)}
-    outcomes |= {(0.3, 1): (0.99, 6.0), (0.3, 2): (0.99, 6.0)}
-    assert tuned(outcomes) == 0.2
-    assert {c.config().seed for c in tuned.cells} == {1, 2}
-    assert [p.name for p in tuned.out.iterdir()] == ["digits_resnet_sgd.yaml"]
-    assert "4.50 s to target" in tuned.said[-1]
-    assert len(tuned.said) == 6 + 1
-
-
-def test_a_trial_that_misses_on_one_seed_is_behind_all_that_do_not(tuned):
-    outcomes = {(0.1, 1): (0.98, 0.1), (0.1, 2): (0.969, None)}
-    outcomes |= {(0.2, 1): (0.97, 50.0), (0.2, 2): (0.97, 60.0)}
-    outcomes |= {(0.3, 1): (0.96, None), (0.3, 2): (0.98, 0.1)}
-    assert tuned(outcomes) == 0.2
-
-
-@pytest.mark.parametrize("others", [0.5, math.nan, None])  # far off, diverged, never started
-@pytest.mark.parametrize("best", [0.1, 0.2, 0.3])
-def test_where_all_miss_the_nearest_wins(tuned, best, others):
-    outcomes = {(lr, 1): (others, None) for lr in (0.1, 0.2, 0.3)} | {(best, 1): (0.9, None)}
-    assert tuned(outcomes) == best
-    assert {c.config().seed for c in tuned.cells} == {1}, "a missed trial needs no second seed"
-    assert "inf s" in tuned.said[-1] or "none" in tuned.said[-1].lower()
-
-
-def test_tuning_refuses_what_it_cannot_do(tuned, tmp_path):
-    with pytest.raises(UsageError, match="no such folder"):
-        tune.tune(tuned.benchmark, "runs", tmp_path / "none", print)
-    with pytest.raises(UsageError, match="--only x: choose one of digits_resnet_sgd"):
-        tune.tune(tuned.benchmark, "runs", tmp_path, print, "x")
-    with pytest.raises(UsageError, match="no tuning section"):
-        tune.tune(small(), "runs", tmp_path, print)
 
 
 def test_a_cell_with_bad_overrides_is_refused():

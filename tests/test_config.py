@@ -99,13 +99,16 @@ def test_every_choice_composes(group, choice):
         **{key: ["model=unet"] for key in ("lgg", "segmentation")},
         **{key: ["model=maskrcnn_tiny"] for key in ("coco", "detection")},
         **{key: [bert] for key in ("text", "pretraining")},
+        "pictures": ["model=unet", "task=denoising"],
+        "denoising": ["model=unet", "data=pictures"],
+        **{key: ["model=transformer"] for key in ("pydoc", "language_model")},
         "squad": [bert, "task=question_answering"],
         "question_answering": [bert, "data=squad"],
     }.get(choice, [])
     found = compose.load([*goes_with, f"{group}={choice}"])
     assert chosen(found, group) == choice
     models = {choice, *(x.removeprefix("model=") for x in goes_with)}
-    sets_data = {"unet", *config.DETECTORS, *config.BERTS} & models
+    sets_data = {"unet", "transformer", *config.DETECTORS, *config.BERTS} & models
     together = {"model", "data"} if sets_data else {"model"} if goes_with else set()
     for other in set(GROUPS) - {group, "task", *together}:
         assert chosen(found, other) == chosen(DEFAULT, other)

@@ -428,6 +428,18 @@ def test_the_training_clock_goes_on_after_resume(tmp_path):
     assert resumed.train_s >= 0.4
 
 
+def test_a_run_ends_at_the_evaluation_after_its_time_is_up(tmp_path, capsys):
+    often = ("trainer.eval_freq=2", "trainer.max_steps=20", "run_id=r")
+    with before_step(3, lambda _: time.sleep(1)):
+        status, path = train(tmp_path, *often, "trainer.max_train_s=1")
+    assert (status, end(path).step) == ("finished", 4)
+    assert steps_of(path, Evaluated) == [0, 2, 4]
+    assert train(tmp_path, *often, "trainer.max_train_s=1")[0] == "finished"
+    assert "is complete (finished at step 4)" in capsys.readouterr().out
+    train(tmp_path, *often, "trainer.max_train_s=100")
+    assert end(path).step == 20
+
+
 CPU_CLOCK = ("trainer.clock=cpu", "trainer.threads=1", "trainer.device=cpu", "trainer.max_steps=8")
 
 

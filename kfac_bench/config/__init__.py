@@ -5,7 +5,15 @@ Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
 """
 
 from kfac_bench.config.checks import check
-from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig, SquadConfig, TextConfig
+from kfac_bench.config.data import (
+    COCOConfig,
+    DataConfig,
+    LGGConfig,
+    PicturesConfig,
+    PydocConfig,
+    SquadConfig,
+    TextConfig,
+)
 from kfac_bench.config.kfac import CONVENTIONS, FISHERS, WEIGHT_SHARING, KFACConfig
 from kfac_bench.config.models import (
     BERTS,
@@ -18,6 +26,7 @@ from kfac_bench.config.models import (
     DetectorConfig,
     MaskRCNNConfig,
     ModelConfig,
+    TransformerConfig,
     UNetConfig,
 )
 from kfac_bench.config.optimizers import (
@@ -88,6 +97,8 @@ __all__ = [
     "ModelConfig",
     "MuonConfig",
     "OptimizerConfig",
+    "PicturesConfig",
+    "PydocConfig",
     "QuestionAnsweringConfig",
     "SGDConfig",
     "SOAPConfig",
@@ -100,6 +111,7 @@ __all__ = [
     "TextConfig",
     "TrainConfig",
     "TrainerConfig",
+    "TransformerConfig",
     "UNetConfig",
     "check",
     "options",

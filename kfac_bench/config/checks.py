@@ -52,12 +52,7 @@ def check(config: TrainConfig) -> None:
             f"model={config.model.name} does not fit task={task.name}: "
             "task=reconstruction goes with model=autoencoder"
         )
-    masks = (config.model.name == "unet", config.data.name == "lgg", task.name == "segmentation")
-    if any(masks) and not all(masks):
-        raise UsageError(
-            f"model={config.model.name} does not fit data={config.data.name} and task={task.name}: "
-            "model=unet, data=lgg and task=segmentation go together (model=unet sets all three)"
-        )
+    _check_together(config)
     _check_detection(config)
     _check_language(config)
 
@@ -74,6 +69,25 @@ def _check_cpu_clock(config: TrainConfig) -> None:
                 f"trainer.clock=cpu does not fit {name}={said}: it counts what one processor works "
                 f"for the run; set {name}={must}, or trainer.clock=wall"
             )
+
+
+TOGETHER = (
+    ("unet", "lgg", "segmentation"),
+    ("unet", "pictures", "denoising"),
+    ("transformer", "pydoc", "language_model"),
+)
+"""Models with the data and the task that they are for, and those with the model."""
+
+
+def _check_together(config: TrainConfig) -> None:
+    given = (config.model.name, config.data.name, config.task.name)
+    near = [t for t in TOGETHER if any(a == b for a, b in zip(given, t, strict=True))]
+    if near and given not in near:
+        model, data, task = near[0]
+        raise UsageError(
+            f"model={given[0]} does not fit data={given[1]} and task={given[2]}: "
+            f"model={model}, data={data} and task={task} go together (model={model} sets all three)"
+        )
 
 
 def _check_detection(config: TrainConfig) -> None:

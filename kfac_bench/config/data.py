@@ -8,7 +8,10 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import option
 
-DATA_SETS = ("digits", "cifar10", "imagefolder", "shards", "lgg", "coco", "text", "squad")
+DATA_SETS = (
+    *("digits", "pydoc", "pictures", "cifar10", "imagefolder", "shards", "lgg", "coco"),
+    *("text", "squad"),
+)
 
 
 @dataclass
@@ -18,7 +21,8 @@ class DataConfig:
     name: str = option(MISSING, "data set", choices=DATA_SETS)
     root: str | None = option(
         None,
-        "its folder (digits ships in a package); demo: a small one, made when first used",
+        "its folder (digits, pydoc, pictures ship in packages); demo: a small one, made when first "
+        "used",
     )
     image_size: int = option(MISSING, "side of an input image in pixels", at_least=1)
     workers: int = option(
@@ -32,6 +36,21 @@ class DataConfig:
         "an example whose file is damaged or missing (sets of files): left out and named, or not",
         choices=("fatal", "skip"),
     )
+
+
+@dataclass
+class PydocConfig(DataConfig):
+    """Python's language reference, by character."""
+
+    image_size: int = option(0, "text has no images", at_least=0, at_most=0)
+    sequence_length: int = option(64, "characters of an example", at_least=1)
+
+
+@dataclass
+class PicturesConfig(DataConfig):
+    """Noisy patches of scikit-image's pictures; ``image_size`` is a patch's side."""
+
+    noise: float = option(0.15, "its standard deviation, of pixels in [0, 1]", above=0)
 
 
 @dataclass

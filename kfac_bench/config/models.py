@@ -12,7 +12,7 @@ RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
 DETECTORS = ("maskrcnn_resnet50_fpn", "maskrcnn_tiny")
 BERTS = ("bert_tiny", "bert_base", "bert_large")
-MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet", *DETECTORS, *BERTS)
+MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet", "transformer", *DETECTORS, *BERTS)
 
 
 @dataclass
@@ -43,6 +43,15 @@ class UNetConfig(ModelConfig):
         32, "channels of the first level; twice as many at each further", at_least=1
     )
     depth: int = option(4, "times that the image is halved", at_least=1, at_most=10)
+
+
+@dataclass
+class TransformerConfig(ModelConfig):
+    """A decoder-only transformer."""
+
+    width: int = option(64, "of the residual stream; four times as many within a block", at_least=1)
+    layers: int = option(2, "blocks", at_least=1)
+    heads: int = option(4, "of attention; they divide the width", at_least=1)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from kfac_bench.config.options import option
 
 TASKS = (
     *("classification", "reconstruction", "segmentation", "detection"),
-    *("pretraining", "question_answering"),
+    *("pretraining", "question_answering", "language_model", "denoising"),
 )
 
 

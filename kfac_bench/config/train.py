@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from kfac_bench.config.data import COCOConfig, DataConfig, LGGConfig, SquadConfig, TextConfig
+from kfac_bench.config.data import (
+    COCOConfig,
+    DataConfig,
+    LGGConfig,
+    PicturesConfig,
+    PydocConfig,
+    SquadConfig,
+    TextConfig,
+)
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.models import (
     AutoencoderConfig,
@@ -14,6 +22,7 @@ from kfac_bench.config.models import (
     DetectorConfig,
     MaskRCNNConfig,
     ModelConfig,
+    TransformerConfig,
     UNetConfig,
 )
 from kfac_bench.config.optimizers import (
@@ -53,6 +62,11 @@ class TrainerConfig:
         None, "passes over the training set; null: 20 if max_steps is null too", at_least=1
     )
     max_steps: int | None = option(None, "optimizer steps; null: no limit of their own", at_least=1)
+    max_train_s: float | None = option(
+        None,
+        "training seconds after which an evaluation is the last; null: no limit",
+        above=0,
+    )
     target: float | None = option(None, "stop when the validation figure reaches this; null: never")
     eval_freq: int | None = option(None, "steps between evaluations; null: each epoch", at_least=1)
     clock: str = option(
@@ -157,6 +171,9 @@ class TrainConfig:
     backend: BackendConfig = MISSING
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     seed: int = option(0, "of weights, data order and augmentation", at_least=0, below=2**32)
+    label: str | None = option(
+        None, "what tables call the setting beside those of its task; null: by its optimizer"
+    )
     run_id: str | None = option(None, "name of the run directory; null: hash of the configuration")
     runs_dir: str = option("runs", "where run directories are made")
     resume: str | None = option(None, "run directory or checkpoint to start from")
@@ -168,12 +185,15 @@ VARIANTS: dict[str, dict[str, type]] = {
         "base": ModelConfig,
         "autoencoder": AutoencoderConfig,
         "unet": UNetConfig,
+        "transformer": TransformerConfig,
         "detector": DetectorConfig,
         "maskrcnn": MaskRCNNConfig,
         "bert": BertConfig,
     },
     "data": {
         "base": DataConfig,
+        "pydoc": PydocConfig,
+        "pictures": PicturesConfig,
         "lgg": LGGConfig,
         "coco": COCOConfig,
         "text": TextConfig,

@@ -16,7 +16,8 @@ class Task(Protocol):
     direction.
 
     `likelihood` is the distribution that the model's output stands for, as `KFAC.fisher_backward`
-    names it: its labels are what a Fisher other than the empirical one is an expectation over.
+    names it: its labels are what a Fisher other than the empirical one is an expectation over. A
+    task whose likelihood is of another curvature than 1 has a `curvature`, too.
     """
 
     metric: str
