@@ -92,7 +92,7 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
         yield Ranks(device, TorchCollective())
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            line = str(error).splitlines()[0]
+            line = str(error).splitlines()[0].partition(". This is typically")[0]
             raise LostRanksError(re.sub(r"\[\S*/\S*:\d+\] ", "", line)) from error
         raise
     finally:
