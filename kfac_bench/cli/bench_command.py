@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, say
 from kfac_bench.cli.export_command import add_export
+from kfac_bench.cli.faults_command import add_faults
 from kfac_bench.errors import UsageError
 
 
@@ -20,7 +21,7 @@ def bench(arguments: list[str]) -> int:
         description="Compare runs, run a benchmark, tune its settings. Event files alone are read.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    for add in (add_compare, add_list, add_run, add_tune, add_export):
+    for add in (add_compare, add_list, add_run, add_tune, add_export, add_faults):
         add(commands)
     options = parser.parse_args(arguments)
     code: int = options.run_command(options)

@@ -15,7 +15,7 @@ from kfac_bench.faults.inject import FILLER
 
 AT = 7
 """The update before or in which things happen: two steps after a checkpoint, and some."""
-WATCHDOG_S = 2.0
+WATCHDOG_S = 4.0
 
 
 class NotHereError(Exception):
