@@ -20,7 +20,7 @@ BASE = (
     *("model=autoencoder", "model.hidden=[16,6]", "optimizer.lr=0.05", "trainer.threads=1"),
     *(f"trainer.max_steps={STEPS}", "trainer.log_freq=1", "trainer.eval_freq=6"),
     *(f"trainer.checkpoint_freq={CHECKPOINT_FREQ}", "trainer.predictions=0", "run_id=run"),
-    "backend.timeout_s=30",
+    "backend.timeout_s=60",
 )
 """A small autoencoder on real digits: five steps make an epoch."""
 
@@ -145,16 +145,9 @@ class Case:
         """A small disk for the runs; False where this process may not mount."""
         where = self.folder / "runs"
         where.mkdir(exist_ok=True)
-        command = [
-            "mount",
-            "-t",
-            "tmpfs",
-            "-o",
-            ",".join([f"size={size}", *options]),
-            "kfac",
-            where,
-        ]
-        return subprocess.run([*command, str(where)], capture_output=True).returncode == 0  # noqa: S603
+        how = ",".join([f"size={size}", *options])
+        command = ["mount", "-t", "tmpfs", "-o", how, "kfac", str(where)]
+        return subprocess.run(command, capture_output=True).returncode == 0  # noqa: S603
 
     def remount(self, *options: str) -> None:
         """Change the small disk."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -255,14 +256,13 @@ def main(injected: dict[str, Any], options: list[str]) -> None:
     ``{"kind": ..., "rank": ..., "step": ..., "mark": FILE}``; ``"once": true``: not if it has
     happened, for ranks that a launcher starts anew.
     """
-    from kfac_bench import cli
-
     _each_step(lambda *_: time.sleep(STEP_S))
     if injected and int(os.environ.get("RANK", "0")) == injected["rank"]:
         _mark.append(Path(injected["mark"]))
         if not (injected.get("once") and _mark[0].exists()):
             INJECT[injected["kind"]](injected["step"])
-    cli.train(options)
+    sys.argv = ["kfac-train", *options]
+    runpy.run_module("kfac_bench", run_name="__main__")
 
 
 if __name__ == "__main__":

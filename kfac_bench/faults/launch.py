@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-ENDS_S = 60.0
+ENDS_S = 120.0
 """Time for the ranks of a short run to end by themselves."""
 
 _forks = get_context("forkserver")
@@ -177,7 +177,7 @@ def torchrun(
         agent = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)  # noqa: S603
         try:
             seconds = meanwhile(agent.pid)
-            code: int | None = agent.wait(2 * ENDS_S)
+            code: int | None = agent.wait(ENDS_S)
         except subprocess.TimeoutExpired:
             code = None
         finally:

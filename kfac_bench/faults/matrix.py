@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -179,6 +181,15 @@ def _judged(outcome: Outcome, case: Case, reference: str | None) -> Outcome:
     if hung and "SIGSTOP" not in fault.name:
         wrong.append("a rank hung")
     return replace(outcome, wrong="; ".join(wrong))
+
+
+def import_seconds() -> float:
+    """Of a processor, for the modules that a rank started by hand need not import."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = "import kfac_bench.run, kfac_bench.backends.ddp, sklearn.datasets, torch._dynamo"
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def find(names: Sequence[str]) -> list[Fault]:

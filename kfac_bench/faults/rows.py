@@ -15,7 +15,7 @@ from kfac_bench.faults.inject import FILLER
 
 AT = 7
 """The update before or in which things happen: two steps after a checkpoint, and some."""
-WATCHDOG_S = 2.0
+WATCHDOG_S = 4.0
 
 
 class NotHereError(Exception):
@@ -217,7 +217,11 @@ ROWS = (
     Fault("SIGKILL of another rank", _starts("kill"), ranks=(2,)),
     Fault("SIGKILL of a rank, torchrun restarts", _restarted),
     Fault("SIGKILL of torchrun", _signalled(signal.SIGKILL), options=LONGER),
-    Fault("SIGKILL while a checkpoint is committed", _starts("kill in commit", last=False)),
+    Fault(
+        "SIGKILL while a checkpoint is committed",
+        _starts("kill in commit", last=False),
+        lost=2 * CHECKPOINT_FREQ,  # this one's steps, too
+    ),
     Fault("SIGTERM in a step", _starts("term"), lost=0),
     Fault("SIGTERM in an evaluation", _starts("term in evaluation", at=5), lost=0),
     Fault("SIGTERM in a decomposition", _starts("term in decomposition", at=4), lost=0, kfac=True),

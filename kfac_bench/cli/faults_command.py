@@ -1,0 +1,51 @@
+"""``kfac-bench faults``: what becomes of runs that something happens to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kfac_bench.cli.entry import Parser, say
+from kfac_bench.errors import UsageError
+
+
+def add_faults(commands: argparse._SubParsersAction[Parser]) -> None:
+    """``kfac-bench faults``."""
+    command = commands.add_parser("faults", help="inject faults into runs, say what became of them")
+    command.add_argument("--ranks", type=int, nargs="+", default=[1, 2], choices=(1, 2))
+    command.add_argument("--only", nargs="+", default=[], help="faults with such words in a name")
+    command.add_argument("--methods", nargs="+", default=[], help="SGD, comm_opt, ... (all)")
+    command.add_argument("--short", action="store_true", help="some faults, SGD and one strategy")
+    command.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
+    command.add_argument("--out", type=Path, help="write the page, as docs/reliability.md")
+    command.add_argument(
+        "--keep", type=Path, help="file of outcomes: what is in it is not tried again"
+    )
+    command.set_defaults(run_command=_faults)
+
+
+def _faults(options: argparse.Namespace) -> int:
+    from datetime import date
+
+    from kfac_bench import environment
+    from kfac_bench.faults import matrix
+    from kfac_bench.faults import report as faults_report
+
+    faults = matrix.find(options.only or (matrix.SHORT if options.short else ()))
+    if not faults:
+        raise UsageError(f"--only {' '.join(options.only)}: no such fault")
+    methods = options.methods or (("SGD", "mem_opt") if options.short else matrix.ALL_METHODS)
+    if unknown := [m for m in methods if m not in matrix.ALL_METHODS]:
+        raise UsageError(f"--methods {unknown[0]}: choose of {', '.join(matrix.ALL_METHODS)}")
+    outcomes = matrix.run(faults, options.ranks, methods, say, max(1, options.jobs), options.keep)
+    if options.out is not None:
+        about, seconds = environment.describe(), matrix.import_seconds()
+        text = faults_report.page(outcomes, about, date.today(), seconds)
+        try:
+            options.out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{options.out}: cannot be written ({error.strerror})") from None
+        print(f"page: {options.out}")
+    else:
+        print(faults_report.table(outcomes).markdown())
+    return 1 if any(o.wrong for o in outcomes) else 0

@@ -1,0 +1,122 @@
+"""Faults in real runs: a short form of kfac-bench faults; and that what goes wrong is noticed."""
+
+import dataclasses
+import json
+import re
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from kfac_bench import cli, environment
+from kfac_bench.faults import matrix, report, rows
+from kfac_bench.faults.matrix import Outcome
+from kfac_bench.faults.rows import Fault
+
+PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_runs_on_two_ranks_survive(tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    faults = matrix.find(matrix.SHORT)
+    assert len(faults) == len(matrix.SHORT)
+    said = []
+    outcomes = matrix.run(faults, [2], ["SGD", "mem_opt"], said.append, jobs=2, kept=kept)
+    assert len(outcomes) == len(said) == 2 * len(faults) - sum(f.kfac for f in faults)
+    assert [o for o in outcomes if o.wrong] == []
+    by_name = {o.fault.name: o for o in outcomes if o.method == "mem_opt"}
+    assert by_name["checkpoint: a flipped bit"].lost_steps == 6, "it was not the newest"
+    assert "rank0.pt: damaged" in by_name["checkpoint: a flipped bit"].said
+    assert "the loss is nan at step 8" in by_name["NaN in one gradient"].said
+    assert "no progress for 4 s" in by_name[faults_like("SIGSTOP")].said
+    assert not by_name["eigh fails"].again
+    assert by_name["SIGKILL of another rank"].said.startswith("kfac-train: rank 0: lost another")
+    again = matrix.run(faults, [2], ["SGD", "mem_opt"], said.append, kept=kept)
+    assert again == outcomes, "what is kept is not what was"
+
+
+def faults_like(name):
+    (fault,) = matrix.find([name])
+    return fault.name
+
+
+WRONG = {
+    "the fault did not happen": Fault("f", rows._starts("kill", at=99)),
+    "2 steps lost": Fault("f", rows._starts("kill"), lost=1),
+    "a traceback": Fault("f", rows._starts("raise")),
+    "other weights": Fault("f", rows._starts("nan statistic", at=4)),
+    "the run did not go on (failed)": Fault(
+        "f",
+        lambda case: (
+            setattr(case, "start", lambda *_: type(case).start(case, "nan loss")) or case.start()
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_goes_wrong_is_noticed(wrong, tmp_path):
+    (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
+    assert wrong in outcome.wrong
+
+
+def outcome(name, ranks, method, **fields):
+    (fault,) = [f for f in rows.ROWS if f.name == name]
+    return Outcome(fault, ranks, method, **fields)
+
+
+def test_the_page_counts_methods_and_names_what_is_wrong():
+    outcomes = [
+        outcome("disk full", 1, "SGD", again=True, lost_steps=2, resume_s=1.0, identical=True),
+        outcome("disk full", 1, "mem_opt", again=True, lost_steps=4, resume_s=3.0, wrong="torn"),
+        outcome("disk full", 2, "SGD", not_here="needs root"),
+        outcome("eigh fails", 2, "mem_opt", said="a | b"),
+    ]
+    shown = report.table(outcomes)
+    assert shown.rows[0] == [
+        *("disk full", 1, "1/2", "same command again", "2 to 4", 2.0, "1/2", None)
+    ]
+    assert shown.rows[1][2] == "0/0"
+    assert shown.rows[2][6] == "0/1 (arithmetic)"
+    assert shown.notes == [
+        "disk full, 1 ranks, mem_opt: torn",
+        "disk full, 2 ranks, SGD: not tried: needs root",
+    ]
+    text = report.page(outcomes, environment.describe(), date(2026, 11, 21), 3.0)
+    assert "3 real runs" in text
+    assert "met a fault: 2 ended as they\nshould, 1 did not" in text
+    assert "a \\| b" in text
+    assert "docs/reliability.md` wrote this page on 2026-11-21" in text
+
+
+def test_the_page_in_docs_has_every_fault():
+    text = PAGE.read_text()
+    for fault in rows.ROWS:
+        lines = [x for x in text.splitlines() if x.startswith(f"| {fault.name} |")]
+        assert len(lines) == len(fault.ranks), fault.name
+
+
+def test_rows_that_are_kept_and_no_longer_exist_do_not_harm(tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    fields = {f.name: f.default for f in dataclasses.fields(Outcome)}
+    kept.write_text(json.dumps({**fields, "fault": "gone", "ranks": 1, "method": "SGD"}) + "\n")
+    assert matrix._read(kept) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "meteorite"], "--only meteorite: no such fault"),
+        (["--methods", "adam"], "--methods adam: choose of SGD, comm_opt"),
+        (["--ranks", "3"], "invalid choice: 3"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["faults", *arguments])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match("kfac-bench: ", line)
+    assert said in line
