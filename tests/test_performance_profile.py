@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_bench import performance_profile as pp
 from kfac_bench import cli, runs, score
+from kfac_bench import performance_profile as pp
 from kfac_bench.curves import PALETTE
 from kfac_bench.profile_figure import profile_svg
 from tests.test_score import reached, write_run
