@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from kfac_bench.runs import Setting, target
+from kfac_bench.runs import Setting, option, target
 from kfac_bench.score import bootstrap_median, steps_to_target, time_to_target_s
 from kfac_bench.tables import Table, Value
 
@@ -93,3 +93,41 @@ def table(times: Times, title: str = "Performance profiles", unit: str = "time")
         f"Score: area below the profile for tau in [1, {TAU_MAX:g}], 1 at most"
     )
     return Table(title, ["optimizer", "score", "solved", *(f"r, {t}" for t in tasks)], rows, [note])
+
+
+def times_table(settings: Sequence[Setting], title: str = "Time to target") -> Table:
+    """A row per setting that has a target: steps and seconds, medians with their 95 % intervals.
+
+    The last column is the seconds over those of the task's best optimizer without K-FAC; the clip
+    alone (``kfac.method=identity``) counts as K-FAC here: it is a control.
+    """
+    seconds, steps = medians(settings), medians(settings, steps=True)
+    first_order: dict[str, float] = {}
+    for s in settings:
+        if s.task in seconds and not option(s.runs[0].started.config, "kfac", "enabled"):
+            own = seconds[s.task][s.optimizer]
+            first_order[s.task] = min(own, first_order.get(s.task, math.inf))
+    rows: list[list[Value]] = []
+    for s in settings:
+        if s.task in seconds:
+            times = [time_to_target_s(run) for run in s.runs]
+            _, low, high = bootstrap_median(times)
+            over = _ratio(seconds[s.task][s.optimizer], first_order.get(s.task, math.inf))
+            reached = f"{sum(map(math.isfinite, times))} of {len(times)}"
+            both = steps[s.task][s.optimizer], seconds[s.task][s.optimizer]
+            rows.append([s.task, s.optimizer, reached, *both, low, high, over])
+    columns = (
+        "task",
+        "optimizer",
+        "reached",
+        "steps",
+        "seconds",
+        "low",
+        "high",
+        "over first-order",
+    )
+    note = (
+        "Medians over seeds, a miss being inf; low and high: 95 % bootstrap interval of the "
+        "seconds; over first-order: seconds over those of the best optimizer without K-FAC"
+    )
+    return Table(title, columns, rows, [note])

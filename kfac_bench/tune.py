@@ -140,7 +140,7 @@ def _run_trial(
     limit_s: float = math.inf,
 ) -> Trial:
     base = [text.format(**point) for text in tuning.overrides]
-    chosen = [f"{k}={v}" for k, v in settings.items()]
+    chosen = [f"{k}={'null' if v is None else v}" for k, v in settings.items()]
     overrides = [*base, *chosen, f"seed={seed}", f"runs_dir={runs_dir}"]
     config = compose.load(overrides)
     if limit_s < (config.trainer.max_train_s or math.inf):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfac_bench import cli, runs, score
 from kfac_bench import performance_profile as pp
-from kfac_bench import runs, score
 from kfac_bench.curves import PALETTE
 from kfac_bench.profile_figure import profile_svg
 from tests.test_score import reached, write_run
@@ -138,3 +138,54 @@ def test_the_figure_draws_each_profile_and_trusts_no_name():
     colours = [PALETTE[i] for i in range(3)]
     drawn = [p.get("d") for p in page.iter() if any(c in p.get("style", "") for c in colours)]
     assert len(drawn) == 3 * 2  # and their samples in the legend
+
+
+def test_times_over_the_best_first_order_optimizer(tmp_path):
+    for name, (kfac, seconds) in {
+        "sgd": (False, [4.0, 6.0, 5.0]),
+        "adam": (False, [2.0, 3.0, INF]),
+        "muon": (True, [0.75, 0.5, 1.0]),
+        "lamb": (True, [INF, INF, 1.0]),
+    }.items():
+        for seed, time_s in enumerate(seconds):
+            events = reached(int(4 * time_s), time_s) if math.isfinite(time_s) else ()
+            write_run(
+                tmp_path / f"{name}{seed}",
+                *events,
+                seed=seed,
+                optimizer__name=name,
+                kfac__enabled=kfac,
+            )
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    table = pp.times_table(settings)
+    assert [row[1:] for row in table.rows] == [
+        ["Adam", "2 of 3", 12.0, 3.0, 2.0, INF, 1.0],
+        ["SGD", "3 of 3", 20.0, 5.0, 4.0, 6.0, 5 / 3],
+        ["K-FAC + LAMB", "1 of 3", INF, INF, 1.0, INF, INF],
+        ["K-FAC + muon", "3 of 3", 3.0, 0.75, 0.5, 1.0, 0.25],
+    ]
+
+
+def test_kfac_bench_profile_prints_tables_and_draws(tmp_path, capsys):
+    for task, target in (("a", 0.9), ("b", 0.95)):
+        write_run(tmp_path / "runs" / f"{task}sgd", *reached(8, 4.0), trainer__target=target)
+        write_run(
+            tmp_path / "runs" / f"{task}kfac",
+            *reached(2, 1.0),
+            trainer__target=target,
+            kfac__enabled=True,
+            label="K-FAC, ours",
+        )
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["profile", str(tmp_path / "runs"), "--svg", str(tmp_path / "p.svg")])
+    said = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "| K-FAC, ours | 1 of 1 | 2 | 1 | 1 | 1 | 0.25 |" in said
+    assert "| K-FAC, ours | 1 | 2 | 1 | 1 |" in said
+    assert "| SGD | 0 | 2 | 4 | 4 |" in said
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    write_run(tmp_path / "none" / "a", trainer__target=None)
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["profile", str(tmp_path / "none")])
+    assert caught.value.code == 2
+    assert "no run here has a target" in capsys.readouterr().err
