@@ -69,7 +69,7 @@ def checksum(x: Tensor) -> Tensor:
     bits = bits.view(BITS.get(bits.element_size(), torch.int32))
     weights = _weights(x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for part in bits.split(CHUNK):
+    for part in torch.split(bits, CHUNK):
         total = total * ODD + (part * weights[: len(part)]).sum()
     return total
 

@@ -160,8 +160,9 @@ def _has_kfac(run: Run) -> bool:
 
 
 def _identity(run: Run) -> dict[str, str]:
-    """All options that make the setting; those of K-FAC only where K-FAC is on."""
+    """All options that make the setting, and the ranks; those of K-FAC only where K-FAC is on."""
     flat = flatten({k: v for k, v in run.started.config.items() if k not in NOT_THE_SETTING})
+    flat["world_size"] = plain(option(run.started.environment, "world_size"))
     if _has_kfac(run):
         return flat
     return {k: v for k, v in flat.items() if not k.startswith("kfac.") or k == "kfac.enabled"}

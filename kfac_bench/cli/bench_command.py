@@ -14,6 +14,7 @@ from kfac_bench.cli.export_command import add_export
 from kfac_bench.cli.faults_command import add_faults
 from kfac_bench.cli.profile_command import add_profile
 from kfac_bench.cli.scaling_command import add_scaling
+from kfac_bench.cli.soak_command import add_soak
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
 from kfac_bench.errors import UsageError
 
@@ -27,7 +28,7 @@ def bench(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for add in (
         *(add_compare, add_profile, add_list, add_run, add_report, add_tune, add_scaling),
-        *(add_export, add_faults, add_dashboard, add_wandb),
+        *(add_export, add_faults, add_soak, add_dashboard, add_wandb),
     ):
         add(commands)
     options = parser.parse_args(arguments)

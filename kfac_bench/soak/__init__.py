@@ -1,0 +1,1 @@
+"""``kfac-bench soak``: a long run whose processes are watched from outside."""
