@@ -54,11 +54,18 @@ def write(row: Row) -> Written:
         path = stem.with_name(stem.name + ending)
         _save(path, text)
         files.append(path)
-    if trained:
-        page = stem.with_name(stem.name + ".html")
-        report.compare([run.path for run in trained], page)
-        files.append(page)
-    return Written(row, lines, tables, files)
+    page = stem.with_name(stem.name + ".html")
+    _page(page, [run.path for run in trained], tables, f"{row.name}{_profile(row)}")
+    return Written(row, lines, tables, [*files, page])
+
+
+def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str) -> None:
+    """Tables above what is found in the runs; without runs the tables alone."""
+    if runs:
+        report.compare(runs, path, tables, title)
+        return
+    folder = path.absolute().parent.resolve()
+    _save(path, report.html(report.Comparison([], [], []), title, tables, folder))
 
 
 def _profile(row: Row) -> str:
@@ -91,9 +98,9 @@ def write_all(written: Sequence[Written], into_document: Path | None) -> list[Pa
     files = [folder / f"{stem}.md"]
     _save(files[0], text)
     runs = [run.path for each in written for run in suite.runs_of(suite.attempts(each.row))]
-    if runs:
-        files.append(folder / f"{stem}.html")
-        report.compare(runs, files[-1])
+    files.append(folder / f"{stem}.html")
+    tables = [each.tables[0] for each in written]
+    _page(files[-1], runs, tables, f"Tables and figures of the papers, profile={stem}")
     if into_document is not None:
         into(into_document, text)
         files.append(into_document)

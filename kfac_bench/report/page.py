@@ -74,7 +74,7 @@ def html(
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {content_hash(styling)}; "
         f"script-src {content_hash(script)}; base-uri 'none'; form-action 'none'",
-        common={k: v for k, v in environments[0].items() if k not in unequal},
+        common={k: v for k, v in (environments or [{}])[0].items() if k not in unequal},
         notes=found.notes,
         max_points=most,
     )
