@@ -253,7 +253,9 @@ def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     benchmark = small(tuning=TUNING)
     with pytest.raises(UsageError, match="no such folder"):
         tune.tune(benchmark, "runs", tmp_path / "none", print)
-    with pytest.raises(UsageError, match="--only x: choose one of digits_resnet_sgd"):
+    with pytest.raises(
+        UsageError, match="--only x: no name begins so; there are digits_resnet_sgd"
+    ):
         tune.tune(benchmark, "runs", tmp_path, print, "x")
     with pytest.raises(UsageError, match="no tuning section"):
         tune.tune(small(), "runs", tmp_path, print)
