@@ -73,8 +73,8 @@ class Search:
 def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Say, only: str = "") -> None:
     """Tune every point of the benchmark's axes, and write one experiment file for each.
 
-    ``only`` names the one experiment to write. Raises :class:`UsageError` if the benchmark has no
-    tuning section, ``only`` is none of its experiments, or ``out`` is no folder.
+    Only those whose names begin with ``only``. Raises :class:`UsageError` if the benchmark has no
+    tuning section, no experiment's name begins so, or ``out`` is no folder.
     """
     tuning = benchmark.tuning
     if tuning is None:
@@ -82,9 +82,9 @@ def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Say, only: str = "
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder")
     found = {tuning.experiment.format(**p): p for p in bench.points(benchmark)}
-    if only and only not in found:
-        raise UsageError(f"--only {only}: choose one of {', '.join(found)}")
-    searches = [Search(name, p) for name, p in found.items() if only in ("", name)]
+    searches = [Search(name, p) for name, p in found.items() if name.startswith(only)]
+    if not searches:
+        raise UsageError(f"--only {only}: no name begins so; there are {', '.join(found)}")
     _run_studies(tuning, searches, runs_dir, say)
     for search in searches:
         best, times = _final(tuning, search, runs_dir)

@@ -18,12 +18,35 @@ INF = math.inf
 # ---- trials ----
 
 
-def test_every_optimizer_has_the_same_budget():
-    settings = {o: tune.trial_settings(DEMO.tuning, o) for o in DEMO.axes["optimizer"]}
-    assert {len(s) for s in settings.values()} == {DEMO.tuning.trials}
-    assert DEMO.tuning.trials >= 10
-    assert not set(DEMO.tuning.seeds) & set(DEMO.seeds), "tuned on the seeds of the table"
-    assert DEMO.tuning.space.keys() == set(DEMO.axes["optimizer"])
+@pytest.mark.parametrize("name", ["demo", "embedded"])
+def test_every_optimizer_has_the_same_budget(name):
+    benchmark = bench.load(name)
+    tuning, optimizers = benchmark.tuning, benchmark.axes["optimizer"]
+    assert tuning.space.keys() == set(optimizers)
+    for study in range(len(tuning.seeds)):
+        settings = {o: tune.trial_settings(tuning, o, study) for o in optimizers}
+        assert {len(s) for s in settings.values()} == {tuning.trials}
+    assert len(tuning.seeds) * tuning.trials >= 15
+    assert not set(tuning.seeds) & set(benchmark.seeds), "tuned on the seeds of the table"
+    ranges = [sum(isinstance(v, dict) for v in tuning.space[o].values()) for o in optimizers]
+    assert min(ranges) >= 2, "nothing to tune"
+
+
+def test_what_the_embedded_optimizers_are_called_is_what_they_are():
+    """Their files may be written by hand or by the tuning; K-FAC's are those with its options."""
+    embedded = bench.load("embedded")
+    assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
+    for point in bench.points(embedded):
+        name = point["optimizer"]
+        found = compose.load([f"experiment=embedded_{point['task']}_{name}"])
+        assert found.label == embedded.tuning.labels[name]
+        assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
+        assert (found.kfac.method == "identity") == (name == "clip")
+        assert found.optimizer.name == {
+            "clip": "sgd",
+            "kfac_adam": "adam",
+            **dict.fromkeys(("kfac", "kfac_eigen", "kfac_ekfac", "kfac_empirical"), "sgd"),
+        }.get(name, name)
 
 
 @pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
@@ -230,7 +253,9 @@ def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     benchmark = small(tuning=TUNING)
     with pytest.raises(UsageError, match="no such folder"):
         tune.tune(benchmark, "runs", tmp_path / "none", print)
-    with pytest.raises(UsageError, match="--only x: choose one of digits_resnet_sgd"):
+    with pytest.raises(
+        UsageError, match="--only x: no name begins so; there are digits_resnet_sgd"
+    ):
         tune.tune(benchmark, "runs", tmp_path, print, "x")
     with pytest.raises(UsageError, match="no tuning section"):
         tune.tune(small(), "runs", tmp_path, print)

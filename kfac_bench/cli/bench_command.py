@@ -52,7 +52,7 @@ def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("benchmark", help="a name from kfac-bench list")
     command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
     command.add_argument("--out", type=Path, required=True, help="folder for experiment files")
-    command.add_argument("--only", default="", help="the one experiment to find settings for")
+    command.add_argument("--only", default="", help="experiments whose names begin so")
     command.set_defaults(run_command=_tune)
 
 
