@@ -93,3 +93,18 @@ def test_a_sweep_of_submitit_jobs_one_of_which_is_preempted(here, monkeypatch):
     paths = {of_kind(p, RunStarted)[0].config["seed"]: p for p in here.runs.iterdir()}
     assert [steps_of(paths[seed], Resumed) for seed in (0, 1)] == [[], [4]]
     assert weights_of(paths[0]) != weights_of(paths[1])
+
+
+def test_a_benchmark_s_cells_are_jobs_and_its_table_is_there_at_the_end(here):
+    words = (
+        *("run", "kaisa_unet_lgg", "profile=smoke", "launcher=slurm", "trainer.max_steps=2"),
+        *("trainer.eval_freq=2", "trainer.target=null", "logger=none"),
+        *("--seeds", "0", "--runs-dir", "runs/row", "--sbatch", " ".join(NODE)),
+    )
+    said = here(sys.executable, "-c", "from kfac_bench.cli import bench; bench()", *words)
+    *cells, last = said.splitlines()[-1].partition(": jobs ")[2].split()
+    assert len(cells) == 2
+    here.finish(last)
+    folder = here.folder / "runs" / "row"
+    assert len(list(folder.rglob("events.jsonl"))) == 2
+    assert (folder / "smoke.html").exists(), here.said()
