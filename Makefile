@@ -6,7 +6,7 @@ READY  := .venv/.ready
 HOROVOD := .venv/.horovod
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install-horovod demo tune bench bench-gpu test browser support lint format clean
+.PHONY: help setup install-horovod demo tune bench bench-gpu test slurm-test browser support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -43,6 +43,9 @@ bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/
 test: setup install-horovod lint  ## linters and the whole test suite
 	$(BIN)/python -m pytest -q -rs --support=build/support.json
 	$(BIN)/python scripts/support_table.py --check build/support.json
+
+slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two nodes, here (as root: installs it)
+	$(BIN)/python -m pytest -q -rs tests/slurm
 
 browser: setup  ## a Chromium for the tests of the HTML page, if there is none: Debian's, as root
 	@$(BIN)/python -m tests.browser || { apt-get update -qq && \

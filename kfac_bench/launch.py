@@ -65,6 +65,8 @@ def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[s
         raise UsageError(
             "launcher=slurm: there is no sbatch here; on a node of the cluster, or launcher=local"
         ) from None
+    except OSError as error:  # a command that is too long
+        raise UsageError(f"launcher=slurm: sbatch cannot be started ({error.strerror})") from None
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise UsageError(f"launcher=slurm: {said}")

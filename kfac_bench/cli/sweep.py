@@ -38,10 +38,10 @@ def run(overrides: list[str], config_dir: Path | None, train: Callable[[Any], in
         except UsageError as error:
             say_once(f"kfac-train: {error}")
             code = 2
+        if code == 128 + signal.SIGUSR1 and elsewhere:
+            signal.raise_signal(signal.SIGUSR1)  # submitit's handler requeues the job, as it is
         if code >= 128:
             stopped.append(code)
-        if code == 128 + signal.SIGUSR1 and elsewhere:
-            signal.raise_signal(signal.SIGUSR1)  # submitit's handler requeues the job
         number = HydraConfig.get().job.num
         (folder / f"exit-{number}").write_text(str(code))
 

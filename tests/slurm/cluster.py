@@ -12,6 +12,7 @@ from tests.runs import of_kind
 ROOT = Path(__file__).parents[2]
 UP, DOWN = (ROOT / "scripts" / "test_cluster" / name for name in ("up.sh", "down.sh"))
 PATIENCE_S = 240
+LASTING_S = 15.0
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL"}
 
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=1")
@@ -28,6 +29,7 @@ class Cluster:
 
     def __init__(self, state, folder):
         self.folder, self.runs = folder, folder / "runs"
+        self._log = state / "log" / "slurmctld.log"
         self._env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")} | {
             "SLURM_CONF": str(state / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/sbin:{os.environ['PATH']}",
@@ -66,16 +68,22 @@ class Cluster:
         return [word.partition("=")[2] for word in said if word.startswith(f"{key}=")]
 
     def wait(self, job, done=None, patience_s=PATIENCE_S):
-        """Until it has ended, or ``done()``; its states. What is requeued need not wait."""
-        deadline = time.monotonic() + patience_s
+        """Until it has ended, or ``done()``; its states.
+
+        What is requeued is held for as long as its old credential lives (10 s; elsewhere 120): to
+        start it at once (StartTime=now) can kill it.
+        """
+        deadline, final_since = time.monotonic() + patience_s, None
         while True:
             states = set(self.show(job, "JobState"))
-            if done() if done is not None else states <= FINAL:
+            # on its way back into the queue a job passes through these
+            final_since = (final_since or time.monotonic()) if states <= FINAL else None
+            lasting = 0 if states == {"COMPLETED"} else LASTING_S
+            ended = final_since is not None and time.monotonic() >= final_since + lasting
+            if done() if done is not None else ended:
                 return states
             assert time.monotonic() < deadline, f"{states}\n{self.said()}"
-            assert done is None or not states <= FINAL, f"{states}\n{self.said()}"
-            if states == {"PENDING"} and self.show(job, "Reason") == ["BeginTime"]:
-                self("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            assert not ended, f"{states}\n{self.said()}"
             time.sleep(0.2)
 
     def wait_until_held(self, job, place, start=0, ranks=2):
@@ -87,11 +95,16 @@ class Cluster:
 
     def finish(self, job):
         """Wait for a job that must go well."""
-        assert self.wait(job) == {"COMPLETED"}, self.said()
+        states = self.wait(job)
+        assert states == {"COMPLETED"}, f"{states}\n{self.said()}\n{self.log()}"
 
     def said(self):
         """The output of all jobs."""
         return "\n".join(f"{p.name}:\n{p.read_text()}" for p in self.folder.rglob("*.out"))
+
+    def log(self):
+        """What the controller did last."""
+        return "\n".join(self._log.read_text().splitlines()[-30:])
 
 
 def weights_of(path):

@@ -1,6 +1,7 @@
 """A real Slurm of two nodes on this machine, as long as the tests run: make slurm-test."""
 
 import os
+import random
 import shutil
 import subprocess
 import tempfile
@@ -11,7 +12,13 @@ import pytest
 from tests.slurm.cluster import DOWN, RUN, TWO_NODES, UP, Cluster
 
 NOT_HERE = 77
-SETTINGS = {"SLURM_TEST_GRACE": "60", "SLURM_TEST_KILLWAIT": "30", "SLURM_TEST_GPUS": "8"}
+SETTINGS = {
+    "SLURM_TEST_GRACE": "60",
+    "SLURM_TEST_KILLWAIT": "30",
+    # Another cluster may be on this machine: cgroups bear the names of nodes.
+    "SLURM_TEST_CGROUP": "0",
+    "SLURM_TEST_PORT": str(random.randrange(17000, 29000, 10)),
+}
 
 
 @pytest.fixture(scope="session")

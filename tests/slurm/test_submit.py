@@ -45,7 +45,8 @@ def test_cells_are_jobs_and_the_report_waits_for_those_that_come_back(here, monk
     for job in cells:
         here.wait_until_held(job, "step", ranks=1)
     *again, again_last = launch.submit(commands, report, here.folder / "table", NODE)
-    assert {*here.show(again[0], "Reason"), *here.show(again[1], "Reason")} == {"Dependency"}
+    for job in again:
+        assert here.show(job, "Dependency") == ["singleton(unfulfilled)"]
     here("scancel", *again, again_last)
     for job in cells:
         here("scancel", "--signal=USR1", "--batch", job)
@@ -65,14 +66,14 @@ def test_what_slurm_refuses_is_one_line_and_leaves_no_job(here):
     with pytest.raises(UsageError, match=r"launcher=slurm: .+"):
         launch.submit(commands, cell(0), here.folder, NODE)
     assert here("squeue", "--noheader") == ""
-    with pytest.raises(UsageError, match="invalid partition"):
+    with pytest.raises(UsageError, match="Invalid partition"):
         launch.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
 
 
 def test_a_sweep_of_submitit_jobs_one_of_which_is_preempted(here, monkeypatch):
     words = (
         *("--multirun", "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=60"),
-        *("hydra.launcher.additional_parameters={exclusive: true}", "seed=0,1", *TINY),
+        *("hydra.launcher.array_parallelism=1", "seed=0,1", *TINY),
     )
     monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
     monkeypatch.setenv("KFAC_TEST_HOLD_TASK", "1")
@@ -92,3 +93,18 @@ def test_a_sweep_of_submitit_jobs_one_of_which_is_preempted(here, monkeypatch):
     paths = {of_kind(p, RunStarted)[0].config["seed"]: p for p in here.runs.iterdir()}
     assert [steps_of(paths[seed], Resumed) for seed in (0, 1)] == [[], [4]]
     assert weights_of(paths[0]) != weights_of(paths[1])
+
+
+def test_a_benchmark_s_cells_are_jobs_and_its_table_is_there_at_the_end(here):
+    words = (
+        *("run", "kaisa_unet_lgg", "profile=smoke", "launcher=slurm", "trainer.max_steps=2"),
+        *("trainer.eval_freq=2", "trainer.target=null", "logger=none"),
+        *("--seeds", "0", "--runs-dir", "runs/row", "--sbatch", " ".join(NODE)),
+    )
+    said = here(sys.executable, "-c", "from kfac_bench.cli import bench; bench()", *words)
+    *cells, last = said.splitlines()[-1].partition(": jobs ")[2].split()
+    assert len(cells) == 2
+    here.finish(last)
+    folder = here.folder / "runs" / "row"
+    assert len(list(folder.rglob("events.jsonl"))) == 2
+    assert (folder / "smoke.html").exists(), here.said()
