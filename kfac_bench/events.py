@@ -8,7 +8,6 @@ evaluation, checkpoints and logging.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 from kfac_bench.errors import UsageError
+from kfac_bench.event_fields import checked
 
 EVENTS_FILE = "events.jsonl"
 
@@ -294,9 +294,7 @@ def _parse(fields: Any) -> Event | None:
     cls = EVENTS.get(fields["event"])
     if cls is None:
         return None
-    known = {f.name for f in dataclasses.fields(cls)}
-    fields["step"], fields["train_s"] = int(fields["step"]), float(fields["train_s"])
-    return cls(**{k: v for k, v in fields.items() if k in known})
+    return cls(**checked(cls, fields))
 
 
 CLOCKS = ("wall", "cpu")

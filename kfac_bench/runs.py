@@ -53,10 +53,6 @@ def load(path: Path) -> Run:
     started = next((e for e in events if isinstance(e, RunStarted)), None)
     if started is None:
         raise UsageError(f"{file}: no RunStarted event: the run died early or this is no run")
-    if not isinstance(started.config, Mapping) or not isinstance(started.environment, Mapping):
-        raise UsageError(f"{file}: RunStarted: config and environment must be objects")
-    if not isinstance(started.metric, str):
-        raise UsageError(f"{file}: RunStarted: metric must be a name")
     return Run(file.resolve(), started, tuple(events))
 
 

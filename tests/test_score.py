@@ -128,12 +128,12 @@ def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
         (
             '{"event": "RunStarted", "step": 0, "train_s": 0, "run_id": "a", "metric": "m",'
             ' "higher_is_better": true, "config": [], "environment": {}}\n',
-            "must be objects",
+            "'config' is not of its type",
         ),
         (
             '{"event": "RunStarted", "step": 0, "train_s": 0, "run_id": "a", "metric": ["m"],'
             ' "higher_is_better": true, "config": {}, "environment": {}}\n',
-            "metric must be a name",
+            "'metric' is not of its type",
         ),
     ],
 )

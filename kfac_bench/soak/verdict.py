@@ -68,8 +68,8 @@ class Verdict:
         self.add("run", (None, said, None), "finished", said == "finished")
 
     def view(self, rows: int, expected: int, finish_s: float) -> None:
-        """As many rows at W&B as there were events to show, without a wait at the end."""
-        self.add("W&B: rows", (None, rows, None), f"{expected:,}", rows == expected)
+        """As many rows in W&B's file as there were events to show, without a wait at the end."""
+        self.add("wandb: rows", (None, rows, None), f"{expected:,}", rows == expected)
         what = "seconds from the last event to the end"
         self.add(what, (None, finish_s, None), f"{FINISH_S:g} at most", finish_s <= FINISH_S)
 

@@ -1,0 +1,76 @@
+"""Fields of a dataclass as JSON has them, held against its annotations: files are not trusted."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any
+
+Check = Callable[[Any], Any]
+
+
+def checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``cls`` that ``found`` has, numbers as ``int`` and ``float``; others left out.
+
+    In a mapping to numbers, what is none becomes NaN; a list that is none is empty. Raises
+    ``ValueError`` that names any other field which is missing or of another type.
+    """
+    made = {}
+    for name, (check, required) in _checks(cls).items():
+        if name not in found:
+            if required:
+                raise ValueError(f"{cls.__name__} lacks {name!r}")
+            continue
+        try:
+            made[name] = check(found[name])
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{cls.__name__}: {name!r} is not of its type") from None
+    return made
+
+
+@cache
+def _checks(cls: type) -> Mapping[str, tuple[Check, bool]]:
+    hints = typing.get_type_hints(cls)
+    return {
+        f.name: (_check(hints[f.name]), f.default is MISSING and f.default_factory is MISSING)
+        for f in fields(cls)
+    }
+
+
+def _check(hint: Any) -> Check:
+    """What returns a value of that type, or raises."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if origin in (types.UnionType, typing.Union):  # X | None
+        (some,) = (_check(x) for x in arguments if x is not type(None))
+        return lambda value: None if value is None else some(value)
+    if origin is Mapping:
+        of = _number if arguments[1] in (int, float) else _check(arguments[1])
+        return lambda value: {k: of(v) for k, v in _exactly(value, dict).items()}
+    if origin is Sequence:  # of what its readers look at themselves
+        return lambda value: value if isinstance(value, list) else []
+    if hint in (int, float):
+        return lambda value: hint(_exactly(value, int, float))
+    if hint is str:
+        return lambda value: str(_exactly(value, str, int, float, type(None)))
+    return lambda value: _exactly(value, hint)
+
+
+def _number(value: Any) -> float:
+    """One of many: NaN if it is none."""
+    try:
+        return float(_exactly(value, int, float))
+    except (TypeError, OverflowError):
+        return math.nan
+
+
+def _exactly(value: Any, *kinds: type) -> Any:
+    """A bool is no int here."""
+    if type(value) not in kinds:
+        raise TypeError
+    return value
