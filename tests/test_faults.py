@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kfac_bench import cli, environment
-from kfac_bench.faults import matrix, report, rows
+from kfac_bench.faults import cost, matrix, report, rows
 from kfac_bench.faults.matrix import Outcome
 from kfac_bench.faults.rows import Fault
 
@@ -84,7 +84,10 @@ def test_the_page_counts_methods_and_names_what_is_wrong():
         "disk full, 1 ranks, mem_opt: torn",
         "disk full, 2 ranks, SGD: not tried: needs root",
     ]
-    text = report.page(outcomes, environment.describe(), date(2026, 11, 21), 3.0)
+    about, costs = environment.describe(), cost.table()
+    text = report.page(outcomes, about, date(2026, 11, 21), 3.0, costs)
+    assert [row[0] for row in costs.rows] == list(cost.SIZES_MB)
+    assert 0 < costs.rows[0][1] < costs.rows[-1][1], "more costs no more"
     assert "3 real runs" in text
     assert "met a fault: 2 ended as they\nshould, 1 did not" in text
     assert "a \\| b" in text

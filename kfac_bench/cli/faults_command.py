@@ -28,7 +28,7 @@ def _faults(options: argparse.Namespace) -> int:
     from datetime import date
 
     from kfac_bench import environment
-    from kfac_bench.faults import matrix
+    from kfac_bench.faults import cost, matrix
     from kfac_bench.faults import report as faults_report
 
     faults = matrix.find(options.only or (matrix.SHORT if options.short else ()))
@@ -40,7 +40,7 @@ def _faults(options: argparse.Namespace) -> int:
     outcomes = matrix.run(faults, options.ranks, methods, say, max(1, options.jobs), options.keep)
     if options.out is not None:
         about, seconds = environment.describe(), matrix.import_seconds()
-        text = faults_report.page(outcomes, about, date.today(), seconds)
+        text = faults_report.page(outcomes, about, date.today(), seconds, cost.table())
         try:
             options.out.write_text(text, encoding="utf-8")
         except OSError as error:

@@ -21,15 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_bench.checkpoint import writing
+from kfac_bench.checkpoint import MANIFEST, writing
 from kfac_bench.core import linalg
 from kfac_bench.core.fresh import Fresh
+from kfac_bench.core.plan import FACTORS
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.trainer import Trainer
 from kfac_bench.update import Update
 
 STEP_S = 0.03
-"""A step lasts so long at least: a checkpoint is on disk some steps after it began."""
+"""A step lasts so long at least."""
+WRITES_STEPS, WRITES_S = 2, 20.0
+"""A checkpoint is on disk so many steps after it began, as where steps take their time."""
 
 HAPPENED = "happened"
 """A file that is made when the fault happens: one that does not shows nothing."""
@@ -153,8 +156,13 @@ def _nan_factor(step: int) -> None:
         if now == step and trainer.kfac is not None:
             _happens()
             run = trainer.kfac._executor
-            own = next(p for p in run.plan.placements if p.worker("A") == run.collective.rank)
-            run.store.factors[own.layer.name, "A"][0].view(-1)[0] = math.nan
+            own = next(
+                (p.layer.name, f)
+                for p in run.plan.placements
+                for f in FACTORS
+                if p.worker(f) == run.collective.rank
+            )
+            run.store.factors[own][0].view(-1)[0] = math.nan
 
     _each_step(action)
 
@@ -250,17 +258,29 @@ INJECT: dict[str, Callable[[int], None]] = {
 """Each takes the number of the update at which it happens."""
 
 
+def _slowly(trainer: Trainer, now: int) -> None:
+    time.sleep(STEP_S)
+    every = trainer.config.checkpoint_freq or now
+    due = (now - 1) // every * every
+    there = trainer.directory / "checkpoints" / f"step-{due:08d}" / MANIFEST
+    deadline = time.monotonic() + WRITES_S
+    while due and now - due > WRITES_STEPS and not there.exists() and not trainer._writer.failed:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
 def main(injected: dict[str, Any], options: list[str]) -> None:
     """``kfac-train`` in this process, with a fault if it is this rank's.
 
     ``{"kind": ..., "rank": ..., "step": ..., "mark": FILE}``; ``"once": true``: not if it has
     happened, for ranks that a launcher starts anew.
     """
-    _each_step(lambda *_: time.sleep(STEP_S))
     if injected and int(os.environ.get("RANK", "0")) == injected["rank"]:
         _mark.append(Path(injected["mark"]))
         if not (injected.get("once") and _mark[0].exists()):
             INJECT[injected["kind"]](injected["step"])
+    _each_step(_slowly)  # the outermost: before what happens at the step
     sys.argv = ["kfac-train", *options]
     runpy.run_module("kfac_bench", run_name="__main__")
 

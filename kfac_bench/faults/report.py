@@ -60,7 +60,9 @@ def _share(outcomes: Sequence[Outcome], good: Iterable[bool]) -> str:
     return f"{sum(good)}/{len(outcomes)}"
 
 
-def page(outcomes: Sequence[Outcome], about: dict[str, Any], today: date, imports_s: float) -> str:
+def page(
+    outcomes: Sequence[Outcome], about: dict[str, Any], today: date, imports_s: float, cost: Table
+) -> str:
     """The whole document; ``about`` is :func:`kfac_bench.environment.describe`'s."""
     methods = list(dict.fromkeys(o.method for o in outcomes))
     tried = [o for o in outcomes if not o.not_here]
@@ -92,7 +94,13 @@ checkpoint every {CHECKPOINT_FREQ} steps; the fault comes at the seventh, or whe
   before the rank starts ([faults/inject.py](../kfac_bench/faults/inject.py)); disks are small
   tmpfs. The last rank meets it, unless the line says another.
 
-{_without_title(table(outcomes))}"""
+{_without_title(table(outcomes))}
+## What a checkpoint costs
+
+It is written beside the training: a copy of the state in the step, then a thread that hashes,
+writes and syncs. Processor time, of float32 state of some sizes; the default is one a minute at most.
+
+{_without_title(cost)}"""
 
 
 def _without_title(shown: Table) -> str:

@@ -190,7 +190,7 @@ def _restarted(case: Case) -> None:
     injected = case.injection("kill", AT, case.ranks - 1, once=True)
 
     def meanwhile(agent: int) -> float:
-        _wait_until(lambda: bool(case.checkpoints()))
+        _wait_until(case.marks[0].exists)
         return launch.seconds_to_a_new_step(case.events, launch.size_of(case.events))
 
     case.launches.append(
