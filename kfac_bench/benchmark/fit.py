@@ -70,7 +70,7 @@ def _activations(overrides: tuple[str, ...]) -> tuple[float, float]:
 def numbers(words: Mapping[str, str]) -> dict[str, float]:
     """Raises :class:`UsageError` where not even one example fits."""
     ranks, budget = int(words["ranks"]), float(words["budget_gb"]) * 1e9
-    config = config_of(words | {"examples": str(_FEW)}, _OWN)
+    config = config_of({**words, "examples": str(_FEW)}, _OWN)
     run = dry_run.trace(config, ranks)
     kfac = max((cost.peak_bytes for cost in run.ranks), default=0)
     state = (2 + float(words.get("optimizer_copies", 1))) * 4 * run.parameters
@@ -91,7 +91,7 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     examples = batch
     if "global" in words:
         examples = math.ceil(int(words["global"]) / ranks / batch) * batch
-    timed = workload.of_config(config_of(words | {"examples": str(examples), "ranks": "1"}, _OWN))
+    timed = workload.of_config(config_of({**words, "examples": str(examples), "ranks": "1"}, _OWN))
     fraction = float(words["fraction"]) if "fraction" in words else None
     each_kind = variant(SGD if words["strategy"] == SGD else "hybrid_opt@" + words["fraction"])
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)

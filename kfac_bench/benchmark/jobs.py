@@ -29,8 +29,8 @@ def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) ->
     """
     from kfac_bench import launch
 
-    for cell in row.computed:
-        cell.run()
+    for each in row.computed:
+        each.run()
     all_waves = waves(row)
     todo = [cell for cell in all_waves[wave] if bench.outcome(cell) is None]
     last = wave + 1 == len(all_waves)

@@ -15,6 +15,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.runs import group
 from kfac_bench.tables import Table, escape_markdown
 
+_MOST = 20
 BEGIN = "<!-- made by kfac-bench report all --into -->"
 END = "<!-- end of what kfac-bench report made -->"
 
@@ -108,10 +109,15 @@ def write_all(written: Sequence[Written], into_document: Path | None) -> list[Pa
 
 
 def summary(written: Sequence[Written]) -> str:
-    """All rows as one Markdown text: of each the table of measured beside published."""
+    """All rows as one Markdown text: of each what stands beside a published number.
+
+    Of a row without such lines its first ones; all of them are in the row's own report.
+    """
     parts = []
     for each in written:
-        table = each.tables[0]
+        ours = [line for line in each.lines if line.ours is not None]
+        beside = [line for line in ours if line.published is not None]
+        table = sheet.compared(each.row.benchmark, beside or ours[:_MOST], each.tables[0].notes)
         title = f"### {each.row.name}\n\n{escape_markdown(each.row.benchmark.source)}\n"
         parts.append(f"{title}\n{table.markdown()}")
     return "\n".join(parts)

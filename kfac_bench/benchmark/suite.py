@@ -42,6 +42,11 @@ class Row:
     folder: Path
     overrides: Sequence[str] = field(default_factory=list)
 
+    @property
+    def all_cells(self) -> list[Cell | ComputedCell]:
+        """Those that train, then the computed ones."""
+        return [*self.cells, *self.computed]
+
 
 def names(wanted: str) -> list[str]:
     """Of the rows that ``all`` means, or the one wanted."""
@@ -89,7 +94,7 @@ def run(each: Row, say: Callable[[str], None], *, retry: bool = False) -> int:
 def attempts(each: Row) -> list[Attempt]:
     """What every cell came to, by its files alone."""
     found = []
-    for cell in (*each.cells, *each.computed):
+    for cell in each.all_cells:
         path = cell.path()
         why = bench.failure(path)
         try:
@@ -105,7 +110,7 @@ def attempts(each: Row) -> list[Attempt]:
 def results(each: Row, found: Sequence[Attempt]) -> list[Line]:
     """Lines of the row's table; cells that were not tried yet are not in it, failed ones are."""
     by_point = Found()
-    for cell, attempt in zip((*each.cells, *each.computed), found, strict=True):
+    for cell, attempt in zip(each.all_cells, found, strict=True):
         key = key_of(cell.point)
         if isinstance(cell, ComputedCell):
             if attempt.run is not None:

@@ -67,7 +67,8 @@ def _list(options: argparse.Namespace) -> int:
     for name in suite.rows_there():
         benchmark = bench.load(name)
         counts = []
-        for profile in [*benchmark.profiles] or [None]:
+        sizes: list[str | None] = [*benchmark.profiles]
+        for profile in sizes or [None]:
             row = suite.row(name, profile)
             counts.append(f"{profile or 'one size'} {len(row.cells)}")
         more = sum(len(row.computed) for row in [suite.row(name, None)])
@@ -77,14 +78,14 @@ def _list(options: argparse.Namespace) -> int:
     if options.markdown:
         print(table.markdown(), end="")
         return 0
-    for name, title, source, counts in table.rows:
-        print(f"{name}: {title}\n    {f'{source}; ' if source else ''}cells: {counts}")
+    for label, title, source, cells in rows:
+        print(f"{label}: {title}\n    {f'{source}; ' if source else ''}cells: {cells}")
     return 0
 
 
 def _asked(words: Sequence[str]) -> tuple[str | None, str, list[str]]:
     """Profile, launcher, overrides."""
-    named = {"profile": None, "launcher": None}
+    named: dict[str, str | None] = {"profile": None, "launcher": None}
     overrides = []
     for word in words:
         name, equals, value = word.partition("=")
