@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kfac_bench import compose
+from kfac_bench import __version__, compose
 from kfac_bench.bench import Benchmark, record_failure
 from kfac_bench.benchmark import fit, plan, simulated
 from kfac_bench.errors import UsageError
@@ -47,13 +47,13 @@ class ComputedCell:
     runs_dir: str = "runs"
 
     def path(self) -> Path:
-        """Its directory: a function of its words, and of the hardware file that they name."""
+        """Its directory: a function of its words, the hardware file that they name, our version."""
         words = dict(self.words)
         if (name := words.get("hardware")) is not None:
             words["hardware"] += _digest(
                 (compose.CONF_DIR / "hardware" / f"{name}.yaml").read_text()
             )
-        content = json.dumps([self.kind, sorted(words.items())])
+        content = json.dumps([self.kind, sorted(words.items()), __version__])
         return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
 
     def done(self) -> bool:

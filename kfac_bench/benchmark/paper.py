@@ -109,15 +109,15 @@ def write_all(written: Sequence[Written], into_document: Path | None) -> list[Pa
 
 
 def summary(written: Sequence[Written]) -> str:
-    """All rows as one Markdown text: of each what stands beside a published number.
+    """All rows as one Markdown text: what was measured, and what was computed beside a paper's.
 
     Of a row without such lines its first ones; all of them are in the row's own report.
     """
     parts = []
     for each in written:
         ours = [line for line in each.lines if line.ours is not None]
-        beside = [line for line in ours if line.published is not None]
-        table = sheet.compared(each.row.benchmark, beside or ours[:_MOST], each.tables[0].notes)
+        shown = [line for line in ours if line.measured or line.published is not None]
+        table = sheet.compared(each.row.benchmark, shown or ours[:_MOST], each.tables[0].notes)
         title = f"### {each.row.name}\n\n{escape_markdown(each.row.benchmark.source)}\n"
         parts.append(f"{title}\n{table.markdown()}")
     return "\n".join(parts)
