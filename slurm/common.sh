@@ -3,8 +3,8 @@
 # What differs between clusters is said in site.sh beside this file, if there is one: modules, the
 # Python environment, NCCL's interface (docs/slurm.md).
 
-# Slurm's notice: USR1 before the time limit (--signal) or a preemption, TERM where a cluster's
-# preemption sends no other. Noted from the first line on, however long modules take to load.
+# Slurm's notice: USR1 before the time limit (--signal) or a preemption. Noted from the first line
+# on, however long modules take to load.
 told=
 trap 'told=1' USR1 TERM
 
@@ -13,6 +13,7 @@ folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [ ! -r "$folder/site.sh" ] || source "$folder/site.sh"
 
 export KFAC_STATE_FILE=$PWD/$SLURM_JOB_NAME-$SLURM_JOB_ID.state
+rm -f "$KFAC_STATE_FILE" # an earlier start's: were this one to die, it would not say so
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # which srun no longer takes from sbatch
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}
 
@@ -28,7 +29,8 @@ train() {
 
 # step COMMAND...: on all tasks, to the job's end. If Slurm gives notice, the ranks get it too and
 # save; then the run's state, not an exit code (which is srun's or torchrun's), says whether the
-# job goes back into the queue. Ranks have a minute to follow the first that is through, or died.
+# job goes back into the queue. Where a cluster's preemption sends TERM, to the ranks alone, the
+# state is all there is. Ranks have a minute to follow the first that is through, or died.
 step() {
   local step code state=none
   srun --kill-on-bad-exit=0 --wait=60 "$@" &
@@ -40,6 +42,7 @@ step() {
   case $state in
     reached | finished) rm -f "$KFAC_STATE_FILE"; exit 0 ;;
     failed) exit "$code" ;;
+    interrupted) told=1 ;;
   esac
   [ -z "$told" ] || requeue
   exit "$code"
