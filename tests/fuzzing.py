@@ -9,7 +9,7 @@ import json
 import random
 import time
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from kfac_bench.errors import UsageError
@@ -32,6 +32,7 @@ def fuzz(examples):
         derandomize=times == 1,
         database=None,
         deadline=None,
+        phases=[Phase.generate] if times == 1 else [Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
 
