@@ -143,7 +143,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fra
         (["run", "demo", "--seeds", "x"], "--seeds"),
         (["tune", "demo"], "--out"),
         (["tune", "demo", "--out", "/nowhere"], "/nowhere: no such folder"),
-        (["tune", "demo", "--out", ".", "--only", "x"], "--only x: choose one of"),
+        (["tune", "demo", "--out", ".", "--only", "x"], "--only x: no name begins so"),
         (["compare", "no_such_run"], "no_such_run"),
         (["compare", "."], "no runs here"),
     ],

@@ -21,6 +21,13 @@ from kfac_bench.errors import UsageError
 
 def bench(arguments: list[str]) -> int:
     """Parse and run; the exit code."""
+    options = build_parser().parse_args(arguments)
+    code: int = options.run_command(options)
+    return code
+
+
+def build_parser() -> Parser:
+    """Of all subcommands."""
     parser = Parser(
         prog="kfac-bench",
         description="Compare runs, run a benchmark, tune its settings. Event files alone are read.",
@@ -31,9 +38,7 @@ def bench(arguments: list[str]) -> int:
         *(add_export, add_faults, add_soak, add_dashboard, add_wandb),
     ):
         add(commands)
-    options = parser.parse_args(arguments)
-    code: int = options.run_command(options)
-    return code
+    return parser
 
 
 def add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
