@@ -5,7 +5,7 @@ import math
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_bench import cli, runs, score
@@ -93,6 +93,7 @@ def rho(profile, tau):
     return max((share for corner, share in profile if corner <= tau), default=0.0)
 
 
+@settings(deadline=None)
 @given(times)
 def test_the_score_is_the_area_below_the_profile(found):
     for name, profile in pp.profiles(found).items():
@@ -102,6 +103,7 @@ def test_the_score_is_the_area_below_the_profile(found):
         assert 0 <= pp.scores(found)[name] <= 1
 
 
+@settings(deadline=None)
 @given(times)
 def test_a_profile_rises_to_the_share_of_tasks_solved(found):
     for name, profile in pp.profiles(found).items():
@@ -113,6 +115,7 @@ def test_a_profile_rises_to_the_share_of_tasks_solved(found):
         assert shares[-1] == solved / len(found)
 
 
+@settings(deadline=None)
 @given(times, st.sampled_from("abcdef"), st.sampled_from([0.25, 8.0]))
 def test_seconds_or_minutes_of_a_task_make_no_difference(found, task, factor):
     if task in found:
@@ -120,6 +123,7 @@ def test_seconds_or_minutes_of_a_task_make_no_difference(found, task, factor):
         assert pp.ratios(scaled) == pp.ratios(found)
 
 
+@settings(deadline=None)
 @given(times)
 def test_someone_is_best_on_each_task_that_was_solved(found):
     of_task = {task: [r[task] for r in pp.ratios(found).values()] for task in found}

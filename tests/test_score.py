@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_bench import runs, score
@@ -368,6 +368,7 @@ def test_intervals_by_hand() -> None:
     assert score.bootstrap_median([INF, INF, INF]) == (INF, INF, INF)
 
 
+@settings(deadline=None)  # ten thousand resamples, each four times, on a machine that may be busy
 @given(times, st.randoms())
 def test_an_interval_holds_its_median_within_the_range(
     values: list[float], rng: random.Random
