@@ -42,7 +42,7 @@ def _faults(options: argparse.Namespace) -> int:
     if options.out is not None:
         about, seconds = environment.describe(), matrix.import_seconds()
         text = faults_report.page(outcomes, about, date.today(), seconds, cost.table())
-        text += f"\n{options.note}\n" if options.note else ""
+        text += f"\n\n{options.note}\n" if options.note else ""
         try:
             options.out.write_text(text, encoding="utf-8")
         except OSError as error:

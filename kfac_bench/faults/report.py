@@ -95,6 +95,7 @@ checkpoint every {CHECKPOINT_FREQ} steps; the fault comes at the seventh, or whe
   tmpfs. The last rank meets it, unless the line says another.
 
 {_without_title(table(outcomes))}
+
 ## What a checkpoint costs
 
 It is written beside the training: a copy of the state in the step, then a thread that hashes,
