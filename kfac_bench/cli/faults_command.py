@@ -21,6 +21,7 @@ def add_faults(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "--keep", type=Path, help="file of outcomes: what is in it is not tried again"
     )
+    command.add_argument("--note", default="", help="a line for the page: how it was made")
     command.set_defaults(run_command=_faults)
 
 
@@ -41,6 +42,7 @@ def _faults(options: argparse.Namespace) -> int:
     if options.out is not None:
         about, seconds = environment.describe(), matrix.import_seconds()
         text = faults_report.page(outcomes, about, date.today(), seconds, cost.table())
+        text += f"\n\n{options.note}\n" if options.note else ""
         try:
             options.out.write_text(text, encoding="utf-8")
         except OSError as error:

@@ -95,10 +95,11 @@ checkpoint every {CHECKPOINT_FREQ} steps; the fault comes at the seventh, or whe
   tmpfs. The last rank meets it, unless the line says another.
 
 {_without_title(table(outcomes))}
+
 ## What a checkpoint costs
 
 It is written beside the training: a copy of the state in the step, then a thread that hashes,
-writes and syncs. Processor time, of float32 state of some sizes; the default is one a minute at most.
+writes and syncs. Processor time, of float32 state of some sizes; one a minute is the default.
 
 {_without_title(cost)}"""
 
