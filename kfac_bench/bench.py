@@ -133,7 +133,7 @@ def load(name: str) -> Benchmark:
         result = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(Benchmark), OmegaConf.load(path))
         )
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path}: {str(error).splitlines()[0]}") from None
     assert isinstance(result, Benchmark)
     return result

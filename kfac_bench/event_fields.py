@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ Check = Callable[[Any], Any]
 def checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``cls`` that ``found`` has, numbers as ``int`` and ``float``; others left out.
 
-    In a mapping to numbers, what is none becomes NaN; a list that is none is empty. Raises
+    In a mapping to numbers, what is none is left out; a list that is none is empty. Raises
     ``ValueError`` that names any other field which is missing or of another type.
     """
     made = {}
@@ -49,8 +49,10 @@ def _check(hint: Any) -> Check:
     if origin in (types.UnionType, typing.Union):  # X | None
         (some,) = (_check(x) for x in arguments if x is not type(None))
         return lambda value: None if value is None else some(value)
+    if origin is Mapping and arguments[1] in (int, float):
+        return _numbers
     if origin is Mapping:
-        of = _number if arguments[1] in (int, float) else _check(arguments[1])
+        of = _check(arguments[1])
         return lambda value: {k: of(v) for k, v in _exactly(value, dict).items()}
     if origin is Sequence:  # of what its readers look at themselves
         return lambda value: value if isinstance(value, list) else []
@@ -61,12 +63,13 @@ def _check(hint: Any) -> Check:
     return lambda value: _exactly(value, hint)
 
 
-def _number(value: Any) -> float:
-    """One of many: NaN if it is none."""
-    try:
-        return float(_exactly(value, int, float))
-    except (TypeError, OverflowError):
-        return math.nan
+def _numbers(value: Any) -> dict[str, float]:
+    """Those that are."""
+    found = {}
+    for key, number in _exactly(value, dict).items():
+        with suppress(TypeError, OverflowError):
+            found[key] = float(_exactly(number, int, float))
+    return found
 
 
 def _exactly(value: Any, *kinds: type) -> Any:

@@ -538,6 +538,14 @@ class Trainer:
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint, of any number of ranks. ``ValueError`` if it does not fit."""
+        try:
+            self._restore(saved)
+        except RuntimeError as error:  # torch's own, of tensors of another kind
+            raise ValueError(
+                f"{saved.path}: no state of a run ({str(error).splitlines()[0]})"
+            ) from None
+
+    def _restore(self, saved: checkpoint.Checkpoint) -> None:
         main = saved.shards[0]
         states = [s["kfac"] for s in saved.shards if s["kfac"] is not None]
         if self.kfac is not None and states:

@@ -203,3 +203,16 @@ def test_states_of_another_kind_do_not_resume(tmp_path_factory, saved, template,
     directory = RunDirectory(config)
     trainer = _build_trainer(config, ALONE, directory)
     refused_or(lambda: _start(config, trainer, directory, {}))
+
+
+@pytest.mark.parametrize("part", ["scaler", "train_s", "rng", "optimizer", "model", "kfac"])
+def test_a_tensor_in_place_of_a_part_does_not_resume(tmp_path, saved, template, part):
+    state = torch.load(saved / "rank0.pt", weights_only=True)
+    out = io.BytesIO()
+    torch.save(state | {part: torch.zeros(0)}, out)
+    signed(tmp_path / "from" / "checkpoints" / saved.name, out.getvalue())
+    config = replace(template, runs_dir=str(tmp_path), resume=str(tmp_path / "from"))
+    directory = RunDirectory(config)
+    trainer = _build_trainer(config, ALONE, directory)
+    with pytest.raises(UsageError, match="resume: "):
+        _start(config, trainer, directory, {})

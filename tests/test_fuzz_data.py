@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import resource
 import tarfile
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from kfac_bench.data import cifar10, images, shard_index, text_shards
+from kfac_bench.data import array_pickle, cifar10, images, shard_index, text_shards
 from kfac_bench.data.faults import Unreadable
 from kfac_bench.predictions import read as read_picture
 from tests.fuzzing import damaged, fuzz, refused_or
@@ -155,3 +156,11 @@ def test_damaged_shards_of_text(tmp_path_factory, data):
         assert found.shape == (4, 11)
         assert [text_shards.well_formed(row, manifest) for row in found]
     assert text_shards.faults(folder, manifest)
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p2000000000\n"])
+def test_a_pickle_of_absurd_numbers_takes_no_memory(put):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="has the number"):
+        array_pickle.loads(b"\x80\x04N" + put + b".")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 500_000  # kB

@@ -113,11 +113,11 @@ def test_real_processes_are_looked_at(tmp_path, monkeypatch, leak):
 
 @pytest.mark.ranks
 def test_a_short_soak(tmp_path):
-    """Too short for memory to be level; all else is."""
+    """Too short for slopes; the record is whole."""
     small = ["model=autoencoder", "model.hidden=[16,6]"]
     asked = Soak(2, 60, tmp_path, small)
     verdict = soak(asked, lambda line: None)
-    assert [b for b in verdict.broken if "resident MB" not in b and "threads" not in b] == []
+    assert [what for what in verdict.broken if not what.startswith("rank ")] == []
     shown = {row[0]: row[2] for row in verdict.rows}
     assert {"rank 0: resident MB", "rank 1: threads", "rank 0's wandb-core: open files"} <= set(
         shown

@@ -2,6 +2,7 @@
 
 import io
 import pickle  # only as the base of an unpickler that can build nothing
+import pickletools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +74,17 @@ def loads(content: bytes) -> object:
     says why, on anything else: a forbidden name (before it is imported) or a damaged pickle.
     """
     try:
+        _check_memo(content)
         return _Unpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:  # the documentation of pickle: any exception may come out
         raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _check_memo(content: bytes) -> None:
+    """Python's own reader makes a table as long as the largest number an object is kept under."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= argument <= len(content):
+            raise ValueError(f"an object in it has the number {argument}")
 
 
 def uint8_array(value: object) -> NDArray[np.uint8]:

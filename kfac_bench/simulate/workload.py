@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kfac_bench.simulate.step import Workload
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TOP = {"parameters", "tensors", "step_flops_per_example", "family", "gradient_bytes", "layers"}
+_MOST, _REPEATS = 1 << 40, 100_000
 _LAYER = {"name": str, "a_dim": int, "g_dim": int, "rows": int}
 
 
@@ -68,7 +70,7 @@ def of_file(path: Path, examples: int) -> Workload:
         int(_positive(found, "tensors", path)),
         examples,
         family=str(found.get("family", "")),
-        gradient_bytes=int(found.get("gradient_bytes", 4)),
+        gradient_bytes=int(_positive({"gradient_bytes": 4} | dict(found), "gradient_bytes", path)),
     )
 
 
@@ -78,10 +80,8 @@ def _layers(entry: Any, path: Path) -> list[tuple[LayerSpec, int]]:
     ):
         raise UsageError(f"{path}: layers: expected {', '.join(_LAYER)} in {entry!r}")
     repeat = entry.get("repeat", 1)
-    if (
-        not isinstance(repeat, int)
-        or min(entry["a_dim"], entry["g_dim"], entry["rows"], repeat) < 1
-    ):
+    sizes = (entry["a_dim"], entry["g_dim"], entry["rows"], repeat)
+    if not isinstance(repeat, int) or min(sizes) < 1 or max(sizes) > _MOST or repeat > _REPEATS:
         raise UsageError(f"{path}: layers: {entry['name']}: expected sizes of at least 1")
     names = [f"{entry['name']}{f'.{i}' if repeat > 1 else ''}" for i in range(repeat)]
     return [(LayerSpec(n, entry["a_dim"], entry["g_dim"]), entry["rows"]) for n in names]
@@ -90,8 +90,8 @@ def _layers(entry: Any, path: Path) -> list[tuple[LayerSpec, int]]:
 def _positive(found: Mapping[str, Any], key: str, path: Path) -> float:
     try:
         value = float(found[key])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         value = 0.0
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise UsageError(f"{path}: {key}: expected a number above 0")
     return value
