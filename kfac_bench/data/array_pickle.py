@@ -83,8 +83,10 @@ def loads(content: bytes) -> object:
 def _check_memo(content: bytes) -> None:
     """Python's own reader makes a table as long as the largest number an object is kept under."""
     for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= argument <= len(content):
-            raise ValueError(f"an object in it has the number {argument}")
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            assert isinstance(argument, int)
+            if not 0 <= argument <= len(content):
+                raise ValueError(f"an object in it has the number {argument}")
 
 
 def uint8_array(value: object) -> NDArray[np.uint8]:
