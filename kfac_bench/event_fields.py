@@ -16,7 +16,7 @@ Check = Callable[[Any], Any]
 def checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``cls`` that ``found`` has, numbers as ``int`` and ``float``; others left out.
 
-    In a mapping to numbers, what is none is left out; a list that is none is empty. Raises
+    In a mapping, what is not of its type is left out; a list that is none is empty. Raises
     ``ValueError`` that names any other field which is missing or of another type.
     """
     made = {}
@@ -49,11 +49,9 @@ def _check(hint: Any) -> Check:
     if origin in (types.UnionType, typing.Union):  # X | None
         (some,) = (_check(x) for x in arguments if x is not type(None))
         return lambda value: None if value is None else some(value)
-    if origin is Mapping and arguments[1] in (int, float):
-        return _numbers
     if origin is Mapping:
         of = _check(arguments[1])
-        return lambda value: {k: of(v) for k, v in _exactly(value, dict).items()}
+        return lambda value: _those_that_are(of, value)
     if origin is Sequence:  # of what its readers look at themselves
         return lambda value: value if isinstance(value, list) else []
     if hint in (int, float):
@@ -63,12 +61,12 @@ def _check(hint: Any) -> Check:
     return lambda value: _exactly(value, hint)
 
 
-def _numbers(value: Any) -> dict[str, float]:
-    """Those that are."""
+def _those_that_are(of: Check, value: Any) -> dict[str, Any]:
+    """Entries of a mapping whose values are of their type."""
     found = {}
-    for key, number in _exactly(value, dict).items():
-        with suppress(TypeError, OverflowError):
-            found[key] = float(_exactly(number, int, float))
+    for key, each in _exactly(value, dict).items():
+        with suppress(TypeError, ValueError, OverflowError):
+            found[key] = of(each)
     return found
 
 

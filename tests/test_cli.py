@@ -258,7 +258,7 @@ OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kf
 @pytest.mark.parametrize("options", [ALL, OTHERS])
 @pytest.mark.parametrize("model", compose.options_of("model"))
 def test_a_dry_run_of_anything(model, options):
-    data = {"unet": "lgg"} | dict.fromkeys(config.DETECTORS, "coco")
+    data = {"unet": "lgg", "transformer": "pydoc"} | dict.fromkeys(config.DETECTORS, "coco")
     data |= dict.fromkeys(config.BERTS, "text")
     one_likelihood = model not in (*config.DETECTORS, *config.BERTS)
     empirical = [] if one_likelihood else ["kfac.fisher=empirical"]
