@@ -88,7 +88,7 @@ class Cluster:
 
     def wait_until_held(self, job, place, start=0, ranks=2):
         """Every rank stands there, in that start of the job."""
-        marks = [self.folder / f"{place}-{start}-{rank}" for rank in range(ranks)]
+        marks = [self.folder / f"{job}-{place}-{start}-{rank}" for rank in range(ranks)]
         self.wait(job, lambda: all(mark.exists() for mark in marks))
         for mark in marks:
             mark.unlink()

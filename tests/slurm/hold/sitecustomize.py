@@ -17,6 +17,7 @@ held = set()
 def main(places, folder):
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     task = os.environ.get("KFAC_TEST_HOLD_TASK")
+    job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ["SLURM_JOB_ID"]
     if restarts >= len(places) or task not in (None, os.environ.get("SLURM_ARRAY_TASK_ID")):
         return
     place, _, step = places[restarts].partition(":")
@@ -50,7 +51,8 @@ def main(places, folder):
             handler(number, frame)
 
         signal.signal(signal.SIGUSR1, note)
-        (folder / f"{place}-{restarts}-{now['trainer'].ranks.rank}").touch()
+        rank = now["trainer"].ranks.rank
+        (folder / f"{job}-{place}-{restarts}-{rank}").touch()
         deadline = time.monotonic() + PATIENCE_S
         while not seen and time.monotonic() < deadline:
             time.sleep(0.02)
