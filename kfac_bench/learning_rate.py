@@ -38,7 +38,8 @@ def _after_warmup(
         return float(config.gamma**passed)
     if isinstance(config, DecayScheduleConfig):
         start = warmup if config.decay_from == "warmup" else 0
-        left = 1 - (step - start) / max(1, max_steps - start)
+        length = config.decay_until * max_steps - start
+        left = min(1.0, max(0.0, 1 - (step - start) / max(1.0, length)))
         shape = 0.5 - 0.5 * math.cos(math.pi * left) if config.name == "cosine" else left
-        return float(config.end + (1 - config.end) * max(0.0, shape) ** config.power)
+        return float(config.end + (1 - config.end) * shape** config.power)
     return 1.0

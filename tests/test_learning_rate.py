@@ -64,6 +64,15 @@ def test_a_decay_from_the_start_jumps_at_the_end_of_the_warm_up():
     assert ours[15:] == pytest.approx([(1 - i / STEPS) ** 0.5 for i in range(15, STEPS)])
 
 
+def test_a_decay_may_be_over_before_the_run_is():
+    """Then the rate stays where it is; the fall has the shape of a run of that length."""
+    overrides = ("schedule=cosine", "schedule.end=0.1", "schedule.warmup_epochs=0.5")
+    ours = factors(*overrides, "schedule.decay_until=0.5")
+    rates = torchs(lambda o: CosineAnnealingLR(o, STEPS // 2 - 5, 0.1), STEPS // 2 - 4)
+    assert ours[5 : STEPS // 2 + 1] == pytest.approx(rates, abs=1e-6)
+    assert ours[STEPS // 2 :] == pytest.approx([0.1] * (STEPS // 2))
+
+
 def test_a_warm_up_may_start_above_zero_and_rates_scale_with_the_batch():
     overrides = ("schedule.warmup_epochs=1", "schedule.warmup_start=0.5")
     ours = factors(*overrides, "schedule.base_batch_size=64")

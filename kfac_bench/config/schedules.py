@@ -39,9 +39,12 @@ class StepScheduleConfig(ScheduleConfig):
 
 @dataclass
 class DecayScheduleConfig(ScheduleConfig):
-    """Falls until the last step that trainer.max_steps and max_epochs allow."""
+    """Falls until the last step that trainer.max_steps and max_epochs allow, or before."""
 
     end: float = option(0.0, "factor at the end", at_least=0, at_most=1)
+    decay_until: float = option(
+        1.0, "share of the run after which the fall is over and the rate stays", above=0, at_most=1
+    )
     decay_from: str = option(
         "warmup",
         "where the fall is counted from: its end, or the run's start (then the rate jumps there)",
