@@ -443,7 +443,7 @@ def counted_here(folder):
     trainer = trainer_of(folder, *STABLE, backend=here())
     trainer.kfac._executor.failed_decompositions = 1 + trainer.ranks.rank
     trainer.kfac._executor.fresh.dropped = torch.tensor(10 * (1 + trainer.ranks.rank))
-    found = trainer._kfac_statistics()
+    found = trainer._meter.kfac_statistics()
     return found["failed_decompositions"], found["dropped_statistics"]
 
 
