@@ -378,7 +378,7 @@ class KFAC:
     @property
     def failed_decompositions(self) -> int:
         """Decompositions that failed on this rank, in float32 and float64, since the start."""
-        return self._executor.failed_decompositions
+        return self._executor.solver.failed
 
     @property
     def dropped_statistics(self) -> int:
