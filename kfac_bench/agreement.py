@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.sharded import is_sharded
+from kfac_bench.errors import RunFailedError
 from kfac_bench.ranks import Ranks
 
 CHUNK = 1 << 16
@@ -22,6 +23,15 @@ BITS = {1: torch.uint8, 2: torch.int16}
 """By bytes of an element; larger ones are looked at as 32 bits and 32 bits."""
 ODD = 0x1F3D_5B79_9B77_3D25
 """5 modulo 8: of all numbers, powers of such repeat themselves last."""
+
+
+def check(model: nn.Module, kfac: KFAC | None, ranks: Ranks, step: int) -> None:
+    """Raise :class:`RunFailedError` if ranks do not agree after ``step``; all ranks call it."""
+    if (line := difference(model, kfac, ranks)) is not None:
+        raise RunFailedError(
+            f"after step {step} {line}: the run goes on from its last checkpoint if it is "
+            "started again; on unlike machines set trainer.check_ranks=false"
+        )
 
 
 def difference(model: nn.Module, kfac: KFAC | None, ranks: Ranks) -> str | None:

@@ -14,3 +14,7 @@ class OneRankError(UsageError):
 
 class LostRanksError(Exception):
     """Another rank died, hangs, or cannot be reached; exit code 1."""
+
+
+class RunFailedError(Exception):
+    """The run cannot go on, on any rank, and why: a loss that is no number, a disk that is full."""

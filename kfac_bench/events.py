@@ -304,14 +304,14 @@ CLOCKS = ("wall", "cpu")
 class Clock:
     """Training time: a stopwatch that is paused for all that is not training."""
 
-    def __init__(self, elapsed_s: float = 0.0, kind: str = "wall") -> None:
-        self._elapsed_s = elapsed_s
+    def __init__(self, kind: str) -> None:
+        self._elapsed_s = 0.0
         self._since: float | None = None
         self._kind = kind
 
-    def at(self, elapsed_s: float) -> Clock:
-        """One of the same kind that stands still at that reading."""
-        return Clock(elapsed_s, self._kind)
+    def set(self, elapsed_s: float) -> None:
+        """Stand still at that reading."""
+        self._elapsed_s, self._since = elapsed_s, None
 
     def _now(self) -> float:
         return time.process_time() if self._kind == "cpu" else time.perf_counter()

@@ -61,7 +61,7 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
         )
         if ranks.any(complete is not None):
             if ranks.is_main:
-                directory.note_state(complete or "finished", trainer.max_steps)
+                directory.note_state(complete or "finished", trainer.course.max_steps)
             return complete or "finished", 0
         opened = ranks.together(
             lambda: _open_log(config, trainer, directory, about) if ranks.is_main else None
@@ -150,7 +150,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
     limit = trainer.config.max_train_s
     time_is_up = limit is not None and ended.train_s >= limit
-    if not (at_target or time_is_up) and ended.step < trainer.max_steps:
+    if not (at_target or time_is_up) and ended.step < trainer.course.max_steps:
         return None
     print(  # noqa: T201
         f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "
@@ -167,7 +167,7 @@ def _open_log(
     console = ConsoleSink(
         metric=metric,
         higher_is_better=higher_is_better,
-        total_steps=trainer.max_steps,
+        total_steps=trainer.course.max_steps,
         target=config.trainer.target,
     )
     sinks: list[Sink] = [JsonlSink(directory.events), console]

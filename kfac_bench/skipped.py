@@ -9,6 +9,7 @@ import torch
 
 from kfac_bench.data.batch import Batch, size
 from kfac_bench.data.faults import Faults
+from kfac_bench.errors import RunFailedError
 from kfac_bench.events import EventLog, SampleSkipped
 from kfac_bench.ranks import Ranks
 
@@ -19,21 +20,37 @@ class Skipped:
 
     ranks: Ranks
     faults: Faults
+    least: int = 1
+    """Examples of a batch that a rank needs, if it has any at all."""
     _told: set[str] = field(default_factory=set)
     """Paths: each gets one event, whichever ranks meet it."""
 
-    def count(self, batch: Batch, too_few: bool = False) -> tuple[int, bool, bool]:
+    def count(self, batch: Batch, step: int) -> tuple[int, bool, str]:
         """Examples of the batches of all ranks; whether there is anything to :meth:`tell`.
 
-        And whether a rank has ``too_few``.
+        And why there cannot be an update ``step`` of them, if so.
         """
+        too_few = 0 < size(batch) < self.least
         mine = [size(batch), len(self.faults.new), int(too_few)]
         counts = torch.tensor(mine, dtype=torch.float64, device=self.ranks.device)
         examples, new, ranks = self.ranks.sum(counts).tolist()
-        return int(examples), new > 0, ranks > 0
+        problem = ""
+        if not examples:
+            problem = f"no example of batch {step} can be read, on any rank"
+        elif ranks:
+            problem = (
+                f"of a part of batch {step} one example alone can be read, and batch norm "
+                "needs two: mend the files, or set a larger trainer.batch_size"
+            )
+        return int(examples), new > 0, problem
 
-    def left_out(self, since: int) -> int:
-        """Examples that all ranks have left out since this one had left out so many."""
+    def left_out(self, since: int, there: bool) -> int:
+        """Examples that all ranks have left out since this one had left out so many.
+
+        ``there``: whether this rank could read any. Raises :class:`RunFailedError` if none could.
+        """
+        if not self.ranks.any(there):
+            raise RunFailedError("no example of the evaluation set can be read, on any rank")
         mine = torch.tensor(float(self.faults.left_out - since), dtype=torch.float64)
         return int(self.ranks.sum(mine.to(self.ranks.device)).item())
 

@@ -107,6 +107,12 @@ class Update:
             assert self._kfac is not None
             self._kfac.adapt_damping(loss, lambda: self._loss(batch))
 
+    def decomposes_all(self) -> bool:
+        """Whether the next one decomposes all factors at once; equal on all ranks."""
+        if self._kfac is None or len(self._kfac.plan.slices) > 1:
+            return False
+        return bool(self._kfac.schedules.slices_due(self._kfac.steps, 1))
+
     def _adapts_damping(self) -> bool:
         """Whether the damping wants to know what this update brings."""
         damping = None if self._kfac is None else self._kfac.schedules.damping

@@ -4,8 +4,10 @@ import subprocess
 
 import pytest
 
-from kfac_bench import bench, cli, compose
-from kfac_bench.bench import Benchmark, Cell
+from kfac_bench import cli, compose
+from kfac_bench.benchmark import grid, schema
+from kfac_bench.benchmark.grid import Cell
+from kfac_bench.benchmark.schema import Benchmark, Profile
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Evaluated,
@@ -15,9 +17,8 @@ from kfac_bench.events import (
     RunStarted,
     TargetReached,
 )
-from kfac_bench.row import Profile
 
-DEMO = bench.load("demo")
+DEMO = schema.load("demo")
 
 
 def small(**changes):
@@ -55,7 +56,7 @@ def write_run(cell, status="finished", step=10, value=0.9, hit_s=None, message="
 
 
 def test_points_are_every_combination_in_order():
-    assert list(bench.points(small())) == [
+    assert list(schema.points(small())) == [
         {"task": "digits_resnet", "optimizer": "sgd"},
         {"task": "digits_resnet", "optimizer": "adamw"},
         {"task": "digits_autoencoder", "optimizer": "sgd"},
@@ -65,7 +66,7 @@ def test_points_are_every_combination_in_order():
 
 def test_cells_are_points_times_seeds():
     """A slow hour of the machine must not slow one optimizer alone: the seeds are outside."""
-    cells = bench.cells(small(), "some/where")
+    cells = grid.cells(small(), "some/where")
     assert [c.label for c in cells[:5]] == [
         "digits_resnet sgd seed 0",
         "digits_resnet adamw seed 0",
@@ -85,15 +86,15 @@ def test_cells_are_points_times_seeds():
 
 
 def test_seeds_can_be_given():
-    assert bench.cells(small(), "r", [7])[0].label == "digits_resnet sgd seed 7"
-    assert len(bench.cells(DEMO, "r")) == 2 * 3 * 3
-    assert len(bench.cells(DEMO, "r", [0])) == 6
+    assert grid.cells(small(), "r", [7])[0].label == "digits_resnet sgd seed 7"
+    assert len(grid.cells(DEMO, "r")) == 2 * 3 * 3
+    assert len(grid.cells(DEMO, "r", [0])) == 6
 
 
 @pytest.mark.parametrize("name", ["no_such", "", "../train", "demo.yaml"])
 def test_an_unknown_benchmark_lists_what_there_is(name):
     with pytest.raises(UsageError, match=r"no such benchmark; choose one of .*demo") as caught:
-        bench.load(name)
+        schema.load(name)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -111,7 +112,7 @@ def test_a_broken_benchmark_is_one_line(tmp_path, monkeypatch, text, fragment):
     (tmp_path / "benchmark" / "broken.yaml").write_text(text)
     monkeypatch.setattr(compose, "CONF_DIR", tmp_path)
     with pytest.raises(UsageError) as caught:
-        bench.load("broken")
+        schema.load("broken")
     assert "broken.yaml" in str(caught.value)
     assert fragment in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -129,19 +130,19 @@ def started(monkeypatch):
         calls.append(tuple(command[3:]))
         return subprocess.CompletedProcess(command, 1, "", "some warning\nkfac-train: it broke\n")
 
-    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(grid.subprocess, "run", run)
     return calls
 
 
 def test_a_finished_cell_is_not_run_again(tmp_path, started):
-    cells = bench.cells(small(), str(tmp_path))[:5]
+    cells = grid.cells(small(), str(tmp_path))[:5]
     write_run(cells[0])
     write_run(cells[1], "reached", 7)
     write_run(cells[2], "failed", 3, message="the loss is nan")
     write_run(cells[3], "interrupted")
     (cells[4].path()).mkdir()  # killed before its first event
     said = []
-    assert bench.run_cells(cells, said.append) == 2
+    assert grid.run_cells(cells, said.append) == 2
     named = [f"run_id={cell.path().name}" for cell in cells]
     assert started == [(*cells[i].overrides, named[i]) for i in (3, 4)]
     assert said[0] == "[1/5] digits_resnet sgd seed 0: finished at step 10, 1.50 s (before)"
@@ -154,45 +155,45 @@ def test_a_finished_cell_is_not_run_again(tmp_path, started):
 
 
 def test_a_failed_cell_is_a_recorded_miss(tmp_path, started):
-    cells = bench.cells(small(), str(tmp_path))[:2]
+    cells = grid.cells(small(), str(tmp_path))[:2]
     said = []
     for _ in range(2):
-        assert bench.run_cells(cells, said.append) == 2
+        assert grid.run_cells(cells, said.append) == 2
     assert len(started) == 2, "tried again unasked"
     assert said[2].endswith("seed 0: failed: kfac-train: it broke (exit code 1) (before)")
-    assert bench.failure(cells[0].path()) == "kfac-train: it broke (exit code 1)"
-    assert bench.run_cells(cells, said.append, retry=True) == 2
+    assert grid.failure(cells[0].path()) == "kfac-train: it broke (exit code 1)"
+    assert grid.run_cells(cells, said.append, retry=True) == 2
     assert len(started) == 4
     write_run(cells[0], "reached", 4)  # by hand, in the meantime
-    assert bench.failure(cells[0].path()) is None
-    assert bench.run_cells(cells, said.append) == 1
+    assert grid.failure(cells[0].path()) is None
+    assert grid.run_cells(cells, said.append) == 1
     assert len(started) == 4
 
 
 def test_a_run_that_was_stopped_goes_on_next_time(tmp_path, started, monkeypatch):
-    [cell] = bench.cells(small(), str(tmp_path))[:1]
+    [cell] = grid.cells(small(), str(tmp_path))[:1]
     stopped = subprocess.CompletedProcess([], 143, "", "bye\n")
-    run = bench.subprocess.run
-    monkeypatch.setattr(bench.subprocess, "run", lambda *a, **k: stopped)
-    assert bench.run_cell(cell) == (False, "interrupted: bye (exit code 143)")
-    assert bench.failure(cell.path()) is None
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    bench.run_cell(cell)
+    run = grid.subprocess.run
+    monkeypatch.setattr(grid.subprocess, "run", lambda *a, **k: stopped)
+    assert grid.run_cell(cell) == (False, "interrupted: bye (exit code 143)")
+    assert grid.failure(cell.path()) is None
+    monkeypatch.setattr(grid.subprocess, "run", run)
+    grid.run_cell(cell)
     assert len(started) == 1
 
 
 def test_a_cell_fails_with_the_run_that_it_starts_from(tmp_path, started):
     first = Cell("first", ("model=resnet8", f"runs_dir={tmp_path}", "run_id=first"))
     cell = Cell("cell", ("model=resnet8", f"runs_dir={tmp_path}", "seed=3"), before=(first,))
-    good, said = bench.run_cell(cell)
+    good, said = grid.run_cell(cell)
     assert not good
     assert said == (
         "failed: first, which it starts from, failed: kfac-train: it broke (exit code 1)"
     )
     assert [call[-1] for call in started] == ["run_id=first"]
-    assert bench.failure(cell.path()) == said.removeprefix("failed: ")
+    assert grid.failure(cell.path()) == said.removeprefix("failed: ")
     write_run(first)
-    bench.run_cell(cell, retry=True)
+    grid.run_cell(cell, retry=True)
     assert [call[-1] for call in started] == ["run_id=first", f"run_id={cell.path().name}"]
 
 
@@ -201,7 +202,7 @@ def test_what_a_value_stands_for(tmp_path):
     sized = {"smoke": Profile(each={"size": {"small": ["trainer.batch_size=4"]}}, seeds=[7])}
     axes = {"size": ["small", "big"]}
     tree = Benchmark("T", axes, ["model=resnet8"], [0, 1], each=each, profiles=sized)
-    few, many = bench.cells(tree, str(tmp_path), None, "smoke", ["trainer.max_steps=3"])
+    few, many = grid.cells(tree, str(tmp_path), None, "smoke", ["trainer.max_steps=3"])
     assert (few.ranks, few.config().trainer.batch_size, few.seed) == (1, 4, 7)
     assert (many.ranks, many.config().trainer.batch_size) == (2, 512)
     assert many.path().name.endswith("-2ranks")
@@ -210,30 +211,30 @@ def test_what_a_value_stands_for(tmp_path):
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ]
     with pytest.raises(UsageError, match="profile=paper: choose one of smoke"):
-        bench.cells(tree, "r", None, "paper")
+        grid.cells(tree, "r", None, "paper")
     with pytest.raises(UsageError, match="has no profiles"):
-        bench.cells(small(), "r", None, "smoke")
+        grid.cells(small(), "r", None, "smoke")
 
 
 def test_a_name_does_not_depend_on_the_job(tmp_path, monkeypatch):
     """A job of the cluster and the terminal that submitted it must find one directory."""
-    cells = bench.cells(small(), str(tmp_path))
+    cells = grid.cells(small(), str(tmp_path))
     here = cells[0].path()
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    bench._path.cache_clear()
+    grid._path.cache_clear()
     assert cells[0].path() == here
 
 
 def test_a_cell_that_runs_is_told_by_its_events(tmp_path, monkeypatch):
-    [cell] = bench.cells(small(), str(tmp_path), [0])[:1]
+    [cell] = grid.cells(small(), str(tmp_path), [0])[:1]
 
     def run(command, **_):
         write_run(cell, "reached", 4)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(grid.subprocess, "run", run)
     said = []
-    assert bench.run_cells([cell], said.append) == 0
+    assert grid.run_cells([cell], said.append) == 0
     assert said == ["[1/1] digits_resnet sgd seed 0: reached at step 4, 1.50 s"]
 
 
@@ -241,9 +242,9 @@ def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkey
     """kfac-bench run; the one test here that starts a process, which finds no data."""
     axes = {"data": ["digits", "cifar10"]}
     tree = Benchmark("T", axes, ["data={data}", "model=resnet8", "logger=none"], [3])
-    monkeypatch.setattr(bench, "load", lambda name: tree)
+    monkeypatch.setattr(schema, "load", lambda name: tree)
     runs = tmp_path / "runs"
-    write_run(bench.cells(tree, str(runs))[0], step=1)
+    write_run(grid.cells(tree, str(runs))[0], step=1)
     with pytest.raises(SystemExit) as caught:
         cli.bench(["run", "demo", "--runs-dir", str(runs)])
     said = capsys.readouterr().out

@@ -18,7 +18,7 @@ from kfac_bench.data.batches import Shard
 from kfac_bench.events import Evaluated, Trained
 from kfac_bench.models import bert
 from kfac_bench.tasks.pretraining import Pretraining
-from kfac_bench.trainer import weights_sha256
+from kfac_bench.training.state import weights_sha256
 from tests.distributed import run_ranks
 from tests.language import BERT, LENGTH, QA, make_squad, make_text
 from tests.runs import before_step, config_of, end, here, of_kind, terminate, train, trainer_of

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
-from kfac_bench import bench, build, compose, config, update
+from kfac_bench import build, compose, config, update
+from kfac_bench.benchmark import grid, schema
 from kfac_bench.config import KFACConfig, TrainConfig
 from kfac_bench.core import KFAC, coverage, factors, fisher, preconditioner
 from kfac_bench.core.damping import LevenbergMarquardt
@@ -180,12 +181,12 @@ def test_the_command_line_wins_over_a_group_chosen_by_an_experiment():
     assert found.trainer.max_steps == 120
 
 
-TO_TARGETS = [name for name in compose.options_of("benchmark") if not bench.load(name).profiles]
+TO_TARGETS = [name for name in compose.options_of("benchmark") if not schema.load(name).profiles]
 """Benchmarks of time to target; the papers' are in tests/test_rows.py."""
 CELLS = [
     pytest.param(cell, id=f"{name}: {cell.label}")
     for name in TO_TARGETS
-    for cell in bench.cells(bench.load(name), "runs/test")
+    for cell in grid.cells(schema.load(name), "runs/test")
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from kfac_bench import checkpoint, cli, export, weights
 from kfac_bench.errors import UsageError
 from kfac_bench.events import Evaluated
-from kfac_bench.trainer import weights_sha256
+from kfac_bench.training.state import weights_sha256
 from tests.runs import METHODS, RESNET, config_of, end, of_kind, train, trainer_of
 
 OPTIONS = (*METHODS["adam"], "trainer.max_steps=12", "trainer.keep_last=1")

@@ -13,10 +13,10 @@ from kfac_bench.backends.fsdp2 import FSDP2, blocks
 from kfac_bench.core.collective import TorchCollective
 from kfac_bench.core.plan import STRATEGIES
 from kfac_bench.core.sharded import is_sharded, local
+from kfac_bench.errors import RunFailedError
 from kfac_bench.events import Evaluated, EventLog, Resumed, Trained
 from kfac_bench.models.cifar_resnet import cifar_resnet
 from kfac_bench.ranks import Ranks
-from kfac_bench.trainer import RunFailedError
 from tests.distributed import run_ranks
 from tests.runs import (
     CPU,

@@ -4,7 +4,8 @@ import pytest
 import yaml
 from hypothesis import given
 
-from kfac_bench import bench, compose
+from kfac_bench import compose
+from kfac_bench.benchmark import grid, schema
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from tests.fuzzing import damaged, fuzz, refused_or, spoilt
@@ -55,9 +56,9 @@ def conf(tmp_path_factory):
 
 def loaded(conf, content):
     (conf / "benchmark" / "x.yaml").write_bytes(content)
-    benchmark = refused_or(lambda: bench.load("x"))
+    benchmark = refused_or(lambda: schema.load("x"))
     if benchmark is not None:
-        refused_or(lambda: bench.cells(benchmark, "runs/x"))
+        refused_or(lambda: grid.cells(benchmark, "runs/x"))
 
 
 @fuzz(40)
@@ -91,4 +92,4 @@ def test_numbers_that_are_none_or_absurd_are_refused(tmp_path, change):
 def test_a_benchmark_that_is_no_text_is_refused(conf):
     (conf / "benchmark" / "x.yaml").write_bytes(b"title: \xff\n")
     with pytest.raises(UsageError, match=r"x\.yaml"):
-        bench.load("x")
+        schema.load("x")

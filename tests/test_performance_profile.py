@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_bench import cli, runs, score
-from kfac_bench import performance_profile as pp
+from kfac_bench.benchmark import performance_profile as pp
+from kfac_bench.benchmark.profile_figure import profile_svg
 from kfac_bench.curves import PALETTE
-from kfac_bench.profile_figure import profile_svg
 from tests.test_score import reached, write_run
 
 INF = math.inf

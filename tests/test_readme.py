@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kfac_bench import bench, compose
+from kfac_bench import compose
+from kfac_bench.benchmark import schema
 from kfac_bench.cli.bench_command import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +49,7 @@ def test_every_train_command_composes(arguments):
 def test_every_bench_command_is_understood(arguments):
     options = build_parser().parse_args(arguments)
     if options.command in ("run", "tune") and options.benchmark != "all":
-        assert list(bench.points(bench.load(options.benchmark)))
+        assert list(schema.points(schema.load(options.benchmark)))
 
 
 def test_batch_scripts_exist_and_their_options_compose():

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from kfac_bench import bench, cli
-from kfac_bench.bench import Benchmark
-from kfac_bench.benchmark import figure, measures, paper, sheet, suite
+from kfac_bench import cli
+from kfac_bench.benchmark import figure, grid, measures, paper, schema, sheet, suite
 from kfac_bench.benchmark.result import Measured
+from kfac_bench.benchmark.schema import Benchmark, Computed, Figure, Profile, Published, Quantity
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     Evaluated,
@@ -18,7 +18,6 @@ from kfac_bench.events import (
     TargetReached,
     Trained,
 )
-from kfac_bench.row import Computed, Figure, Profile, Published, Quantity
 from kfac_bench.runs import load
 
 EVERY = {"optimizer": ["SGD", "K-FAC"], "batch": ["64", "256"]}
@@ -83,7 +82,7 @@ def write(path, value, reached_s=None, status="finished", world_size=1, metrics=
 def row(tmp_path_factory):
     """SGD on three seeds; K-FAC on one, missed on one, and one whose process failed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "load", lambda name: ROW)
+        patch.setattr(schema, "load", lambda name: ROW)
         folder = tmp_path_factory.mktemp("runs") / "made_up"
         found = suite.row("made_up", "smoke", runs_dir=str(folder))
     cells = {(c.point["optimizer"], c.seed): c.path() for c in found.cells}
@@ -91,7 +90,7 @@ def row(tmp_path_factory):
         write(cells["SGD", seed], value, reached_s=4.0 + seed)
     write(cells["K-FAC", 0], 0.9, reached_s=4.0)
     write(cells["K-FAC", 1], 0.4)
-    bench.record_failure(cells["K-FAC", 2], "x", "out of memory", -9)
+    grid.record_failure(cells["K-FAC", 2], "x", "out of memory", -9)
     assert [cell.run() for cell in found.computed] == [(True, "computed")]
     return found
 
@@ -187,7 +186,7 @@ def test_all_rows_go_between_a_documents_marks(row, tmp_path, monkeypatch):
 
 
 def test_nothing_run_yet(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "load", lambda name: ROW)
+    monkeypatch.setattr(schema, "load", lambda name: ROW)
     fresh = suite.row("made_up", None, runs_dir=str(tmp_path))
     with pytest.raises(UsageError, match="nothing was run yet; kfac-bench run made_up profile=smo"):
         paper.write(fresh)
@@ -253,7 +252,7 @@ def test_a_real_cell_from_end_to_end(tmp_path, monkeypatch, capsys):
         published=[Published("loss", "nowhere", ["optimizer"], {"K-FAC": 2.0})],
         figure=Figure(["loss"], "optimizer", "optimizer"),
     )
-    monkeypatch.setattr(bench, "load", lambda name: tree)
+    monkeypatch.setattr(schema, "load", lambda name: tree)
     words = ["tiny", "profile=smoke", "trainer.predictions=0", "--runs-dir", str(tmp_path / "t")]
 
     def call(*arguments):

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kfac_bench import bench, compose
-from kfac_bench.benchmark import computed, fit, jobs, measures, plan, simulated, suite
+from kfac_bench import compose
+from kfac_bench.benchmark import computed, fit, grid, jobs, measures, plan, schema, simulated, suite
 from kfac_bench.benchmark.result import _published as published
 from kfac_bench.benchmark.result import axes_of, key_of
 from kfac_bench.profiles import PROFILES
@@ -54,13 +54,13 @@ PAPER = [
 def test_every_row_of_the_experiments_is_there():
     there = set(compose.options_of("benchmark"))
     assert there >= set(ROWS)
-    with_profiles = {name for name in there if bench.load(name).profiles}
+    with_profiles = {name for name in there if schema.load(name).profiles}
     assert with_profiles == set(ROWS), "a row that run all leaves out"
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_a_row_says_of_itself(name):
-    row = bench.load(name)
+    row = schema.load(name)
     assert row.source.startswith(("TPDS 2022, ", "KAISA (SC21)"))
     assert [*row.profiles] == list(PROFILES)
     assert row.notes, "no paper is without a gap"
@@ -86,15 +86,15 @@ def test_what_a_row_says_of_itself(name):
 
 @pytest.mark.parametrize(("name", "quantity", "point", "value"), PAPER)
 def test_numbers_as_printed(name, quantity, point, value):
-    assert published(bench.load(name))[quantity][key_of(point)][0] == value
+    assert published(schema.load(name))[quantity][key_of(point)][0] == value
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_cells_of_all_profiles_are_valid_runs(name):
     """Of each value of each axis one cell: all of them take a minute."""
-    row, seen = bench.load(name), set()
+    row, seen = schema.load(name), set()
     for profile in PROFILES:
-        cells = bench.cells(row, "runs/x", None, profile)
+        cells = grid.cells(row, "runs/x", None, profile)
         for cell in cells:
             own = {(profile, *item) for item in cell.point.items()}
             if own <= seen or cell.seed != cells[0].seed:
@@ -109,8 +109,8 @@ def test_cells_of_all_profiles_are_valid_runs(name):
 
 
 def test_cells_of_a_profile_stand_for_those_of_the_paper():
-    row = bench.load("table5_fig6_update_interval")
-    paper, smoke = (bench.cells(row, "r", [0], p) for p in ("paper", "smoke"))
+    row = schema.load("table5_fig6_update_interval")
+    paper, smoke = (grid.cells(row, "r", [0], p) for p in ("paper", "smoke"))
     assert [(c.ranks, c.seed) for c in paper[:2]] == [(64, 0), (64, 0)]
     assert "kfac.update_freq=500" in paper[2].overrides
     assert smoke[2].config().kfac.update_freq == 20
@@ -120,15 +120,15 @@ def test_cells_of_a_profile_stand_for_those_of_the_paper():
 
 
 def test_phases_come_before_and_are_shared():
-    row = bench.load("table4a_bert_kfac_phase2")
-    cells = bench.cells(row, "runs/x", None, "smoke")
+    row = schema.load("table4a_bert_kfac_phase2")
+    cells = grid.cells(row, "runs/x", None, "smoke")
     first, second = cells[0].before
     assert str(first.path()) == "runs/shared/bert-smoke-1lamb-s0"
     assert f"model.weights={first.path()}" in second.overrides
     assert f"model.weights={second.path()}/checkpoints/step-00000050" in cells[1].overrides
     waves = jobs.waves(suite.row("table4a_bert_kfac_phase2", "smoke"))
     assert [len(wave) for wave in waves] == [2, 2, 4]
-    lamb = bench.cells(bench.load("table3_bert_lamb"), "runs/y", [0], "smoke")
+    lamb = grid.cells(schema.load("table3_bert_lamb"), "runs/y", [0], "smoke")
     assert lamb[0].before[0].overrides == first.overrides, "phase 1 would be trained twice"
 
 
@@ -181,14 +181,14 @@ def test_the_largest_batch_that_fits():
         assert found["batch"] == math.floor(room / found["activations_mb_per_example"])
     with pytest.raises(compose.UsageError, match="not even one example"):
         fit.numbers(words | {"budget_gb": "0.02", "strategy": "hybrid_opt", "fraction": "1"})
-    row = bench.load("kaisa_fixed_memory_resnet50")
-    cells = bench.cells(row, "r", [0], "smoke")
+    row = schema.load("kaisa_fixed_memory_resnet50")
+    cells = grid.cells(row, "r", [0], "smoke")
     batches = [c.config().trainer.batch_size for c in cells]
     assert batches == [2 * int(found["batch"]) for found in (sgd, half, one)], "stale in the file"
 
 
 def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
-    row = bench.load("fig7_step_profile")
+    row = schema.load("fig7_step_profile")
     first, other = computed.cells(row, str(tmp_path))
     calls = []
 
@@ -203,12 +203,12 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
     assert first.run() == (True, "computed (before)")
     assert other.run() == (False, "failed: no such machine")
     assert len(calls) == 2
-    assert bench.failure(other.path()) == "no such machine"
+    assert grid.failure(other.path()) == "no such machine"
     assert first.path() != other.path()
     assert list(first.path().iterdir()) == [first.path() / "events.jsonl"]
 
 
 def test_no_paper_ranks_are_started_here(tmp_path):
-    cells = bench.cells(bench.load("fig7_step_profile"), str(tmp_path), [0], "paper")
-    good, said = bench.run_cell(cells[0])
+    cells = grid.cells(schema.load("fig7_step_profile"), str(tmp_path), [0], "paper")
+    good, said = grid.run_cell(cells[0])
     assert (good, "launcher=slurm" in said) == (False, True)

@@ -14,7 +14,6 @@ import yaml
 
 import kfac_bench
 from kfac_bench import checkpoint, cli, dry_run, run
-from kfac_bench import trainer as trainer_module
 from kfac_bench.backends.backend import Backend
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
@@ -32,7 +31,9 @@ from kfac_bench.ranks import Ranks
 from kfac_bench.run_directory import RunDirectory, run_id
 from kfac_bench.tasks.classification import Classification
 from kfac_bench.tasks.reconstruction import Reconstruction
-from kfac_bench.trainer import Trainer, weights_sha256
+from kfac_bench.trainer import Trainer
+from kfac_bench.training import saving
+from kfac_bench.training.state import weights_sha256
 from tests.distributed import run_ranks
 from tests.runs import (
     ALONE,
@@ -147,14 +148,14 @@ def test_no_more_steps_than_max_steps(tmp_path, limit):
     ],
 )
 def test_the_lower_limit_counts(tmp_path, limits, steps):
-    assert trainer_of(tmp_path, *limits).max_steps == steps
+    assert trainer_of(tmp_path, *limits).course.max_steps == steps
 
 
 def test_checkpoints_at_epoch_ends_at_most_once_a_minute(tmp_path, monkeypatch):
     often = ("trainer.checkpoint_freq=null", "trainer.max_steps=12")
     _, path = train(tmp_path, *often)
     assert steps_of(path, Checkpointed) == [12]
-    monkeypatch.setattr(trainer_module, "CHECKPOINT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(saving, "CHECKPOINT_INTERVAL_S", 0.0)
     _, path = train(tmp_path, *often, "run_id=r")
     assert steps_of(path, Checkpointed) == [5, 10, 12]
 

@@ -7,10 +7,11 @@ import math
 import pytest
 import yaml
 
-from kfac_bench import bench, compose, forked, tune
-from kfac_bench.bench import Tuning
+from kfac_bench import compose
+from kfac_bench.benchmark import forked, grid, schema, tune
+from kfac_bench.benchmark.schema import Tuning
+from kfac_bench.benchmark.tune import Search, Trial
 from kfac_bench.errors import UsageError
-from kfac_bench.tune import Search, Trial
 from tests.test_bench import DEMO, small, write_run
 
 INF = math.inf
@@ -20,7 +21,7 @@ INF = math.inf
 
 @pytest.mark.parametrize("name", ["demo", "embedded"])
 def test_every_optimizer_has_the_same_budget(name):
-    benchmark = bench.load(name)
+    benchmark = schema.load(name)
     tuning, optimizers = benchmark.tuning, benchmark.axes["optimizer"]
     assert tuning.space.keys() == set(optimizers)
     for study in range(len(tuning.seeds)):
@@ -34,9 +35,9 @@ def test_every_optimizer_has_the_same_budget(name):
 
 def test_what_the_embedded_optimizers_are_called_is_what_they_are():
     """Their files may be written by hand or by the tuning; K-FAC's are those with its options."""
-    embedded = bench.load("embedded")
+    embedded = schema.load("embedded")
     assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
-    for point in bench.points(embedded):
+    for point in schema.points(embedded):
         name = point["optimizer"]
         found = compose.load([f"experiment=embedded_{point['task']}_{name}"])
         assert found.label == embedded.tuning.labels[name]
@@ -126,7 +127,7 @@ def tuned(tmp_path, monkeypatch):
 
     def run(outcomes, only="digits_resnet_sgd", **changes):
         def train(overrides):
-            cell = bench.Cell("trial", tuple(overrides))
+            cell = grid.Cell("trial", tuple(overrides))
             config = compose.load(overrides)
             runs.append((config.optimizer.lr, config.seed, config.trainer.max_train_s))
             figure, seconds = outcomes[config.optimizer.lr, config.seed]

@@ -1,1 +1,1 @@
-"""Tables and figures of papers: what is computed beside runs, what is measured, how it is shown."""
+"""Tables and figures of papers: what a file says, the runs it makes, what is computed and shown."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfac_bench import __version__, compose
-from kfac_bench.bench import Benchmark, record_failure
 from kfac_bench.benchmark import fit, plan, simulated
+from kfac_bench.benchmark.grid import record_failure
+from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.errors import UsageError
 from kfac_bench.events import (
     EVENTS_FILE,
@@ -38,7 +39,7 @@ KINDS: dict[str, Callable[[Mapping[str, str]], dict[str, float]]] = {
 
 @dataclass(frozen=True)
 class ComputedCell:
-    """One point of a :class:`kfac_bench.row.Computed`."""
+    """One point of a :class:`kfac_bench.benchmark.schema.Computed`."""
 
     label: str
     kind: str

@@ -16,10 +16,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from kfac_bench.bench import Benchmark
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
+from kfac_bench.benchmark.schema import Benchmark
+from kfac_bench.benchmark.schema import Figure as Drawing
 from kfac_bench.curves import DASHES, GRID, INK, PALETTE, our_look, to_svg
-from kfac_bench.row import Figure as Drawing
 
 QUANTITY = "quantity"
 _HATCH = "////"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kfac_bench import bench
-from kfac_bench.bench import Cell
+from kfac_bench.benchmark import grid
+from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.suite import Row
 
 KFAC_BENCH = ("-c", "from kfac_bench.cli import bench; bench()")
@@ -32,7 +32,7 @@ def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) ->
     for each in row.computed:
         each.run()
     all_waves = waves(row)
-    todo = [cell for cell in all_waves[wave] if bench.outcome(cell) is None]
+    todo = [cell for cell in all_waves[wave] if grid.outcome(cell) is None]
     last = wave + 1 == len(all_waves)
     again = ["report" if last else "run", row.name, *words]
     again += [] if last else ["--wave", str(wave + 1), "--sbatch", " ".join(options)]

@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.bench import Benchmark
 from kfac_bench.benchmark.measures import COMPUTED, measure
-from kfac_bench.row import Quantity
+from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.runs import Run
 from kfac_bench.score import bootstrap_median
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfac_bench.bench import Benchmark
 from kfac_bench.benchmark.result import Line, Measured, Printed, axes_of, how_computed
-from kfac_bench.row import Profile
+from kfac_bench.benchmark.schema import Benchmark, Profile
 from kfac_bench.runs import Run, plain
 from kfac_bench.score import status
 from kfac_bench.tables import Link, Table, Value, text

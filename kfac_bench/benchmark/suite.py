@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kfac_bench import bench, compose
-from kfac_bench.bench import Benchmark, Cell
-from kfac_bench.benchmark import computed
+from kfac_bench import compose
+from kfac_bench.benchmark import computed, grid, schema
 from kfac_bench.benchmark.computed import ComputedCell
+from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.result import Found, Line, key_of, lines
+from kfac_bench.benchmark.schema import Benchmark, Profile
 from kfac_bench.benchmark.sheet import PENDING, Attempt
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE
-from kfac_bench.row import Profile
 from kfac_bench.runs import Run, load
 
 ORDER = (
@@ -61,10 +61,10 @@ def row(
     seeds: Sequence[int] | None = None,
 ) -> Row:
     """conf/benchmark/NAME.yaml at a size; runs go to ``runs/NAME``. Raises :class:`UsageError`."""
-    benchmark = bench.load(name)
-    label, sized = bench.profile_of(benchmark, profile)
+    benchmark = schema.load(name)
+    label, sized = schema.profile_of(benchmark, profile)
     folder = runs_dir or f"runs/{name}"
-    cells = bench.cells(benchmark, folder, seeds, profile, overrides)
+    cells = grid.cells(benchmark, folder, seeds, profile, overrides)
     return Row(
         name,
         benchmark,
@@ -88,7 +88,7 @@ def run(each: Row, say: Callable[[str], None], *, retry: bool = False) -> int:
     if each.computed:
         took = time.monotonic() - began
         say(f"{each.name}: {len(each.computed)} computed cells in {took:.0f} s")
-    return failed + bench.run_cells(each.cells, say, retry=retry)
+    return failed + grid.run_cells(each.cells, say, retry=retry)
 
 
 def attempts(each: Row) -> list[Attempt]:
@@ -96,12 +96,12 @@ def attempts(each: Row) -> list[Attempt]:
     found = []
     for cell in each.all_cells:
         path = cell.path()
-        why = bench.failure(path)
+        why = grid.failure(path)
         try:
             run = load(path) if why is None else None
         except UsageError as error:
             run, why = None, str(error) if (path / EVENTS_FILE).exists() else PENDING[0]
-        if run is not None and isinstance(cell, Cell) and bench.ended(path) is None:
+        if run is not None and isinstance(cell, Cell) and grid.ended(path) is None:
             why = PENDING[1]
         found.append(Attempt(cell.label, path, None if why else run, why or ""))
     return found

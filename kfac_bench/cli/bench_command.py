@@ -62,9 +62,9 @@ def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from kfac_bench import bench, tune
+    from kfac_bench.benchmark import schema, tune
 
-    benchmark = bench.load(options.benchmark)
+    benchmark = schema.load(options.benchmark)
     runs_dir = options.runs_dir or f"runs/{options.benchmark}_tuning"
     tune.tune(benchmark, runs_dir, options.out, say, options.only)
     return 0

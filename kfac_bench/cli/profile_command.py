@@ -20,7 +20,8 @@ def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
     """Print the tables of the runs as Markdown; write the figure if asked for."""
-    from kfac_bench import performance_profile, report
+    from kfac_bench import report
+    from kfac_bench.benchmark import performance_profile
 
     found = report.compare(runs)
     unit = "steps" if steps else "seconds"
@@ -33,7 +34,7 @@ def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
     for note in found.notes:
         print(note)
     if svg is not None:
-        from kfac_bench.profile_figure import profile_svg
+        from kfac_bench.benchmark.profile_figure import profile_svg
 
         try:
             svg.write_text(profile_svg(times, title, unit), encoding="utf-8")

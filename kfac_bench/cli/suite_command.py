@@ -59,13 +59,12 @@ def _add_words(command: Parser) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from kfac_bench import bench
-    from kfac_bench.benchmark import suite
+    from kfac_bench.benchmark import schema, suite
     from kfac_bench.tables import Table
 
     rows = []
     for name in suite.rows_there():
-        benchmark = bench.load(name)
+        benchmark = schema.load(name)
         counts = []
         sizes: list[str | None] = [*benchmark.profiles]
         for profile in sizes or [None]:

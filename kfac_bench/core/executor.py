@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,20 +12,16 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from kfac_bench.core import linalg, messages
+from kfac_bench.core import messages
 from kfac_bench.core.collective import Collective, Work
 from kfac_bench.core.factors import Scale
 from kfac_bench.core.fresh import Fresh
 from kfac_bench.core.layer import Layer
-from kfac_bench.core.messages import Decomposition
 from kfac_bench.core.moments import Collected
 from kfac_bench.core.plan import (
-    FACTORS,
-    IDENTITY,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
-    Factor,
     GatherGradients,
     LayerSpec,
     Message,
@@ -41,9 +36,8 @@ from kfac_bench.core.plan import (
     ShareGradients,
 )
 from kfac_bench.core.shards import Shards
-from kfac_bench.core.store import Key, Store, dense, identity_like
-
-log = logging.getLogger(__name__)
+from kfac_bench.core.solver import Solver, stack
+from kfac_bench.core.store import Store
 
 UnderWay = tuple[str, Work, Callable[[], None]]
 """A message that was started: its kind, and what to do when it has arrived."""
@@ -96,13 +90,12 @@ class Executor:
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.plan, self.collective = plan, collective
-        self.factored_damping = factored_damping
         self.layers = {layer.name: layer for layer in layers}
         self.store = Store((layer.spec for layer in layers), plan.method, state_dtype)
+        self.solver = Solver(self.store, factored_damping=factored_damping)
         self.fresh = Fresh(scale, of_sums=of_sums)
         self.shards = Shards(layers, plan.world_size) if plan.sharded else None
         """Where ranks hold parts of the gradients: they are there, before and after a run."""
-        self.failed_decompositions = 0
         self.stage_s: dict[str, float] = {}
         """Seconds of the last run by kind of op; messages count where they are waited for."""
         self.settle: Callable[[], None] | None = None
@@ -210,7 +203,7 @@ class Executor:
                 layer, new = self.layers[spec.name], request.collected.get(spec.name)
                 self.fresh.compute_second_moment(layer, new)
             case Decompose(_, members):
-                self._decompose(members, request.damping)
+                self.solver.decompose(members, request.damping)
             case Precondition(_, specs):
                 self._precondition([s for s in specs if s.name in self._grads], request)
                 if len(op.ranks) == self.plan.world_size:  # none is shared
@@ -301,82 +294,15 @@ class Executor:
                 self._grads.pop(spec.name, None)
                 self.shards.take(spec.name, self._preconditioned.pop(spec.name))
 
-    def _decompose(self, members: Sequence[tuple[LayerSpec, Factor]], damping: float) -> None:
-        keys = [(spec.name, factor) for spec, factor in members]
-        if all(spec.diagonal(factor) for spec, factor in members):
-            self.store.keep_decompositions(
-                {key: self._decompose_diagonal(key, damping) for key in keys}
-            )
-            return
-        matrices = [self.store.factor(key) for key in keys]
-        try:
-            stack = torch.cat(matrices) if len(matrices) > 1 else matrices[0]
-            dampings = torch.cat(
-                [
-                    self._damping(k, damping).expand(len(m))
-                    for k, m in zip(keys, matrices, strict=True)
-                ]
-            )
-            done = self._decompose_dense(stack, dampings)
-        except linalg.DecompositionError as error:
-            if len(members) > 1:  # one bad matrix fails its whole batch: one by one
-                for member in members:
-                    self._decompose([member], damping)
-                return
-            self.failed_decompositions += 1
-            log.warning("%s of %s: %s; the last good one stays", *reversed(keys[0]), error)
-            if keys[0] in self.store.decompositions:
-                return
-            eye = identity_like(matrices[0], diagonal=False)
-            done = (eye,) if self.plan.method == "inverse" else (torch.ones_like(eye[..., 0]), eye)
-        sizes = [len(m) for m in matrices]
-        parts = zip(*(torch.split(x, sizes) for x in done), strict=True)
-        self.store.keep_decompositions(dict(zip(keys, parts, strict=True)))
-
-    def _decompose_dense(self, stack: Tensor, damping: Tensor) -> Decomposition:
-        if self.plan.method == "inverse":
-            return (linalg.damped_inverse(stack, damping),)
-        return linalg.eigendecompose(stack)
-
-    def _decompose_diagonal(self, key: Key, damping: float) -> Decomposition:
-        diagonal = self.store.factor(key)
-        if self.plan.method == "inverse":
-            return (1 / (diagonal + self._damping(key, damping).unsqueeze(-1)),)
-        return (diagonal.clone(),)
-
-    def _damping(self, key: Key, damping: float) -> Tensor:
-        """What the inverse method adds to a factor, [groups] or []."""
-        name, factor = key
-        if not self.factored_damping:
-            return self.store.weights[key].new_full((), damping)
-        means = [self.store.mean_eigenvalue((name, f)) for f in FACTORS]
-        return linalg.split_damping(means[0], means[1], damping)[FACTORS.index(factor)]
-
     def _precondition(self, specs: Sequence[LayerSpec], request: Request) -> None:
         if not specs:
             return
         grads = [self._grads[spec.name] for spec in specs]
-        done = self._precondition_stack(specs, _stack(grads), request.damping)
+        done = self.solver.precondition(specs, stack(grads), request.damping)
         for spec, grad in zip(
             specs, torch.split(done, [spec.groups for spec in specs]), strict=True
         ):
             self._preconditioned[spec.name] = grad
-
-    def _precondition_stack(
-        self, specs: Sequence[LayerSpec], grad: Tensor, damping: float
-    ) -> Tensor:
-        """Gradients of layers of one shape, [layers groups, g_dim, a_dim]."""
-        if self.plan.method == IDENTITY:
-            return grad
-        a, g = self.store.stacked(specs)
-        if self.plan.method == "inverse":
-            return linalg.precondition_inverse(grad, dense(a), dense(g))
-        qa, qg = (d[1].to(d[0].dtype) if len(d) == 2 else None for d in (a, g))
-        if specs[0].name in self.store.second_moments:
-            values = _stack([self.store.second_moments[s.name] for s in specs]) + damping
-        else:
-            values = linalg.damped_eigenvalues(a[0], g[0], damping, factored=self.factored_damping)
-        return linalg.precondition_eigen(grad, qa, qg, values)
 
 
 @contextmanager
@@ -390,7 +316,3 @@ def _timed(
     if settle is not None:
         settle()
     stage_s[kind] = stage_s.get(kind, 0.0) + time.perf_counter() - start
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

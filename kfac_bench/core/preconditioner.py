@@ -11,7 +11,7 @@ Usage::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,12 +19,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity
 from torch.optim import Optimizer
 
 from kfac_bench.core import fisher as fishers
-from kfac_bench.core import linalg, state
+from kfac_bench.core import state
 from kfac_bench.core.capture import Capture
+from kfac_bench.core.checks import check_apart, check_choice, check_sharded, check_single, check_stages
 from kfac_bench.core.collective import Collective, check_same_on_all_ranks, default_collective
 from kfac_bench.core.cost import measured_cost
 from kfac_bench.core.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
@@ -35,9 +35,9 @@ from kfac_bench.core.layer import Layer
 from kfac_bench.core.plan import IDENTITY, ComputeFactor, ReduceFactors
 from kfac_bench.core.planner import make_plan
 from kfac_bench.core.report import Report
-from kfac_bench.core.schedule import Schedule, Schedules, Settings, free_phases
-from kfac_bench.core.sharded import any_tensor_parallel
+from kfac_bench.core.schedule import Schedule, Schedules, Settings
 from kfac_bench.core.shards import any_sharded
+from kfac_bench.core.write_back import WriteBack
 
 WEIGHT_SHARING = ("expand", "reduce")
 BATCH_NUMEL = 1 << 22
@@ -131,10 +131,10 @@ class KFAC:
         collective: Collective | None = None,
         model_parallel: Collective | None = None,
     ) -> None:
-        _check_choice("factor_convention", factor_convention, tuple(CONVENTIONS))
-        _check_choice("fisher", fisher, fishers.FISHERS)
-        _check_choice("weight_sharing", weight_sharing, WEIGHT_SHARING)
-        _check_choice("state_dtype", state_dtype, STATE_DTYPES)
+        check_choice("factor_convention", factor_convention, tuple(CONVENTIONS))
+        check_choice("fisher", fisher, fishers.FISHERS)
+        check_choice("weight_sharing", weight_sharing, WEIGHT_SHARING)
+        check_choice("state_dtype", state_dtype, STATE_DTYPES)
         self.schedules = Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
         self.fisher = fisher
         self.steps = 0
@@ -150,18 +150,14 @@ class KFAC:
         )
         if not self._layers:
             raise ValueError("the model has no layer to precondition")
-        self._optimizer = optimizer
-        self._group_of = self._find_param_groups()
+        self._write_back = WriteBack(self._layers, optimizer, model_parallel)
         self.collective = collective or default_collective()
-        self._model_parallel = model_parallel
         if self.collective.world_size > 1:
-            _refuse_double(self._layers)
+            check_single(self._layers)
         if any_sharded(self._layers):
-            self._refuse_sharded(strategy, overlap)
-        if model_parallel is not None and isinstance(damping, LevenbergMarquardt):
-            raise ValueError(
-                "model_parallel: an adaptive damping would need all layers of the model"
-            )
+            check_sharded(self._model, strategy, overlap)
+        if model_parallel is not None:
+            check_stages(damping)
         device = self._layers[0].weight.device
         if spread is None:
             spread = self.collective.world_size == 1
@@ -174,7 +170,7 @@ class KFAC:
             balance=balance,
             method="inverse" if method == IDENTITY else method,
             cost=measured_cost(method),
-            spread=self._most_slices() if spread else 1,
+            spread=self.schedules.most_slices(len(self._layers)) if spread else 1,
             itemsize=state_dtype.itemsize,
             batch_numel=BATCH_NUMEL if device.type == "cuda" else 0,
             sharded=self.collective.world_size > 1 and any_sharded(self._layers),
@@ -182,7 +178,7 @@ class KFAC:
         if method == IDENTITY:
             self.plan = replace(self.plan, method=IDENTITY, factors=(), slices=())
         if not self.plan.colocated:
-            _refuse_apart(method == "inverse" and factored_damping, damping)
+            check_apart(method == "inverse" and factored_damping, damping)
         adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         options = (
             f"{self.schedules.at(0)} {adaptive} {factored_damping} {factor_convention} {fisher} "
@@ -202,60 +198,27 @@ class KFAC:
             factored_damping=factored_damping,
             state_dtype=state_dtype,
         )
-        rank = self.collective.rank
+        self._capture: Capture | None = self._hook(ref(model), weight_sharing == "reduce", overlap)
+        self._trial: Trial | None = None
+
+    def _hook(self, wrapper: ref[nn.Module], reduce: bool, overlap: bool) -> Capture:
+        """On the layers whose statistics this rank computes."""
         computed = {
             op.layer.name
             for op in self.plan.factors
-            if isinstance(op, ComputeFactor) and rank in op.ranks
+            if isinstance(op, ComputeFactor) and self.collective.rank in op.ranks
         }
         sends = any(isinstance(op, ReduceFactors) for op in self.plan.factors)
-        wrapper = ref(model)
-        self._capture: Capture | None = Capture(
+        return Capture(
             self._model,
             [layer for layer in self._layers if layer.name in computed],
-            reduce=weight_sharing == "reduce",
-            sampled=fisher != "empirical",
+            reduce=reduce,
+            sampled=self.fisher != "empirical",
             eigenbasis=self._executor.store.eigenbasis,
             on_complete=self._executor.begin_factors if overlap and sends else None,
             # DistributedDataParallel's own flag, False within no_sync
             is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
         )
-        self._trial: Trial | None = None
-        self._nu: Tensor | None = None
-        self._cosine: Tensor | None = None
-        self._cosine_of: list[str] = []
-
-    def _refuse_sharded(self, strategy: str, overlap: bool) -> None:
-        """What needs whole gradients in backward, or leaves ranks out of a layer's statistics."""
-        if overlap:
-            raise ValueError("overlap=True does not fit ranks that hold parts of parameters")
-        if strategy == "local_factors" and any_tensor_parallel(self._model):
-            raise ValueError(
-                "strategy=local_factors: ranks that share a tensor-parallel layer must all see it; "
-                "choose owner_reduce"
-            )
-
-    def _most_slices(self) -> int:
-        """One for each step of an interval that is free; any number where intervals change."""
-        first, freqs = self.schedules.at(0), self.schedules
-        if callable(freqs.update_freq) or callable(freqs.factor_update_freq):
-            return 2 * len(self._layers)
-        return len(free_phases(first.update_freq, first.factor_update_freq))
-
-    def _find_param_groups(self) -> dict[str, int]:
-        """Index of the optimizer's parameter group, and so the learning rate, of each layer."""
-        index = {
-            id(p): i
-            for i, group in enumerate(self._optimizer.param_groups)
-            for p in group["params"]
-        }
-        missing = [layer.name for layer in self._layers if id(layer.weight) not in index]
-        if missing:
-            raise ValueError(
-                f"the optimizer does not hold the weights of {missing[:3]}: pass them to it, "
-                "freeze them, or name them in skip"
-            )
-        return {layer.name: index[id(layer.weight)] for layer in self._layers}
 
     @torch.no_grad()
     def step(self, loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0) -> None:
@@ -276,7 +239,10 @@ class KFAC:
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + self._capture.seconds
         self._capture.seconds = 0.0
         with self._executor.timed("WriteBack"):
-            self._write_back(grads, preconditioned, settings.kl_clip)
+            self._write_back.write(
+                *(grads, preconditioned, self._executor.shards, settings.kl_clip),
+                track_cosine=self.track_cosine,
+            )
         self._decompose_now = self._sent_labels = False
         self.steps += 1
         self._capture.enabled = self.schedules.factors_due(self.steps)
@@ -391,61 +357,13 @@ class KFAC:
             self._trial.finish(loss, loss_after(), self._layers, factors, self.collective)
             self._trial = None
 
-    def _write_back(
-        self, grads: Mapping[str, Tensor], new: Mapping[str, Tensor], kl_clip: float | None
-    ) -> None:
-        shards = self._executor.shards
-        names = list(grads) if shards is None else shards.names
-        self._nu = None
-        if kl_clip is not None:
-            dots: Iterable[Tensor] = ((new[n] * grads[n]).sum() for n in names)
-            if shards is not None:
-                dots = shards.products[:, 0]
-            self._nu = self._clip_factor(names, dots, kl_clip)
-        self._cosine_of = names if self.track_cosine else []
-        if self.track_cosine and names:
-            if shards is not None:
-                self._cosine = shards.cosines()
-            else:
-                each = [cosine_similarity(new[n].flatten(), grads[n].flatten(), 0) for n in names]
-                self._cosine = torch.stack(each)
-        if shards is not None:
-            shards.write(self._nu)
-            return
-        for layer in self._layers:
-            if layer.name in grads:
-                grad = new[layer.name]
-                layer.set_grad(grad if self._nu is None else grad * self._nu)
-
-    def _clip_factor(
-        self, names: Sequence[str], dots: Iterable[Tensor], kl_clip: float
-    ) -> Tensor | None:
-        """Of eq. 16, over all layers of the model; None if backward reached none."""
-        groups, others = self._optimizer.param_groups, self._model_parallel
-        if names:
-            lrs = [float(groups[self._group_of[n]]["lr"]) for n in names]
-            change = linalg.kl_clip_sum(dots, lrs)
-        elif others is None:
-            return None
-        else:
-            change = torch.zeros((), device=self._layers[0].weight.device)
-        if others is not None and others.world_size > 1:
-            ranks = tuple(range(others.world_size))
-            others.all_reduce(change, ranks, "model_parallel/clip").wait()
-        return linalg.kl_clip_scale(change, kl_clip)
-
     def statistics(self) -> dict[str, Any]:
         """Figures of the last step, on the host.
 
         ``nu`` of eq. 16 (None: no clip), ``cosine`` by layer (empty unless ``track_cosine`` was
         set), ``stage_s`` seconds by kind of op.
         """
-        cosine = [] if not self._cosine_of or self._cosine is None else self._cosine.tolist()
-        return {
-            "nu": None if self._nu is None else self._nu.item(),
-            "cosine": dict(zip(self._cosine_of, cosine, strict=True)),
-            "stage_s": self.stage_s,
-        }
+        return self._write_back.statistics() | {"stage_s": self.stage_s}
 
     @property
     def stage_s(self) -> dict[str, float]:
@@ -460,7 +378,7 @@ class KFAC:
     @property
     def failed_decompositions(self) -> int:
         """Decompositions that failed on this rank, in float32 and float64, since the start."""
-        return self._executor.failed_decompositions
+        return self._executor.solver.failed
 
     @property
     def dropped_statistics(self) -> int:
@@ -512,27 +430,3 @@ class KFAC:
             self._capture.pop()
             self._executor.abandon_factors()
             self._capture.enabled = self.schedules.factors_due(steps)
-
-
-def _refuse_double(layers: Sequence[Layer]) -> None:
-    """What ranks send each other is float32 at most: with float64 they would mix the two."""
-    double = [layer.name for layer in layers if layer.weight.dtype == torch.float64]
-    if double:
-        raise ValueError(
-            f"layer {double[0]} has float64 weights: on several ranks K-FAC works in float32; "
-            "use model.float()"
-        )
-
-
-def _refuse_apart(inverse_splits_damping: bool, damping: object) -> None:
-    """Options for which a rank that has one factor of a layer needs the other."""
-    what = "factored_damping" if inverse_splits_damping else "an adaptive damping"
-    if inverse_splits_damping or isinstance(damping, LevenbergMarquardt):
-        raise ValueError(
-            f"{what} needs both factors of a layer on one rank: leave colocate_factors=True"
-        )
-
-
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")

@@ -61,6 +61,13 @@ class Schedules:
         phases = slice_phases(count, update_freq, self._freq("factor_update_freq", step))
         return [i for i, phase in enumerate(phases) if step % update_freq == phase]
 
+    def most_slices(self, layers: int) -> int:
+        """One for each step of an interval that is free; any number where intervals change."""
+        if callable(self.update_freq) or callable(self.factor_update_freq):
+            return 2 * layers
+        first = self.at(0)
+        return len(free_phases(first.update_freq, first.factor_update_freq))
+
     def _freq(self, name: str, step: int) -> int:
         interval = _at(getattr(self, name), step)
         if not 1 <= interval < math.inf or interval != int(interval):

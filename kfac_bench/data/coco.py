@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from kfac_bench.data.batch import Batch
-from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
+from kfac_bench.data.batches import Shard, eval_indices, keyed_generator
 from kfac_bench.data.coco_annotations import Fault, Picture, Split, find
 from kfac_bench.data.coco_annotations import load as load_split
 from kfac_bench.data.coco_masks import api, decode
@@ -155,22 +155,10 @@ class COCO(Data):
         self._workers = workers
         self._augment = augment
 
-    def train(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        start: int,
-        shard: Shard,
-        drop_last: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield this rank's (images, targets) from step `start` on; skipped ones are not read.
-
-        Size and mirroring of an image depend on (seed, epoch, index of the image) alone.
-        """
-        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield (images, targets); size and mirroring of an image depend on key and index alone."""
         sizes = self._min_sizes, self.shape[2]
-        samples = _TrainingSamples(self._train, *sizes, self._augment, (seed, epoch))
+        samples = _TrainingSamples(self._train, *sizes, self._augment, key)
         return load_batches(samples, indices, self._workers, ([], []), self.faults, _lists)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:

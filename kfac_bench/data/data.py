@@ -1,5 +1,6 @@
 """What the trainer asks of a data set, and the data set that fits in memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -12,7 +13,7 @@ from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_
 from kfac_bench.data.faults import Faults
 
 
-class Data(Protocol):
+class Data(ABC):
     """A training and an evaluation set of examples with targets.
 
     `shape` is that of one input: (C, H, W) of an image, (tokens,) of a text; `train_size` and
@@ -46,14 +47,23 @@ class Data(Protocol):
         bit-identical whenever the arguments are, whatever ran before: a resumed run continues
         exactly. Global random state is neither read nor changed.
         """
-        ...
+        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
+        return self.training_batches(indices, (seed, epoch))
 
+    @abstractmethod
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield the training examples with these indices, a batch for each tensor of them.
+
+        `key` is (seed, epoch): what is drawn for an example is a function of it and the index.
+        Examples that cannot be read are left out where that is allowed (`faults`).
+        """
+
+    @abstractmethod
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches: every example once over all ranks, no padding.
 
         Ranks may get different numbers of batches, also none. `batch_size` is global.
         """
-        ...
 
     def prepare(self, batch: Batch) -> Batch:
         """Make of a batch of `train` or `evaluate` what a model takes, on the batch's device.
@@ -131,23 +141,14 @@ class TensorData(Data):
         self._normalize = Normalize(self.looks.mean, self.looks.std)
         self._augment = augment
 
-    def train(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        start: int,
-        shard: Shard,
-        drop_last: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield this rank's training batches from step `start` on; see Data.train."""
-        batches = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield (images, labels), augmented."""
         images, labels = self._train
         if self._augment is None:
-            return ((images[indices], labels[indices]) for indices in batches)
-        augment, generator = self._augment, keyed_generator(seed, epoch, 0)
+            return ((images[i], labels[i]) for i in indices)
+        augment, generator = self._augment, keyed_generator(*key, 0)
         draws = torch.rand(self.train_size, DRAWS, dtype=torch.float64, generator=generator)
-        return ((augment(images[i], draws[i]), labels[i]) for i in batches)
+        return ((augment(images[i], draws[i]), labels[i]) for i in indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches, never augmented; see Data.evaluate."""

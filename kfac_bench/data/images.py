@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from kfac_bench.data.batch import Batch
-from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
+from kfac_bench.data.batches import Shard, eval_indices, keyed_generator
 from kfac_bench.data.data import Data, Looks, Normalize
 from kfac_bench.data.faults import Faults, Unreadable
 from kfac_bench.data.loader import Sample, load_batches
@@ -88,18 +88,9 @@ class ImageData(Data):
         self._workers = workers
         self._normalize = Normalize(MEAN, STD)
 
-    def train(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        start: int,
-        shard: Shard,
-        drop_last: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield this rank's training batches from step `start` on; skipped ones are not read."""
-        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
-        return self._batches(_Samples(self._train, self.shape[1], (seed, epoch)), indices)
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield (images, labels), augmented."""
+        return self._batches(_Samples(self._train, self.shape[1], key), indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches; see Data.evaluate."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from kfac_bench.data.batch import Batch
-from kfac_bench.data.batches import Shard, eval_indices, train_indices
+from kfac_bench.data.batches import Shard, eval_indices
 from kfac_bench.data.data import UNKNOWN, Data, Looks
 from kfac_bench.data.faults import Faults
 
@@ -34,18 +34,9 @@ class InMemory(Data):
         self.looks = looks
         self._train, self._evaluation, self._prepare = train, evaluation, prepare
 
-    def train(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        start: int,
-        shard: Shard,
-        drop_last: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield this rank's training batches from step `start` on; see Data.train."""
-        batches = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
-        return (tuple(x[indices] for x in self._train) for indices in batches)
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield examples as they are stored."""
+        return (tuple(x[i] for x in self._train) for i in indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches; see Data.evaluate."""

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from kfac_bench.data.batch import Batch
-from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
+from kfac_bench.data.batches import Shard, eval_indices, keyed_generator
 from kfac_bench.data.data import Data
 from kfac_bench.data.faults import Faults, Unreadable
 from kfac_bench.data.loader import Sample, load_batches
@@ -187,21 +187,9 @@ class LGG(Data):
         self._workers = workers
         self._augment = augment
 
-    def train(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        start: int,
-        shard: Shard,
-        drop_last: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield this rank's (images, masks) from step `start` on; skipped ones are not read.
-
-        The augmentation of a slice depends on (seed, epoch, index of the slice) alone.
-        """
-        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
-        samples = _Slices(self._train, self.shape[1], (seed, epoch) if self._augment else None)
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield (images, masks); the augmentation of a slice depends on key and index alone."""
+        samples = _Slices(self._train, self.shape[1], key if self._augment else None)
         for images, masks, _ in self._batches(samples, indices):
             yield images, masks
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from kfac_bench.data import text_shards
 from kfac_bench.data.batch import Batch
-from kfac_bench.data.batches import Shard, eval_indices, keyed_generator, train_indices
+from kfac_bench.data.batches import Shard, eval_indices, keyed_generator
 from kfac_bench.data.data import Data
 from kfac_bench.data.faults import Faults, Unreadable
 from kfac_bench.data.loader import Sample, load_batches
@@ -92,18 +92,9 @@ class Text(Data):
         self._open = (root, manifest, vocabulary, masked, max_predictions)
         self._workers, self._predictions = workers, max_predictions
 
-    def train(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        start: int,
-        shard: Shard,
-        drop_last: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield this rank's batches from step `start` on; see Data.train."""
-        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
-        return self._batches(_Examples(*self._open, "train", (seed, epoch)), indices)
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield examples, masked anew in each epoch."""
+        return self._batches(_Examples(*self._open, "train", key), indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches; see Data.evaluate."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from kfac_bench.data import squad, wordpiece
 from kfac_bench.data.batch import Batch
-from kfac_bench.data.batches import Shard, eval_indices, train_indices
+from kfac_bench.data.batches import Shard, eval_indices
 from kfac_bench.data.data import Data
 from kfac_bench.data.faults import Faults, Unreadable
 from kfac_bench.data.loader import Sample, load_batches
@@ -185,17 +186,8 @@ class Squad(Data):
         self._evaluation = _Examples(evaluation, sequence_length, ends, True)
         self._workers = workers
 
-    def train(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        start: int,
-        shard: Shard,
-        drop_last: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield this rank's batches from step `start` on; see Data.train."""
-        indices = train_indices(self.train_size, batch_size, seed, epoch, start, shard, drop_last)
+    def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
+        """Yield windows and where their answers are."""
         return load_batches(self._train, indices, self._workers, self._empty[:2], self.faults)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:

@@ -11,7 +11,7 @@ import torch
 from kfac_bench import checkpoint
 from kfac_bench.ranks import Ranks
 from kfac_bench.tables import Table, Value
-from kfac_bench.trainer import CHECKPOINT_INTERVAL_S
+from kfac_bench.training.saving import CHECKPOINT_INTERVAL_S
 
 SIZES_MB = (1, 5, 50, 200)
 TENSORS = 20

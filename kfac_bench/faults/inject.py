@@ -264,7 +264,7 @@ def _slowly(trainer: Trainer, now: int) -> None:
     due = (now - 1) // every * every
     there = trainer.directory / "checkpoints" / f"step-{due:08d}" / MANIFEST
     deadline = time.monotonic() + WRITES_S
-    while due and now - due > WRITES_STEPS and not there.exists() and not trainer._writer.failed:
+    while due and now - due > WRITES_STEPS and not there.exists() and not trainer._saving.failed:
         if time.monotonic() > deadline:
             return
         time.sleep(0.01)

@@ -1,87 +1,33 @@
-"""A benchmark is data: conf/benchmark/NAME.yaml says which runs make a table.
+"""A benchmark's cells: its axes times its seeds, each run in processes of its own.
 
-``axes`` times ``seeds`` are the cells; a cell is a ``kfac-train`` process (on several ranks,
-torchrun) whose overrides are ``overrides`` with the axes' values filled in. What a cell came to is
-in its run directory, never in memory: events.jsonl, or cell.json with the reason where the process
-failed. A finished cell is not run again, a failed one only where that is asked for; it counts as a
-missed target.
+A cell is a ``kfac-train`` process (on several ranks, torchrun) whose overrides are those of the
+benchmark's file with the axes' values filled in. What a cell came to is in its run directory, never
+in memory: events.jsonl, or cell.json with the reason where the process failed. A finished cell is
+not run again, a failed one only where that is asked for; it counts as a missed target.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import yaml
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench import compose, run_directory
+from kfac_bench.benchmark.schema import Before, Benchmark, Profile, points, profile_of
 from kfac_bench.config import TrainConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE, RunEnded, read
-from kfac_bench.profiles import PROFILES
-from kfac_bench.row import Before, Computed, Figure, Profile, Published, Quantity
 
 FAILED_FILE = "cell.json"
 """Of a cell whose process failed: why."""
 INTERRUPTED = (130, 143)
 """Exit codes of a run that somebody stopped: it goes on next time."""
-
-
-@dataclass
-class Tuning:
-    """How the settings of the cells are found: the same number of trials for each optimizer."""
-
-    overrides: list[str] = MISSING
-    """Of every trial, with the axes' values filled in."""
-    trials: int = MISSING
-    """Of each study."""
-    seeds: list[int] = MISSING
-    """A study each; not those of the table: settings must not be picked by the runs shown."""
-    space: dict[str, dict[str, Any]] = MISSING
-    """Optimizer to override to range: ``{log: [low, high]}`` or ``{choice: [...]}``, or what
-    the option always is."""
-    experiment: str = MISSING
-    """The experiment file that the best trial becomes, with the axes' values filled in."""
-    labels: dict[str, str] = field(default_factory=dict)
-    """Optimizer to what tables call it; null: as they call others."""
-
-
-@dataclass
-class Benchmark:
-    """One table or figure: conf/benchmark/NAME.yaml."""
-
-    title: str = MISSING
-    axes: dict[str, list[str]] = MISSING
-    overrides: list[str] = MISSING
-    """Of every cell; texts may name the axes, ``{profile}``, ``{seed}`` and ``{shared}``. []: no
-    cell trains."""
-    seeds: list[int] = field(default_factory=lambda: [0])
-    tuning: Tuning | None = None
-    source: str = ""
-    """The paper and its table, figure or section."""
-    each: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Axis to value to the overrides it stands for; ``ranks=N`` among them starts N ranks."""
-    before: list[Before] = field(default_factory=list)
-    """Runs that each cell starts from, in this order."""
-    profiles: dict[str, Profile] = field(default_factory=dict)
-    computed: list[Computed] = field(default_factory=list)
-    quantities: dict[str, Quantity] = field(default_factory=dict)
-    published: list[Published] = field(default_factory=list)
-    figure: Figure | None = None
-    curves: bool = False
-    """Whether the figure is of curves: validation against steps."""
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -121,41 +67,6 @@ def _path(overrides: tuple[str, ...], ranks: int) -> Path:
     name = run_directory.run_id(config, job="")
     named = ranks == 1 or config.run_id is not None
     return Path(config.runs_dir) / (name if named else f"{name}-{ranks}ranks")
-
-
-def load(name: str) -> Benchmark:
-    """conf/benchmark/NAME.yaml, checked against the schema."""
-    path = compose.CONF_DIR / "benchmark" / f"{name}.yaml"
-    known = compose.options_of("benchmark")
-    if name not in known:
-        raise UsageError(f"{name}: no such benchmark; choose one of {', '.join(known)}")
-    try:
-        result = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(Benchmark), OmegaConf.load(path))
-        )
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {str(error).splitlines()[0]}") from None
-    assert isinstance(result, Benchmark)
-    return result
-
-
-def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, Profile]:
-    """The profile of that name (None: smoke) and what it changes; raises :class:`UsageError`."""
-    if not benchmark.profiles:
-        if name is not None:
-            raise UsageError(f"profile={name}: {benchmark.title!r} has no profiles")
-        return "", Profile()
-    name = name or PROFILES[0]
-    if name not in benchmark.profiles:
-        raise UsageError(f"profile={name}: choose one of {', '.join(benchmark.profiles)}")
-    return name, benchmark.profiles[name]
-
-
-def points(benchmark: Benchmark, profile: Profile | None = None) -> Iterator[dict[str, str]]:
-    """Every combination of the axes' values."""
-    axes = benchmark.axes | (profile.axes if profile else {})
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
 
 
 def cells(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
+from kfac_bench.benchmark.performance_profile import TAU_MAX, Times, profiles, scores
 from kfac_bench.curves import DASHES, PALETTE, Style, our_look, to_svg
-from kfac_bench.performance_profile import TAU_MAX, Times, profiles, scores
 from kfac_bench.runs import plain
 
 

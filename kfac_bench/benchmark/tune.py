@@ -19,8 +19,9 @@ from typing import Any
 import yaml
 from scipy.stats import qmc
 
-from kfac_bench import bench, compose, forked, performance_profile, score
-from kfac_bench.bench import Benchmark, Tuning
+from kfac_bench import compose, score
+from kfac_bench.benchmark import forked, performance_profile, schema
+from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE, Event, RunEnded, RunStarted, read
 from kfac_bench.run_directory import run_id
@@ -81,7 +82,7 @@ def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Say, only: str = "
         raise UsageError(f"{benchmark.title!r} has no tuning section")
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder")
-    found = {tuning.experiment.format(**p): p for p in bench.points(benchmark)}
+    found = {tuning.experiment.format(**p): p for p in schema.points(benchmark)}
     searches = [Search(name, p) for name, p in found.items() if name.startswith(only)]
     if not searches:
         raise UsageError(f"--only {only}: no name begins so; there are {', '.join(found)}")

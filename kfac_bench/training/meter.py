@@ -1,0 +1,73 @@
+"""What a :class:`Trained` event tells beside the loss: rates and means since the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kfac_bench import environment
+from kfac_bench.core import KFAC
+from kfac_bench.data.batch import Batch
+from kfac_bench.events import Clock
+from kfac_bench.ranks import Ranks
+from kfac_bench.stages import StageTimes
+
+
+class Meter:
+    """Counts from event to event; in training time, that is while ``clock`` runs."""
+
+    def __init__(self, kfac: KFAC | None, ranks: Ranks, clock: Clock) -> None:
+        self._kfac, self._ranks, self._clock = kfac, ranks, clock
+        self._stages = None if kfac is None else StageTimes(kfac, ranks)
+        self._examples, self._train_s = 0, 0.0  # at the last event
+        self._waited_s = 0.0  # for batches, since then
+
+    def start(self, examples: int) -> None:
+        """Count from here: so many examples were seen before."""
+        self._examples, self._train_s, self._waited_s = examples, self._clock.train_s(), 0.0
+
+    def waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; how long they are waited for is counted."""
+        while True:
+            began = self._clock.train_s()
+            batch = next(batches, None)
+            self._waited_s += self._clock.train_s() - began
+            if batch is None:
+                return
+            yield batch
+
+    def add_step(self) -> None:
+        """Count the update that was just made."""
+        if self._stages is not None:
+            self._stages.add()
+
+    def read(self, examples: int) -> dict[str, Any]:
+        """Fields of the event, now that so many were seen, and start anew; all ranks call it."""
+        examples_since = examples - self._examples
+        seconds = self._clock.train_s() - self._train_s
+        waited = self._ranks.max(self._waited_s / seconds if seconds > 0 else 0.0)
+        memory = self._ranks.max(environment.peak_memory_bytes(self._ranks.device))
+        self.start(examples)
+        return self.kfac_statistics() | {
+            "examples_per_s": examples_since / seconds if seconds > 0 else 0.0,
+            "data_wait_share": waited,
+            "peak_memory_bytes": memory,
+        }
+
+    def kfac_statistics(self) -> dict[str, Any]:
+        """K-FAC's fields; all ranks call it."""
+        if self._kfac is None or self._stages is None:
+            return {}
+        counts = torch.tensor(
+            [self._kfac.failed_decompositions, self._kfac.dropped_statistics],
+            device=self._ranks.device,
+        )
+        failed, dropped = self._ranks.sum(counts).tolist()
+        return self._kfac.statistics() | {
+            "stage_mean_s": self._stages.mean_s(),
+            "damping": self._kfac.damping,
+            "failed_decompositions": failed,
+            "dropped_statistics": dropped,
+        }

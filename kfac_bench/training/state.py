@@ -1,0 +1,109 @@
+"""The state that a run goes on from: what a checkpoint holds of it, and its hash."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from kfac_bench.backends.backend import Backend
+from kfac_bench.checkpoint import Checkpoint
+from kfac_bench.core import KFAC
+from kfac_bench.core.sharded import full, local
+
+_NO_SETTINGS = {"params", "step"}
+"""Of a parameter group; Apex's optimizers count their steps there."""
+
+
+class State:
+    """Model, optimizer, K-FAC, loss scale and random numbers; all ranks call every method."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        kfac: KFAC | None,
+        scaler: GradScaler,
+        backend: Backend,
+    ) -> None:
+        self._model, self._optimizer, self._kfac = model, optimizer, kfac
+        self._scaler, self._backend, self._ranks = scaler, backend, backend.ranks
+
+    def is_finite(self) -> bool:
+        """Whether all weights are, on all ranks."""
+        parameters = self._backend.bare(self._model).parameters()
+        finite = all(torch.isfinite(local(p).sum()) for p in parameters)
+        return not self._ranks.any(not finite)
+
+    def shard(self, train_s: float, owes_evaluation: bool) -> dict[str, Any]:
+        """What this rank adds to a checkpoint; the arguments are what the trainer wants back."""
+        cuda = self._ranks.device.type == "cuda"
+        shard: dict[str, Any] = {
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if cuda else None,
+            "kfac": None if self._kfac is None else self._kfac.state_dict(shard=True),
+            **self._backend.state(self._model, self._optimizer),
+        }
+        if self._ranks.is_main:
+            shard["scaler"] = self._scaler.state_dict()
+            shard["train_s"], shard["owes_evaluation"] = train_s, owes_evaluation
+        return shard
+
+    def load(self, saved: Checkpoint) -> tuple[float, bool]:
+        """Take over a checkpoint, of any number of ranks. ``ValueError`` if it does not fit.
+
+        Returns the two arguments that :meth:`shard` had.
+        """
+        try:
+            return self._load(saved)
+        except RuntimeError as error:  # torch's own, of tensors of another kind
+            raise ValueError(
+                f"{saved.path}: no state of a run ({str(error).splitlines()[0]})"
+            ) from None
+
+    def _load(self, saved: Checkpoint) -> tuple[float, bool]:
+        main = saved.shards[0]
+        states = [s["kfac"] for s in saved.shards if s["kfac"] is not None]
+        if self._kfac is not None and states:
+            self._kfac.load_state_dict(*states)
+        self._check_optimizer(main["optimizer"], saved.path)
+        settings = [
+            {k: v for k, v in g.items() if k not in _NO_SETTINGS}
+            for g in self._optimizer.param_groups
+        ]
+        try:
+            self._backend.load(self._model, self._optimizer, saved.shards)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{saved.path}: another model ({str(error).splitlines()[0]})"
+            ) from None
+        for group, before in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(before)  # momenta are the checkpoint's, settings the configuration's
+        if main.get("scaler") and self._scaler.is_enabled():
+            self._scaler.load_state_dict(main["scaler"])
+        if self._ranks.rank < len(saved.shards):
+            own = saved.shards[self._ranks.rank]
+            torch.set_rng_state(own["rng"])
+            if own["cuda_rng"] is not None and self._ranks.device.type == "cuda":
+                torch.cuda.set_rng_state(own["cuda_rng"])
+        return float(main["train_s"]), bool(main.get("owes_evaluation"))
+
+    def _check_optimizer(self, state: dict[str, Any], path: Path) -> None:
+        theirs = [set(g) - _NO_SETTINGS for g in state["param_groups"]]
+        if [set(g) - _NO_SETTINGS for g in self._optimizer.param_groups] != theirs:
+            raise ValueError(f"{path}: another optimizer")
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over all parameters and buffers, names included; all ranks call it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        whole: Any = full(tensor.detach()).cpu().contiguous()
+        digest.update(whole.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
