@@ -37,7 +37,7 @@ def train(arguments: list[str]) -> int:
     parser.add_argument("--config-dir", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_args(arguments)
     if options.version:
         from kfac_bench import __version__
 
