@@ -217,9 +217,7 @@ def test_no_paper_ranks_are_started_here(tmp_path):
 
 def test_the_job_of_the_next_wave_is_a_command_that_kfac_bench_takes(tmp_path, monkeypatch):
     behind = []
-    monkeypatch.setattr(
-        launch, "submit", lambda commands, after, *_: behind.append(after) or ["1"]
-    )
+    monkeypatch.setattr(launch, "submit", lambda commands, after, *_: behind.append(after) or ["1"])
     row = suite.row("table3_bert_lamb", "smoke", (), str(tmp_path / "r"), [0])
     words = ["profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
     jobs.submit(row, words, 0, ["--partition=debug"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, say
+from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ def _run(options: argparse.Namespace) -> int:
         done, left = done + len(row.cells), left - len(row.cells)
     if len(rows) > 1:
         _tell_all(rows, None)
-        say(f"{(time.monotonic() - began) / 60:.1f} min, {failed or 'no'} failed cells")
+        said = counted(failed, "failed cell", none="no")
+        say(f"{(time.monotonic() - began) / 60:.1f} min, {said}")
     return 1 if failed else 0
 
 
