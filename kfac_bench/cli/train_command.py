@@ -55,7 +55,7 @@ def train(arguments: list[str]) -> int:
         return sweep.run(options.overrides, options.config_dir, train_one)
     config = compose.load(options.overrides, options.config_dir)
     if options.cfg:
-        print(compose.to_yaml(config), end="")
+        print(compose.shown(config), end="")
         return 0
     return train_one(config)
 
