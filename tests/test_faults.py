@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import re
+import socket
 from datetime import date
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from kfac_bench import cli, environment
-from kfac_bench.faults import cost, matrix, report, rows
+from kfac_bench.faults import cost, launch, matrix, report, rows
 from kfac_bench.faults.matrix import Outcome
 from kfac_bench.faults.rows import Fault
 from kfac_bench.tables import escape_markdown
@@ -61,6 +63,16 @@ WRONG = {
 def test_what_goes_wrong_is_noticed(wrong, tmp_path):
     (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
     assert wrong in outcome.wrong
+
+
+def test_nobody_else_is_given_the_port_of_a_case():
+    with launch.own_port() as port, launch.own_port() as other, socket.socket() as stranger:
+        assert port != other
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", int(port)))
+        store = TCPStore("127.0.0.1", int(port), is_master=True)
+        store.set("who", "rank 0")
+        assert TCPStore("127.0.0.1", int(port)).get("who") == b"rank 0"
 
 
 def outcome(name, ranks, method, **fields):
