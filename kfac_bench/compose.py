@@ -90,8 +90,22 @@ def _refuse_additions(node: Any, prefix: str = "") -> None:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The resolved configuration, as ``--cfg job`` prints it and ``config.yaml`` holds it."""
+    """The resolved configuration, as ``config.yaml`` holds it."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def shown(found: TrainConfig) -> str:
+    """The same for people, as ``--cfg job`` prints it: without options that mean nothing here.
+
+    They have one value only, as the size of images where the data are text.
+    """
+    tree = OmegaConf.create(to_yaml(found))
+    for name, _, meta in config.options(found):
+        bounds = meta.get("bounds", {})
+        if "at least" in bounds and bounds["at least"] == bounds.get("at most"):
+            group, _, option = name.rpartition(".")
+            del OmegaConf.select(tree, group)[option]
+    return OmegaConf.to_yaml(tree)
 
 
 def describe_options(config_dir: Path | None = None) -> str:

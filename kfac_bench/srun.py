@@ -27,7 +27,7 @@ class Task:
     address: str
     """The first node: rank 0 is there."""
     port: int
-    """A function of job and step: ranks agree on it, neighbouring jobs on others."""
+    """A function of cluster, job and step: ranks agree on it, neighbouring jobs on others."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
@@ -38,7 +38,8 @@ class Task:
         world_size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if world_size == 1:
             return None
-        job_and_step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+        cluster = environ.get("SLURM_CLUSTER_NAME", "")  # a machine may be a node of two
+        step = f"{cluster}.{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
         return cls(
             int(environ["SLURM_PROCID"]),
             world_size,
@@ -46,7 +47,7 @@ class Task:
             tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]),
             int(environ["SLURM_NODEID"]),
             first_host(environ["SLURM_STEP_NODELIST"]),
-            FIRST_PORT + zlib.crc32(job_and_step.encode()) % PORTS,
+            FIRST_PORT + zlib.crc32(step.encode()) % PORTS,
         )
 
 

@@ -319,6 +319,21 @@ def test_to_yaml_says_everything_and_can_be_read_back(overrides):
     round_trip(compose.load(overrides))
 
 
+@pytest.mark.parametrize(
+    "text", [["model=transformer"], ["model=bert_tiny"], ["experiment=squad_bert", "profile=smoke"]]
+)
+def test_text_is_shown_without_the_size_of_images(text):
+    found = compose.load(text)
+    assert found.data.name in ("pydoc", "text", "squad")
+    assert "image_size: 0\n" in compose.to_yaml(found), "run ids and old runs' files have it"
+    read_back = yaml.safe_load(compose.shown(found))
+    assert {k for k, v in asdict(found).items() if read_back[k] != v} == {"data"}
+    assert asdict(found)["data"] == {**read_back["data"], "image_size": 0}
+    assert "image_size" not in read_back["data"]
+    images = compose.load(["model=unet"])
+    assert yaml.safe_load(compose.shown(images)) == asdict(images)
+
+
 @FUZZ
 @given(st.text(st.characters(exclude_characters="\x85\u2028\u2029"), max_size=12))
 @example("1e3")

@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import re
+import socket
 from datetime import date
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from kfac_bench import cli, environment
-from kfac_bench.faults import cost, matrix, report, rows
+from kfac_bench.errors import UsageError
+from kfac_bench.faults import cost, launch, matrix, report, rows, smoke
 from kfac_bench.faults.matrix import Outcome
 from kfac_bench.faults.rows import Fault
 from kfac_bench.tables import escape_markdown
@@ -61,6 +64,46 @@ WRONG = {
 def test_what_goes_wrong_is_noticed(wrong, tmp_path):
     (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
     assert wrong in outcome.wrong
+
+
+def test_nobody_else_is_given_the_port_of_a_case():
+    with launch.own_port() as port, launch.own_port() as other, socket.socket() as stranger:
+        assert port != other
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", int(port)))
+        store = TCPStore("127.0.0.1", int(port), is_master=True)
+        store.set("who", "rank 0")
+        assert TCPStore("127.0.0.1", int(port)).get("who") == b"rank 0"
+
+
+TINY = ("model=autoencoder", "model.hidden=[16,6]", "trainer.max_steps=12", "optimizer.lr=0.05")
+
+
+def test_what_checkpoints_cost_is_measured_on_real_runs(monkeypatch, capsys):
+    monkeypatch.setattr(smoke, "EXPERIMENTS", {"tiny": TINY})
+    without = smoke._spent([*TINY, *smoke.DEFAULT], saving=False)
+    assert (without.steps, without.checkpoints, without.recorded_s) == (12, 0, 0)
+    assert 0 < without.train_s < without.wall_s
+    assert without.cpu_s > 0
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["faults", "--cost", "2"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^\[2/2\] tiny: \d+\.\d s of a processor, [+-]\d+\.\d\d%$", said, re.M)
+    (row,) = (line for line in said.splitlines() if line.startswith("| tiny |"))
+    share = r"[+-]\d+\.\d+% \([+-]\d+\.\d+% to [+-]\d+\.\d+%\)"
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:3] == ["12", "1"], "12 steps, and a checkpoint at the end"
+    assert [bool(re.fullmatch(share, cells[i])) for i in (4, 6, 8)] == [True] * 3
+    assert float(cells[9].removesuffix("%")) > 0
+    assert "of 1 medians are below" in said
+
+
+def test_a_run_that_cannot_be_measured_says_why(monkeypatch, capsys):
+    with pytest.raises(UsageError, match=r"model=none: .*choose one of autoencoder"):
+        smoke.table(1, print, {"none": ("model=none",)})
+    with pytest.raises(UsageError, match="the loss is"):
+        smoke.table(1, print, {"diverges": (*TINY, "optimizer.lr=1e30", "kfac=none")})
 
 
 def outcome(name, ranks, method, **fields):
@@ -115,6 +158,7 @@ def test_rows_that_are_kept_and_no_longer_exist_do_not_harm(tmp_path):
         (["--only", "meteorite"], "--only meteorite: no such fault"),
         (["--methods", "adam"], "--methods adam: choose of SGD, comm_opt"),
         (["--ranks", "3"], "invalid choice: 3"),
+        (["--cost", "0"], "--cost 0: at least one pair of runs"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, said, capsys):

@@ -67,6 +67,7 @@ def test_the_demo_of_lgg_is_verified(capsys, tmp_path):
     code, out, _ = run(capsys, "verify", tmp_path)
     assert code == 1
     assert f"there is no {mask.name}" in out
+    assert out.endswith("lgg: 255 good slices in 16 volumes; 1 fault\n")
 
 
 @pytest.mark.parametrize(

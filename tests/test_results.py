@@ -270,6 +270,10 @@ def test_a_real_cell_from_end_to_end(tmp_path, monkeypatch, capsys):
     code, said = call("run", *words)
     assert (code, events.read_bytes()) == (0, before)
     assert "(before)" in said
+    runs = f"--runs-dir={tmp_path / 't'}"
+    _, said = call("run", "--retry", "tiny", "--seeds", "0", "profile=smoke", words[2], runs)
+    assert "[1/1] K-FAC seed 0: finished at step 2" in said
+    assert "(before)" in said, "an override behind an option was not the run's"
     assert call("report", *words)[0] == 0
     code, _ = call("report", "tiny", "profile=smok", "--runs-dir", str(tmp_path / "t"))
     assert code == 2

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from kfac_bench import compose
+from kfac_bench import compose, launch
 from kfac_bench.benchmark import computed, fit, grid, jobs, measures, plan, schema, simulated, suite
 from kfac_bench.benchmark.result import _published as published
 from kfac_bench.benchmark.result import axes_of, key_of
+from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.profiles import PROFILES
 from kfac_bench.simulate import command
 
@@ -212,3 +213,15 @@ def test_no_paper_ranks_are_started_here(tmp_path):
     cells = grid.cells(schema.load("fig7_step_profile"), str(tmp_path), [0], "paper")
     good, said = grid.run_cell(cells[0])
     assert (good, "launcher=slurm" in said) == (False, True)
+
+
+def test_the_job_of_the_next_wave_is_a_command_that_kfac_bench_takes(tmp_path, monkeypatch):
+    behind = []
+    monkeypatch.setattr(launch, "submit", lambda commands, after, *_: behind.append(after) or ["1"])
+    row = suite.row("table3_bert_lamb", "smoke", (), str(tmp_path / "r"), [0])
+    words = ["profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
+    jobs.submit(row, words, 0, ["--partition=debug"])
+    (command,) = {tuple(after) for after in behind if after != ["true"]}
+    options = build_parser().parse_args(command[1 + len(jobs.KFAC_BENCH) :])
+    assert (options.command, options.wave, options.sbatch) == ("run", 1, "--partition=debug")
+    assert (options.words, options.seeds) == (["profile=smoke"], [0])

@@ -63,7 +63,7 @@ def test_bad_questions_are_named_and_fatal_or_left_out(capsys, tmp_path, entry, 
     good = question("a", "Where?", ("the den", 20))
     root = make_squad(tmp_path / "s", train=squad_file((CONTEXT, [good, entry])))
     said = refused(windows.load, root, LENGTH, **CUT)
-    assert "1 bad files in" in said
+    assert "1 bad file in" in said
     assert "train-v1.1.json: data[0].paragraphs[0].qas[1]" in said
     assert reason in said
     left = windows.load(root, LENGTH, **CUT, on_error="skip")
@@ -73,7 +73,7 @@ def test_bad_questions_are_named_and_fatal_or_left_out(capsys, tmp_path, entry, 
     code, out, _ = run(capsys, "verify", root)
     assert code == 1
     assert reason in out
-    assert out.endswith("squad: 1 questions in train, 11 questions in eval; 1 faults\n")
+    assert out.endswith("squad: 1 question in train, 11 questions in eval; 1 fault\n")
 
 
 def test_a_set_without_a_good_question_is_refused(tmp_path):

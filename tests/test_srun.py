@@ -18,6 +18,7 @@ from kfac_bench.trainer import Trainer
 from tests.runs import KFAC, config_of, end, of_kind, steps_of, train
 
 BATCH_SHELL = {
+    "SLURM_CLUSTER_NAME": "test",
     "SLURM_JOB_ID": "3",
     "SLURM_JOB_NODELIST": "node[1-2]",
     "SLURM_LOCALID": "0",
@@ -51,8 +52,10 @@ def test_a_task_of_srun_is_a_rank():
     assert list(found.values()) == ["3", "4", "1", "2", "node1"]
     assert 12000 <= port < 32000
     assert adopted(TASK | {"SLURM_PROCID": "0"})["MASTER_PORT"] == str(port)
-    for other in ({"SLURM_JOB_ID": "4"}, {"SLURM_STEP_ID": "1"}):
-        assert adopted(TASK | other)["MASTER_PORT"] != str(port)
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_CLUSTER_NAME"):
+        assert adopted(TASK | {name: "4"})["MASTER_PORT"] != str(port)
+    nameless = {k: v for k, v in TASK.items() if k != "SLURM_CLUSTER_NAME"}
+    assert 12000 <= int(adopted(nameless)["MASTER_PORT"]) < 32000
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) ->
     todo = [cell for cell in all_waves[wave] if grid.outcome(cell) is None]
     last = wave + 1 == len(all_waves)
     again = ["report" if last else "run", row.name, *words]
-    again += [] if last else ["--wave", str(wave + 1), "--sbatch", " ".join(options)]
+    again += [] if last else ["--wave", str(wave + 1), f"--sbatch={' '.join(options)}"]
     after = [sys.executable, *KFAC_BENCH, *again]
     by_ranks: dict[int, dict[str, list[str]]] = {}
     for cell in todo:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, say
+from kfac_bench.counted import counted
 
 
 def data(arguments: list[str]) -> int:
@@ -38,7 +39,7 @@ def data(arguments: list[str]) -> int:
     found, faults = check(options.folder)
     for path, fault in faults:
         print(f"{path}: {fault}")
-    print(f"{found}; {len(faults) or 'no'} faults")
+    print(f"{found}; {counted(len(faults), 'fault', none='no')}")
     return 1 if faults else 0
 
 

@@ -7,7 +7,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,7 +64,21 @@ def _launched(torchrun: str, horovodrun: str, alone: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, in one line and without its usage dump."""
+    """argparse, in one line and without its usage dump; options may stand between words."""
+
+    _between = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's intermixed form, which subcommands (they are called here) lack."""
+        if self._between or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._between = True  # the intermixed form calls this method
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._between = False
 
     def error(self, message: str) -> NoReturn:
         """Raises :class:`UsageError`."""

@@ -22,6 +22,13 @@ def add_faults(commands: argparse._SubParsersAction[Parser]) -> None:
         "--keep", type=Path, help="file of outcomes: what is in it is not tried again"
     )
     command.add_argument("--note", default="", help="a line for the page: how it was made")
+    command.add_argument(
+        "--cost",
+        type=int,
+        metavar="N",
+        help="nothing but what checkpoints cost: N pairs of each application's smoke run, "
+        "with them and without",
+    )
     command.set_defaults(run_command=_faults)
 
 
@@ -32,6 +39,8 @@ def _faults(options: argparse.Namespace) -> int:
     from kfac_bench.faults import cost, matrix
     from kfac_bench.faults import report as faults_report
 
+    if options.cost is not None:
+        return _cost(options.cost)
     faults = matrix.find(options.only or (matrix.SHORT if options.short else ()))
     if not faults:
         raise UsageError(f"--only {' '.join(options.only)}: no such fault")
@@ -51,3 +60,12 @@ def _faults(options: argparse.Namespace) -> int:
     else:
         print(faults_report.table(outcomes).markdown())
     return 1 if any(o.wrong for o in outcomes) else 0
+
+
+def _cost(pairs: int) -> int:
+    from kfac_bench.faults import smoke
+
+    if pairs < 1:
+        raise UsageError(f"--cost {pairs}: at least one pair of runs")
+    print(smoke.table(pairs, say, smoke.EXPERIMENTS).markdown())
+    return 0

@@ -36,7 +36,7 @@ def plan(arguments: list[str]) -> int:
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--config-dir", type=Path)
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_args(arguments)
     if options.help:
         print(PLAN_USAGE, end="")
         return 0
@@ -84,7 +84,7 @@ def _simulate(arguments: list[str]) -> int:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--config-dir", type=Path)
     parser.add_argument("words", nargs="*")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_args(arguments)
     if options.help:
         print(command.USAGE, end="")
         return 0

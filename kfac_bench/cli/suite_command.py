@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, say
+from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,8 +55,24 @@ def _add_words(command: Parser) -> None:
         metavar="WORD",
         help="profile=smoke|one_gpu|paper, launcher=local|slurm; others: overrides of kfac-train",
     )
-    command.add_argument("--seeds", type=int, nargs="+", help="instead of the benchmark's own")
+    command.add_argument(
+        "--seeds", type=_seed, nargs="+", default=[], help="instead of the benchmark's own"
+    )
     command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
+
+
+def _seed(text: str) -> int | str:
+    """A seed, or an override that stands behind the seeds."""
+    try:
+        return text if "=" in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _sort_out(options: argparse.Namespace) -> None:
+    """Words that came with the seeds go to the words."""
+    options.words += [word for word in options.seeds if isinstance(word, str)]
+    options.seeds = [seed for seed in options.seeds if isinstance(seed, int)]
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -105,7 +122,8 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], str, list[str]]:
     names = suite.names(options.benchmark)
     if len(names) > 1 and options.runs_dir:
         raise UsageError(f"--runs-dir {options.runs_dir}: of one benchmark, not of {ALL}")
-    rows = [suite.row(n, profile, overrides, options.runs_dir, options.seeds) for n in names]
+    seeds = options.seeds or None
+    rows = [suite.row(n, profile, overrides, options.runs_dir, seeds) for n in names]
     for row in rows:
         if overrides and row.cells:
             row.cells[0].config()  # a word that is no override is said before anything runs
@@ -115,6 +133,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], str, list[str]]:
 def _run(options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import suite
 
+    _sort_out(options)
     rows, launcher, _ = _rows(options)
     if launcher == "slurm":
         return _submit(rows, options)
@@ -136,11 +155,13 @@ def _run(options: argparse.Namespace) -> int:
         done, left = done + len(row.cells), left - len(row.cells)
     if len(rows) > 1:
         _tell_all(rows, None)
-        say(f"{(time.monotonic() - began) / 60:.1f} min, {failed or 'no'} failed cells")
+        said = counted(failed, "failed cell", none="no")
+        say(f"{(time.monotonic() - began) / 60:.1f} min, {said}")
     return 1 if failed else 0
 
 
 def _report(options: argparse.Namespace) -> int:
+    _sort_out(options)
     rows, _, _ = _rows(options)
     if len(rows) > 1:
         _tell_all(rows, options.into)

@@ -37,7 +37,7 @@ def train(arguments: list[str]) -> int:
     parser.add_argument("--config-dir", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_args(arguments)
     if options.version:
         from kfac_bench import __version__
 
@@ -55,7 +55,7 @@ def train(arguments: list[str]) -> int:
         return sweep.run(options.overrides, options.config_dir, train_one)
     config = compose.load(options.overrides, options.config_dir)
     if options.cfg:
-        print(compose.to_yaml(config), end="")
+        print(compose.shown(config), end="")
         return 0
     return train_one(config)
 

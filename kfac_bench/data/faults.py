@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError
 
 
@@ -44,7 +45,8 @@ class Faults:
         if faults and not self.skip:
             said = "; ".join(f"{fault.path}: {fault.reason}" for fault in faults[:3])
             raise UsageError(
-                f"{len(faults)} bad files in {where}; {said}; mend them, or set data.on_error=skip"
+                f"{counted(len(faults), 'bad file')} in {where}; {said}; mend what is bad, "
+                "or set data.on_error=skip"
             )
         for fault in faults:
             self.add(fault)

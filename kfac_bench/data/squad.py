@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.counted import counted
 from kfac_bench.data.documents import is_unicode
 from kfac_bench.errors import UsageError
 
@@ -128,6 +129,6 @@ def scan(root: Path) -> tuple[str, list[tuple[Path, str]]]:
     counts, bad = [], list[tuple[Path, str]]()
     for split, name in FILES.items():
         questions, faults = read(root / name)
-        counts.append(f"{len(questions)} questions in {split}")
+        counts.append(f"{counted(len(questions), 'question')} in {split}")
         bad += [(root / name, f"{where.partition(': ')[2]}: {reason}") for where, reason in faults]
     return f"squad: {', '.join(counts)}", bad

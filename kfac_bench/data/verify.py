@@ -1,7 +1,9 @@
 """``kfac-data verify``: what is missing or damaged in a data set, before hours are spent on it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from kfac_bench.counted import counted
 from kfac_bench.data import cifar10, coco_annotations, lgg, squad, text, text_shards
 from kfac_bench.errors import UsageError
 
@@ -27,23 +29,22 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
         from kfac_bench.data import coco
 
         counts, faults = coco.scan(root)
-        return f"coco: {', '.join(f'{n} images in {split}' for split, n in counts.items())}", faults
+        return f"coco: {_by_split(counts, 'image')}", faults
     if (root / "train").is_dir() or (root / "val").is_dir():
         from kfac_bench.data import imagefolder  # torchvision, which the others do without
 
         counts, faults = imagefolder.scan(root)
-        said = ", ".join(f"{n} images in {split}" for split, n in counts.items())
-        return f"imagefolder: {said}", faults
+        return f"imagefolder: {_by_split(counts, 'image')}", faults
     if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
         from kfac_bench.data import shards  # torchvision too
 
         counts, faults = shards.scan(root)
-        said = ", ".join(f"{n} good images in {split}" for split, n in counts.items())
-        return f"shards: {said}", faults
+        return f"shards: {_by_split(counts, 'good image')}", faults
     if any(any((root / place).glob("TCGA_*")) for place in lgg.PLACES):
         volumes, faults = lgg.scan(root)
         slices = sum(len(volume.slices) for volume in volumes)
-        return f"lgg: {slices} good slices in {len(volumes)} volumes", faults
+        found = f"{counted(slices, 'good slice')} in {counted(len(volumes), 'volume')}"
+        return f"lgg: {found}", faults
     if text_shards.lengths(root):
         return text.scan(root)
     if any((root / name).exists() for name in squad.FILES.values()):
@@ -53,3 +54,7 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
         return f"cifar10: {data.train_size} images to train on, {data.eval_size} to evaluate", []
     expected = "; ".join(f"{name}: {layout}" for name, layout in LAYOUTS.items())
     raise UsageError(f"{root} has the layout of no known data set ({expected})")
+
+
+def _by_split(counts: Mapping[str, int], noun: str) -> str:
+    return ", ".join(f"{counted(n, noun)} in {split}" for split, n in counts.items())

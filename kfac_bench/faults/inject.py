@@ -11,6 +11,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +34,9 @@ STEP_S = 0.03
 """A step lasts so long at least."""
 WRITES_STEPS, WRITES_S = 2, 20.0
 """A checkpoint is on disk so many steps after it began, as where steps take their time."""
+
+MEET_S = 0.3
+"""Until those that got a signal have met it, and their parent has heard."""
 
 HAPPENED = "happened"
 """A file that is made when the fault happens: one that does not shows nothing."""
@@ -59,12 +63,20 @@ def _each_step(action: Callable[[Trainer, int], None]) -> None:
     Trainer._train_step = step  # type: ignore[method-assign]
 
 
-def _send(number: int, *, here: str | None = None) -> Callable[[int], None]:
-    """To this very process: before update ``step``, or the next time that function is called."""
+def _send(number: int, *, here: str | None = None, group: bool = False) -> Callable[[int], None]:
+    """To this very process: before update ``step``, or the next time that function is called.
+
+    ``group``: to the processes that it has started, too, and by another, as a batch system does.
+    """
 
     def send() -> None:
         _happens()
-        os.kill(os.getpid(), number)
+        if group:
+            kill = ["kill", f"-{number}", "--", f"-{os.getpgid(0)}"]
+            subprocess.run(kill, check=True, start_new_session=True)  # noqa: S603
+            time.sleep(MEET_S)
+        else:
+            os.kill(os.getpid(), number)
 
     def install(step: int) -> None:
         if here is None:
@@ -240,6 +252,7 @@ INJECT: dict[str, Callable[[int], None]] = {
     "kill": _send(signal.SIGKILL),
     "kill in commit": _send(signal.SIGKILL, here="commit"),
     "term": _send(signal.SIGTERM),
+    "term to all": _send(signal.SIGTERM, group=True),
     "term in evaluation": _send(signal.SIGTERM, here="evaluation"),
     "term in decomposition": _send(signal.SIGTERM, here="decomposition"),
     "term in checkpoint": _send(signal.SIGTERM, here="checkpoint"),

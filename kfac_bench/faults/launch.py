@@ -13,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from typing import Any
 ENDS_S = 120.0
 """Time for the ranks of a short run to end by themselves."""
 
-_forks = get_context("forkserver")
-_forks.set_forkserver_preload(
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(
     [
         "kfac_bench.faults.inject",
         "kfac_bench.run",
@@ -61,22 +61,22 @@ def by_hand(
 
     A rank that hangs after the others have ended is killed, as a launcher does it.
     """
-    port = str(_free_port())
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    alone = {"RANK": "0", "LOCAL_RANK": "0"}
     began, size = time.monotonic(), size_of(events)
     processes: list[BaseProcess] = []
-    for rank in range(ranks):
-        who = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else alone
-        process = _forks.Process(
-            target=_rank,
-            args=(folder, rank, who | dict(environment or {}), dict(injected or {}), [*options]),
-        )
-        process.start()
-        processes.append(process)
-    meanwhile([p.pid or 0 for p in processes])
-    first_step = _watch(processes, events, size, began)
-    codes = [_end(p) for p in processes]
+    with own_port() as port:
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alone = {"RANK": "0", "LOCAL_RANK": "0"}
+        for rank in range(ranks):
+            who = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else alone
+            who |= dict(environment or {})
+            process = FORKS.Process(
+                target=_rank, args=(folder, rank, who, dict(injected or {}), [*options])
+            )
+            process.start()
+            processes.append(process)
+        meanwhile([p.pid or 0 for p in processes])
+        first_step = _watch(processes, events, size, began)
+        codes = [_end(p) for p in processes]
     out, errors = (
         "".join(
             path.read_text() for rank in range(ranks) if (path := folder / f"{what}{rank}").exists()
@@ -98,6 +98,7 @@ def _rank(
 
     os.environ.update(environment)
     os.setpgid(0, 0)
+    set_start_method("fork", force=True)  # of its own children, as in a process that is no fork
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -149,10 +150,17 @@ def seconds_to_a_new_step(events: Path, size: int) -> float:
     return time.monotonic() - began
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextmanager
+def own_port() -> Iterator[str]:
+    """A port for rank 0 to listen on; while the block lasts the system gives it to nobody else.
+
+    A socket that is bound to it and does not listen keeps it. A store may share it: that, too,
+    binds with SO_REUSEADDR.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield str(held.getsockname()[1])
 
 
 def torchrun(
@@ -168,12 +176,12 @@ def torchrun(
     What is said is what the ranks say: torchrun has tracebacks of its own.
     """
     logs = folder / "torchrun"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-        *("--master-port", str(_free_port()), "--log-dir", str(logs), "--redirects", "3", *flags),
-        *("-m", "kfac_bench.faults.inject", json.dumps(dict(injected or {})), *options),
-    ]
-    with (folder / "agent").open("w") as said:
+    with (folder / "agent").open("w") as said, own_port() as port:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *("--master-port", port, "--log-dir", str(logs), "--redirects", "3", *flags),
+            *("-m", "kfac_bench.faults.inject", json.dumps(dict(injected or {})), *options),
+        ]
         agent = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)  # noqa: S603
         try:
             seconds = meanwhile(agent.pid)

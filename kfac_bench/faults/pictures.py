@@ -25,7 +25,8 @@ def add(case: Case) -> None:
             path = folder(case) / split / f"class{i % 2}" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(generator.integers(0, 256, (6, 5, 3), dtype=np.uint8)).save(path)
-    case.more += (
+    case.more = (
         *("data=imagefolder", f"data.root={folder(case)}", "data.image_size=4", "data.workers=0"),
         *(f"trainer.batch_size={BATCH}", "optimizer.lr=0.02", "kfac.damping=0.1"),
+        *case.more,
     )

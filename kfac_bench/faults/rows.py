@@ -223,6 +223,13 @@ ROWS = (
         lost=2 * CHECKPOINT_FREQ,  # this one's steps, too
     ),
     Fault("SIGTERM in a step", _starts("term"), lost=0),
+    Fault(
+        "SIGTERM to all processes, the loader's too",
+        _starts("term to all"),
+        lost=0,
+        pictures=True,
+        options=("data.workers=1",),
+    ),
     Fault("SIGTERM in an evaluation", _starts("term in evaluation", at=5), lost=0),
     Fault("SIGTERM in a decomposition", _starts("term in decomposition", at=4), lost=0, kfac=True),
     Fault("SIGTERM in a checkpoint's writing", _starts("term in checkpoint", at=4), lost=0),
