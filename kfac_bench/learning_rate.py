@@ -41,5 +41,5 @@ def _after_warmup(
         length = config.decay_until * max_steps - start
         left = min(1.0, max(0.0, 1 - (step - start) / max(1.0, length)))
         shape = 0.5 - 0.5 * math.cos(math.pi * left) if config.name == "cosine" else left
-        return float(config.end + (1 - config.end) * shape** config.power)
+        return float(config.end + (1 - config.end) * shape**config.power)
     return 1.0

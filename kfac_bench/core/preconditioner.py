@@ -24,7 +24,13 @@ from torch.optim import Optimizer
 from kfac_bench.core import fisher as fishers
 from kfac_bench.core import state
 from kfac_bench.core.capture import Capture
-from kfac_bench.core.checks import check_apart, check_choice, check_sharded, check_single, check_stages
+from kfac_bench.core.checks import (
+    check_apart,
+    check_choice,
+    check_sharded,
+    check_single,
+    check_stages,
+)
 from kfac_bench.core.collective import Collective, check_same_on_all_ranks, default_collective
 from kfac_bench.core.cost import measured_cost
 from kfac_bench.core.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
