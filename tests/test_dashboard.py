@@ -32,11 +32,11 @@ from kfac_bench.sinks import wandb_history
 from kfac_bench.sinks.wandb import WandbSink
 
 from .runs import train
+from .wandb_here import KEY
 
 pytestmark = pytest.mark.usefixtures("fresh_wandb")
 GOLDEN = Path(__file__).parent / "golden" / "dashboard.json"
 CHARTS = [chart for section in SECTIONS for chart in section.charts]
-KEY = "0123456789" * 4
 
 
 def every_event(directory):

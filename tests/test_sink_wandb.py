@@ -21,23 +21,10 @@ from kfac_bench.events import Evaluated, Predicted, RunEnded, TargetReached, Tra
 from kfac_bench.sinks import wandb as sink_module
 from kfac_bench.sinks.wandb import WandbSink, decide_mode, wandb_id
 
+from .wandb_here import KEY
+
 ROOT = Path(__file__).parents[1]
-KEY = "0123456789" * 4
-
-
-@pytest.fixture(autouse=True)
-def fresh_wandb(monkeypatch, tmp_path):
-    """No key, no settings file, no proxy of this machine; nothing of an earlier test."""
-    for name in os.environ:
-        if name.startswith("WANDB_") or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.chdir(tmp_path)
-    wandb.teardown()
-    yield
-    wandb.teardown()
+pytestmark = pytest.mark.usefixtures("fresh_wandb")
 
 
 def new_sink(directory: Path, **options) -> WandbSink:

@@ -6,6 +6,9 @@ import pytest
 
 from . import wandb_server
 
+KEY = "0123456789" * 4
+"""Of the form that W&B has."""
+
 
 @pytest.fixture
 def fresh_wandb(monkeypatch, tmp_path):
@@ -30,7 +33,7 @@ def stand_in(fresh_wandb, monkeypatch):
     import wandb
 
     with wandb_server.serving() as server:
-        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         yield server
         wandb.teardown()
