@@ -37,7 +37,6 @@ from kfac_bench.core.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_lay
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.executor import Executor, Request
 from kfac_bench.core.factors import CONVENTIONS
-from kfac_bench.core.layer import Layer
 from kfac_bench.core.plan import IDENTITY, ComputeFactor, ReduceFactors
 from kfac_bench.core.planner import make_plan
 from kfac_bench.core.report import Report
