@@ -5,7 +5,7 @@ class UsageError(Exception):
     """Bad input. The message is one line: what is wrong and what to do; exit code 2."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
+        super().__init__(printable(message))
 
 
 class OneRankError(UsageError):
@@ -14,3 +14,8 @@ class OneRankError(UsageError):
 
 class LostRanksError(Exception):
     """Another rank died, hangs, or cannot be reached; exit code 1."""
+
+
+def printable(text: str) -> str:
+    """On one line, whatever a file's name or content is: control characters as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
