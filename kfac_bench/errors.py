@@ -5,7 +5,7 @@ class UsageError(Exception):
     """Bad input. The message is one line: what is wrong and what to do; exit code 2."""
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
+        super().__init__(printable(message))
 
 
 class OneRankError(UsageError):
@@ -18,3 +18,8 @@ class LostRanksError(Exception):
 
 class RunFailedError(Exception):
     """The run cannot go on, on any rank, and why: a loss that is no number, a disk that is full."""
+
+
+def printable(text: str) -> str:
+    """On one line, whatever a file's name or content is: control characters as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

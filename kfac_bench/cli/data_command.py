@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, say
 from kfac_bench.counted import counted
+from kfac_bench.errors import printable
 
 
 def data(arguments: list[str]) -> int:
@@ -38,7 +39,7 @@ def data(arguments: list[str]) -> int:
 
     found, faults = check(options.folder)
     for path, fault in faults:
-        print(f"{path}: {fault}")
+        print(printable(f"{path}: {fault}"))
     print(f"{found}; {counted(len(faults), 'fault', none='no')}")
     return 1 if faults else 0
 
