@@ -73,7 +73,7 @@ def test_bad_questions_are_named_and_fatal_or_left_out(capsys, tmp_path, entry, 
     code, out, _ = run(capsys, "verify", root)
     assert code == 1
     assert reason in out
-    assert out.endswith("squad: 1 questions in train, 11 questions in eval; 1 faults\n")
+    assert out.endswith("squad: 1 questions in train, 11 questions in eval; 1 fault\n")
 
 
 def test_a_set_without_a_good_question_is_refused(tmp_path):

@@ -38,7 +38,7 @@ def data(arguments: list[str]) -> int:
     found, faults = check(options.folder)
     for path, fault in faults:
         print(f"{path}: {fault}")
-    print(f"{found}; {len(faults) or 'no'} faults")
+    print(f"{found}; {len(faults) or 'no'} fault{'s' * (len(faults) != 1)}")
     return 1 if faults else 0
 
 
