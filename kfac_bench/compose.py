@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,9 @@ def describe_options(config_dir: Path | None = None) -> str:
     lines = ["groups:"]
     for folder in sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir()):
         if folder in (*config.VARIANTS, "experiment"):
-            lines.append(f"  {folder}={'|'.join(options_of(folder, config_dir))}")
+            choices = "| ".join(options_of(folder, config_dir))  # blanks: where a line may end
+            wrapped = textwrap.wrap(f"  {folder}={choices}", 110, subsequent_indent=" " * 6)
+            lines += [line.replace("| ", "|") for line in wrapped]
     lines.append("options:")
     defaults = list(config.options(load([])))
     lines += [_describe_option(*found) for found in defaults]
@@ -151,6 +154,16 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def _choose(word: str, choices: Sequence[str]) -> str:
+    """What there is to choose from; where that is too much for a line, only what is like it."""
+    if len(choices) <= 40:
+        known = ", ".join(choices) or "none: the folder is empty"
+        return f"{_did_you_mean(word, choices)}; choose one of {known}"
+    like = [name for name in choices if word in name] or difflib.get_close_matches(word, choices, 5)
+    meant = f"; did you mean {', '.join(like[:5])}?" if like else ""
+    return f"{meant or ';'} kfac-train --help lists all {len(choices)}"
+
+
 def _describe_yaml(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or _first_line(error)
@@ -165,10 +178,7 @@ def _describe(error: Exception, overrides: Sequence[str], config_dir: Path | Non
     if found := re.search(r"Could not find '([^/']+)/([^']*)'", text):
         group, name = found.groups()
         choices = options_of(group, config_dir)
-        return (
-            f"{group}={name}: no such {group}{_did_you_mean(name, choices)}; choose one of "
-            f"{', '.join(choices) or 'none: the folder is empty'}"
-        )
+        return f"{group}={name}: no such {group}{_choose(name, choices)}"
     where = _file_and_line(text, config_dir)
     detail = text if cause is None else str(cause)
     detail = re.sub(r"^In '[^']+': \w+ raised while composing config:\n", "", detail)

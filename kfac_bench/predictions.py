@@ -11,14 +11,17 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
-from torch import nn
 
-from kfac_bench.data.batch import Batch, size
-from kfac_bench.events import PredictedItem
-from kfac_bench.tasks.prediction import Picture, Prediction
-from kfac_bench.tasks.task import Task
+if TYPE_CHECKING:  # pages of runs are made without torch
+    from torch import nn
+
+    from kfac_bench.data.batch import Batch
+    from kfac_bench.events import PredictedItem
+    from kfac_bench.tasks.prediction import Picture, Prediction
+    from kfac_bench.tasks.task import Task
 
 POOL = 256
 """Of so many examples those to be shown are chosen, if as many fit in an evaluation batch."""
@@ -31,6 +34,8 @@ _NAME = re.compile(r"predictions/step-[0-9]{1,20}/[0-9]{1,6}\.png")
 
 def choose(task: Task, model: nn.Module, batches: Iterable[Batch], count: int) -> list[Prediction]:
     """At most ``count`` examples of the first batches, as the task shows them."""
+    from kfac_bench.data.batch import size
+
     shown: list[Prediction] = []
     seen = 0
     for batch in filter(size, batches):  # none is left where all were unreadable

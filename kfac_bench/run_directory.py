@@ -72,8 +72,10 @@ class RunDirectory:
         """Make or take up the directory and hold it; rank 0 alone.
 
         Raises :class:`UsageError` if another process writes to it, if it holds a run of another
-        configuration, or if it cannot be made.
+        configuration, or if it cannot be made. One that is made for a run which then cannot begin
+        (no such data) is taken away again.
         """
+        is_new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("w")
@@ -92,7 +94,23 @@ class RunDirectory:
                 (self.path / "run.json").write_text(json.dumps(record, indent=1) + "\n")
             except OSError as error:
                 raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
-            yield
+            try:
+                yield
+            except UsageError:
+                if is_new:
+                    self._take_away_unless_begun()
+                raise
+
+    def _take_away_unless_begun(self) -> None:
+        ours = {"config.yaml", "run.json", ".lock", EVENTS_FILE}
+        with suppress(OSError):
+            there = list(self.path.iterdir())
+            if {path.name for path in there} <= ours and not any(
+                path.stat().st_size for path in there if path.name == EVENTS_FILE
+            ):
+                for path in there:
+                    path.unlink()
+                self.path.rmdir()
 
     def note_state(self, status: str, step: int) -> None:
         """Say in one line how the run is doing, for whoever started it; rank 0 alone.

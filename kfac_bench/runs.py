@@ -56,6 +56,11 @@ def load(path: Path) -> Run:
     return Run(file.resolve(), started, tuple(events))
 
 
+def was_computed(run: Run) -> bool:
+    """Whether a benchmark computed it (``kfac_bench.benchmark.computed``): nothing was trained."""
+    return "computed" in run.started.config
+
+
 def find(path: Path) -> list[Path]:
     """Event files at ``path``: an event file, a run directory, or all runs below a directory.
 

@@ -136,6 +136,9 @@ def _upload(
     started = next((e for e in events if isinstance(e, RunStarted)), None)
     if started is None or not isinstance(started.config, Mapping):
         raise UsageError("no RunStarted event: the run died early or this is no run")
+    if "computed" in started.config:
+        yield "computed, not trained: nothing to send"
+        return
     project = project or _text(started, "project") or "kfac_bench"
     entity = entity or _text(started, "entity")
     wanted = points(events, directory)

@@ -160,6 +160,11 @@ def test_bad_input_to_kfac_bench(tmp_path, monkeypatch, capsys, arguments, fragm
     assert fragment in said.err
 
 
+def test_pages_of_runs_need_no_torch(command):
+    code = "import sys, kfac_bench.report; print('torch' in sys.modules)"
+    assert command(sys.executable, "-c", code).stdout == "False\n"
+
+
 @pytest.mark.parametrize(
     ("overrides", "fragments"),
     [
@@ -189,6 +194,7 @@ def test_what_only_the_run_can_know_is_also_one_line(tmp_path, capsys, overrides
     assert len(said.splitlines()) == 1, said
     for fragment in fragments:
         assert fragment in said
+    assert list(tmp_path.iterdir()) == []  # kfac-bench compare runs/* finds runs alone
 
 
 def test_on_several_ranks_one_of_them_speaks(monkeypatch, capsys):

@@ -28,6 +28,8 @@ BAD = [
     ("task=classify", "choose one of classification, denoising, detection, language_model"),
     ("logger=wand", "choose one of none, tensorboard, wandb"),
     ("experiment=digits_resnett", "did you mean digits_resnet"),
+    ("experiment=maskrcnn", "did you mean fig5bc_maskrcnn_convergence, table6_fig9a_maskrcnn_"),
+    ("experiment=zzz", "experiment=zzz: no such experiment; kfac-train --help lists all "),
     ("+extra=1", "extra: no such option"),
     ("++kfac.extra=1", "kfac.extra: no such option"),
     ("+kfac.dampign=1", "kfac.dampign: no such option; did you mean damping?"),

@@ -103,13 +103,31 @@ def test_compare_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "taken"]
 
 
-def test_a_broken_run_in_a_folder_is_named_but_by_name_refused(folder: Path) -> None:
-    broken = folder / "broken"
+def test_what_cannot_be_read_is_left_out_and_named_where_runs_remain(folder: Path) -> None:
+    """``compare runs/*`` meets folders of benchmarks without a run, and starts that failed."""
+    broken, empty = folder / "broken", folder.parent / "all"
     broken.mkdir()
+    empty.mkdir()
+    (empty / "smoke.md").write_text("a table")
     (broken / "events.jsonl").write_text("")
-    found = report.compare([folder])
-    assert sum(row.seeds for row in found.rows) == 6
-    assert any("left out" in note and str(broken) in note for note in found.notes)
+    for paths in ([folder], [empty, broken, folder], [broken / "events.jsonl", folder]):
+        found = report.compare(paths)
+        assert sum(row.seeds for row in found.rows) == 6
+        noted = [note for note in found.notes if "left out" in note]
+        assert len(noted) == (2 if empty in paths else 1)
+        assert any(str(broken) in note for note in noted)
     for path in (broken, broken / "events.jsonl"):
         with pytest.raises(UsageError, match="no RunStarted"):
-            report.compare([folder, path])
+            report.compare([path, empty])
+    with pytest.raises(UsageError, match="no such run"):
+        report.compare([folder, folder / "typo"])
+
+
+def test_what_a_benchmark_computed_is_no_run(folder: Path) -> None:
+    file = write_run(folder / "computed") / "events.jsonl"
+    file.write_text(file.read_text().replace('"seed": 0', '"computed": "simulate"'))
+    found = report.compare([folder])
+    assert sum(row.seeds for row in found.rows) == 6
+    assert not any("left out" in note for note in found.notes)
+    with pytest.raises(UsageError, match="no runs to compare"):
+        report.compare([folder / "computed"])

@@ -247,6 +247,15 @@ def test_no_runs_and_no_beginning_are_one_line_each(tmp_path, capsys):
     assert "no RunStarted event" in capsys.readouterr().out
 
 
+def test_what_a_benchmark_computed_is_no_run_to_send(tmp_path, capsys):
+    path = write(tmp_path / "run")
+    file = path / "events.jsonl"
+    file.write_text(file.read_text().replace('"seed": 0', '"computed": "plan"'))
+    assert call(path, "--offline") == 0
+    assert capsys.readouterr().out == f"{path}: computed, not trained: nothing to send\n"
+    assert [p.name for p in path.iterdir()] == ["events.jsonl"]
+
+
 def test_a_project_that_cannot_be_is_said(tmp_path, capsys):
     path = write(tmp_path / "run", trained(1))
     assert call(path, "--offline", "--project", "a/b") == 1

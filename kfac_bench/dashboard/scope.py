@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kfac_bench import report, scaling
 from kfac_bench.dashboard.views import Scope
-from kfac_bench.runs import Run, find, load, option, plain
+from kfac_bench.runs import Run, option, plain
 from kfac_bench.tables import Table
 
 PROJECT = "kfac_bench"
@@ -17,17 +17,18 @@ PROJECT = "kfac_bench"
 def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> Scope:
     """The runs at ``paths``, in the project that they were logged to unless it is given.
 
-    Without runs, all of the project and no tables. Raises :class:`UsageError` for a path without
-    runs or one that cannot be read.
+    Without paths, all of the project and no tables. Raises :class:`UsageError` as
+    :func:`kfac_bench.report.compare` does.
     """
     from kfac_bench.sinks.wandb import wandb_id
 
-    runs = [load(file) for path in paths for file in find(path)]
+    found = report.compare(paths) if paths else None
+    runs = [run for setting in found.settings for run in setting.runs] if found else []
     return Scope(
         project or _same(runs, "project") or PROJECT,
         entity or _same(runs, "entity") or "",
         [wandb_id(run.started.run_id) for run in runs],
-        [_time_to_target(paths), *scaling.tables(runs)] if runs else [],
+        [_time_to_target(found), *scaling.tables(runs)] if found else [],
     )
 
 
@@ -38,7 +39,6 @@ def _same(runs: Sequence[Run], name: str) -> str | None:
     return plain(value) if isinstance(value, str) else None
 
 
-def _time_to_target(paths: Sequence[Path]) -> Table:
-    found = report.compare(paths)
+def _time_to_target(found: report.Comparison) -> Table:
     rows = [report.cells(row) for row in found.rows]
     return Table("Time to target", report.COLUMNS, rows, found.notes)

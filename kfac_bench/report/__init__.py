@@ -34,8 +34,8 @@ def compare(
     """Read the runs at ``paths`` (run directories, event files, or folders of runs).
 
     Writes the HTML page to ``html_path`` if given, all of it or nothing; ``tables`` stand on it
-    above what is found here. Raises :class:`UsageError` for a path without runs, an unreadable
-    run, or a page that cannot be written.
+    above what is found here. Raises :class:`UsageError` for a path that is not there, where no
+    run can be read, or for a page that cannot be written.
     """
     folder = None if html_path is None else folder_of(html_path)
     found = read(paths)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
-from kfac_bench.runs import Setting, find, group, load, plain
+from kfac_bench.runs import Run, Setting, find, group, load, plain, was_computed
 from kfac_bench.score import Row, notes, row
 
 
@@ -24,21 +24,32 @@ class Comparison:
 def read(paths: Iterable[Path]) -> Comparison:
     """Read the runs at ``paths``: run directories, event files, or folders of runs.
 
-    A run in a folder that cannot be read is left out with a note; one that was asked for by name
-    raises :class:`UsageError`, as do no runs at all.
+    What is there but holds no run that can be read is left out with a note, so ``runs/*`` can be
+    asked for; what a benchmark computed is no run. Raises :class:`UsageError` for a path that is
+    not there, and where no run is left.
     """
-    runs, left_out = [], []
+    runs: list[Run] = []
+    faults: list[UsageError] = []
     for path in paths:
-        for file in find(path):
+        try:
+            files = find(path)
+        except UsageError as error:
+            if not path.exists():
+                raise
+            files = []
+            faults.append(error)
+        for file in files:
             try:
-                runs.append(load(file))
+                run = load(file)
             except UsageError as error:
-                if file.parent == path or file == path:
-                    raise  # asked for by name
-                left_out.append(f"left out: {plain(error)}")
+                faults.append(error)
+            else:
+                runs += [] if was_computed(run) else [run]
     if not runs:
-        raise UsageError("no runs to compare; give run directories or a folder of runs")
+        nothing = UsageError("no runs to compare; give run directories or a folder of runs")
+        raise next(iter(faults), nothing)
     settings = group(runs)
+    left_out = [f"left out: {text}" for text in dict.fromkeys(plain(fault) for fault in faults)]
     return Comparison(settings, [row(s) for s in settings], notes(settings) + left_out)
 
 
