@@ -143,7 +143,7 @@ def test_names_that_cannot_be_printed_are_told_of_in_one_line(tmp_path, name, ca
     assert len(out.splitlines()) == 2
     assert "\x1b" not in out
     assert out.endswith("1 fault\n")
-    with pytest.raises(UsageError, match="_9.tif") as refused:
+    with pytest.raises(UsageError, match=r"_9\.tif") as refused:
         lgg.load(tmp_path, 8)
     os.fsencode(str(refused.value))
     assert "\n" not in str(refused.value)
