@@ -27,13 +27,15 @@ ALL_REDUCES = (1 << 12, 1 << 18, 1 << 22)
 """Elements of fp32."""
 SIZES = (16, 64, 256, 512, 1024)
 """Of matrices to decompose."""
+LEAST_S = 1.0
+"""For the repetitions of one thing, together."""
 
 
 def best(work: Callable[[], object], device: torch.device, least: int = 5) -> float:
-    """Seconds of the fastest of at least ``least`` repetitions that took 1 s together."""
+    """Seconds of the fastest of at least ``least`` repetitions that took LEAST_S together."""
     work()
     fastest, total, count = float("inf"), 0.0, 0
-    while count < least or total < 1.0:
+    while count < least or total < LEAST_S:
         _wait(device)
         start = time.perf_counter()
         work()
@@ -152,6 +154,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     out = options.out or Path("conf/hardware") / f"{options.name}.yaml"
+    if not out.parent.is_dir():  # before half a minute is spent
+        parser.error(f"{out.parent}: no such folder")
     latency, bandwidth = messages()
     gemm = products(options.device)
     convolution = convolutions(options.device)

@@ -30,6 +30,7 @@ from kfac_bench.simulate.sweep import Variant, plan_of
 FACTORS, DECOMPOSE, STEPS = 3, 9, 37
 BATCH = 32
 """Of a rank."""
+RANKS = (1, 2)
 SORTS = ("precondition", "factors too", "decompositions too")
 
 
@@ -102,7 +103,7 @@ def main() -> int:
     machine = hardware.load(Path(compose.CONF_DIR) / "hardware" / f"{name}.yaml")
     print("| ranks | step | predicted | wall clock | error | processor | error |")
     print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
-    for world_size in (1, 2):
+    for world_size in RANKS:
         columns = [predicted(world_size, model, machine), *measured(world_size, model)]
         rows = zip((*SORTS, "mean"), *([*c, mean(c)] for c in columns), strict=True)
         for sort, ours, *real in rows:

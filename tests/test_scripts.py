@@ -1,0 +1,65 @@
+"""Scripts that measure this machine: their files can be read, their figures are of real work."""
+
+import math
+import re
+import sys
+
+import pytest
+
+from kfac_bench.simulate import hardware
+from scripts import measure_hardware, validate_local
+
+
+@pytest.mark.timeout(300)
+def test_a_measured_machine_is_one_that_the_simulation_reads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure_hardware, "LEAST_S", 0.02)
+    monkeypatch.setattr(measure_hardware, "SIZES", (16, 256))
+    out = tmp_path / "here.yaml"
+    monkeypatch.setattr(sys, "argv", ["measure_hardware.py", "here", "--out", str(out)])
+    assert measure_hardware.main() == 0
+    assert capsys.readouterr().out == f"{out}: written\n"
+    found = hardware.load(out)
+    link, rates = found.network.intra, found.rates
+    assert 1e-7 <= link.latency_s < 1
+    assert 1e5 < link.bandwidth_bytes_per_s < math.inf
+    assert link == found.network.inter
+    assert list(rates.eigen_s) == list(rates.inverse_s) == [16, 256]
+    for seconds in (rates.eigen_s, rates.inverse_s):
+        assert 0 < seconds[16] < seconds[256] < 10, "more work took less time"
+    for rate in (rates.factor_flops_per_s, rates.step_flops_per_s["default"]):
+        assert 1e6 < rate < 1e16
+
+
+def test_no_time_is_spent_on_a_file_that_cannot_be_written(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["measure_hardware.py", "x", "--out", "/nowhere/x.yaml"])
+    with pytest.raises(SystemExit) as caught:
+        measure_hardware.main()
+    assert caught.value.code == 2
+    assert "/nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_steps_are_predicted_and_measured_by_what_is_done_in_them(monkeypatch, capsys):
+    """Alone, in this process: its steps are real, a second rank would take longer to start."""
+    calls = []
+
+    def here(rank, args, nprocs):
+        calls.append(nprocs)
+        rank(0, *args)
+
+    monkeypatch.setattr(validate_local.mp, "spawn", here)
+    monkeypatch.setattr(validate_local, "RANKS", (1,))
+    monkeypatch.setattr(validate_local, "STEPS", 11)
+    monkeypatch.setattr(validate_local, "BATCH", 4)
+    monkeypatch.setattr(sys, "argv", ["validate_local.py", "two_cores", "resnet8"])
+    assert validate_local.main() == 0
+    assert calls == [1]
+    lines = [line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [line[0].strip() for line in lines] == [*validate_local.SORTS, "mean"]
+    values = [[float(re.match(r" ([\d.]+) ms", line[i])[1]) for i in (1, 2, 4)] for line in lines]
+    for plain, factors, decompositions, mean in zip(*values, strict=True):
+        assert 0 < plain < decompositions
+        expected = (6 * plain + 2 * factors + decompositions) / 9
+        assert mean == pytest.approx(expected, rel=0.02, abs=0.2)
+    predicted, wall, _ = values[0]
+    error = float(lines[0][3].removesuffix("% "))
+    assert error == pytest.approx(100 * (predicted / wall - 1), rel=0.1, abs=6)
