@@ -23,8 +23,10 @@ def export(run: Path, out: Path | None = None, *, best: bool = False) -> list[st
     ``run`` is a run directory, its ``checkpoints`` or one checkpoint; ``out`` a file
     (RUN/model.safetensors). Parameters and buffers have the model's own names. The metadata are
     strings: ``format``, ``step``, ``checkpoint``, and of a run directory ``run_id`` and ``config``,
-    which is JSON. Raises :class:`UsageError` if there is no good checkpoint.
+    which is JSON. Raises :class:`UsageError` if there is no such run or no good checkpoint.
     """
+    if not run.exists():
+        raise UsageError(f"{run}: no such run")
     saved, bad = checkpoint.find_best(run) if best else checkpoint.find(run)
     if saved is None:
         what = "checkpoint of evaluated weights" if best else "checkpoint"

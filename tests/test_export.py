@@ -83,6 +83,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
     _, path = train(tmp_path, *OPTIONS)
     (tmp_path / "empty").mkdir()
     for arguments, said in (
+        ([tmp_path / "typo"], "typo: no such run"),
         ([tmp_path / "empty"], "no good checkpoint there"),
         ([tmp_path / "empty", "--best"], "no good checkpoint of evaluated weights there"),
         ([path, "--out", tmp_path / "no" / "such" / "f.safetensors"], "cannot be written"),

@@ -23,7 +23,7 @@ def _soak(options: argparse.Namespace) -> int:
     from kfac_bench.soak.command import Soak, soak
 
     if not (20 <= options.steps < 1 << 31 and 1 <= options.ranks <= 1024):
-        raise UsageError("kfac-bench soak: at least 20 steps, on 1 to 1024 ranks")
+        raise UsageError("soak: at least 20 steps, on 1 to 1024 ranks")
     asked = Soak(options.ranks, options.steps, options.runs_dir, options.overrides)
     verdict = soak(asked, say)
     title = f"{options.steps:,} steps on {options.ranks} ranks"
