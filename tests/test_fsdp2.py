@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -152,6 +153,31 @@ def test_precision_and_accumulation(tmp_path, what, option):
     close = 1e-4 if "accumulate" in option else 1e-2
     assert figures(tmp_path / "sharded") == pytest.approx(figures(alone), rel=close)
     assert figures(alone)[-1] < 0.8 * figures(alone)[0]
+
+
+class Turned(torch.nn.Module):
+    """Its output is a view, as that of BERT's heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x).transpose(1, 2)
+
+
+def views_here():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = here().shard(Turned())
+        model(torch.ones(2, 5, 4)).square().sum().backward()
+        with pytest.raises(UserWarning):  # as PyTorch 2.14 says it
+            warnings.warn("FSDP2-wrapped module (FSDPLinear) returned a view tensor", stacklevel=1)
+    return local(model.head.weight.grad).abs().sum().item()
+
+
+def test_an_output_that_is_a_view_is_no_cause_to_warn_but_a_blocks_is():
+    assert all(gradient > 0 for gradient in run_ranks(2, views_here))
 
 
 def test_blocks_are_the_members_of_the_outermost_lists():

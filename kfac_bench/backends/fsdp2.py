@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -33,6 +35,10 @@ class FSDP2(Backend):
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        # PyTorch warns of outputs that are views, for one that is changed in place has no gradient.
+        # Those of the whole model go to a loss, which changes nothing; those of blocks are told of.
+        root = f"FSDP2-wrapped module ({type(model).__name__}) returned a view"
+        warnings.filterwarnings("ignore", re.escape(root), UserWarning)
         return model
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
