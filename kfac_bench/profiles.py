@@ -45,7 +45,9 @@ def _file_of(name: str, profile: str | None, places: Sequence[Path]) -> str:
         return f"{name}/paper" if "paper" in found else name
     if not found and not any((place / f"{name}.yaml").exists() for place in places):
         return name  # Hydra says what there is
+    if not found:
+        raise UsageError(f"profile={profile}: experiment={name} has no profiles; leave it out")
     if profile not in found:
-        said = f"it has {', '.join(p for p in PROFILES if p in found)}" if found else "it has none"
-        raise UsageError(f"profile={profile}: experiment={name} has no such profile; {said}")
+        said = ", ".join(p for p in PROFILES if p in found)
+        raise UsageError(f"profile={profile}: experiment={name} has no such profile; it has {said}")
     return f"{name}/{profile}"

@@ -36,7 +36,7 @@ def test_options_beside_a_profile_have_the_last_word():
     [
         (["profile=smoke"], "profile=smoke: it is an experiment's: set experiment=NAME too"),
         (["experiment=kaisa_unet_lgg", "profile=smok"], "profile=smok: choose one of smoke, one"),
-        (["experiment=lgg_unet", "profile=smoke"], "experiment=lgg_unet has no such profile; it h"),
+        (["experiment=lgg_unet", "profile=smoke"], "experiment=lgg_unet has no profiles; leave"),
         (["experiment=mine", "profile=paper"], "no such profile; it has smoke"),
         (["experiment=kaisa_unet", "profile=smoke"], "no such experiment; did you mean kaisa_u"),
     ],

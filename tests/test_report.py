@@ -73,6 +73,18 @@ def test_terminal_table_prints_markup_as_text(tmp_path: Path) -> None:
     assert all(column in text for column in report.COLUMNS)
 
 
+def test_terminal_table_names_a_task_once(folder: Path) -> None:
+    for seed in (0, 1):  # another task, of two optimizers
+        write_run(folder / f"other{seed}", text="other", kfac=bool(seed))
+    found = report.compare([folder])
+    with (folder / "out").open("w") as file:
+        console = Console(width=200, record=True, file=file)
+        console.print(report.terminal_table(found.rows))
+    shown = console.export_text()
+    assert [shown.count(f"{name} resnet8") for name in ("digits", "other")] == [1, 1]
+    assert [shown.count(name) for name in (" SGD ", " K-FAC + SGD ")] == [2 + 2, 2]
+
+
 @given(st.text(max_size=30))
 def test_a_markdown_cell_stays_one_cell(text: str) -> None:
     spread = score.Spread(1.0, 1.0, 1.0)

@@ -70,10 +70,18 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def terminal_table(rows: Sequence[Row]) -> Table:
-    """Lay the rows out for a rich ``Console``; cells are text, never rich markup."""
+    """Lay the rows out for a rich ``Console``; cells are text, never rich markup.
+
+    A task is named once, in the first of its rows: it is too long for each of them.
+    """
     table = Table()
     for i, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if i < 2 else "right", overflow="fold")
+    above = None
     for line in rows:
-        table.add_row(*(Text(cell) for cell in cells(line)))
+        task, *others = cells(line)
+        if above not in (None, task):
+            table.add_section()
+        table.add_row(*(Text(cell) for cell in ("" if task == above else task, *others)))
+        above = task
     return table
