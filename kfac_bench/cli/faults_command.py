@@ -43,7 +43,8 @@ def _faults(options: argparse.Namespace) -> int:
         return _cost(options.cost)
     faults = matrix.find(options.only or (matrix.SHORT if options.short else ()))
     if not faults:
-        raise UsageError(f"--only {' '.join(options.only)}: no such fault")
+        there = "; ".join(fault.name for fault in matrix.ROWS)
+        raise UsageError(f"--only {' '.join(options.only)}: no such fault; there are: {there}")
     methods = options.methods or (("SGD", "mem_opt") if options.short else matrix.ALL_METHODS)
     if unknown := [m for m in methods if m not in matrix.ALL_METHODS]:
         raise UsageError(f"--methods {unknown[0]}: choose of {', '.join(matrix.ALL_METHODS)}")
