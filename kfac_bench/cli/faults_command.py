@@ -43,7 +43,7 @@ def _faults(options: argparse.Namespace) -> int:
         return _cost(options.cost)
     faults = matrix.find(options.only or (matrix.SHORT if options.short else ()))
     if not faults:
-        there = "; ".join(fault.name for fault in matrix.ROWS)
+        there = "; ".join(fault.name for fault in matrix.find(()))
         raise UsageError(f"--only {' '.join(options.only)}: no such fault; there are: {there}")
     methods = options.methods or (("SGD", "mem_opt") if options.short else matrix.ALL_METHODS)
     if unknown := [m for m in methods if m not in matrix.ALL_METHODS]:
