@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_bench import build, checkpoint, environment, weights
+from kfac_bench import backends, build, checkpoint, environment, weights
 from kfac_bench.backends.backend import Backend
 from kfac_bench.checkpoint import Checkpoint
 from kfac_bench.config import TrainConfig
@@ -27,6 +27,13 @@ from kfac_bench.run_directory import RunDirectory, flat
 from kfac_bench.sinks.console import ConsoleSink
 from kfac_bench.trainer import Trainer
 from kfac_bench.update import least_part
+
+
+def start(config: TrainConfig) -> int:
+    """Find the other ranks, and :func:`train`; the exit code of ``kfac-train``."""
+    with backends.join(config.backend, config.trainer.device) as backend:
+        status, signal = train(config, backend)
+    return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
 
 
 def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from kfac_bench import cli, compose
-from kfac_bench.benchmark import grid, schema
+from kfac_bench.benchmark import forked, grid, schema
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, Profile
 from kfac_bench.errors import UsageError
@@ -126,11 +126,11 @@ def started(monkeypatch):
     """Overrides of the cells whose processes were started; none really is."""
     calls = []
 
-    def run(command, **_):
-        calls.append(tuple(command[3:]))
-        return subprocess.CompletedProcess(command, 1, "", "some warning\nkfac-train: it broke\n")
+    def train(overrides):
+        calls.append(tuple(overrides))
+        return 1, "it broke"
 
-    monkeypatch.setattr(grid.subprocess, "run", run)
+    monkeypatch.setattr(forked, "train", train)
     return calls
 
 
@@ -172,12 +172,10 @@ def test_a_failed_cell_is_a_recorded_miss(tmp_path, started):
 
 def test_a_run_that_was_stopped_goes_on_next_time(tmp_path, started, monkeypatch):
     [cell] = grid.cells(small(), str(tmp_path))[:1]
-    stopped = subprocess.CompletedProcess([], 143, "", "bye\n")
-    run = grid.subprocess.run
-    monkeypatch.setattr(grid.subprocess, "run", lambda *a, **k: stopped)
-    assert grid.run_cell(cell) == (False, "interrupted: bye (exit code 143)")
+    with monkeypatch.context() as stopped:
+        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
+        assert grid.run_cell(cell) == (False, "interrupted: kfac-train: bye (exit code 143)")
     assert grid.failure(cell.path()) is None
-    monkeypatch.setattr(grid.subprocess, "run", run)
     grid.run_cell(cell)
     assert len(started) == 1
 
@@ -228,18 +226,29 @@ def test_a_name_does_not_depend_on_the_job(tmp_path, monkeypatch):
 def test_a_cell_that_runs_is_told_by_its_events(tmp_path, monkeypatch):
     [cell] = grid.cells(small(), str(tmp_path), [0])[:1]
 
-    def run(command, **_):
+    def train(overrides):
         write_run(cell, "reached", 4)
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return 0, ""
 
-    monkeypatch.setattr(grid.subprocess, "run", run)
+    monkeypatch.setattr(forked, "train", train)
     said = []
     assert grid.run_cells([cell], said.append) == 0
     assert said == ["[1/1] digits_resnet sgd seed 0: reached at step 4, 1.50 s"]
 
 
+def test_what_torchrun_says_after_the_error_is_left_out(tmp_path, monkeypatch):
+    cell = Cell("x", ("model=resnet8", f"runs_dir={tmp_path}"), ranks=2)
+    said = "some warning\nkfac-train: it broke\ntorchrun: a rank failed\n"
+
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    monkeypatch.setattr(grid.subprocess, "run", run)
+    assert grid.run_cell(cell) == (False, "failed: kfac-train: it broke (exit code 1)")
+
+
 def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkeypatch):
-    """kfac-bench run; the one test here that starts a process, which finds no data."""
+    """kfac-bench run; the one test here that starts a run, which finds no data."""
     axes = {"data": ["digits", "cifar10"]}
     tree = Benchmark("T", axes, ["data={data}", "model=resnet8", "logger=none"], [3])
     monkeypatch.setattr(schema, "load", lambda name: tree)

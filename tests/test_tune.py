@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from unittest import mock
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from kfac_bench.benchmark import forked, grid, schema, tune
 from kfac_bench.benchmark.schema import Tuning
 from kfac_bench.benchmark.tune import Search, Trial
 from kfac_bench.errors import UsageError
+from kfac_bench.run_directory import run_id
 from tests.test_bench import DEMO, small, write_run
 
 INF = math.inf
@@ -287,3 +289,13 @@ def test_a_fork_says_what_went_wrong():
     code, said = forked.train(["model=no_such"])
     assert code == 2
     assert said.startswith("model=no_such: no such model")
+
+
+def test_a_fork_has_the_environment_of_its_caller(tmp_path, monkeypatch):
+    """The server has that of its own start; a loader's processes come from the fork."""
+    small = ["data=digits", "model=autoencoder", "model.hidden=[16]", "trainer.max_steps=2"]
+    small += ["data.workers=1", "logger=none", f"runs_dir={tmp_path}"]
+    for job in ("one", "two"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert forked.train(small) == (0, mock.ANY)
+        assert (tmp_path / run_id(compose.load(small), job)).is_dir()

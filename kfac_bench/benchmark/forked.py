@@ -1,7 +1,7 @@
 """Runs in processes of their own that need not import torch anew.
 
-A server process imports all once (multiprocessing's forkserver) and each run is a fork of it: the
-imports of a short run take longer than the run.
+A server process imports all once (multiprocessing's forkserver) and each run is a fork of it, with
+the environment that the caller has then: the imports of a short run take longer than the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def train(overrides: Sequence[str]) -> tuple[int, str]:
     context.set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "said"
-        process = context.Process(target=_train, args=(list(overrides), str(said)))
+        process = context.Process(target=_train, args=(list(overrides), str(said), {**os.environ}))
         process.start()
         process.join()
         lines = said.read_text(errors="replace").strip().splitlines() if said.exists() else []
@@ -36,18 +36,19 @@ def train(overrides: Sequence[str]) -> tuple[int, str]:
     return process.exitcode, lines[-1] if lines else "no output"
 
 
-def _train(overrides: list[str], said: str) -> None:
+def _train(overrides: list[str], said: str, environment: dict[str, str]) -> None:
     """In the fork: standard output and error go to the file ``said``."""
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # of the loader's, as without a fork
     file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    from kfac_bench import backends, run  # torch: in the server only
+    from kfac_bench import run  # torch: in the server only
 
     try:
-        config = compose.load(overrides)
-        with backends.join(config.backend, config.trainer.device) as backend:
-            status, signal = run.train(config, backend)
+        code = run.start(compose.load(overrides))
     except UsageError as error:
         print(error, flush=True)  # noqa: T201
-        sys.exit(2)
-    sys.exit({"failed": 1, "interrupted": 128 + signal}.get(status, 0))
+        code = 2
+    sys.exit(code)

@@ -1,6 +1,6 @@
 """A benchmark's cells: its axes times its seeds, each run in processes of its own.
 
-A cell is a ``kfac-train`` process (on several ranks, torchrun) whose overrides are those of the
+A cell is a run of ``kfac-train`` (of several ranks: torchrun's) whose overrides are those of the
 benchmark's file with the axes' values filled in. What a cell came to is in its run directory, never
 in memory: events.jsonl, or cell.json with the reason where the process failed. A finished cell is
 not run again, a failed one only where that is asked for; it counts as a missed target.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfac_bench import compose, run_directory
+from kfac_bench.benchmark import forked
 from kfac_bench.benchmark.schema import Before, Benchmark, Profile, points, profile_of
 from kfac_bench.config import TrainConfig
 from kfac_bench.errors import UsageError
@@ -54,10 +55,9 @@ class Cell:
         return ["-m", "kfac_bench", *self.overrides, f"run_id={self.path().name}"]
 
     def command(self) -> list[str]:
-        """What runs it, on this machine."""
+        """What runs it on several ranks of this machine."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        launch = [*torchrun, str(self.ranks)] if self.ranks > 1 else []
-        return [sys.executable, *launch, *self.arguments()]
+        return [sys.executable, *torchrun, str(self.ranks), *self.arguments()]
 
 
 @functools.cache
@@ -177,6 +177,9 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
 
 def _run(cell: Cell) -> tuple[str, int]:
     """Run one cell in processes of its own; the line that says what went wrong, and the code."""
+    if cell.ranks == 1:
+        code, said = forked.train([*cell.overrides, f"run_id={cell.path().name}"])
+        return f"kfac-train: {said} (exit code {code})", code
     done = subprocess.run(  # noqa: S603
         cell.command(), capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
     )

@@ -70,8 +70,6 @@ def train_one(config: object) -> int:
 
         print(plan_report.describe(dry_run.trace(config), by_layer=True))
         return 0
-    from kfac_bench import backends, run
+    from kfac_bench import run
 
-    with backends.join(config.backend, config.trainer.device) as backend:
-        status, signal = run.train(config, backend)
-    return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
+    return run.start(config)
