@@ -126,9 +126,9 @@ class Chart {
   drawTarget(goal) {
     const { left, right, top, bottom } = this.box, y = this.yScale(goal);
     this.area.append(shape("line", { x1: left, y1: y, x2: right, y2: y, class: "target" }));
-    // Beyond the line at its far end, where there is room: most runs stop where they meet it.
+    // Beyond the line at its start, where there is room: runs come to it at its end.
     const above = this.task.higherIsBetter ? y - 20 > top : y + 20 > bottom;
-    const place = { x: right - 4, y: above ? y - 6 : y + 15, "text-anchor": "end", class: "goal" };
+    const place = { x: left + 6, y: above ? y - 6 : y + 15, class: "goal" };
     this.area.append(shape("text", place, `target ${writeNumber(goal)}`));
   }
 
