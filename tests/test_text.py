@@ -249,7 +249,7 @@ def test_empty_documents_are_counted_named_and_left_out(tmp_path):
         lambda: (d for p in source for d in documents.read("text", p)), tmp_path / "out",
         sequence_lengths=(16,), vocabulary_size=500, eval_share=0.3, say=said.append,
     )  # fmt: skip
-    assert "1 empty documents were left out" in said
+    assert "left out: 1 empty document" in said
     assert any(line.startswith(f"{tmp_path / 'b.txt'}:1: ") for line in said)
     about = json.loads((tmp_path / "out" / "text-16.json").read_text())["about"]
     assert (about["documents"], about["empty_documents"]) == (40, 1)

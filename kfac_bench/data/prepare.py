@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kfac_bench.counted import counted
 from kfac_bench.data import documents, text_shards, wordpiece
 from kfac_bench.data.documents import Document
 from kfac_bench.data.pairs import Pair, pairs
@@ -134,7 +135,7 @@ def _tokens(tokenizer: Any, document: Document) -> list[list[int]]:
 
 def _say_skipped(skipped: list[str], say: Say) -> None:
     if skipped:
-        say(f"{len(skipped)} empty documents were left out")
+        say(f"left out: {counted(len(skipped), 'empty document')}")
         for where in skipped[:NAMED]:
             say(f"{where}: {documents.SKIPPED}")
         if len(skipped) > NAMED:
