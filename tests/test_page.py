@@ -325,3 +325,13 @@ def test_the_page_has_a_variable_for_each_colour_in_both_modes(folder: Path) -> 
 def test_equal_events_give_an_equal_page_in_any_order(folder: Path) -> None:
     paths = sorted(folder.iterdir())
     assert report.html(report.compare(paths)) == report.html(report.compare(paths[::-1]))
+
+
+def test_a_long_page_begins_with_its_contents(folder: Path) -> None:
+    tables = [Table(f"{EVIL} {i}", ["x"], [[i]], []) for i in range(5)]
+    page = report.html(report.compare([folder]), tables=tables)
+    assert len(re.findall(r'<li><a href="#table-\d">', page)) == 5
+    for name in re.findall(r'href="#([\w-]+)"', page):
+        assert page.count(f'id="{name}"') == 1
+    assert EVIL not in page
+    assert 'class="card contents"' not in report.html(report.compare([folder]), tables=tables[:1])
