@@ -199,7 +199,7 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
             raise compose.UsageError("no such machine")
         return {"ms_per_step": 2.5}
 
-    monkeypatch.setitem(computed.KINDS, "simulate", numbers)
+    monkeypatch.setattr(simulated, "numbers", numbers)
     assert first.run() == (True, "computed")
     assert first.run() == (True, "computed (before)")
     assert other.run() == (False, "failed: no such machine")

@@ -8,15 +8,16 @@ tables find both in the same way, and a computed cell is computed once.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from kfac_bench import __version__, compose
-from kfac_bench.benchmark import fit, plan, simulated
 from kfac_bench.benchmark.grid import record_failure
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.errors import UsageError
@@ -29,12 +30,8 @@ from kfac_bench.events import (
     RunStarted,
 )
 
-KINDS: dict[str, Callable[[Mapping[str, str]], dict[str, float]]] = {
-    "plan": plan.numbers,
-    "simulate": simulated.numbers,
-    "fit": fit.numbers,
-}
-"""From the words of a cell to its numbers."""
+KINDS = {"plan": "plan", "simulate": "simulated", "fit": "fit"}
+"""Modules of this package; each has ``numbers``. They need torch, a list of benchmarks does not."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class ComputedCell:
         if self.done():
             return True, "computed (before)"
         try:
-            found = KINDS[self.kind](self.words)
+            found = _numbers(self.kind)(self.words)
         except UsageError as error:
             record_failure(self.path(), self.label, str(error))
             return False, f"failed: {error}"
@@ -89,6 +86,12 @@ def cells(benchmark: Benchmark, runs_dir: str) -> list[ComputedCell]:
             label = " ".join([*point.values(), f"({part.kind})"])
             result.append(ComputedCell(label, part.kind, words, point, runs_dir))
     return result
+
+
+def _numbers(kind: str) -> Callable[[Mapping[str, str]], dict[str, float]]:
+    """From the words of a cell to its numbers."""
+    module = importlib.import_module(f"kfac_bench.benchmark.{KINDS[kind]}")
+    return cast("Callable[[Mapping[str, str]], dict[str, float]]", module.numbers)
 
 
 def _word(text: str) -> tuple[str, str]:

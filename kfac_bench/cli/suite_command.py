@@ -76,20 +76,18 @@ def _sort_out(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from kfac_bench.benchmark import schema, suite
+    from kfac_bench.benchmark import computed, grid, schema, suite
     from kfac_bench.tables import Table
 
     rows = []
     for name in suite.rows_there():
         benchmark = schema.load(name)
-        counts = []
-        sizes: list[str | None] = [*benchmark.profiles]
-        for profile in sizes or [None]:
-            row = suite.row(name, profile)
-            counts.append(f"{profile or 'one size'} {len(row.cells)}")
-        more = sum(len(row.computed) for row in [suite.row(name, None)])
-        computed = f" + {more} computed" if more else ""
-        rows.append([name, benchmark.title, benchmark.source, ", ".join(counts) + computed])
+        sizes: list[str | None] = [*benchmark.profiles] or [None]
+        trained = {size: len(grid.cells(benchmark, "runs", profile=size)) for size in sizes}
+        counts = ", ".join(f"{size or 'one size'} {count}" for size, count in trained.items())
+        more = len(computed.cells(benchmark, "runs"))
+        counts += f" + {more} computed" if more else ""
+        rows.append([name, benchmark.title, benchmark.source, counts])
     table = Table("Benchmarks", ["name", "title", "source", "cells"], rows)
     if options.markdown:
         print(table.markdown(), end="")
