@@ -30,7 +30,7 @@ $(HOROVOD): $(READY) scripts/install_horovod.sh
 demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report (SEEDS=0: one seed)
 	$(BIN)/kfac-bench run demo $(if $(SEEDS),--seeds $(SEEDS))
 
-tune: setup  ## find the demo's settings anew, one equal budget per optimizer (20 minutes)
+tune: setup  ## find the demo's settings anew, one equal budget per optimizer (10 minutes)
 	$(BIN)/kfac-bench tune demo --out conf/experiment
 
 bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their floors (15 minutes)

@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kfac_bench.runs import Run, Setting, number, plain, target
 from kfac_bench.score import median_run, target_reached
-from kfac_bench.series import HUGE, drawable, points, thin
+from kfac_bench.series import HUGE, drawable, points, thin, worst_shown
 
 # Okabe and Ito's palette, told apart with every common colour blindness, darkest first.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -83,6 +83,8 @@ class Panel:
     seconds: bool
 
 
+MARGIN = 0.1
+"""Of the y axis: room for the target's label."""
 PANELS = (Panel(True, True), Panel(True, False), Panel(False, True), Panel(False, False))
 
 
@@ -136,18 +138,19 @@ def figure_svg(settings: Sequence[Setting]) -> str:
 def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str, Style]) -> None:
     """Draw every run of ``settings`` (one task) in ``axes``."""
     started = settings[0].runs[0].started
-    heights: list[float] = []
+    curves: list[list[float]] = []
     for setting in settings:
         style = drawn[setting.optimizer]
         middle = median_run(setting)
         for run in sorted(setting.runs, key=lambda run: run is middle):  # last drawn, on top
-            heights += _draw_run(axes, run, panel, style, bold=run is middle)
+            curves.append(_draw_run(axes, run, panel, style, bold=run is middle))
+    heights = [y for curve in curves for y in curve]
     axes.set_xlabel("training time (seconds)" if panel.seconds else "training steps")
     axes.set_ylabel("training loss")
     if panel.metric:
         axes.set_ylabel(f"validation {plain(started.metric)}".replace("_", " "))
         heights += _draw_target(axes, settings[0].runs[0])
-    axes.margins(y=0.1)  # room for the target's label
+    axes.margins(y=MARGIN)
     axes.autoscale_view()
     axes.set_xlim(left=0)
     # Losses and errors fall by factors; a share like accuracy does not.
@@ -156,6 +159,21 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
+    better_up = panel.metric and bool(started.higher_is_better)
+    worst = worst_shown(curves, higher_is_better=better_up)
+    shown = [y for y in heights if (y >= worst if better_up else y <= worst)]
+    if len(shown) < len(heights):
+        _fit(axes, min(shown), max(shown))
+
+
+def _fit(axes: Axes, low: float, high: float) -> None:
+    """The range of the y axis, with the margins that it has by itself."""
+    if axes.get_yscale() == "log":
+        wider = (high / low) ** MARGIN
+        axes.set_ylim(low / wider, high * wider)
+    else:
+        wider = (high - low) * MARGIN
+        axes.set_ylim(low - wider, high + wider)
 
 
 def _draw_target(axes: Axes, run: Run) -> list[float]:

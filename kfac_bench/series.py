@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from kfac_bench.events import Trained
@@ -30,6 +31,21 @@ def points(run: Run, *, metric: bool) -> list[Point]:
 def drawable(point: Point) -> bool:
     """Whether the point is somewhere: NaN, infinity and what is as good as that are not."""
     return all(abs(x) < HUGE for x in point)
+
+
+def worst_shown(curves: Iterable[Sequence[float]], *, higher_is_better: bool) -> float:
+    """The worst of the curves' values that an axis has room for: who diverges hides no other run.
+
+    As far beyond the worst start as that is from zero, or half as far as any run came from it.
+    Infinite where none came to anything better than that start.
+    """
+    sign = -1.0 if higher_is_better else 1.0
+    badness = [[sign * value for value in curve] for curve in curves if curve]
+    start = max((curve[0] for curve in badness), default=0.0)
+    best = min((value for curve in badness for value in curve), default=start)
+    if best >= start:
+        return sign * math.inf
+    return sign * (start + max(abs(start), (start - best) / 2))
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:

@@ -57,7 +57,10 @@ def test_curves_have_labels_with_units_and_a_legend(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "losses",
-    [(), (0.0, -1.0, 0.0), (float("nan"), float("inf"), 1e300), (1e-9, 1e9, 1.0), (1.0, 1.0, 1.0)],
+    [
+        *((), (0.0, -1.0, 0.0), (float("nan"), float("inf"), 1e300), (1e-9, 1e9, 1.0)),
+        *((1.0, 1.0, 1.0), (-5.0, 3.0, -10.0), (1.0, 0.5, 1e25)),
+    ],
 )
 def test_diverged_and_empty_curves_still_draw(tmp_path: Path, losses: tuple[float, ...]) -> None:
     write_run(tmp_path / "a", seconds=None, losses=losses)
@@ -82,6 +85,31 @@ def test_an_error_is_drawn_by_factors_unless_it_goes_below_zero(tmp_path: Path) 
 
     assert {"1", "10", "100"} <= ticks("positive", 100.0, 10.0, 1.0)
     assert {"0", "20", "40"} <= ticks("negative", 100.0, 50.0, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("curves", "up", "worst"),
+    [
+        ([[16.0, 4.0, 1e23], [10.0, 1.0]], False, 32.0),
+        ([[2.0, -10.0, 1e9]], False, 8.0),
+        ([[0.1, 0.9], [0.2, -1e9]], True, -0.3),
+        ([[8.0, 24.0, -1e9]], True, 0.0),
+        ([[2.0, 3.0, 9.0]], False, math.inf),
+        ([[0.9, 0.5]], True, -math.inf),
+        ([[], []], False, math.inf),
+    ],
+)
+def test_how_bad_a_value_has_room(curves: list[list[float]], up: bool, worst: float) -> None:
+    assert series.worst_shown(curves, higher_is_better=up) == pytest.approx(worst)
+
+
+def test_a_run_that_diverges_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", errors=(16.0, 4.0, 1.0), seconds=None, target=None)
+    write_run(tmp_path / "b", errors=(16.0, 4.0, 1e23), seconds=None, target=None, seed=1)
+    svg = report.figure_svg(report.compare([tmp_path]).settings)
+    words = {text.strip() for text in ET.fromstring(svg).itertext()}
+    assert {"1", "2", "5", "10"} <= words
+    assert not words & {"100", "1e+20", "1e+23"}
 
 
 def test_a_thinned_curve_keeps_its_ends_and_every_peak() -> None:

@@ -58,7 +58,8 @@ class Chart {
     const shown = this.curves.filter(({ setting }) => !setting.hidden);
     const all = (column) => shown.flatMap(({ run }) => run[this.y][column]);
     const xRange = this.zoom.x ?? [0, extent(all(X[this.x]), false, 0.02)[1]];
-    const heights = goal === null ? all(Y) : [...all(Y), goal];
+    const heights = all(Y).filter((value) => this.hasRoom(value));
+    if (goal !== null) heights.push(goal);
     this.layOut(xRange, this.zoom.y ?? extent(heights, log, 0.06), log);
     this.svg = shape("svg", { width: this.width, height: this.height, "aria-hidden": true });
     this.drawAxes();
@@ -67,6 +68,13 @@ class Chart {
     this.plot.prepend(this.svg);
     this.cursor.tell();
     this.showState();
+  }
+
+  // A run that diverges leaves the range, unless somebody zooms: the others would be one line.
+  hasRoom(value) {
+    const worst = this.task.worst[this.y];
+    if (worst === null) return true;
+    return this.y === "metric" && this.task.higherIsBetter ? value >= worst : value <= worst;
   }
 
   layOut(xRange, yRange, log) {

@@ -17,7 +17,7 @@ from typing import Any
 from kfac_bench.curves import Style
 from kfac_bench.runs import Run, Setting, number, plain, seed, target
 from kfac_bench.score import median_run, target_reached
-from kfac_bench.series import HUGE, Point, drawable, points, thin
+from kfac_bench.series import HUGE, Point, drawable, points, thin, worst_shown
 
 MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100
 """Points: more of a curve cannot be seen, and a page of many runs must stay quick."""
@@ -32,12 +32,25 @@ def chart(settings: Sequence[Setting], drawn: dict[str, Style], most: int) -> di
     """The chart of one task: its target, and of each setting the look and the runs' points."""
     first = settings[0].runs[0]
     goal = target(first)
+    better_up = bool(first.started.higher_is_better)
     return {
         "metric": "validation " + plain(first.started.metric).replace("_", " "),
-        "higherIsBetter": bool(first.started.higher_is_better),
+        "higherIsBetter": better_up,
+        "worst": {
+            "metric": _worst(settings, metric=True, better_up=better_up),
+            "loss": _worst(settings, metric=False, better_up=False),
+        },
         "target": None if goal is None or abs(goal) > HUGE else goal,
         "settings": [_setting(setting, drawn[setting.optimizer], most) for setting in settings],
     }
+
+
+def _worst(settings: Sequence[Setting], *, metric: bool, better_up: bool) -> float | None:
+    """The worst value that the axis has room for by itself, None where it has for all."""
+    runs = [run for setting in settings for run in setting.runs]
+    curves = [[point[2] for point in points(run, metric=metric)] for run in runs]
+    worst = worst_shown(curves, higher_is_better=better_up)
+    return _short(worst) if math.isfinite(worst) else None
 
 
 def _setting(setting: Setting, style: Style, most: int) -> dict[str, Any]:
