@@ -22,6 +22,7 @@ from kfac_bench import compose, run_directory
 from kfac_bench.benchmark import forked
 from kfac_bench.benchmark.schema import Before, Benchmark, Profile, points, profile_of
 from kfac_bench.config import TrainConfig
+from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE, RunEnded, read
 
@@ -132,19 +133,9 @@ def run_cells(todo: Sequence[Cell], say: Callable[[str], None], *, retry: bool =
         if fresh:
             left -= 1
             took_s.append(time.monotonic() - began)
-        said += _time_left(took_s, left)
+        said += time_left(took_s, left)
         say(f"[{number}/{len(todo)}] {cell.label}: {said}")
     return failed
-
-
-def _time_left(took_s: Sequence[float], left: int) -> str:
-    """By the mean of the cells run so far."""
-    if not took_s or not left:
-        return ""
-    seconds = left * sum(took_s) / len(took_s)
-    return (
-        f"; about {seconds / 60:.0f} min left" if seconds > 90 else f"; about {seconds:.0f} s left"
-    )
 
 
 def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:

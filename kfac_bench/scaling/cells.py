@@ -6,11 +6,13 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench import compose
+from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
 from kfac_bench.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.simulate.sweep import SGD, Variant
@@ -131,14 +133,18 @@ def run(todo: Sequence[Cell], say: Callable[[str], None]) -> int:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.3 * cores and not all(cell.ended() for cell in todo):
         say(f"other processes take part: load {load:.1f} on {cores} cores, before anything is run")
+    took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
         if cell.ended():
             said = "measured before"
         else:
+            began = time.monotonic()
             error = _run(cell)
+            took_s.append(time.monotonic() - began)
             failed += bool(error)
             said = error or "measured"
-        say(f"[{number}/{len(todo)}] {cell.label}: {said}")
+        left = sum(not each.ended() for each in todo[number:])
+        say(f"[{number}/{len(todo)}] {cell.label}: {said}{time_left(took_s, left)}")
     return failed
 
 
