@@ -145,16 +145,17 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
         for run in sorted(setting.runs, key=lambda run: run is middle):  # last drawn, on top
             curves.append(_draw_run(axes, run, panel, style, bold=run is middle))
     heights = [y for curve in curves for y in curve]
+    goals: list[float] = []
     axes.set_xlabel("training time (seconds)" if panel.seconds else "training steps")
     axes.set_ylabel("training loss")
     if panel.metric:
         axes.set_ylabel(f"validation {plain(started.metric)}".replace("_", " "))
-        heights += _draw_target(axes, settings[0].runs[0])
+        goals = _draw_target(axes, settings[0].runs[0])
     axes.margins(y=MARGIN)
     axes.autoscale_view()
     axes.set_xlim(left=0)
     # Losses and errors fall by factors; a share like accuracy does not.
-    if heights and min(heights) > 0 and not (panel.metric and started.higher_is_better):
+    if heights and min(heights + goals) > 0 and not (panel.metric and started.higher_is_better):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -163,7 +164,7 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
     worst = worst_shown(curves, higher_is_better=better_up)
     shown = [y for y in heights if (y >= worst if better_up else y <= worst)]
     if len(shown) < len(heights):
-        _fit(axes, min(shown), max(shown))
+        _fit(axes, min(shown + goals), max(shown + goals))
 
 
 def _fit(axes: Axes, low: float, high: float) -> None:
