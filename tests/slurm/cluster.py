@@ -93,6 +93,16 @@ class Cluster:
         for mark in marks:
             mark.unlink()
 
+    def lose(self, node):
+        """Take a node down, and back. Refused is what it has done by itself (ReturnToService)."""
+        self("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        for _ in range(50):
+            self("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+            if "State=DOWN" not in self("scontrol", "--oneliner", "show", "node", node):
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"{node} stays down\n{self.log()}")
+
     def finish(self, job):
         """Wait for a job that must go well."""
         states = self.wait(job)

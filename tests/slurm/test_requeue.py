@@ -95,8 +95,7 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(cluster, straight
         KFAC_TEST_HOLD="step:10",
     )
     cluster.wait_until_held(job, "step")
-    cluster("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-    cluster("scontrol", "update", "nodename=node2", "state=resume")
+    cluster.lose("node2")
     cluster.finish(job)
     path = cluster.runs / "r"
     assert steps_of(path, Resumed) == [6]
