@@ -2,29 +2,38 @@
 
     python scripts/measure_hardware.py NAME [--out FILE] [--device cpu]
 
-Products, a convolution's forward and backward, eigh and Cholesky on one process of one thread (or
-one GPU); all-reduce and broadcast on 2 gloo ranks of this machine. About half a minute. Each
-figure is the fastest of several: other processes can only slow it down.
+Products, a ResNet-20's forward, backward and factors, eigh and Cholesky on one process of one
+thread (or one GPU); on a CPU the ResNet-20 on as many ranks as cores, and twice as many; all-reduce
+and broadcast on 2 gloo ranks. About a minute. Products, decompositions and messages are
+the fastest of several, the network's steps medians: those depend on what is left in caches.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+
+from kfac_bench import build, compose, environment
+from kfac_bench.core.capture import Capture
+from kfac_bench.core.coverage import find_layers
+from kfac_bench.simulate import workload
 
 ALL_REDUCES = (1 << 12, 1 << 18, 1 << 22)
 """Elements of fp32."""
+EXAMPLES, NETWORK_STEPS, CROWD_ROUNDS = 32, 20, 4
+"""Of the network: a batch; steps of each kind; parts that they are done in, in turn."""
 SIZES = (16, 64, 256, 512, 1024)
 """Of matrices to decompose."""
 LEAST_S = 1.0
@@ -56,32 +65,76 @@ def products(device: torch.device) -> float:
     return 2 * 512**3 / best(lambda: x @ x, device)
 
 
-def convolutions(device: torch.device) -> float:
-    """FLOP/s of forward and backward of convolutions, batch norm and ReLU, 32 examples.
+class Network:
+    """Forward and backward of a CIFAR ResNet-20, on one batch."""
 
-    Of the three shapes that a CIFAR ResNet is made of, which have equal FLOPs.
+    def __init__(self, device: torch.device) -> None:
+        environment.keep_freed_memory()  # as kfac-train does
+        config = compose.load(["model=resnet20", "data=cifar10", f"trainer.batch_size={EXAMPLES}"])
+        self.work = workload.of_config(config)
+        self.model = build.build_model(config.model, (3, 32, 32), 10).to(device)
+        self._x = torch.randn(EXAMPLES, 3, 32, 32, device=device)
+        self._device = device
+
+    def seconds(self, then: Callable[[], object] = lambda: None) -> float:
+        """Of one step, with what comes ``then``."""
+        _wait(self._device)
+        start = time.perf_counter()
+        self.model(self._x).sum().backward()
+        then()
+        _wait(self._device)
+        return time.perf_counter() - start
+
+
+def network(device: torch.device) -> tuple[float, float]:
+    """FLOP/s of a :class:`Network`'s step, and of the factors of its layers.
+
+    The second is what a backward takes longer that makes A and G, too, in FLOPs of full products
+    of all patches: this code needs fewer. Steps with and without take turns.
     """
-    seconds, flops = 0.0, 0.0
-    for channels, side in ((16, 32), (32, 16), (64, 8)):
-        blocks = nn.Sequential(
-            *(
-                layer
-                for _ in range(4)
-                for layer in (
-                    nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-                    nn.BatchNorm2d(channels),
-                    nn.ReLU(),
-                )
-            )
-        ).to(device)
-        x = torch.randn(32, channels, side, side, device=device, requires_grad=True)
+    net = Network(device)
+    capture = Capture(net.model, find_layers(net.model)[0])
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for i in range(2 * NETWORK_STEPS):
+        capture.enabled = i % 2 == 0
+        seconds[capture.enabled].append(net.seconds(capture.pop))
+    step_s = statistics.median(seconds[False])
+    factors_s = max(1e-9, statistics.median(seconds[True]) - step_s)
+    squares = ((x, x.a_dim**2 + x.g_dim**2) for x in net.work.layers)
+    factor_flops = sum(2 * net.work.rows[spec.name] * spec.groups * n for spec, n in squares)
+    return net.work.step_flops / step_s, factor_flops / factors_s
 
-        def step(blocks: nn.Module = blocks, x: torch.Tensor = x) -> None:
-            blocks(x).sum().backward()
 
-        seconds += best(step, device)
-        flops += 3 * 4 * 2 * 32 * side * side * channels * channels * 9
-    return flops / seconds
+def _in_crowd(rank: int, counts: Sequence[int], path: str, results: str) -> None:
+    """So many ranks at a time do steps together, as data-parallel training does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=max(counts))
+    net = Network(torch.device("cpu"))
+    groups = {n: dist.new_group(list(range(n))) for n in counts}
+    seconds: dict[int, list[float]] = {n: [] for n in counts}
+    for _ in range(CROWD_ROUNDS):
+        for n in counts:
+            dist.barrier()
+            for _ in range(NETWORK_STEPS // CROWD_ROUNDS if rank < n else 0):
+                start = time.perf_counter()
+                net.seconds()
+                dist.barrier(groups[n])
+                seconds[n].append(time.perf_counter() - start)
+    dist.barrier()
+    if rank == 0:
+        torch.save({n: statistics.median(s) for n, s in seconds.items()}, results)
+    dist.destroy_process_group()
+
+
+def crowding() -> dict[int, float]:
+    """How many times as long a step takes where ranks fill all cores, and where two share one."""
+    cores = len(os.sched_getaffinity(0))
+    counts = sorted({1, cores, 2 * cores})
+    with tempfile.TemporaryDirectory() as folder:
+        path, results = f"{folder}/join", f"{folder}/seconds.pt"
+        mp.spawn(_in_crowd, (counts, path, results), nprocs=counts[-1])
+        seconds = torch.load(results, weights_only=True)
+    return {n: seconds[n] / seconds[1] for n in counts[1:]}
 
 
 def decompositions(device: torch.device) -> tuple[dict[int, float], dict[int, float]]:
@@ -158,10 +211,14 @@ def main() -> int:
         parser.error(f"{out.parent}: no such folder")
     latency, bandwidth = messages()
     gemm = products(options.device)
-    convolution = convolutions(options.device)
+    step, factor = network(options.device)
     eigen, inverse = decompositions(options.device)
     link = f"{{latency_s: {latency:.3g}, bandwidth_bytes_per_s: {bandwidth:.4g}}}"
     tables = (", ".join(f"{n}: {s:.3g}" for n, s in each.items()) for each in (eigen, inverse))
+    crowd = ""
+    if options.device.type == "cpu":
+        factors = ", ".join(f"{n}: {factor:.3g}" for n, factor in crowding().items())
+        crowd = f"crowding: {{{factors}}}  # measured: so many ranks' forward and backward\n"
     day = datetime.datetime.now(datetime.UTC).date()
     out.write_text(
         f"""\
@@ -173,13 +230,13 @@ network:
   inter: {link}  # the same: not measured
   algorithm: ring  # gloo's
 rates:
-  step_flops_per_s: {{default: {convolution:.4g}}}  # measured: a CIFAR ResNet's blocks
-  factor_flops_per_s: {gemm:.4g}  # measured: products of [512, 512]
-  precondition_flops_per_s: {gemm:.4g}  # measured, the same
+  step_flops_per_s: {{default: {step:.4g}}}  # measured: a CIFAR ResNet-20
+  factor_flops_per_s: {factor:.4g}  # measured: its A and G, as full products
+  precondition_flops_per_s: {gemm:.4g}  # measured: products of [512, 512]
   eigen_s: {{{next(tables)}}}  # measured
   inverse_s: {{{next(tables)}}}  # measured
 overlap: 0.0  # assumed: ranks share the processor that sends
-""",
+{crowd}""",
         encoding="utf-8",
     )
     print(f"{out}: written")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kfac_bench import cli, compose
 from kfac_bench.core.plan import Decompose, LayerSpec, Message, Stage
+from kfac_bench.core.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.calibrate import Measured, calibrate
@@ -273,6 +274,22 @@ rates:
     return yaml.safe_load(text)
 
 
+def test_ranks_of_a_node_share_its_cores():
+    """Work takes longer by as much, messages do not; what is on other nodes does not matter."""
+    crowded = replace(MACHINE, network=replace(RING, ranks_per_node=8), crowding={4: 2.5, 2: 1.1})
+    factors = [crowded.slowdown(n) for n in (1, 2, 3, 4, 8, 64)]
+    assert factors == pytest.approx([1, 1.1, 1.8, 2.5, 5, 5])
+    assert MACHINE.slowdown(64) == 1
+    plan = make_plan(LAYERS, 4, strategy="comm_opt")
+    slow, fast = (step_time(WORK, 4, machine, plan) for machine in (crowded, MACHINE))
+    assert slow.forward_backward_s == 2.5 * fast.forward_backward_s
+    assert slow.gradients_s == fast.gradients_s
+    computed = Stage.PRECONDITION
+    assert slow.stages_s[computed] == pytest.approx(2.5 * fast.stages_s[computed])
+    assert slow.kinds_s["ReduceFactors"] == fast.kinds_s["ReduceFactors"]
+    assert hardware.parse(good() | {"crowding": {2: 1.5}}, "x", "x").slowdown(2) == 1.5
+
+
 def test_a_number_without_a_point_is_one():
     assert hardware.parse(good(), "x", "x").network.intra.bandwidth_bytes_per_s == 1e9
 
@@ -292,6 +309,9 @@ def test_a_number_without_a_point_is_one():
         (["rates", "step_flops_per_s"], {"conv": 1e9}, "'default' is missing"),
         (["rates", "op_s"], float("nan"), "rates.op_s=nan"),
         (["overlap"], 2, "overlap=2: must be in [0, 1]"),
+        (["crowding"], 2, "crowding: expected names and values"),
+        (["crowding"], {1: 1.0}, "crowding: expected numbers of ranks above 1"),
+        (["crowding"], {2: 0}, "crowding[2]=0: expected a number above 0"),
         (["links"], 1, "unknown key 'links'"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import yaml
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.network import ALGORITHMS, Link, Network
 from kfac_bench.simulate.rates import DEFAULT, Rates
+
+KEYS = ("network", "rates", "overlap", "crowding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,22 @@ class Hardware:
     rates: Rates
     overlap: float = 0.0
     """Share of backward during which gradients are already sent."""
+    crowding: Mapping[int, float] = field(default_factory=dict)
+    """How many times as long a rank computes with so many on its node: they share cores, caches
+    and memory. Empty where each has a machine of its own, a GPU."""
+
+    def slowdown(self, world_size: int) -> float:
+        """How many times as long a rank computes as one alone.
+
+        Straight lines between the numbers of ranks that are known, from the origin beyond the most.
+        """
+        ranks = min(world_size, self.network.ranks_per_node)
+        low, factor = 1, 1.0
+        for high, more in sorted(self.crowding.items()):
+            if ranks < high:
+                return factor + (more - factor) * (ranks - low) / (high - low)
+            low, factor = high, more
+        return factor * ranks / low if self.crowding else 1.0
 
 
 def load(path: Path) -> Hardware:
@@ -41,8 +59,8 @@ def parse(found: Any, name: str, where: str) -> Hardware:
     """Make it of what the file holds; ``where`` is named in errors."""
     top = _mapping(found, where)
     for key in top:
-        if key not in ("network", "rates", "overlap"):
-            raise UsageError(f"{where}: unknown key {key!r}; there are network, rates, overlap")
+        if key not in KEYS:
+            raise UsageError(f"{where}: unknown key {key!r}; there are {', '.join(KEYS)}")
     network = dict(_fields(top.get("network"), Network, f"{where}: network"))
     for key in ("intra", "inter"):
         place = f"{where}: network.{key}"
@@ -51,7 +69,7 @@ def parse(found: Any, name: str, where: str) -> Hardware:
     if network.get("algorithm", "best") not in ALGORITHMS:
         raise UsageError(f"{where}: network.algorithm: choose one of {', '.join(ALGORITHMS)}")
     each = network["ranks_per_node"]
-    if not isinstance(each, int) or isinstance(each, bool) or each < 1:
+    if not _is_size(each):
         raise UsageError(f"{where}: network.ranks_per_node={each!r}: expected a whole number >= 1")
     place = f"{where}: network.coordination_s"
     network["coordination_s"] = _number(network.get("coordination_s", 0.0), place, zero=True)
@@ -70,7 +88,12 @@ def parse(found: Any, name: str, where: str) -> Hardware:
     overlap = _number(top.get("overlap", 0.0), f"{where}: overlap", zero=True)
     if overlap > 1:
         raise UsageError(f"{where}: overlap={overlap:g}: must be in [0, 1]")
-    return Hardware(name, Network(**network), Rates(**rates), overlap)
+    place = f"{where}: crowding"
+    table = _mapping(top.get("crowding", {}), place)
+    crowding = {k: _number(v, f"{place}[{k}]") for k, v in table.items()}
+    if not all(_is_size(n) and n > 1 for n in crowding):
+        raise UsageError(f"{place}: expected numbers of ranks above 1, and a factor for each")
+    return Hardware(name, Network(**network), Rates(**rates), overlap, crowding)
 
 
 def _mapping(found: Any, where: str) -> Mapping[Any, Any]:
@@ -85,8 +108,8 @@ def _fields(found: Any, kind: type, where: str) -> Mapping[str, Any]:
     for key in mapping:
         if key not in known:
             raise UsageError(f"{where}: unknown key {key!r}; there are {', '.join(known)}")
-    for key, field in known.items():
-        if field.default is MISSING and key not in mapping:
+    for key, each in known.items():
+        if each.default is MISSING and key not in mapping:
             raise UsageError(f"{where}: {key} is missing")
     return mapping
 

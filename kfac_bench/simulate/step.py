@@ -93,8 +93,9 @@ def step_time(
     conduct: Conduct | None = None,
 ) -> StepTime:
     """Seconds of a step on ``world_size`` ranks; without a plan those of the optimizer alone."""
-    computed = hardware.rates.step(work.step_flops, work.family)
-    hidden = hardware.overlap * BACKWARD * (computed - hardware.rates.step_s)
+    slowdown = hardware.slowdown(world_size)
+    computed = slowdown * hardware.rates.step(work.step_flops, work.family)
+    hidden = hardware.overlap * BACKWARD * (computed - slowdown * hardware.rates.step_s)
     size = work.parameters * work.gradient_bytes
     sent = hardware.network.all_reduce_s(size, range(world_size), work.tensors)
     time = StepTime(computed, max(0.0, sent - hidden))
@@ -129,6 +130,7 @@ def _run(
                 network[rank] = end
                 lane[rank] += seconds
         else:
+            seconds *= hardware.slowdown(plan.world_size)
             for rank in op.ranks:
                 compute[rank] += seconds
                 lane[rank] += seconds
