@@ -53,7 +53,7 @@ from kfac_bench.tasks.question_answering import QuestionAnswering
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.tasks.segmentation import Segmentation
 from kfac_bench.tasks.task import Task
-from kfac_bench.update import has_batch_norm
+from kfac_bench.training.update import has_batch_norm
 
 
 def build_data(config: DataConfig, task: TaskConfig) -> Data:

@@ -26,7 +26,7 @@ from kfac_bench.ranks import Ranks
 from kfac_bench.run_directory import RunDirectory, flat
 from kfac_bench.sinks.console import ConsoleSink
 from kfac_bench.trainer import Trainer
-from kfac_bench.update import least_part
+from kfac_bench.training.update import least_part
 
 
 def start(config: TrainConfig) -> int:

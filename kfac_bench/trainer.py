@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench import agreement, learning_rate, predictions
+from kfac_bench import predictions
 from kfac_bench.backends.backend import Backend
 from kfac_bench.checkpoint import Checkpoint, Figure
 from kfac_bench.config import ScheduleConfig, TrainerConfig
@@ -32,16 +32,17 @@ from kfac_bench.events import (
     TargetReached,
     Trained,
 )
-from kfac_bench.skipped import Skipped
 from kfac_bench.tasks.task import Task, reached
+from kfac_bench.training import agreement, learning_rate
 from kfac_bench.training.course import Course
 from kfac_bench.training.feed import Feed
 from kfac_bench.training.meter import Meter
 from kfac_bench.training.saving import Saving
+from kfac_bench.training.skipped import Skipped
 from kfac_bench.training.state import State, weights_sha256
 from kfac_bench.training.stop import Stop
-from kfac_bench.update import Update, has_batch_norm
-from kfac_bench.watchdog import Watchdog
+from kfac_bench.training.update import Update, has_batch_norm
+from kfac_bench.training.watchdog import Watchdog
 
 
 @dataclass

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_bench import agreement
-from kfac_bench.agreement import CHUNK, checksum
 from kfac_bench.backends.fsdp2 import FSDP2
 from kfac_bench.core.collective import TorchCollective
 from kfac_bench.core.sharded import local
 from kfac_bench.events import Evaluated
 from kfac_bench.ranks import Ranks
+from kfac_bench.training import agreement
+from kfac_bench.training.agreement import CHUNK, checksum
 from tests.distributed import run_ranks
 from tests.runs import ALONE, CPU, KFAC, RESNET, SMALL, before_step, end, here, of_kind, train
 

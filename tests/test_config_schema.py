@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
-from kfac_bench import build, compose, config, update
+from kfac_bench import build, compose, config
 from kfac_bench.config import KFACConfig, TrainConfig
 from kfac_bench.core import KFAC, coverage, factors, fisher, preconditioner
 from kfac_bench.core.damping import LevenbergMarquardt
+from kfac_bench.training import update
 from tests.configs import DEFAULT, GROUPS
 
 

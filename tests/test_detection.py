@@ -16,7 +16,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.events import Evaluated, Trained
 from kfac_bench.ranks import Ranks
 from kfac_bench.tasks.detection import FOUND, TRUE, Detection, found_in
-from kfac_bench.update import Update
+from kfac_bench.training.update import Update
 from tests.distributed import run_ranks
 from tests.runs import (
     CPU,

@@ -70,7 +70,7 @@ def with_kfac(make_model, backend, options):
 
 
 def update(backend, model, kfac, optimizer, x, y, parts=1, scaler=None, dtype=None):
-    """As :class:`kfac_bench.update.Update`; the preconditioned gradients."""
+    """As :class:`kfac_bench.training.update.Update`; the preconditioned gradients."""
     scaler = scaler or GradScaler("cpu", enabled=False)
     optimizer.zero_grad()
     for i, (a, b) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
 from kfac_bench import compose
 from kfac_bench.events import Trained
-from kfac_bench.learning_rate import factor, warmup_steps
+from kfac_bench.training.learning_rate import factor, warmup_steps
 from tests.runs import before_step, of_kind, terminate, train
 
 EPOCH, STEPS = 10, 60

@@ -8,7 +8,7 @@ import torch
 from kfac_bench import environment
 from kfac_bench.core import KFAC
 from kfac_bench.events import Trained
-from kfac_bench.stages import StageTimes
+from kfac_bench.training.stages import StageTimes
 
 from .distributed import run_ranks
 from .runs import KFAC as EVERY

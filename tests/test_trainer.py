@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from kfac_bench import checkpoint, run, update
+from kfac_bench import checkpoint, run
 from kfac_bench.core import preconditioner
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.errors import UsageError
 from kfac_bench.events import Resumed, Trained, read
 from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.training import update
 from tests.distributed import run_ranks
 from tests.runs import (
     METHODS,

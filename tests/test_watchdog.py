@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from kfac_bench.watchdog import Watchdog
+from kfac_bench.training.watchdog import Watchdog
 
 def waits_for_a_message():
     time.sleep(60)

@@ -28,7 +28,7 @@ from kfac_bench.core.fresh import Fresh
 from kfac_bench.core.plan import FACTORS
 from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.trainer import Trainer
-from kfac_bench.update import Update
+from kfac_bench.training.update import Update
 
 STEP_S = 0.03
 """A step lasts so long at least."""

@@ -1,1 +1,1 @@
-"""What the trainer is made of: when it stops, what it reads, what it records, what it saves."""
+"""What the trainer is made of: an update and its rate; what it reads, records, saves; its end."""

@@ -12,7 +12,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.data.batch import Batch
 from kfac_bench.events import Clock
 from kfac_bench.ranks import Ranks
-from kfac_bench.stages import StageTimes
+from kfac_bench.training.stages import StageTimes
 
 
 class Meter:
