@@ -4,8 +4,8 @@
 
 Products, a ResNet-20's forward, backward and factors, eigh and Cholesky on one process of one
 thread (or one GPU); on a CPU the ResNet-20 on as many ranks as cores, and twice as many; all-reduce
-and broadcast on 2 gloo ranks. About a minute. Products, decompositions and messages are
-the fastest of several, the network's steps medians: those depend on what is left in caches.
+and broadcast on 2 gloo ranks. About a minute. Products, decompositions and messages are the fastest
+of several, the network's steps medians: those depend on what is left in caches.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ ALL_REDUCES = (1 << 12, 1 << 18, 1 << 22)
 """Elements of fp32."""
 EXAMPLES, NETWORK_STEPS, CROWD_ROUNDS = 32, 20, 4
 """Of the network: a batch; steps of each kind; parts that they are done in, in turn."""
+MOST_RANKS = 8
+"""That fill cores while they are timed; as many again where these are all cores."""
 SIZES = (16, 64, 256, 512, 1024)
 """Of matrices to decompose."""
 LEAST_S = 1.0
@@ -65,7 +67,7 @@ def products(device: torch.device) -> float:
     return 2 * 512**3 / best(lambda: x @ x, device)
 
 
-class Network:
+class ResNet20:
     """Forward and backward of a CIFAR ResNet-20, on one batch."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,13 +88,13 @@ class Network:
         return time.perf_counter() - start
 
 
-def network(device: torch.device) -> tuple[float, float]:
-    """FLOP/s of a :class:`Network`'s step, and of the factors of its layers.
+def training(device: torch.device) -> tuple[float, float]:
+    """FLOP/s of a :class:`ResNet20`'s step, and of the factors of its layers.
 
     The second is what a backward takes longer that makes A and G, too, in FLOPs of full products
     of all patches: this code needs fewer. Steps with and without take turns.
     """
-    net = Network(device)
+    net = ResNet20(device)
     capture = Capture(net.model, find_layers(net.model)[0])
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for i in range(2 * NETWORK_STEPS):
@@ -105,17 +107,17 @@ def network(device: torch.device) -> tuple[float, float]:
     return net.work.step_flops / step_s, factor_flops / factors_s
 
 
-def _in_crowd(rank: int, counts: Sequence[int], path: str, results: str) -> None:
-    """So many ranks at a time do steps together, as data-parallel training does."""
+def _in_crowd(rank: int, counts: Sequence[int], steps: int, path: str, results: str) -> None:
+    """So many ranks at a time do ``steps`` together, as data-parallel training does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=max(counts))
-    net = Network(torch.device("cpu"))
+    net = ResNet20(torch.device("cpu"))
     groups = {n: dist.new_group(list(range(n))) for n in counts}
     seconds: dict[int, list[float]] = {n: [] for n in counts}
     for _ in range(CROWD_ROUNDS):
         for n in counts:
             dist.barrier()
-            for _ in range(NETWORK_STEPS // CROWD_ROUNDS if rank < n else 0):
+            for _ in range(steps // CROWD_ROUNDS if rank < n else 0):
                 start = time.perf_counter()
                 net.seconds()
                 dist.barrier(groups[n])
@@ -127,14 +129,19 @@ def _in_crowd(rank: int, counts: Sequence[int], path: str, results: str) -> None
 
 
 def crowding() -> dict[int, float]:
-    """How many times as long a step takes where ranks fill all cores, and where two share one."""
+    """How many times as long a step takes where ranks fill all cores, and where two share one.
+
+    Of more cores than MOST_RANKS, what is measured on so many is taken to hold until all are busy.
+    """
     cores = len(os.sched_getaffinity(0))
-    counts = sorted({1, cores, 2 * cores})
+    full = min(cores, MOST_RANKS)
+    counts = sorted({1, full, 2 * full if full == cores else full})
     with tempfile.TemporaryDirectory() as folder:
         path, results = f"{folder}/join", f"{folder}/seconds.pt"
-        mp.spawn(_in_crowd, (counts, path, results), nprocs=counts[-1])
+        mp.spawn(_in_crowd, (counts, NETWORK_STEPS, path, results), nprocs=counts[-1])
         seconds = torch.load(results, weights_only=True)
-    return {n: seconds[n] / seconds[1] for n in counts[1:]}
+    factors = {n: seconds[n] / seconds[1] for n in counts[1:]}
+    return factors if full == cores else {**factors, cores: factors[full]}
 
 
 def decompositions(device: torch.device) -> tuple[dict[int, float], dict[int, float]]:
@@ -175,6 +182,7 @@ def _rank(rank: int, path: str, results: str) -> None:
                 seconds[kind, n] = float(slowest.min())
         if rank == 0:
             torch.save({f"{k} {n}": s for (k, n), s in seconds.items()}, results)
+        dist.barrier()  # nobody leaves while another still reads its last message
     finally:
         dist.destroy_process_group()
 
@@ -211,7 +219,7 @@ def main() -> int:
         parser.error(f"{out.parent}: no such folder")
     latency, bandwidth = messages()
     gemm = products(options.device)
-    step, factor = network(options.device)
+    step, factor = training(options.device)
     eigen, inverse = decompositions(options.device)
     link = f"{{latency_s: {latency:.3g}, bandwidth_bytes_per_s: {bandwidth:.4g}}}"
     tables = (", ".join(f"{n}: {s:.3g}" for n, s in each.items()) for each in (eigen, inverse))
