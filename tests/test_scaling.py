@@ -103,6 +103,7 @@ def test_commands_start_as_many_ranks_as_they_say():
         ("seed=1", "each run has its own"),
         ("trainer.batch_sise=1", "did you mean batch_size"),
         ("rounds=", "rounds=: expected"),
+        ("hardware=none", "hardware=none: choose one of longhorn_v100"),
     ],
 )
 def test_a_word_that_cannot_be_is_one_line(word, says, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kfac_bench import compose, launch, report
@@ -15,6 +15,8 @@ from kfac_bench.scaling import cells, figure
 from kfac_bench.scaling.cells import Cell
 from kfac_bench.scaling.measured import measure
 from kfac_bench.scaling.tables import scaling_table, stage_table
+from kfac_bench.simulate import hardware
+from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.sweep import SGD, Intervals, Variant, efficiency, sweep, variant
 from kfac_bench.tables import Table
 
@@ -65,6 +67,8 @@ class Question:
     variants: list[Variant]
     world_sizes: list[int]
     cells: list[Cell]
+    machine: Hardware | None
+    """To be simulated."""
 
     @property
     def folder(self) -> Path:
@@ -96,8 +100,9 @@ def _write(asked: Question, runs: Sequence[Run], lacking: int, say: Callable[[st
     points = measure(runs)
     title = f"{asked.own['mode']} scaling{found[0].title.partition(':')[2] and ':'}"
     title += found[0].title.partition(":")[2]
-    where = asked.own["hardware"]
-    drawn = figure.svg(points, title, _simulated(asked) if where else {}, f"simulated, {where}")
+    machine = asked.machine
+    simulated = {} if machine is None else _simulated(asked, machine)
+    drawn = figure.svg(points, title, simulated, f"simulated, {asked.own['hardware']}")
     for name, text in (
         ("scaling.md", "\n".join(table.markdown() for table in found)),
         ("scaling.svg", drawn),
@@ -113,14 +118,10 @@ def _write(asked: Question, runs: Sequence[Run], lacking: int, say: Callable[[st
     say(str(page))
 
 
-def _simulated(asked: Question) -> figure.Simulated:
+def _simulated(asked: Question, machine: Hardware) -> figure.Simulated:
     """Efficiencies of the same steps on a model of the machine."""
-    from dataclasses import replace
+    from kfac_bench.simulate import workload  # torch
 
-    from kfac_bench.simulate import hardware, workload
-    from kfac_bench.simulate.command import hardware_path
-
-    machine = hardware.load(hardware_path(asked.own["hardware"], None))
     config = compose.load(asked.overrides)
     found = []
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
@@ -183,7 +184,16 @@ def _parse(words: Sequence[str]) -> Question:
         steps=_whole("steps", own["steps"], _MOST_STEPS) if own["steps"] else None,
         runs_dir=own["runs_dir"],
     )
-    return Question(words, own, overrides, variants, list(dict.fromkeys(sizes)), made)
+    return Question(
+        words, own, overrides, variants, list(dict.fromkeys(sizes)), made, _machine(own["hardware"])
+    )
+
+
+def _machine(name: str) -> Hardware | None:
+    """Before anything is measured."""
+    from kfac_bench.simulate.command import hardware_path  # torch
+
+    return hardware.load(hardware_path(name, None)) if name else None
 
 
 def _whole(name: str, text: str, most: int) -> int:
