@@ -6,7 +6,7 @@ READY  := .venv/.ready
 HOROVOD := .venv/.horovod
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install-horovod demo tune bench bench-gpu test slurm-test browser support lint format clean
+.PHONY: help setup install-horovod demo tune bench bench-gpu test slurm-test browser faults soak support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -48,8 +48,14 @@ slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two n
 	$(BIN)/python -m pytest -q -rs tests/slurm
 
 browser: setup  ## a Chromium for the tests of the HTML page, if there is none: Debian's, as root
-	@$(BIN)/python -m tests.browser || { apt-get update -qq && \
-	  apt-get install -y -qq --no-install-recommends chromium && $(BIN)/python -m tests.browser; }
+	@$(BIN)/python -m tests.support.browser || { apt-get update -qq && \
+	  apt-get install -y -qq --no-install-recommends chromium && $(BIN)/python -m tests.support.browser; }
+
+faults: setup  ## inject faults into real runs; 17 minutes (ARGS="--short", ARGS=--help)
+	$(BIN)/python -m tests.reliability.faults $(ARGS)
+
+soak: setup  ## train for long; memory, files and threads must not grow (ARGS="--steps 200")
+	$(BIN)/python -m tests.reliability.soak $(ARGS)
 
 support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/distributed.md
 	$(BIN)/python -m pytest -q -m supports --support=build/support.json

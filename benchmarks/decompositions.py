@@ -1,4 +1,4 @@
-"""Seconds of decomposing one factor, by its size: prints the table of ``core/cost.py`` anew.
+"""Seconds of decomposing one factor, by its size: print the table of ``core/planning/cost.py``.
 
 ``python benchmarks/decompositions.py`` measures one thread's own CPU time, so that other work on
 the machine counts little; ``--device cuda`` the GPU's wall time. The factors are those of random
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kfac_bench.core import linalg
+from kfac_bench.core.kernels import linalg
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4608)
 DAMPING = 1e-3

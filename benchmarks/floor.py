@@ -10,14 +10,15 @@ from torch import nn
 
 from benchmarks.models import Workload
 from kfac_bench.core import KFAC
-from kfac_bench.core.estimate import flops
+from kfac_bench.core.planning.estimate import flops
 
 
 def floor_flops(kfac: KFAC, workload: Workload) -> dict[str, float]:
     """FLOPs that K-FAC cannot do without, by kind of op, each time the op runs.
 
-    As core/estimate.py counts, but half of a symmetric product, and A of a 3x3 convolution of
-    stride 1 from 13 offsets of the input's autocorrelation instead of 9x9 products of patches.
+    Counts as core/planning/estimate.py does, but half of a symmetric product, and A of a 3x3
+    convolution of stride 1 from 13 offsets of the input's autocorrelation instead of 9x9 products
+    of patches.
     """
     rows = _Rows()
     handles = [

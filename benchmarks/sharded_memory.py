@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
-from kfac_bench.core.sharded import local
+from kfac_bench.core.distributed.dtensor import local
 
 BLOCKS, WIDTH, HIDDEN, BATCH = 6, 512, 2048, 64
 

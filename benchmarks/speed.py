@@ -25,8 +25,8 @@ if not __package__:  # started as a file
 from benchmarks import intervals, measure, memory, tables
 from benchmarks.measure import PRECISIONS, Case
 from benchmarks.models import NAMES, Size
-from kfac_bench import environment
 from kfac_bench.errors import UsageError
+from kfac_bench.training import environment
 
 SETTINGS = ((1, 10), (10, 100))
 """Steps between factor updates, and between decompositions."""

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from kfac_bench.core import KFAC
-from kfac_bench.core.zero import whole_gradients
+from kfac_bench.core.distributed.deepspeed_zero import whole_gradients
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 128,

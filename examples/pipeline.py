@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from kfac_bench.core import KFAC
-from kfac_bench.core.collective import SingleProcess, TorchCollective
+from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 
 WIDTH, BATCH, MICRO_BATCHES, STEPS = 16, 128, 4, 60
 

@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from kfac_bench import build, compose, environment
-from kfac_bench.core.capture import Capture
-from kfac_bench.core.coverage import find_layers
+from kfac_bench.config import compose
+from kfac_bench.core.capture.hooks import Capture
+from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.simulate import workload
+from kfac_bench.training import build, environment
 
 ALL_REDUCES = (1 << 12, 1 << 18, 1 << 22)
 """Elements of fp32."""

@@ -20,12 +20,13 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_bench import build, compose, environment
+from kfac_bench.config import compose
 from kfac_bench.core import KFAC
-from kfac_bench.core.plan import Stage
+from kfac_bench.core.planning.plan import Stage
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.step import step_time
 from kfac_bench.simulate.sweep import Variant, plan_of
+from kfac_bench.training import build, environment
 
 FACTORS, DECOMPOSE, STEPS = 3, 9, 37
 BATCH = 32

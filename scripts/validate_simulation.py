@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from kfac_bench import compose
-from kfac_bench.core.plan import Stage
+from kfac_bench.config import compose
+from kfac_bench.core.planning.plan import Stage
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.calibrate import Measured, calibrate
 from kfac_bench.simulate.hardware import Hardware

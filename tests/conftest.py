@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from .wandb_here import fresh_wandb as fresh_wandb
-from .wandb_here import stand_in as stand_in
+from tests.support.wandb_here import fresh_wandb as fresh_wandb
+from tests.support.wandb_here import stand_in as stand_in
 
 torch.set_num_threads(1)
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 @pytest.fixture
 def double():
     """The same random numbers, in float64; no hook outlives the test."""
-    from tests.layer_checks import MADE
+    from tests.support.layer_checks import MADE
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from kfac_bench import __version__, compose
+from kfac_bench import __version__
 from kfac_bench.benchmark.grid import record_failure
 from kfac_bench.benchmark.schema import Benchmark
+from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from kfac_bench.events import (
+from kfac_bench.record.events import (
     EVENTS_FILE,
     Evaluated,
     EventLog,
@@ -30,7 +31,7 @@ from kfac_bench.events import (
     RunStarted,
 )
 
-KINDS = {"plan": "plan", "simulate": "simulated", "fit": "fit"}
+KINDS = {"plan": "plan_cells", "simulate": "simulated", "fit": "fit"}
 """Modules of this package; each has ``numbers``. They need torch, a list of benchmarks does not."""
 
 

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.benchmark.schema import Figure as Drawing
-from kfac_bench.curves import DASHES, GRID, INK, PALETTE, our_look, to_svg
+from kfac_bench.report.curves import DASHES, GRID, INK, PALETTE, our_look, to_svg
 
 QUANTITY = "quantity"
 _HATCH = "////"

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_bench import build, compose, dry_run
-from kfac_bench.benchmark.plan import MB, OWN, config_of
+from kfac_bench.benchmark.plan_cells import MB, OWN, config_of
 from kfac_bench.benchmark.simulated import IMAGENET
-from kfac_bench.config import TrainConfig
+from kfac_bench.config import TrainConfig, compose
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.sweep import SGD, Intervals, sweep, variant
+from kfac_bench.training import build, dry_run
 
 _OWN = (*OWN, "budget_gb", "hardware", "optimizer_copies", "global")
 _FEW, _MORE = 2, 6

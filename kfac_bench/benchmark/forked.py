@@ -13,10 +13,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kfac_bench import compose
+from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 
-PRELOAD = ("kfac_bench.run", "kfac_bench.backends", "sklearn.datasets", "pytorch_optimizer")
+PRELOAD = (
+    "kfac_bench.training.run",
+    "kfac_bench.distributed",
+    "sklearn.datasets",
+    "pytorch_optimizer",
+)
 
 
 def train(overrides: Sequence[str]) -> tuple[int, str]:
@@ -44,7 +49,7 @@ def _train(overrides: list[str], said: str, environment: dict[str, str]) -> None
     file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    from kfac_bench import run  # torch: in the server only
+    from kfac_bench.training import run  # torch: in the server only
 
     try:
         code = run.start(compose.load(overrides))

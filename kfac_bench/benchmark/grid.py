@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kfac_bench import compose, run_directory
 from kfac_bench.benchmark import forked
 from kfac_bench.benchmark.schema import Before, Benchmark, Profile, points, profile_of
-from kfac_bench.config import TrainConfig
+from kfac_bench.config import TrainConfig, compose
 from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
-from kfac_bench.events import EVENTS_FILE, RunEnded, read
+from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
+from kfac_bench.training import run_directory
 
 FAILED_FILE = "cell.json"
 """Of a cell whose process failed: why."""

@@ -27,7 +27,7 @@ def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) ->
 
     Computed cells are computed here and now. Raises :class:`UsageError` as ``launch.submit``.
     """
-    from kfac_bench import launch
+    from kfac_bench.benchmark import slurm_submit
 
     for each in row.computed:
         each.run()
@@ -45,12 +45,12 @@ def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) ->
     for ranks, commands in by_ranks.items():  # a job's tasks are its ranks
         tasks = [*options, f"--ntasks={ranks}"]
         if len(by_ranks) == 1:
-            ids = launch.submit(commands, after, row.folder, tasks)
+            ids = slurm_submit.submit(commands, after, row.folder, tasks)
             break
-        ids += launch.submit(commands, ["true"], row.folder, tasks)
+        ids += slurm_submit.submit(commands, ["true"], row.folder, tasks)
     if len(by_ranks) != 1:
         when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
-        ids += launch.submit({}, after, row.folder, [*options, *when])
+        ids += slurm_submit.submit({}, after, row.folder, [*options, *when])
     what = "report" if last else f"next of {len(all_waves)} waves"
     said.append(
         f"{row.name}: {len(todo)} of {len(all_waves[wave])} cells submitted, then the {what}"

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
-from kfac_bench import score
-from kfac_bench.events import Evaluated, RunEnded, Trained
-from kfac_bench.runs import Run, number, option, target
+from kfac_bench.record import score
+from kfac_bench.record.events import Evaluated, RunEnded, Trained
+from kfac_bench.record.runs import Run, number, option, target
 
 Level = float | None
 """The figure that the profile asks about; None: none."""

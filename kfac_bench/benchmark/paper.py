@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfac_bench import curves, report
+from kfac_bench import report
 from kfac_bench.benchmark import figure, sheet, suite
 from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.sheet import Attempt
 from kfac_bench.benchmark.suite import Row
 from kfac_bench.errors import UsageError
-from kfac_bench.runs import group
-from kfac_bench.tables import Table, escape_markdown
+from kfac_bench.record.runs import group
+from kfac_bench.report import curves
+from kfac_bench.report.tables import Table, escape_markdown
 
 _MOST = 20
 BEGIN = "<!-- made by kfac-bench report all --into -->"

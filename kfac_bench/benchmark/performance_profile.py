@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kfac_bench.runs import Setting, option, target
-from kfac_bench.score import bootstrap_median, steps_to_target, time_to_target_s
-from kfac_bench.tables import Table, Value
+from kfac_bench.record.runs import Setting, option, target
+from kfac_bench.record.score import bootstrap_median, steps_to_target, time_to_target_s
+from kfac_bench.report.tables import Table, Value
 
 TAU_MAX = 4.0
 """Where the score's area ends, as in AlgoPerf."""

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from kfac_bench.benchmark.performance_profile import TAU_MAX, Times, profiles, scores
-from kfac_bench.curves import DASHES, PALETTE, Style, our_look, to_svg
-from kfac_bench.runs import plain
+from kfac_bench.record.runs import plain
+from kfac_bench.report.curves import DASHES, PALETTE, Style, our_look, to_svg
 
 
 def profile_svg(times: Times, title: str = "", unit: str = "time") -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from kfac_bench.benchmark.measures import COMPUTED, measure
 from kfac_bench.benchmark.schema import Benchmark, Quantity
-from kfac_bench.runs import Run
-from kfac_bench.score import bootstrap_median
+from kfac_bench.record.runs import Run
+from kfac_bench.record.score import bootstrap_median
 
 Point = Mapping[str, str]
 Key = frozenset[tuple[str, str]]

@@ -15,9 +15,9 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench import compose
+from kfac_bench.config import compose
+from kfac_bench.config.profiles import PROFILES
 from kfac_bench.errors import UsageError
-from kfac_bench.profiles import PROFILES
 
 Each = dict[str, dict[str, list[str]]]
 

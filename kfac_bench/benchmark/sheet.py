@@ -10,9 +10,9 @@ from pathlib import Path
 
 from kfac_bench.benchmark.result import Line, Measured, Printed, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, Profile
-from kfac_bench.runs import Run, plain
-from kfac_bench.score import status
-from kfac_bench.tables import Link, Table, Value, text
+from kfac_bench.record.runs import Run, plain
+from kfac_bench.record.score import status
+from kfac_bench.report.tables import Link, Table, Value, text
 
 DASH = "\u2013"
 MISSED = "missed"

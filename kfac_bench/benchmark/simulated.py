@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kfac_bench import compose
-from kfac_bench.benchmark.plan import MB
-from kfac_bench.core.estimate import payload_bytes
+from kfac_bench.benchmark.plan_cells import MB
+from kfac_bench.config import compose
+from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.step import Conduct, Workload
 from kfac_bench.simulate.sweep import SGD, Intervals, plan_of, sweep, variant

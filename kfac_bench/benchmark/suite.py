@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kfac_bench import compose
 from kfac_bench.benchmark import computed, grid, schema
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.result import Found, Line, key_of, lines
 from kfac_bench.benchmark.schema import Benchmark, Profile
 from kfac_bench.benchmark.sheet import PENDING, Attempt
+from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from kfac_bench.events import EVENTS_FILE
-from kfac_bench.runs import Run, load
+from kfac_bench.record.events import EVENTS_FILE
+from kfac_bench.record.runs import Run, load
 
 ORDER = (
     *("kaisa_memory_vs_fraction", "fig7_step_profile", "sec634_bert_interval"),

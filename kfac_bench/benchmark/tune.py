@@ -19,13 +19,14 @@ from typing import Any
 import yaml
 from scipy.stats import qmc
 
-from kfac_bench import compose, score
 from kfac_bench.benchmark import forked, performance_profile, schema
 from kfac_bench.benchmark.schema import Benchmark, Tuning
+from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from kfac_bench.events import EVENTS_FILE, Event, RunEnded, RunStarted, read
-from kfac_bench.run_directory import run_id
-from kfac_bench.tables import Table, Value
+from kfac_bench.record import score
+from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, RunStarted, read
+from kfac_bench.report.tables import Table, Value
+from kfac_bench.training.run_directory import run_id
 
 Say = Callable[[str], None]
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kfac_bench.cli.compare_command import add_compare
 from kfac_bench.cli.dashboard_command import add_dashboard, add_wandb
 from kfac_bench.cli.entry import Parser, say
 from kfac_bench.cli.export_command import add_export
-from kfac_bench.cli.faults_command import add_faults
 from kfac_bench.cli.profile_command import add_profile
 from kfac_bench.cli.scaling_command import add_scaling
-from kfac_bench.cli.soak_command import add_soak
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
-from kfac_bench.errors import UsageError
 
 
 def bench(arguments: list[str]) -> int:
@@ -35,20 +33,10 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for add in (
         *(add_compare, add_profile, add_list, add_run, add_report, add_tune, add_scaling),
-        *(add_export, add_faults, add_soak, add_dashboard, add_wandb),
+        *(add_export, add_dashboard, add_wandb),
     ):
         add(commands)
     return parser
-
-
-def add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench compare``."""
-    command = commands.add_parser("compare", help="table and curves of runs")
-    command.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
-    command.add_argument("--html", type=Path, help="write one self-contained page")
-    command.add_argument("--svg", type=Path, help="write the figure alone")
-    command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    command.set_defaults(run_command=lambda o: compare(o.runs, o.html, o.svg, o.markdown))
 
 
 def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -67,28 +55,4 @@ def _tune(options: argparse.Namespace) -> int:
     benchmark = schema.load(options.benchmark)
     runs_dir = options.runs_dir or f"runs/{options.benchmark}_tuning"
     tune.tune(benchmark, runs_dir, options.out, say, options.only)
-    return 0
-
-
-def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bool) -> int:
-    """Print the table of the runs, and write what is asked for."""
-    from rich.console import Console
-
-    from kfac_bench import report
-
-    found = report.compare(runs, html)
-    if markdown:
-        print(report.markdown_table(found.rows))
-    else:
-        Console().print(report.terminal_table(found.rows))
-    for note in found.notes:
-        print(note)
-    if svg is not None:
-        try:
-            svg.write_text(report.figure_svg(found.settings), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{svg}: cannot be written ({error.strerror})") from None
-        print(f"figure: {svg}")
-    if html is not None:
-        print(f"report: {html.resolve()}")
     return 0

@@ -63,7 +63,7 @@ def add_wandb(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _upload(options: argparse.Namespace) -> int:
-    from kfac_bench import upload
+    from kfac_bench.dashboard import upload
 
     failed = 0
     for line, good in upload.upload(

@@ -12,12 +12,12 @@ from kfac_bench.errors import printable
 
 def data(arguments: list[str]) -> int:
     """Parse and run; the exit code."""
-    from kfac_bench.data import demo
+    from kfac_bench.data.demo import demo_folder
 
     parser = Parser(prog="kfac-data", description="Make demo data, verify data on disk.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     make = commands.add_parser("make-demo", help="write a small demo in a data set's real layout")
-    make.add_argument("layout", choices=demo.LAYOUTS)
+    make.add_argument("layout", choices=demo_folder.LAYOUTS)
     verify = commands.add_parser("verify", help="read every file; exit code 1 if one is damaged")
     prepare = commands.add_parser("prepare", help="make of a published data set what is trained on")
     prepare.add_argument("layout", choices=("shards", "wikipedia", "wikitext", "text"))
@@ -32,7 +32,7 @@ def data(arguments: list[str]) -> int:
     if options.command == "prepare":
         return _prepare(options)
     if options.command == "make-demo":
-        demo.make(options.layout, options.folder)
+        demo_folder.make(options.layout, options.folder)
         print(f"{options.folder}: made")
         return 0
     from kfac_bench.data.verify import verify as check
@@ -46,15 +46,15 @@ def data(arguments: list[str]) -> int:
 
 def _prepare(options: argparse.Namespace) -> int:
     if options.layout == "shards":
-        from kfac_bench.data import shards
+        from kfac_bench.data.images import tar_shards
 
-        for line in shards.write(options.folder, options.source):
+        for line in tar_shards.write(options.folder, options.source):
             say(line)
         return 0
     from functools import partial
 
-    from kfac_bench.data import documents
-    from kfac_bench.data import prepare as preparation
+    from kfac_bench.data.text import documents
+    from kfac_bench.data.text import prepare as preparation
 
     preparation.prepare(
         partial(documents.read, options.layout, options.source),

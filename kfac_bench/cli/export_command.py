@@ -20,7 +20,7 @@ def add_export(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from kfac_bench import export
+    from kfac_bench.training import export
 
     for line in export.export(options.run, options.out, best=options.best):
         print(line)

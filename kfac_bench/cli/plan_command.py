@@ -59,10 +59,11 @@ def plan(arguments: list[str]) -> int:
 
 
 def _say_plan(overrides: list[str], options: argparse.Namespace, world_size: int, out: str) -> int:
-    from kfac_bench import compose
+    from kfac_bench.config import compose
 
     config = compose.load(overrides, options.config_dir)
-    from kfac_bench import dry_run, plan_report
+    from kfac_bench.simulate import plan_report
+    from kfac_bench.training import dry_run
 
     run = dry_run.trace(config, world_size)
     if out == "-":
@@ -78,7 +79,7 @@ def _say_plan(overrides: list[str], options: argparse.Namespace, world_size: int
 
 
 def _simulate(arguments: list[str]) -> int:
-    from kfac_bench.simulate import command
+    from kfac_bench.simulate import simulate_options
 
     parser = Parser(prog="kfac-plan simulate", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
@@ -86,8 +87,8 @@ def _simulate(arguments: list[str]) -> int:
     parser.add_argument("words", nargs="*")
     options = parser.parse_args(arguments)
     if options.help:
-        print(command.USAGE, end="")
+        print(simulate_options.USAGE, end="")
         return 0
     check_config_dir(options.config_dir)
-    print("\n".join(command.simulate(options.words, options.config_dir)))
+    print("\n".join(simulate_options.simulate(options.words, options.config_dir)))
     return 0

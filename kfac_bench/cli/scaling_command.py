@@ -1,4 +1,4 @@
-"""``kfac-bench scaling``: parsed in :mod:`kfac_bench.scaling.command`."""
+"""``kfac-bench scaling``: parsed in :mod:`kfac_bench.benchmark.scaling.scaling_options`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def add_scaling(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _scaling(options: argparse.Namespace) -> int:
-    from kfac_bench.scaling import command
+    from kfac_bench.benchmark.scaling import scaling_options
 
     if options.help:
-        print(command.USAGE, end="")
+        print(scaling_options.USAGE, end="")
         return 0
-    return command.scaling(options.words, say)
+    return scaling_options.scaling(options.words, say)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import rich.table
 
     from kfac_bench.benchmark.suite import Row
-    from kfac_bench.tables import Table
+    from kfac_bench.report.tables import Table
 
 ALL = "all"
 
@@ -77,7 +77,7 @@ def _sort_out(options: argparse.Namespace) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import computed, grid, schema, suite
-    from kfac_bench.tables import Table
+    from kfac_bench.report.tables import Table
 
     rows = []
     for name in suite.rows_there():
@@ -206,13 +206,13 @@ def _tell_all(rows: Sequence[Row], into: Path | None) -> None:
 
 def _compare(row: Row, html: Path | None) -> None:
     """As ``kfac-bench compare``: of a benchmark that publishes nothing."""
-    from kfac_bench.cli import bench_command
+    from kfac_bench.cli import compare_command
 
     paths = {cell.label: cell.path() for cell in row.cells}
     began = [path for path in paths.values() if (path / "events.jsonl").exists()]
     for label in (label for label, path in paths.items() if path not in began):
         say(f"not in the table, for it failed before its first event: {label}")
-    bench_command.compare(began, html or row.folder / "report.html", None, False)
+    compare_command.compare(began, html or row.folder / "report.html", None, False)
 
 
 def _terminal(table: Table) -> rich.table.Table:
@@ -220,7 +220,7 @@ def _terminal(table: Table) -> rich.table.Table:
     import rich.table
     from rich.text import Text
 
-    from kfac_bench.tables import text
+    from kfac_bench.report.tables import text
 
     shown = rich.table.Table(title=Text(table.title), title_justify="left")
     for column in table.columns:

@@ -23,7 +23,7 @@ def run(overrides: list[str], config_dir: Path | None, train: Callable[[Any], in
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig
 
-    from kfac_bench import compose
+    from kfac_bench.config import compose
 
     elsewhere = _is_elsewhere(overrides)
     overrides = compose.with_profile(overrides, config_dir)

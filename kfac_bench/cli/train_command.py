@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kfac_bench import srun
 from kfac_bench.cli import sweep
 from kfac_bench.cli.entry import Parser, check_config_dir
+from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
 
 TRAIN_USAGE = """\
@@ -29,7 +29,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
 
 def train(arguments: list[str]) -> int:
     """Parse and run; the exit code."""
-    srun.adopt()  # now: rank 0 alone tells of errors
+    slurm_rank.adopt()  # now: rank 0 alone tells of errors
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
@@ -43,7 +43,7 @@ def train(arguments: list[str]) -> int:
 
         print(__version__)
         return 0
-    from kfac_bench import compose
+    from kfac_bench.config import compose
 
     check_config_dir(options.config_dir)
     if options.help:
@@ -66,10 +66,11 @@ def train_one(config: object) -> int:
 
     assert isinstance(config, TrainConfig)
     if config.dry_run:
-        from kfac_bench import dry_run, plan_report
+        from kfac_bench.simulate import plan_report
+        from kfac_bench.training import dry_run
 
         print(plan_report.describe(dry_run.trace(config), by_layer=True))
         return 0
-    from kfac_bench import run
+    from kfac_bench.training import run
 
     return run.start(config)

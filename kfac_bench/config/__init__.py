@@ -1,7 +1,7 @@
 """Every option of a training run, typed, with its range and its meaning: the schema of conf/.
 
 Values live in YAML, names and types here; ``kfac-train --help`` prints the fields' help texts.
-Nothing past :func:`kfac_bench.compose.load` sees a DictConfig.
+Nothing past :func:`kfac_bench.config.compose.load` sees a DictConfig.
 """
 
 from kfac_bench.config.checks import check

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kfac_bench.config.options import option
-from kfac_bench.core.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
+from kfac_bench.core.planning.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
 
-# The core's own, which need torch; tests/test_config_schema.py holds them against it.
+# The core's own, which need torch; tests/config/test_config_schema.py holds them against it.
 CONVENTIONS = ("kfc", "sc20", "kaisa")
 FISHERS = ("empirical", "mc", "type2")
 WEIGHT_SHARING = ("expand", "reduce")

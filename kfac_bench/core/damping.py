@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kfac_bench.core import linalg
-from kfac_bench.core.collective import Collective
-from kfac_bench.core.layer import Layer
-from kfac_bench.core.plan import Factor
-from kfac_bench.core.sharded import full
+from kfac_bench.core.distributed.collective import Collective
+from kfac_bench.core.distributed.dtensor import full
+from kfac_bench.core.kernels import linalg
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.plan import Factor
 
 
 @dataclass

@@ -21,28 +21,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import fisher as fishers
 from kfac_bench.core import state
-from kfac_bench.core.capture import Capture
-from kfac_bench.core.checks import (
+from kfac_bench.core.capture import fisher as fishers
+from kfac_bench.core.capture.hooks import Capture
+from kfac_bench.core.coverage_report import Report
+from kfac_bench.core.damping import LevenbergMarquardt, Trial
+from kfac_bench.core.distributed.collective import (
+    Collective,
+    check_same_on_all_ranks,
+    default_collective,
+)
+from kfac_bench.core.execution.executor import Executor, Request
+from kfac_bench.core.execution.sharded_gradients import any_sharded
+from kfac_bench.core.execution.write_back import WriteBack
+from kfac_bench.core.kernels.factors import CONVENTIONS
+from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
+from kfac_bench.core.planning.cost import measured_cost
+from kfac_bench.core.planning.plan import IDENTITY, ComputeFactor, ReduceFactors
+from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.core.schedule import Schedule, Schedules, Settings
+from kfac_bench.core.validation import (
     check_apart,
     check_choice,
     check_sharded,
     check_single,
     check_stages,
 )
-from kfac_bench.core.collective import Collective, check_same_on_all_ranks, default_collective
-from kfac_bench.core.cost import measured_cost
-from kfac_bench.core.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
-from kfac_bench.core.damping import LevenbergMarquardt, Trial
-from kfac_bench.core.executor import Executor, Request
-from kfac_bench.core.factors import CONVENTIONS
-from kfac_bench.core.plan import IDENTITY, ComputeFactor, ReduceFactors
-from kfac_bench.core.planner import make_plan
-from kfac_bench.core.report import Report
-from kfac_bench.core.schedule import Schedule, Schedules, Settings
-from kfac_bench.core.shards import any_sharded
-from kfac_bench.core.write_back import WriteBack
 
 WEIGHT_SHARING = ("expand", "reduce")
 BATCH_NUMEL = 1 << 22
@@ -63,13 +67,13 @@ class KFAC:
 
     strategy: who computes what on several ranks: ``comm_opt`` (default), ``layer_wise``,
         ``mem_opt``, ``hybrid_opt``, ``owner_reduce``, ``local_factors``; see
-        :mod:`kfac_bench.core.plan`.
+        :mod:`kfac_bench.core.planning.plan`.
     grad_worker_fraction: for ``hybrid_opt`` (None: 0.5), ``owner_reduce`` and ``local_factors``
         (None: one rank), the share of ranks that precondition a layer.
     colocate_factors: one rank decomposes both factors of a layer (True), or two may share them;
         None: only ``comm_opt`` lets two.
     balance: layers go to ranks so that these decompose for about as long (``compute``, by times
-        measured once: :mod:`kfac_bench.core.cost`), or keep about as many bytes (``memory``).
+        measured once: ``core/planning/cost.py``), or keep about as many bytes (``memory``).
     overlap: start to send the statistics while backward still runs. Results are the same, bit by
         bit. With gradient accumulation, run all backwards of a step but the last within
         :meth:`accumulate` (or DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
@@ -89,14 +93,14 @@ class KFAC:
         debiased. The paper's xi (eq. 14-15) weighs the new one: xi = 0.95 is 0.05 here.
     factor_convention: ``kfc``, ``sc20`` or ``kaisa``; see :data:`factors.CONVENTIONS`.
     fisher: ``empirical`` uses the loss' own gradients; ``mc`` and ``type2`` those of labels drawn
-        from the model, and need :meth:`fisher_backward`; see :mod:`kfac_bench.core.fisher`.
+        from the model, and need :meth:`fisher_backward`; see :mod:`kfac_bench.core.capture.fisher`.
     weight_sharing: positions that share a weight are further samples (``expand``), or a is
         averaged and g summed over them first (``reduce``): Eschenhagen et al. 2023.
     state_dtype: ``torch.bfloat16`` or ``torch.float16`` keep and send factors and decompositions
         in half the bytes; sums, eigenvalues, damping and gradients stay in float32.
     skip: regular expressions of modules (by name or class name) left to the optimizer.
     max_dim: a factor of more rows is kept as a diagonal (the G of a vocabulary head).
-    layer_types: classes for module types of your own; see :mod:`kfac_bench.core.layer`.
+    layer_types: classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
     collective: the communication backend; by default torch.distributed or Horovod where
         initialised. It spans the ranks that hold these layers: all of a data-, fully sharded
         (FSDP2) or tensor-parallel run, of a pipeline those of one stage.

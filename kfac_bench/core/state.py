@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kfac_bench.core.executor import Executor
-from kfac_bench.core.plan import FACTORS, Factor
+from kfac_bench.core.execution.executor import Executor
+from kfac_bench.core.planning.plan import FACTORS, Factor
 
 Merged = dict[str, dict[str, Any]]
 """By layer: "A" and "G" entries, and "second_moment" where EKFAC has one."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kfac_bench import report, scaling
+from kfac_bench import report
+from kfac_bench.benchmark import scaling
 from kfac_bench.dashboard.views import Scope
-from kfac_bench.runs import Run, option, plain
-from kfac_bench.tables import Table
+from kfac_bench.record.runs import Run, option, plain
+from kfac_bench.report.tables import Table
 
 PROJECT = "kfac_bench"
 """As in conf/logger, where no run says otherwise."""
@@ -20,7 +21,7 @@ def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> S
     Without paths, all of the project and no tables. Raises :class:`UsageError` as
     :func:`kfac_bench.report.compare` does.
     """
-    from kfac_bench.sinks.wandb import wandb_id
+    from kfac_bench.record.sinks.wandb import wandb_id
 
     found = report.compare(paths) if paths else None
     runs = [run for setting in found.settings for run in setting.runs] if found else []

@@ -12,7 +12,7 @@ from typing import Any
 
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, Section
 from kfac_bench.errors import UsageError
-from kfac_bench.tables import Table
+from kfac_bench.report.tables import Table
 
 TITLE = "K-FAC against first-order optimizers"
 PUSH_S = 60.0
@@ -96,7 +96,7 @@ def push(scope: Scope) -> list[str]:
     Raises :class:`UsageError` without a key, without a server, or where it refuses; within 3 s if
     it cannot be reached, and ``PUSH_S`` if it does not answer.
     """
-    from kfac_bench.sinks.wandb import decide_mode
+    from kfac_bench.record.sinks.wandb import decide_mode
 
     mode, reason = decide_mode()
     if mode != "online":

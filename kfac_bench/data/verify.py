@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kfac_bench.counted import counted
-from kfac_bench.data import cifar10, coco_annotations, lgg, squad, text, text_shards
+from kfac_bench.data.coco import coco_annotations
+from kfac_bench.data.images import cifar10, lgg
+from kfac_bench.data.text import masked_text, squad, text_shards
 from kfac_bench.errors import UsageError
 
 LAYOUTS = {
@@ -26,19 +28,19 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
     if not root.exists():
         raise UsageError(f"{root}: no such folder")
     if (root / "annotations").is_dir():
-        from kfac_bench.data import coco
+        from kfac_bench.data.coco import coco_dataset
 
-        counts, faults = coco.scan(root)
+        counts, faults = coco_dataset.scan(root)
         return f"coco: {_by_split(counts, 'image')}", faults
     if (root / "train").is_dir() or (root / "val").is_dir():
-        from kfac_bench.data import imagefolder  # torchvision, which the others do without
+        from kfac_bench.data.images import imagefolder  # torchvision, which the others do without
 
         counts, faults = imagefolder.scan(root)
         return f"imagefolder: {_by_split(counts, 'image')}", faults
     if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
-        from kfac_bench.data import shards  # torchvision too
+        from kfac_bench.data.images import tar_shards  # torchvision too
 
-        counts, faults = shards.scan(root)
+        counts, faults = tar_shards.scan(root)
         return f"shards: {_by_split(counts, 'good image')}", faults
     if any(any((root / place).glob("TCGA_*")) for place in lgg.PLACES):
         volumes, faults = lgg.scan(root)
@@ -46,7 +48,7 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
         found = f"{counted(slices, 'good slice')} in {counted(len(volumes), 'volume')}"
         return f"lgg: {found}", faults
     if text_shards.lengths(root):
-        return text.scan(root)
+        return masked_text.scan(root)
     if any((root / name).exists() for name in squad.FILES.values()):
         return squad.scan(root)
     if root.is_file() or any(root.glob("cifar-10-*")):

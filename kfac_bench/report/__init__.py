@@ -8,12 +8,13 @@ of :mod:`.charts` (what its curves are drawn of) and :mod:`.grid` (tables to sor
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kfac_bench.curves import curves_svg as curves_svg
-from kfac_bench.curves import figure_svg as figure_svg
 from kfac_bench.report.comparison import Comparison as Comparison
 from kfac_bench.report.comparison import folder_of, read, write
+from kfac_bench.report.curves import curves_svg as curves_svg
+from kfac_bench.report.curves import figure_svg as figure_svg
 from kfac_bench.report.page import TITLE
 from kfac_bench.report.page import html as html
+from kfac_bench.report.tables import Table
 from kfac_bench.report.words import COLUMNS as COLUMNS
 from kfac_bench.report.words import between as between
 from kfac_bench.report.words import cells as cells
@@ -22,7 +23,6 @@ from kfac_bench.report.words import markdown_table as markdown_table
 from kfac_bench.report.words import metric as metric
 from kfac_bench.report.words import seconds as seconds
 from kfac_bench.report.words import terminal_table as terminal_table
-from kfac_bench.tables import Table
 
 
 def compare(

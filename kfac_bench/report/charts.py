@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kfac_bench.curves import Style
-from kfac_bench.runs import Run, Setting, number, plain, seed, target
-from kfac_bench.score import median_run, target_reached
-from kfac_bench.series import HUGE, Point, drawable, points, thin, worst_shown
+from kfac_bench.record.runs import Run, Setting, number, plain, seed, target
+from kfac_bench.record.score import median_run, target_reached
+from kfac_bench.record.series import HUGE, Point, drawable, points, thin, worst_shown
+from kfac_bench.report.curves import Style
 
 MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100
 """Points: more of a curve cannot be seen, and a page of many runs must stay quick."""

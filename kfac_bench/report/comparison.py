@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
-from kfac_bench.runs import Run, Setting, find, group, load, plain, was_computed
-from kfac_bench.score import Row, notes, row
+from kfac_bench.record.runs import Run, Setting, find, group, load, plain, was_computed
+from kfac_bench.record.score import Row, notes, row
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from typing import Any
 import jinja2
 
 from kfac_bench import __version__
-from kfac_bench.album import Album
-from kfac_bench.curves import Style, by_task, styles
+from kfac_bench.record.runs import Run, Setting, differences, flatten, plain, seed, target
+from kfac_bench.record.score import Row, final_metric, status, steps_to_target, time_to_target_s
+from kfac_bench.report.album import Album
 from kfac_bench.report.charts import chart, content_hash, embed, most_points
 from kfac_bench.report.comparison import Comparison
-from kfac_bench.report.grid import Cell, Grid, cell, grid, link_from
+from kfac_bench.report.curves import Style, by_task, styles
+from kfac_bench.report.html_table import Cell, Grid, cell, grid, link_from
 from kfac_bench.report.stage_bars import stage_bars
+from kfac_bench.report.tables import DASH, Table
 from kfac_bench.report.words import NO_TARGET, between, count, metric, seconds
-from kfac_bench.runs import Run, Setting, differences, flatten, plain, seed, target
-from kfac_bench.score import Row, final_metric, status, steps_to_target, time_to_target_s
-from kfac_bench.tables import DASH, Table
 
 TITLE = "Time to target"
 TEMPLATE = "report/page.html.jinja"

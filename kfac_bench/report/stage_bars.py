@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_bench.events import Trained
-from kfac_bench.runs import Setting, number, plain
+from kfac_bench.record.events import Trained
+from kfac_bench.record.runs import Setting, number, plain
 
 MOST_STAGES = 8
 """Kinds of stages that the page tells apart; what is beyond is summed up as "other"."""

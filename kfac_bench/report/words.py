@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from kfac_bench.score import Row, Spread
-from kfac_bench.tables import DASH, escape_markdown
+from kfac_bench.record.score import Row, Spread
+from kfac_bench.report.tables import DASH, escape_markdown
 
 COLUMNS = (
     "task",

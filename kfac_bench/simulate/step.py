@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.core.estimate import flops
-from kfac_bench.core.plan import (
+from kfac_bench.core.planning.estimate import flops
+from kfac_bench.core.planning.plan import (
     Decompose,
     LayerSpec,
     Message,

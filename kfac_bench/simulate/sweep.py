@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kfac_bench.core.cost import measured_cost
-from kfac_bench.core.plan import STRATEGY_TABLE, Plan
-from kfac_bench.core.planner import make_plan
+from kfac_bench.core.planning.cost import measured_cost
+from kfac_bench.core.planning.plan import STRATEGY_TABLE, Plan
+from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.step import Conduct, StepTime, Workload, step_time

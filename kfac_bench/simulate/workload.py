@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from kfac_bench import dry_run
 from kfac_bench.config import TrainConfig
-from kfac_bench.core.plan import LayerSpec
+from kfac_bench.core.planning.plan import LayerSpec
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.step import Workload
+from kfac_bench.training import dry_run
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TOP = {"parameters", "tensors", "step_flops_per_example", "family", "gradient_bytes", "layers"}

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kfac_bench.data.batch import Batch
-from kfac_bench.data.data import UNKNOWN, Looks
+from kfac_bench.data.base.batch import Batch
+from kfac_bench.data.base.dataset import UNKNOWN, Looks
 from kfac_bench.tasks import pictures
 from kfac_bench.tasks.evaluation import SummedTask
 from kfac_bench.tasks.prediction import Prediction

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kfac_bench.data.batch import Batch
-from kfac_bench.data.coco_annotations import Picture
-from kfac_bench.data.coco_masks import decode, encode, to_rle
-from kfac_bench.data.data import UNKNOWN, Looks
-from kfac_bench.ranks import Ranks
+from kfac_bench.data.base.batch import Batch
+from kfac_bench.data.base.dataset import UNKNOWN, Looks
+from kfac_bench.data.coco.coco_annotations import Picture
+from kfac_bench.data.coco.coco_masks import decode, encode, to_rle
+from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.tasks import pictures
 from kfac_bench.tasks.evaluation import Evaluation
 from kfac_bench.tasks.prediction import Prediction

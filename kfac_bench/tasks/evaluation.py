@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_bench.data.batch import Batch
-from kfac_bench.ranks import Ranks
+from kfac_bench.data.base.batch import Batch
+from kfac_bench.distributed.ranks import Ranks
 
 
 class Evaluation(Protocol):

@@ -5,7 +5,7 @@ import torch
 from PIL import Image, ImageChops, ImageFilter
 from torch import Tensor
 
-from kfac_bench.data.data import Looks
+from kfac_bench.data.base.dataset import Looks
 from kfac_bench.tasks.prediction import Picture
 
 LEAST_SIDE, MOST_SIDE = 256, 512

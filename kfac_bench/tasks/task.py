@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from kfac_bench.data.batch import Batch
+from kfac_bench.data.base.batch import Batch
 from kfac_bench.tasks.evaluation import Evaluation
 from kfac_bench.tasks.prediction import Prediction
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_bench.core import KFAC
-from kfac_bench.core.sharded import is_sharded
+from kfac_bench.core.distributed.dtensor import is_sharded
+from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
-from kfac_bench.ranks import Ranks
 
 CHUNK = 1 << 16
 """Elements summed up at a time: on a CPU they stay in its cache."""

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from kfac_bench.config import TrainerConfig
-from kfac_bench.data.batches import steps_per_epoch
+from kfac_bench.data.base.order import steps_per_epoch
 
 DEFAULT_EPOCHS = 20
 """Where neither trainer.max_epochs nor trainer.max_steps is set."""

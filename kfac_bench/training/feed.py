@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kfac_bench import predictions
-from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainerConfig
-from kfac_bench.data.batch import Batch, size
-from kfac_bench.data.batches import Shard
-from kfac_bench.data.data import Data
+from kfac_bench.data.base.batch import Batch, size
+from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.order import Shard
+from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import UsageError
+from kfac_bench.training import predictions
 from kfac_bench.training.course import Course
 from kfac_bench.training.stop import Stop
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from kfac_bench import environment
 from kfac_bench.core import KFAC
-from kfac_bench.data.batch import Batch
-from kfac_bench.events import Clock
-from kfac_bench.ranks import Ranks
+from kfac_bench.data.base.batch import Batch
+from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.record.events import Clock
+from kfac_bench.training import environment
 from kfac_bench.training.stages import StageTimes
 
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.checkpoint import Figure, Writer, Written
 from kfac_bench.config import TrainerConfig
+from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
-from kfac_bench.ranks import Ranks
+from kfac_bench.training.checkpoint import Figure, Writer, Written
 
 CHECKPOINT_INTERVAL_S = 60.0
 """Between checkpoints at epoch ends: epochs of a demo last milliseconds."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kfac_bench.data.batch import Batch, size
-from kfac_bench.data.faults import Faults
+from kfac_bench.data.base.batch import Batch, size
+from kfac_bench.data.base.unreadable import Faults
+from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
-from kfac_bench.events import EventLog, SampleSkipped
-from kfac_bench.ranks import Ranks
+from kfac_bench.record.events import EventLog, SampleSkipped
 
 
 @dataclass

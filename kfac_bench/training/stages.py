@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 
 from kfac_bench.core import KFAC
-from kfac_bench.ranks import Ranks
+from kfac_bench.distributed.ranks import Ranks
 
 
 class StageTimes:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from kfac_bench.backends.backend import Backend
-from kfac_bench.checkpoint import Checkpoint
 from kfac_bench.core import KFAC
-from kfac_bench.core.sharded import full, local
+from kfac_bench.core.distributed.dtensor import full, local
+from kfac_bench.distributed.backend import Backend
+from kfac_bench.training.checkpoint import Checkpoint
 
 _NO_SETTINGS = {"params", "step"}
 """Of a parameter group; Apex's optimizers count their steps there."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from kfac_bench.backends.backend import Backend
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.data.batch import Batch, size, split
+from kfac_bench.data.base.batch import Batch, size, split
+from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks.task import Task
 

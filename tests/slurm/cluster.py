@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from kfac_bench.events import RunEnded
-from tests.runs import of_kind
+from kfac_bench.record.events import RunEnded
+from tests.support import ROOT
+from tests.support.runs import of_kind
 
-ROOT = Path(__file__).parents[2]
 UP, DOWN = (ROOT / "scripts" / "test_cluster" / name for name in ("up.sh", "down.sh"))
 PATIENCE_S = 240
 LASTING_S = 15.0

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kfac_bench.events import Evaluated
-from kfac_bench.srun import first_host
-from tests.runs import end, of_kind
+from kfac_bench.distributed.slurm_rank import first_host
+from kfac_bench.record.events import Evaluated
 from tests.slurm.cluster import RUN, SMALL, TWO_NODES
+from tests.support.runs import end, of_kind
 
 APPLICATIONS = (
     *("resnet50_imagenet", "resnet32_cifar10", "maskrcnn_coco", "bert_phase1", "bert_phase2"),

@@ -1,8 +1,8 @@
 """The shipped scripts, told to stop by a real Slurm: nothing is lost, the weights are the same."""
 
-from kfac_bench.events import Checkpointed, Evaluated, Resumed, RunStarted, Trained
-from tests.runs import end, of_kind, steps_of
+from kfac_bench.record.events import Checkpointed, Evaluated, Resumed, RunStarted, Trained
 from tests.slurm.cluster import RUN, TWO_NODES, weights_of
+from tests.support.runs import end, of_kind, steps_of
 
 SCRIPT = "resnet32_cifar10"
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from kfac_bench.benchmark.scaling import scaling_options
 from kfac_bench.cli.entry import say
-from kfac_bench.events import RunStarted
-from kfac_bench.scaling import command
-from tests.runs import of_kind
+from kfac_bench.record.events import RunStarted
+from tests.support.runs import of_kind
 
 WORDS = (
     *("model=autoencoder", "model.hidden=[16,6]", "optimizer.lr=0.01", "kfac.update_freq=4"),
@@ -27,7 +27,7 @@ def here(cluster, monkeypatch):
 
 def test_runs_are_jobs_of_two_ranks_and_the_last_job_writes_the_table(here, capsys):
     slurm = ("launcher=slurm", "sbatch=--exclusive,--time=5", f"runs_dir={here.folder / 's'}")
-    assert command.scaling([*WORDS, *slurm], say) == 0
+    assert scaling_options.scaling([*WORDS, *slurm], say) == 0
     [first, last] = re.findall(r"jobs (\d+) to (\d+)", capsys.readouterr().out)[0]
     for job in range(int(first), int(last) + 1):
         here.finish(str(job))
@@ -39,5 +39,7 @@ def test_runs_are_jobs_of_two_ranks_and_the_last_job_writes_the_table(here, caps
         [started] = of_kind(path, RunStarted)
         assert started.environment["world_size"] == 2
         assert started.environment["slurm_job_id"]
-    assert command.scaling([*WORDS, *slurm], say) == 0  # all are measured: nothing is submitted
+    assert (
+        scaling_options.scaling([*WORDS, *slurm], say) == 0
+    )  # all are measured: nothing is submitted
     assert here("squeue", "--noheader") == ""

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from kfac_bench import launch
+from kfac_bench.benchmark import slurm_submit
 from kfac_bench.errors import UsageError
-from kfac_bench.events import Resumed, RunStarted
-from tests.runs import of_kind, steps_of
+from kfac_bench.record.events import Resumed, RunStarted
 from tests.slurm.cluster import PATIENCE_S, weights_of
+from tests.support.runs import of_kind, steps_of
 
 TINY = (
     *("model=autoencoder", "task=reconstruction", "model.hidden=[8]", "trainer.max_steps=6"),
@@ -41,10 +41,10 @@ def test_cells_are_jobs_and_the_report_waits_for_those_that_come_back(here, monk
     monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
     commands = {f"seed {i}; $(touch {i})": cell(i) for i in (0, 1)}
     report = [sys.executable, "-c", REPORT, "$HOME 'x", "a  b"]
-    *cells, last = launch.submit(commands, report, here.folder / "table", NODE)
+    *cells, last = slurm_submit.submit(commands, report, here.folder / "table", NODE)
     for job in cells:
         here.wait_until_held(job, "step", ranks=1)
-    *again, again_last = launch.submit(commands, report, here.folder / "table", NODE)
+    *again, again_last = slurm_submit.submit(commands, report, here.folder / "table", NODE)
     for job in again:
         assert here.show(job, "Dependency") == ["singleton(unfulfilled)"]
     here("scancel", *again, again_last)
@@ -64,10 +64,10 @@ def test_cells_are_jobs_and_the_report_waits_for_those_that_come_back(here, monk
 def test_what_slurm_refuses_is_one_line_and_leaves_no_job(here):
     commands = {"good": cell(0), "bad": ["x" * 200_000]}
     with pytest.raises(UsageError, match=r"launcher=slurm: .+"):
-        launch.submit(commands, cell(0), here.folder, NODE)
+        slurm_submit.submit(commands, cell(0), here.folder, NODE)
     assert here("squeue", "--noheader") == ""
     with pytest.raises(UsageError, match="Invalid partition"):
-        launch.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
+        slurm_submit.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
 
 
 def test_a_sweep_of_submitit_jobs_one_of_which_is_preempted(here, monkeypatch):

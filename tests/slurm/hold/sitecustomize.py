@@ -23,7 +23,7 @@ def main(places, folder):
     place, _, step = places[restarts].partition(":")
     import torch
 
-    from kfac_bench.trainer import Trainer
+    from kfac_bench.training.trainer import Trainer
 
     now = {}  # the trainer, and what it is at
 

@@ -1,0 +1,199 @@
+"""What event files say of a step: its seconds, its K-FAC stages, its bytes. No torch.
+
+The first window between two Trained events is left out: it warms up, and its decompositions are
+all due at once. Rounds of one point (same strategy, ranks and batch) are summed up as medians.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kfac_bench.record.events import Trained
+from kfac_bench.record.runs import Run, number, option, plain
+
+STAGES: Mapping[str, tuple[str, ...]] = {
+    "factors": ("ComputeFactor", "ComputeSecondMoment"),
+    "factor reduction": ("ReduceScales", "ReduceFactors", "ReduceSecondMoments"),
+    "decompositions": ("Decompose",),
+    "their share": ("ShareDecompositions",),
+    "precondition": ("Precondition",),
+    "gradient share": ("GatherGradients", "ShareGradients"),
+    "scale": ("ReduceProducts", "WriteBack"),
+}
+"""Stages of the paper's Fig. 7, by kinds of op of ours; waiting for a message is in its stage."""
+EVERY = {
+    **dict.fromkeys(("factors", "factor reduction"), "factor_update_freq"),
+    **dict.fromkeys(("decompositions", "their share"), "update_freq"),
+}
+"""Option of kfac that says at how many steps a stage runs; the others run at each."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One strategy on one number of ranks: medians over rounds; seconds are those of a step."""
+
+    task: str
+    strategy: str
+    world_size: int
+    batch_size: int
+    """Of all ranks."""
+    step_s: float
+    low_s: float
+    high_s: float
+    stages_s: Mapping[str, float]
+    """Mean of a step, by :data:`STAGES`; empty without K-FAC."""
+    every: Mapping[str, int]
+    """Steps between two runs of each stage."""
+    payload_bytes: float
+    """Of K-FAC's messages, mean of a step."""
+    rounds: int
+    steps: int
+    """Measured, of all rounds."""
+    short_of_cores: bool
+
+    @property
+    def series(self) -> tuple[object, ...]:
+        """What the points of a line have in common."""
+        return self.task, self.strategy, tuple(self.every.values())
+
+    @property
+    def examples_per_s(self) -> float:
+        """Of all ranks."""
+        return self.batch_size / self.step_s
+
+    @property
+    def rest_s(self) -> float:
+        """Forward, backward, the gradients' messages and the optimizer: all but K-FAC."""
+        return max(0.0, self.step_s - sum(self.stages_s.values()))
+
+
+def efficiency(points: Sequence[Point], point: Point) -> float:
+    """Scaling efficiency E(n) = (X(n) / n) / (X(b) / b); NaN without a base on fewer ranks.
+
+    X(n) are examples per second of all ranks on n of them, b is the smallest number of ranks on
+    which the same strategy was measured. With as many examples a rank at any n (weak scaling) that
+    is T(b) / T(n) of the steps' seconds; with the same batch (strong scaling) b T(b) / (n T(n)).
+    """
+    alike = [p for p in points if p.series == point.series]
+    base = min(alike, key=lambda p: p.world_size, default=point)
+    each = base.examples_per_s / base.world_size
+    return point.examples_per_s / point.world_size / each if each > 0 else math.nan
+
+
+def measure(runs: Iterable[Run]) -> list[Point]:
+    """A point for all runs of one task, strategy with its intervals, number of ranks and batch.
+
+    Runs with less than two windows of Trained events say nothing of a step: they are left out.
+    """
+    alike: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        if len(_windows(run)) > 0 and _world_size(run) > 0:
+            every = tuple(_every(run, stage) for stage in STAGES) if _has_kfac(run) else ()
+            alike[_task(run), strategy(run), every, _world_size(run), _batch(run)].append(run)
+    points = [_point(found) for found in alike.values()]
+    return sorted(points, key=lambda p: (p.task, bool(p.every), p.strategy, p.world_size))
+
+
+def strategy(run: Run) -> str:
+    """``comm_opt``, ``hybrid_opt@0.25``; the optimizer's name without K-FAC."""
+    config = run.started.config
+    if not _has_kfac(run):
+        return plain(option(config, "optimizer", "name") or "unknown optimizer")
+    share = option(config, "kfac", "grad_worker_fraction")
+    name = plain(option(config, "kfac", "strategy"))
+    return name if share is None else f"{name}@{number(share):g}"
+
+
+def _has_kfac(run: Run) -> bool:
+    return bool(option(run.started.config, "kfac", "enabled"))
+
+
+def _point(runs: Sequence[Run]) -> Point:
+    windows = [_windows(run) for run in runs]
+    steps = [[after.step - before.step for before, after in found] for found in windows]
+    each_s = [
+        sum(after.train_s - before.train_s for before, after in found) / sum(taken)
+        for found, taken in zip(windows, steps, strict=True)
+    ]
+    one = runs[0]
+    every = {s: _every(one, s) for s in STAGES} if _has_kfac(one) else {}
+    stages = {}
+    for stage in every:
+        means = [_stage_s(found, taken, stage) for found, taken in zip(windows, steps, strict=True)]
+        stages[stage] = statistics.median(means)
+    return Point(
+        _task(one),
+        strategy(one),
+        _world_size(one),
+        _batch(one),
+        statistics.median(each_s),
+        min(each_s),
+        max(each_s),
+        stages,
+        every,
+        _payload_bytes(one),
+        len(runs),
+        sum(map(sum, steps)),
+        any(map(_short_of_cores, runs)),
+    )
+
+
+def _windows(run: Run) -> list[tuple[Trained, Trained]]:
+    """Neighbours of the Trained events after the first, where steps and clock go on."""
+    trained = [e for e in run.events if isinstance(e, Trained)]
+    return [(a, b) for a, b in pairwise(trained) if b.step > a.step and b.train_s > a.train_s]
+
+
+def _stage_s(found: Sequence[tuple[Trained, Trained]], steps: Sequence[int], stage: str) -> float:
+    total = 0.0
+    for (_, event), taken in zip(found, steps, strict=True):
+        means = event.stage_mean_s if isinstance(event.stage_mean_s, Mapping) else {}
+        kinds = (number(means.get(kind, 0.0)) for kind in STAGES[stage])
+        total += taken * sum(kinds)
+    return total / sum(steps)
+
+
+def _every(run: Run, stage: str) -> int:
+    return max(1, _whole(option(run.started.config, "kfac", EVERY.get(stage, ""))))
+
+
+def _payload_bytes(run: Run) -> float:
+    """Mean of a step; each of the plan's stages as often as its K-FAC stage runs."""
+    sent = run.started.payload_bytes if isinstance(run.started.payload_bytes, Mapping) else {}
+    rarely = {"factors": "factors", "decompose": "decompositions"}
+    total = 0.0
+    for stage, kinds in sent.items():
+        if isinstance(kinds, Mapping):
+            total += sum(map(number, kinds.values())) / _every(run, rarely.get(stage, ""))
+    return total
+
+
+def _short_of_cores(run: Run) -> bool:
+    """Whether ranks and their threads were more than the machine's cores."""
+    threads = _whole(option(run.started.environment, "hardware", "threads"))
+    cores = _whole(option(run.started.environment, "hardware", "cpu_count"))
+    on_cpu = option(run.started.environment, "device") == "cpu"
+    one_node = not option(run.started.environment, "slurm_job_id")
+    return on_cpu and one_node and 0 < cores < threads * _world_size(run)
+
+
+def _task(run: Run) -> str:
+    model, data = (option(run.started.config, group, "name") for group in ("model", "data"))
+    return plain(f"{model} on {data}")
+
+
+def _world_size(run: Run) -> int:
+    return _whole(option(run.started.environment, "world_size"))
+
+
+def _batch(run: Run) -> int:
+    return _whole(option(run.started.config, "trainer", "batch_size"))
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0

@@ -1,0 +1,76 @@
+"""What a preconditioner covers and what it weighs, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.coverage import Skipped
+from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
+from kfac_bench.core.planning.plan import FACTORS, LayerSpec, Plan, Stage
+
+
+@dataclass(frozen=True)
+class Report:
+    """``print(preconditioner.report())``; the fields hold the same for programs."""
+
+    plan: Plan
+    rank: int
+    layers: Sequence[Layer]
+    skipped: Sequence[Skipped]
+
+    @property
+    def covered_params(self) -> int:
+        """Parameters whose gradients are preconditioned."""
+        return sum(layer.spec.grad_numel for layer in self.layers)
+
+    @property
+    def skipped_params(self) -> int:
+        """Parameters left to the optimizer alone."""
+        return sum(s.params for s in self.skipped)
+
+    def __str__(self) -> str:
+        return "\n".join([self.coverage(), *self._cost()])
+
+    def coverage(self, *, by_layer: bool = True) -> str:
+        """What is covered and what not: each layer with its factors, or in all."""
+        total = self.covered_params + self.skipped_params
+        share = 100 * self.covered_params / total
+        rows = [
+            f"K-FAC covers {len(self.layers)} layers, {self.covered_params:,} of {total:,} "
+            f"parameters ({share:.1f} %)"
+        ]
+        if not by_layer:
+            return f"{rows[0]}; {len(self.skipped)} modules are left to the optimizer"
+        names = [x.name for x in self.layers] + [s.name for s in self.skipped]
+        width = max(map(len, names))
+        for layer in self.layers:
+            kind = type(layer.modules[0]).__name__
+            rows.append(f"  {layer.name:{width}}  {kind:10}  {_factors(layer.spec)}")
+        if self.skipped:
+            rows.append(f"left to the optimizer: {len(self.skipped)} modules")
+            rows += [f"  {s.name:{width}}  {s.kind:10}  {s.reason}" for s in self.skipped]
+        return "\n".join(rows)
+
+    def _cost(self) -> list[str]:
+        plan = self.plan
+        memory = memory_bytes(plan, self.rank)
+        rows = [
+            f"strategy {plan.strategy}, method {plan.method}, {plan.world_size} rank(s)",
+            f"memory of rank {self.rank}: "
+            + ", ".join(f"{kind} {_mb(n)}" for kind, n in memory.items()),
+        ]
+        for stage in Stage:
+            sent = payload_bytes(plan, stage)
+            rows += [f"sent per {stage.value} stage: {kind} {_mb(n)}" for kind, n in sent.items()]
+        return rows
+
+
+def _factors(spec: LayerSpec) -> str:
+    each = [f"{f} {spec.dim(f)}{' (diagonal)' if spec.diagonal(f) else ''}" for f in FACTORS]
+    return ", ".join(each) + (f", {spec.groups} groups" if spec.groups > 1 else "")
+
+
+def _mb(n: float) -> str:
+    return f"{n / 1e6:.2f} MB"

@@ -1,0 +1,1 @@
+"""Run a plan on tensors: batch statistics, running factors, decompositions, messages, gradients."""

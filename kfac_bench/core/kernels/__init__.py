@@ -1,0 +1,1 @@
+"""The equations of K-FAC as functions of tensors."""

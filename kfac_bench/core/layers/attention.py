@@ -1,0 +1,140 @@
+"""The projections inside nn.MultiheadAttention, each as the Linear layer it is.
+
+The module multiplies by its packed weights itself, without calling submodules, so there is
+nothing to put a hook on. But autograd's graph has a node for each product, which saved its input
+and which the gradient of its output passes: they are found by walking from the module's output to
+its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from kfac_bench.core.layers.base import Call
+from kfac_bench.core.layers.linear_conv_embedding import LinearLayer
+from kfac_bench.core.planning.plan import LayerSpec
+
+PRODUCTS = {"AddmmBackward0": ("_saved_mat1", 2), "MmBackward0": ("_saved_self", 1)}
+"""By name of the node of x @ w: what holds x, and which of its next functions leads to w."""
+
+
+def reason_to_skip_attention(module: nn.Module) -> str | None:
+    """Why an attention module cannot be covered; None if it can."""
+    assert isinstance(module, nn.MultiheadAttention)
+    return None if module._qkv_same_embed_dim else "kdim or vdim differ from embed_dim"
+
+
+class ProjectionLayer(LinearLayer):
+    """One of q, k, v (a third of the packed weight's rows), or the output projection."""
+
+    reads_saved_tensors = True
+
+    def __init__(
+        self, name: str, module: nn.MultiheadAttention, part: int | None, max_dim: int
+    ) -> None:
+        self._size = module.embed_dim
+        self._packed = part is not None
+        if part is None:
+            super().__init__(name, module.out_proj, max_dim)
+            self.modules = [module]
+            return
+        self.name, self.modules = name, [module]
+        self.part = slice(part * self._size, (part + 1) * self._size)
+        self.weight, bias = module.in_proj_weight, module.in_proj_bias
+        self.bias = bias if bias is not None and bias.requires_grad else None
+        a_dim = self._size + (self.bias is not None)
+        self.spec = LayerSpec(
+            name, a_dim, self._size, a_diagonal=a_dim > max_dim, g_diagonal=self._size > max_dim
+        )
+
+    @staticmethod
+    def of(name: str, module: nn.MultiheadAttention, max_dim: int) -> list[ProjectionLayer]:
+        """The four projections."""
+        parts = (("in_proj.q", 0), ("in_proj.k", 1), ("in_proj.v", 2), ("out_proj", None))
+        prefix = f"{name}." if name else ""
+        return [ProjectionLayer(prefix + tail, module, part, max_dim) for tail, part in parts]
+
+    def calls(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> Iterator[Call]:
+        """See :meth:`Layer.calls`."""
+        # not self.weight: where ranks hold parts of it (FSDP2), the whole one stands in
+        name = "in_proj_weight" if self._packed else "out_proj.weight"
+        weight = module.get_parameter(name)
+        if not (output[0].requires_grad and weight.requires_grad):
+            return
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        query = named["query"]
+        samples = 1 if query.ndim == 2 else query.shape[0 if module.batch_first else 1]
+        inputs = [t for t in named.values() if isinstance(t, Tensor) and t.grad_fn is not None]
+        found = False
+        stop = {get_gradient_edge(t).node for t in inputs}
+        first = self.part.start if self._packed else 0
+        for node, saved, used in _products(output[0], weight, stop):
+            if first not in used:
+                continue  # a product with other parts of the packed weight
+            found = True
+            yield Call(
+                _input_of(node, saved, samples),
+                GradientEdge(node, 0),
+                partial(_columns, samples, first - used.start, self._size),
+            )
+        if not found:
+            raise RuntimeError(
+                f"{self.name}: its product is not in the graph; name it in skip, and please report"
+            )
+
+
+def _input_of(node: Node, saved: str, samples: int) -> Tensor:
+    """The input of a product, [N, T, d]; attention works on [T, N, d], flattened."""
+    x: Tensor = getattr(node, saved).detach()
+    return x.view(-1, samples, x.shape[-1]).transpose(0, 1)
+
+
+def _columns(samples: int, start: int, size: int, g: Tensor) -> Tensor:
+    """One part of the gradient of a product's output, [N, T, size]."""
+    return g[:, start : start + size].view(-1, samples, size).transpose(0, 1)
+
+
+def _products(
+    output: Tensor, weight: Tensor, stop: Container[Node]
+) -> Iterator[tuple[Node, str, range]]:
+    """Products with (rows of) ``weight`` behind ``output``: node, what saved x, rows used."""
+    stack, seen = [output.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node in stop:
+            continue
+        seen.add(node)
+        if node.name() in PRODUCTS:
+            saved, at = PRODUCTS[node.name()]
+            used = _rows_used(node.next_functions[at], weight)
+            if used is not None:
+                yield node, saved, used
+        stack += [following for following, _ in node.next_functions]
+
+
+def _rows_used(edge: tuple[Node | None, int], weight: Tensor) -> range | None:
+    """Follow casts, transposes and splits to ``weight``; None if they lead elsewhere."""
+    rows = range(len(weight))
+    while (node := edge[0]) is not None:
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return rows if variable is weight else None
+        if len(node.next_functions) != 1:
+            return None
+        match node.name():
+            case "SplitBackward0":
+                size = node._saved_split_size  # type: ignore[attr-defined]
+                rows = rows[edge[1] * size : (edge[1] + 1) * size]
+            case "SplitWithSizesBackward0":
+                sizes = node._saved_split_sizes  # type: ignore[attr-defined]
+                first = sum(sizes[: edge[1]])
+                rows = rows[first : first + sizes[edge[1]]]
+        edge = node.next_functions[0]
+    return None

@@ -1,0 +1,202 @@
+"""Which modules of a model are covered, by what, and why the others are not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from kfac_bench.core.layers.attention import ProjectionLayer, reason_to_skip_attention
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.linear_conv_embedding import (
+    Conv1DLayer,
+    ConvLayer,
+    EmbeddingLayer,
+    LinearLayer,
+)
+from kfac_bench.core.layers.norms import NORMS, NormLayer
+
+LayerTypes = Mapping[type[nn.Module], type[Layer]]
+
+LAYER_TYPES: LayerTypes = {
+    nn.Linear: LinearLayer,
+    nn.Conv1d: ConvLayer,
+    nn.Conv2d: ConvLayer,
+    nn.Conv3d: ConvLayer,
+    nn.Embedding: EmbeddingLayer,
+    **dict.fromkeys(NORMS, NormLayer),
+}
+"""Subclasses are covered like their parent."""
+
+DEFAULT_SKIP = ("Norm", "Embedding")
+"""As in the papers; ``skip=[]`` covers all."""
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Words that torch.compile and checkpoint_wrapper put into names: no part of ours."""
+
+MAX_DIM = 8192
+"""A factor of more rows is kept as a diagonal: a vocabulary head's G would be gigabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A module with parameters of its own that the preconditioner leaves to the optimizer."""
+
+    name: str
+    kind: str
+    params: int
+    """A tied weight counts where it comes first."""
+    reason: str
+
+
+def find_layers(
+    model: nn.Module,
+    skip: Sequence[str] = DEFAULT_SKIP,
+    *,
+    layer_types: LayerTypes | None = None,
+    max_dim: int = MAX_DIM,
+) -> tuple[list[Layer], list[Skipped]]:
+    """Covered layers, and all other modules that own parameters, with the reason.
+
+    ``skip`` holds regular expressions, searched in the name and in the class name. Modules of one
+    kind that share weight and bias are one layer. What is shared in any other way (by an embedding
+    and the head tied to it) has no Kronecker form and is left to the optimizer.
+    """
+    types = {**LAYER_TYPES, **(layer_types or {})}
+    parts = list(_parts(model, skip, types, max_dim))
+    owners: dict[int, list[_Part]] = {}
+    for part in parts:
+        for p in part.module.parameters(recurse=False):
+            if p.requires_grad:
+                owners.setdefault(id(p), []).append(part)
+    layers: list[Layer] = []
+    first_of: dict[int, Layer] = {}  # by id of a weight
+    skipped: list[Skipped] = []
+    counted: set[int] = set()
+    for part in parts:
+        reason = part.reason or _shared_otherwise(part, owners)
+        if reason is not None:
+            own = [p for p in part.module.parameters(recurse=False) if id(p) not in counted]
+            counted.update(map(id, own))
+            params = sum(p.numel() for p in own)
+            skipped.append(Skipped(part.name, type(part.module).__name__, params, reason))
+        elif (twin := first_of.get(id(part.layers[0].weight))) is not None:
+            twin.modules += part.layers[0].modules
+        else:
+            first_of[id(part.layers[0].weight)] = part.layers[0]
+            layers += part.layers
+    return layers, skipped
+
+
+@dataclass(slots=True)
+class _Part:
+    """A module that owns parameters, and either layers that stand for it or a reason."""
+
+    name: str
+    module: nn.Module
+    layers: list[Layer]
+    reason: str | None = None
+
+
+def _parts(
+    model: nn.Module, skip: Sequence[str], types: LayerTypes, max_dim: int
+) -> Iterator[_Part]:
+    inside: set[nn.Module] = set()  # submodules that a parent's layers stand for
+    for full_name, module in model.named_modules():
+        if module in inside or not list(module.parameters(recurse=False)):
+            continue
+        name = ".".join(word for word in full_name.split(".") if word not in WRAPPERS)
+        reason = _reason_to_skip(name, module, skip, types)
+        if not isinstance(module, nn.MultiheadAttention):
+            yield _Part(name, module, [] if reason else _make(name, module, types, max_dim), reason)
+            continue
+        inside.add(module.out_proj)
+        out_name = f"{name}.out_proj" if name else "out_proj"
+        out_reason = reason or _reason_to_skip(out_name, module.out_proj, skip, types)
+        made = [] if reason else ProjectionLayer.of(name, module, max_dim)
+        reason = reason or _frozen(module.in_proj_weight)
+        yield _Part(name, module, [] if reason else [*made[:3]], reason)
+        yield _Part(out_name, module.out_proj, [] if out_reason else [*made[3:]], out_reason)
+
+
+def _shared_otherwise(part: _Part, owners: Mapping[int, Sequence[_Part]]) -> str | None:
+    """Which other module shares a parameter without being the same map."""
+    for name, p in part.module.named_parameters(recurse=False):
+        for other in owners.get(id(p), ()):
+            if other is not part and not _are_twins(part, other):
+                return f"{name} tied to {other.name}"
+    return None
+
+
+def _are_twins(part: _Part, other: _Part) -> bool:
+    if not len(part.layers) == len(other.layers) == 1:
+        return False
+    one, two = part.layers[0], other.layers[0]
+    return type(one) is type(two) and one.weight is two.weight and one.bias is two.bias
+
+
+def _make(name: str, module: nn.Module, types: LayerTypes, max_dim: int) -> list[Layer]:
+    layer_type = _type_of(module, types)
+    assert layer_type is not None
+    return [layer_type(name, module, max_dim)]
+
+
+def _type_of(module: nn.Module, types: LayerTypes) -> type[Layer] | None:
+    for parent in type(module).__mro__:
+        if parent in types:
+            return types[parent]
+        if _is_conv1d_of_transformers(parent):
+            return Conv1DLayer
+    return None
+
+
+def _is_conv1d_of_transformers(kind: type) -> bool:
+    """Without importing transformers: a model of it has done so."""
+    module = sys.modules.get("transformers.pytorch_utils")
+    return module is not None and kind is module.Conv1D
+
+
+def _reason_to_skip(
+    name: str, module: nn.Module, skip: Sequence[str], types: LayerTypes
+) -> str | None:
+    kind = type(module).__name__
+    for pattern in skip:
+        if re.search(pattern, name) or re.search(pattern, kind):
+            return f"skip pattern {pattern!r}"
+    if isinstance(module, nn.MultiheadAttention):
+        return reason_to_skip_attention(module)
+    layer_type = _type_of(module, types)
+    if layer_type is None:
+        return f"no Kronecker factors for {kind}"
+    return layer_type.reason_to_skip(module) or _frozen(module.weight)
+
+
+def _frozen(weight: object) -> str | None:
+    if not isinstance(weight, nn.Parameter):
+        return "weight is not a parameter but computed (a parametrization)"
+    return None if weight.requires_grad else "weight is frozen"
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, also Apex's, DeepSpeed's engine or torch.compile.
+
+    Its names are clean.
+    """
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel) or _is_foreign_wrapper(model):
+            model = model.get_submodule("module")
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _is_foreign_wrapper(model: nn.Module) -> bool:
+    """Of a package that is not imported for that."""
+    package = type(model).__module__.partition(".")[0]
+    return package in ("apex", "deepspeed") and isinstance(
+        getattr(model, "module", None), nn.Module
+    )

@@ -1,0 +1,99 @@
+"""Scale and shift of normalisation layers: one small exact Fisher block per channel.
+
+Seen as y = W a: the input a of each channel's map is the constant 1, its outputs are the
+parameters themselves (scale, and shift if there is one), so G is [channels, 2, 2], the exact second
+moment of the per-sample gradients (unit-wise, as Osawa et al. 2020), and A is [channels, 1, 1]
+ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kfac_bench.core.kernels.factors import at_least_float32
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.plan import LayerSpec
+
+NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+class NormLayer(Layer):
+    """Batch, layer, group and RMS normalisation with a learned scale."""
+
+    @classmethod
+    def reason_to_skip(cls, module: nn.Module) -> str | None:
+        """See :meth:`Layer.reason_to_skip`."""
+        return None if getattr(module, "weight", None) is not None else "no scale"
+
+    def make_spec(self, max_dim: int) -> LayerSpec:
+        """See :meth:`Layer.make_spec`."""
+        return LayerSpec(self.name, 1, 1 + (self.bias is not None), self.weight.numel())
+
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.rows`: per-sample gradients, one position."""
+        per_sample = self._per_sample(x, g).permute(1, 0, 2).unsqueeze(2)
+        return torch.ones_like(per_sample[..., :1]), per_sample
+
+    def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
+        """See :meth:`Layer.size`."""
+        return len(x), 1
+
+    def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_a`."""
+        shape = self.spec.factor_shape("A")
+        return torch.full(shape, len(x), device=g.device, dtype=at_least_float32(g).dtype)
+
+    def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_g`."""
+        u = self._per_sample(x, g)
+        return (u.unsqueeze(-1) * u.unsqueeze(-2)).sum(0)
+
+    def _per_sample(self, x: Tensor, g: Tensor) -> Tensor:
+        """Gradients of scale and shift from each sample, [N, channels, g_dim]."""
+        normalized, g = self._normalize(at_least_float32(x)), at_least_float32(g)
+        n, channels = len(x), self.weight.numel()
+        if isinstance(self.modules[0], _BatchNorm | nn.GroupNorm):  # [N, C, *positions]
+            shape, over = (n, channels, -1), 2
+        else:  # [N, *positions, channels...]
+            shape, over = (n, -1, channels), 1
+        parts = [(normalized * g).reshape(shape).sum(over)]
+        if self.bias is not None:
+            parts.append(g.reshape(shape).sum(over))
+        return torch.stack(parts, dim=-1)
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        """What the scale multiplied."""
+        match self.modules[0]:
+            case _BatchNorm(eps=eps):
+                return F.batch_norm(x, None, None, training=True, eps=eps)
+            case nn.GroupNorm(num_groups=groups, eps=eps):
+                return F.group_norm(x, groups, eps=eps)
+            case nn.RMSNorm(normalized_shape=shape, eps=eps):
+                return F.rms_norm(x, list(shape), eps=eps)
+            case nn.LayerNorm(normalized_shape=shape, eps=eps):
+                return F.layer_norm(x, list(shape), eps=eps)
+            case module:
+                raise TypeError(module)
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`Layer.to_matrix`."""
+        parts = [at_least_float32(weight.flatten())]
+        if bias is not None:
+            parts.append(bias.flatten().to(parts[0].dtype))
+        return torch.stack(parts, dim=-1).unsqueeze(-1)
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Layer.from_matrix`."""
+        shape = self.weight.shape
+        bias = None if self.bias is None else matrix[:, 1].reshape(shape)
+        return matrix[:, 0].reshape(shape), bias

@@ -1,0 +1,1 @@
+"""What the trainer asks of every dataset: batches, their order, and processes that read ahead."""

@@ -1,0 +1,1 @@
+"""Demo datasets: small data, drawn or derived from installed packages, in the real layouts."""

@@ -1,0 +1,1 @@
+"""Datasets of text: masked language modelling, SQuAD, and the Python reference."""

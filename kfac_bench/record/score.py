@@ -1,0 +1,196 @@
+"""Results of runs, computed from their event files alone: time to target, medians over seeds.
+
+A run that misses its target, dies or never ended counts as infinite; it is never dropped.
+All functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kfac_bench.record.events import Evaluated, RunEnded, TargetReached
+from kfac_bench.record.runs import Run as Run
+from kfac_bench.record.runs import Setting as Setting
+from kfac_bench.record.runs import clock, differences, flatten, number, plain, seed, target
+from kfac_bench.record.runs import group as group
+from kfac_bench.record.runs import load as load
+
+# Parts of a run's environment that are its own and say nothing about its speed.
+OWN_TO_A_RUN = frozenset({"command", "slurm_job_id"})
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, minimum and maximum; infinite where that run never got there."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result table: a setting, its runs summed up.
+
+    ``seconds`` is training-clock seconds; ``final`` is the median of the last validation
+    metric (NaN if there is none); ``reached`` of ``seeds`` runs met the target.
+    """
+
+    task: str
+    optimizer: str
+    seeds: int
+    reached: int
+    has_target: bool
+    steps: Spread
+    seconds: Spread
+    final: float
+
+
+def target_reached(run: Run) -> TargetReached | None:
+    """Find the event of meeting the target; None if it never was met."""
+    return next((e for e in run.events if isinstance(e, TargetReached)), None)
+
+
+def time_to_target_s(run: Run) -> float:
+    """Training-clock seconds until the target was met; infinite if it never was."""
+    event = target_reached(run)
+    seconds = math.inf if event is None else number(event.train_s)
+    return math.inf if math.isnan(seconds) else seconds
+
+
+def steps_to_target(run: Run) -> float:
+    """Optimizer steps until the target was met; infinite if it never was."""
+    event = target_reached(run)
+    steps = math.inf if event is None else number(event.step)
+    return math.inf if math.isnan(steps) else steps
+
+
+def metric_curve(run: Run) -> list[tuple[float, float, float]]:
+    """(step, training seconds, validation metric) of every evaluation, in order."""
+    return [
+        (number(e.step), number(e.train_s), number(e.metrics[run.started.metric]))
+        for e in run.events
+        if isinstance(e, Evaluated)
+        and isinstance(e.metrics, Mapping)
+        and run.started.metric in e.metrics
+    ]
+
+
+def final_metric(run: Run) -> float:
+    """Return the metric at the last evaluation; NaN if there was none."""
+    curve = metric_curve(run)
+    return curve[-1][2] if curve else math.nan
+
+
+def best_metric(run: Run) -> float:
+    """Return the best value the metric ever had; NaN if it never had one."""
+    values = [value for _, _, value in metric_curve(run) if not math.isnan(value)]
+    best = max if run.started.higher_is_better else min
+    return best(values, default=math.nan)
+
+
+def status(run: Run) -> str:
+    """How the run ended (``finished``, ``failed``, ...), or ``not ended``."""
+    ended = [e for e in run.events if isinstance(e, RunEnded)]
+    return plain(ended[-1].status) if ended else "not ended"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Median and range; ``inf`` is a value like any other: the median of 5, inf, inf is inf."""
+    ordered = sorted(values)
+    return Spread(statistics.median(ordered), ordered[0], ordered[-1])
+
+
+def bootstrap_median(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and its 95 % interval by the bootstrap's percentiles: (median, low, high).
+
+    ``inf`` (a miss) is a value like any other; an end of the interval may be infinite. Of five
+    values or fewer the interval is their range: no narrower one holds 95 % of the resampled
+    medians. The resamples are the same each time. ``ValueError`` for no values, or a NaN.
+    """
+    numbers = np.array(values, dtype=np.float64)
+    if not len(numbers) or np.isnan(numbers).any():
+        raise ValueError(f"a median needs one number or more, and no NaN: {list(values)}")
+    draws = np.random.default_rng(0).integers(len(numbers), size=(RESAMPLES, len(numbers)))
+    # Order statistics throughout: to interpolate between infinities gives NaN.
+    medians = np.sort(np.median(numbers[draws], axis=1))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = (medians[int(share * (RESAMPLES - 1))] for share in (tail, 1 - tail))
+    return float(np.median(numbers)), float(low), float(high)
+
+
+def median_run(setting: Setting) -> Run:
+    """Choose the run to draw: median time to target, ties by the final metric (upper of two)."""
+
+    def rank(run: Run) -> tuple[float, float, str]:
+        return time_to_target_s(run), _badness(run), str(run.path)
+
+    return sorted(setting.runs, key=rank)[len(setting.runs) // 2]
+
+
+def row(setting: Setting) -> Row:
+    """Compute the line of ``setting`` in the result table."""
+    runs = setting.runs
+    steps = [steps_to_target(run) for run in runs]
+    # NaN (diverged, or never evaluated) ranks as the worst value: the median must not depend
+    # on where a NaN happens to stand in the list.
+    badness = statistics.median(_badness(run) for run in runs)
+    sign = -1.0 if runs[0].started.higher_is_better else 1.0
+    return Row(
+        task=setting.task,
+        optimizer=setting.optimizer,
+        seeds=len(runs),
+        reached=sum(math.isfinite(count) for count in steps),
+        has_target=target(runs[0]) is not None,
+        steps=spread(steps),
+        seconds=spread(time_to_target_s(run) for run in runs),
+        final=sign * badness if math.isfinite(badness) else math.nan,
+    )
+
+
+def notes(settings: Sequence[Setting]) -> list[str]:
+    """Tell what a reader of the table must know: dead runs, repeated seeds, unequal machines."""
+    found = []
+    for setting in settings:
+        name = f"{setting.task}, {setting.optimizer}"
+        for run in setting.runs:
+            dead = status(run) not in ("reached", "finished") and target_reached(run) is None
+            if dead:
+                counts = "" if target(run) is None else ": counts as not reached"
+                found.append(f"{name}: {plain(run.path.parent)} {_ending(run)}{counts}")
+        seeds = Counter(seed(run) for run in setting.runs)
+        found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
+    if any(clock(run) == "cpu" for setting in settings for run in setting.runs):
+        found.append("seconds are those that a processor worked (trainer.clock=cpu)")
+    by_task: dict[str, list[Mapping[str, str]]] = defaultdict(list)
+    for setting in settings:
+        by_task[setting.task] += [flatten(run.started.environment) for run in setting.runs]
+    for task, environments in by_task.items():
+        if unequal := [k for k in differences(environments) if k not in OWN_TO_A_RUN]:
+            found.append(f"{task}: the runs' environments differ in {', '.join(unequal)}")
+    return found
+
+
+def _ending(run: Run) -> str:
+    ended = [e for e in run.events if isinstance(e, RunEnded)]
+    if not ended:
+        return f"has not ended (last event at step {number(run.events[-1].step):.0f})"
+    message = plain(ended[-1].message)
+    return f"ended as {status(run)}" + (f" ({message})" if message else "")
+
+
+def _badness(run: Run) -> float:
+    """Turn the final metric so that less is better; infinite for NaN."""
+    value = final_metric(run)
+    if math.isnan(value):
+        return math.inf
+    return -value if run.started.higher_is_better else value

@@ -1,0 +1,265 @@
+"""Progress for a person: a bar on a terminal, a few plain lines elsewhere.
+
+Everything goes to standard output. What comes from outside (run ids, metric names, messages)
+is printed literally: no markup, no control characters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from kfac_bench.record.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    Predicted,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    SampleSkipped,
+    TargetReached,
+    Trained,
+)
+
+REDRAW_S = 0.1
+NAMED = 20
+"""Bad files shown one by one."""
+
+
+class ConsoleSink:
+    """Shows the stream on ``stream`` (standard output): a bar if it is a terminal.
+
+    Elsewhere there is at most one line about training every ``interval_s`` seconds of wall
+    time. An evaluation gets a line if it is the first, an improvement of ``metric``, or
+    that long after the last one. Checkpoints are shown only if ``verbose``.
+    """
+
+    def __init__(
+        self,
+        *,
+        metric: str,
+        higher_is_better: bool,
+        total_steps: int | None = None,
+        target: float | None = None,
+        verbose: bool = False,
+        interval_s: float = 5.0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._metric = metric
+        self._sign = 1.0 if higher_is_better else -1.0
+        self._total_steps = total_steps
+        self._target = target
+        self._verbose = verbose
+        self._stream = stream if stream is not None else sys.stdout
+        self._encoding = self._stream.encoding or "utf-8"
+        self._trained_lines = _Interval(interval_s)
+        self._evaluated_lines = _Interval(interval_s)
+        self._best: float | None = None
+        self._latest: float | None = None
+        self._last: Trained | None = None
+        self._broken = False
+        is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        self._bar = _Bar(self._stream, total_steps) if is_terminal else None
+
+    def say(self, text: str) -> None:
+        """Print the text, above the bar if there is one."""
+        for line in text.splitlines():
+            self._guarded(partial(self._print, _printable(line, self._encoding)))
+
+    def write(self, event: Event) -> None:
+        """Show the event if it is time for it."""
+        match event:
+            case Trained():
+                self._trained(event)
+            case Evaluated():
+                self._evaluated(event)
+            case Checkpointed():
+                if self._verbose:
+                    self.say(f"step {event.step}  saved {event.path} in {event.write_s:.1f} s")
+            case TargetReached():
+                self.say(
+                    f"target reached: {event.metric} {event.value:.4g} {self._relation} "
+                    f"{event.target:.4g} at step {event.step} "
+                    f"after {_duration(event.train_s)} of training"
+                )
+            case SampleSkipped():
+                if event.count <= NAMED:
+                    self.say(f"left out: {event.path}: {event.reason} (rank {event.rank})")
+                if event.count == NAMED:
+                    self.say("further files that are left out are in events.jsonl")
+            case Predicted():
+                self.say(f"{len(event.items)} predictions in {event.path}")
+            case Resumed():
+                self.say(f"resumed at step {event.step} from {event.checkpoint}")
+            case RunStarted():
+                self._started(event)
+            case RunEnded():
+                value = f", {self._metric} {self._latest:.4g}" if self._latest is not None else ""
+                message = f": {event.message}" if event.message else ""
+                self.say(
+                    f"{event.status} at step {event.step} "
+                    f"after {_duration(event.train_s)} of training{value}{message}"
+                )
+
+    def close(self) -> None:
+        """Give the terminal back; safe to call twice."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            self._guarded(bar.stop)
+
+    @property
+    def _relation(self) -> str:
+        return ">=" if self._sign > 0 else "<="
+
+    def _started(self, event: RunStarted) -> None:
+        steps = "" if self._total_steps is None else f", {self._total_steps} steps at most"
+        goal = ""
+        if self._target is not None:
+            goal = f", until {self._metric} {self._relation} {self._target:g}"
+        self.say(f"run {event.run_id}{steps}{goal}")
+
+    def _trained(self, event: Trained) -> None:
+        self._last = event
+        # The most telling first: a narrow terminal cuts the end off.
+        parts = [f"loss {event.loss:.4g}"]
+        if self._latest is not None:
+            parts.append(f"{self._metric} {self._latest:.4g}")
+        if self._total_steps and event.step:
+            left_s = (self._total_steps - event.step) * event.train_s / event.step
+            parts.append(f"eta {_duration(max(left_s, 0.0))}")
+        share = event.data_wait_share
+        waiting = "" if share is None else f" ({share:.0%} waiting for data)"
+        parts += [
+            f"{event.examples_per_s:.0f} ex/s{waiting}",
+            f"lr {event.lr:.3g}",
+            f"train {_duration(event.train_s)}",
+        ]
+        if self._bar is not None:
+            status = _printable("  ".join(parts), self._encoding)
+            self._guarded(partial(self._bar.update, event.step, status))
+        elif self._trained_lines.is_due():
+            total = f"/{self._total_steps}" if self._total_steps else ""
+            self.say("  ".join([f"step {event.step}{total}", f"epoch {event.epoch:.2f}", *parts]))
+
+    def _evaluated(self, event: Evaluated) -> None:
+        value = event.metrics.get(self._metric)
+        improved = value is not None and (
+            self._best is None or self._sign * value > self._sign * self._best
+        )
+        if improved:
+            self._best = value
+        self._latest = value
+        if self._bar is not None and self._last is not None:
+            self._trained(self._last)  # the bar shows the latest value, too
+        if self._evaluated_lines.is_due(always=improved):
+            names = sorted(event.metrics, key=lambda name: (name != self._metric, name))
+            values = "  ".join(f"{name} {event.metrics[name]:.4g}" for name in names)
+            if event.left_out:
+                values += f"  left out {event.left_out}"
+            self.say(
+                f"step {event.step}  epoch {event.epoch:.2f}  validation: {values}  "
+                f"train {_duration(event.train_s)}"
+            )
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.print(line)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Run it unless the stream is gone (closed pipe, full disk): not training's problem."""
+        if self._broken:
+            return
+        try:
+            action()
+        except (OSError, ValueError):
+            self._broken = True
+
+
+class _Bar:
+    """A rich progress bar that redraws only when it is told to: no thread of its own."""
+
+    def __init__(self, stream: TextIO, total_steps: int | None) -> None:
+        self._console = Console(file=stream, force_terminal=True, highlight=False)
+        self._progress = Progress(
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[steps]}", markup=False),
+            TextColumn(
+                "{task.fields[status]}",
+                markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            console=self._console,
+            auto_refresh=False,
+            expand=True,
+            # Warnings must not tear the bar; but a redirected stderr stays where it goes.
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._total = total_steps
+        self._task = self._progress.add_task("", total=total_steps, steps="", status="")
+        self._redraws = _Interval(REDRAW_S)
+        self._started = False
+
+    def update(self, step: int, status: str) -> None:
+        """Show the step and the line of figures."""
+        if not self._started:
+            self._started = True
+            self._progress.start()
+            atexit.register(self.stop)  # for a training that dies without close()
+            # rich hides the cursor, and a killed process would leave it hidden.
+            self._console.show_cursor(True)
+        steps = str(step) if self._total is None else f"{step}/{self._total}"
+        self._progress.update(self._task, completed=step, steps=steps, status=status)
+        if self._redraws.is_due() or step == self._total:
+            self._progress.refresh()
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(Text(line), soft_wrap=True)
+
+    def stop(self) -> None:
+        """Leave the bar as it is and give stdout and stderr back."""
+        atexit.unregister(self.stop)
+        self._progress.stop()
+
+
+class _Interval:
+    """Says yes at most once in ``seconds`` of wall time (and the first time)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last: float | None = None
+
+    def is_due(self, *, always: bool = False) -> bool:
+        """Whether it is time again (or ``always``); a yes starts the interval anew."""
+        now = time.monotonic()
+        due = always or self._last is None or now - self._last >= self._seconds
+        if due:
+            self._last = now
+        return due
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _printable(text: str, encoding: str) -> str:
+    """Return text without control characters, in characters that the stream can show."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,0 +1,97 @@
+"""One mapping from events to flat metric names, shared by W&B and TensorBoard.
+
+The names are stable; dashboards are built on them.
+
+==============================  =============  ===============================================
+name                            event          meaning
+==============================  =============  ===============================================
+``step``                        every row      axis: updates done so far
+``train_s``                     every row      axis: seconds of the training clock
+``epoch``                       where known    axis: epochs done (Trained, Evaluated)
+``train/loss``                  Trained        mean loss of the global batch
+``train/lr``                    Trained        learning rate
+``train/examples_per_s``        Trained        throughput since the previous Trained
+``train/epoch``                 Trained        epochs done
+``train/data_wait_share``       Trained        time spent waiting for batches, of training time
+``kfac/nu``                     Trained        KL clip factor (1: no clipping)
+``kfac/damping``                Trained        damping of the next step
+``kfac/failed_decompositions``  Trained        decompositions that failed, on all ranks
+``kfac/dropped_statistics``     Trained        statistics left out: not finite, on all ranks
+``kfac/cosine/<layer>``         Trained        cosine of gradient and preconditioned gradient
+``kfac/cosine_min``             Trained        the smallest of them
+``kfac/cosine_median``          Trained        the median of them
+``kfac/stage_s/<stage>``        Trained        seconds of one K-FAC stage of the step
+``kfac/stage_mean_s/<stage>``   Trained        the same, mean of the steps since the last one
+``memory/peak_bytes``           Trained        the most that a rank has held
+``eval/<metric>``               Evaluated      validation metric, exact
+``eval/left_out``               Evaluated      examples that could not be read; if there are any
+``data/skipped_files``          SampleSkipped  files so far that could not be read
+``target/time_to_target_s``     TargetReached  training seconds until the target was met
+``target/steps_to_target``      TargetReached  steps until then
+``target/value``                TargetReached  the metric at that moment
+``checkpoint/write_s``          Checkpointed   seconds the training waited for the checkpoint
+==============================  =============  ===============================================
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from kfac_bench.record.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    SampleSkipped,
+    TargetReached,
+    Trained,
+)
+
+AXES = ("step", "epoch", "train_s")
+
+
+def metrics_of(event: Event) -> dict[str, float]:
+    """Return the event as a row of named numbers; empty if it measures nothing."""
+    match event:
+        case Trained():
+            row = {"epoch": event.epoch, **_trained(event)}
+        case Evaluated():
+            row = {"epoch": event.epoch}
+            row |= {f"eval/{name}": value for name, value in event.metrics.items()}
+            if event.left_out:
+                row["eval/left_out"] = event.left_out
+        case SampleSkipped():
+            row = {"data/skipped_files": event.count}
+        case TargetReached():
+            row = {
+                "target/time_to_target_s": event.train_s,
+                "target/steps_to_target": event.step,
+                "target/value": event.value,
+            }
+        case Checkpointed():
+            row = {"checkpoint/write_s": event.write_s}
+        case _:
+            return {}
+    return {"step": event.step, "train_s": event.train_s, **row}
+
+
+def _trained(event: Trained) -> dict[str, float]:
+    row = {
+        "train/loss": event.loss,
+        "train/lr": event.lr,
+        "train/examples_per_s": event.examples_per_s,
+        "train/epoch": event.epoch,
+    }
+    if event.data_wait_share is not None:
+        row["train/data_wait_share"] = event.data_wait_share
+    if event.peak_memory_bytes is not None:
+        row["memory/peak_bytes"] = event.peak_memory_bytes
+    for name in ("nu", "damping", "failed_decompositions", "dropped_statistics"):
+        value = getattr(event, name)
+        if value is not None:
+            row[f"kfac/{name}"] = value
+    if event.cosine:
+        row |= {f"kfac/cosine/{layer}": value for layer, value in event.cosine.items()}
+        row["kfac/cosine_min"] = min(event.cosine.values())
+        row["kfac/cosine_median"] = statistics.median(event.cosine.values())
+    row |= {f"kfac/stage_s/{stage}": value for stage, value in event.stage_s.items()}
+    return row | {f"kfac/stage_mean_s/{kind}": value for kind, value in event.stage_mean_s.items()}

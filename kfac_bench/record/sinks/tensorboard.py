@@ -1,0 +1,79 @@
+"""TensorBoard as a view of the event stream: scalars and predictions in ``<run>/tensorboard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import Event, Predicted, PredictedItem, Resumed
+from kfac_bench.record.sinks.metrics import metrics_of
+
+
+class TensorboardSink:
+    """Writes every metric as a scalar at ``step``; the wall time is the time of writing.
+
+    A failure (disk full) is said once and ends the view, not the training.
+    """
+
+    def __init__(self, run_directory: Path, *, say: Callable[[str], None] | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError(
+                "TensorBoard is not installed: pip install 'kfac-bench[tensorboard]'"
+            ) from None
+        self._new_writer: Callable[..., Any] = SummaryWriter
+        self._run_directory = run_directory
+        self._directory = run_directory / "tensorboard"
+        self._writer: Any = None
+        self._say = say or (lambda line: None)
+        self._broken = False
+
+    def write(self, event: Event) -> None:
+        """Add the event's metrics; a resume hides the scalars that it made void."""
+        self._guarded(lambda: self._write(event))
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._writer is not None:
+            self._guarded(self._writer.close)
+
+    def _write(self, event: Event) -> None:
+        row = metrics_of(event)
+        resumed = isinstance(event, Resumed)
+        if not row and not isinstance(event, Predicted | Resumed):
+            return
+        if self._writer is None or resumed:
+            self.close()
+            # Readers drop scalars of steps >= purge_step that were written before.
+            purge_step = event.step + 1 if resumed else None
+            self._writer = self._new_writer(str(self._directory), purge_step=purge_step)
+        for name in row.keys() - {"step"}:
+            self._writer.add_scalar(name, row[name], global_step=event.step)
+        if isinstance(event, Predicted):
+            for number, item in enumerate(event.items):
+                self._add_prediction(f"{number:02d}", item, event.step)
+
+    def _add_prediction(self, number: str, item: PredictedItem, step: int) -> None:
+        if item["file"] is not None:
+            with Image.open(self._run_directory / item["file"]) as image:
+                pixels = np.array(image)
+            self._writer.add_image(f"predictions/{number}", pixels, step, dataformats="HWC")
+        lines = [item["caption"], *(item["text"] or "").splitlines()]
+        # indented: Markdown shows it as it is
+        text = "\n".join(f"    {line}" for line in lines)
+        self._writer.add_text(f"captions/{number}", text, step)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._broken = True
+            self._say(f"TensorBoard failed ({error}): training goes on without it")

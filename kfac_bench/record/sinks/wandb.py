@@ -1,0 +1,313 @@
+"""W&B, the primary dashboard, as a view of the event stream.
+
+Rules: whether to go online is decided before ``wandb.init`` (a key without a network makes
+it block for 102 s), the same run id goes on with the same W&B run, and no failure of W&B
+stops or delays a training: events are handed to a thread of its own.
+
+Axes: ``eval/*`` is drawn over ``train_s``, because time to target is what is compared;
+everything else over ``step``. W&B's own counter (``_step``) is left alone: it must never go
+back, which ours does when a run resumes from an earlier checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import re
+import shlex
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import wandb
+from PIL import Image
+from wandb.sdk import wandb_setup
+from wandb.sdk.lib import wbauth
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import Event, Predicted, RunEnded
+from kfac_bench.record.sinks.metrics import AXES, metrics_of
+from kfac_bench.record.sinks.reachable import connect_problem, first_hop
+
+CONNECT_S = 3.0
+INIT_S = 30.0
+FINISH_S = 30.0
+QUEUED_EVENTS = 1000
+ID_LENGTH = 64
+ModeName = Literal["online", "offline", "disabled"]
+_MODES: dict[str, ModeName] = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
+
+
+class Mode(NamedTuple):
+    """``online``, ``offline`` or ``disabled``, and one line that says why."""
+
+    mode: ModeName
+    reason: str
+
+
+def decide_mode(requested: str = "auto") -> Mode:
+    """Choose the mode: as requested, else as WANDB_MODE says, else by key and connection.
+
+    Takes 3 s at most. Raises :class:`UsageError` for a mode that does not exist.
+    """
+    # Else wandb announces on the terminal which settings files it reads.
+    os.environ.setdefault("WANDB_SILENT", "true")
+    for source, mode in (("wandb.mode", requested), ("WANDB_MODE", os.environ.get("WANDB_MODE"))):
+        if mode and mode != "auto":
+            if mode not in _MODES:
+                raise UsageError(f"{source}={mode}: use online, offline, disabled or auto")
+            return Mode(_MODES[mode], f"{source}={mode}")
+    try:
+        # What wandb.init itself will use: environment, then settings files, then defaults.
+        settings = wandb_setup.singleton().settings
+        if settings.mode != "online":
+            return Mode(_MODES.get(settings.mode, "offline"), "set in wandb's settings file")
+        if not _has_key(settings):
+            return Mode("offline", "no API key is configured, see `wandb login`")
+        https = settings.base_url.startswith("https:")
+        proxy = settings.https_proxy if https else settings.http_proxy
+        host, port = first_hop(settings.base_url, proxy)
+    except Exception as error:
+        return Mode("offline", f"cannot read wandb's settings: {_line(error)}")
+    problem = connect_problem(host, port, CONNECT_S)
+    if problem:
+        return Mode("offline", f"an API key is configured, but {host}:{port}: {problem}")
+    return Mode("online", f"an API key is configured and {host}:{port} answers")
+
+
+def _has_key(settings: wandb.Settings) -> bool:
+    if settings.api_key or settings.identity_token_file:  # environment or settings file
+        return True
+    return bool(wbauth.read_netrc_auth(host=settings.base_url))
+
+
+def wandb_id(run_id: str) -> str:
+    """Return the run id in characters that W&B allows; different ids stay different."""
+    clean = re.sub(r"[^A-Za-z0-9_.-]+", "-", run_id)
+    if clean == run_id and len(run_id) <= ID_LENGTH:
+        return run_id
+    return f"{clean[: ID_LENGTH - 9]}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
+
+
+class WandbSink:
+    """Sends the metrics of a run to W&B; files go to ``<run_directory>/wandb``.
+
+    ``metric`` and ``higher_is_better`` name the main validation metric, whose best value
+    W&B then keeps in the run's summary. ``hint`` is one line: where the run is, how to look
+    at it, how to upload it. ``say`` gets it at the start, and at most one line about a
+    failure, always on the thread that calls the sink. With ``patience_s`` it waits for W&B as long
+    where a training could not: nothing is lost because W&B is slow.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        run_id: str,
+        project: str,
+        entity: str | None,
+        config: Mapping[str, Any],
+        mode: str = "auto",
+        *,
+        metric: str,
+        higher_is_better: bool,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        say: Callable[[str], None] | None = None,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._say = say or (lambda line: None)
+        self._patience_s = patience_s
+        self._run: Any = None
+        self._error: Exception | None = None
+        self._failed = False
+        self._exit_code = 1  # until RunEnded says that it went well
+        best = {"loss": "min", "accuracy": "max", metric: "max" if higher_is_better else "min"}
+        self._summaries = {f"eval/{name}": f"last,{which}" for name, which in best.items()}
+        self._summaries["train/loss"] = "last,min"
+        self._events: queue.Queue[Event | dict[str, float] | None] = queue.Queue(QUEUED_EVENTS)
+        self._worker = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._directory = run_directory.absolute()
+        self.mode, self.reason = decide_mode(mode)
+        options = {
+            "dir": str(self._directory),
+            "id": wandb_id(run_id),
+            "name": run_id[:128],
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "tags": list(tags),
+            "config": config,
+        }
+        if self.mode != "disabled":
+            self._start(options)
+        self.failed = self._run is None
+        """Whether W&B did not get everything, as far as is known: all of it after :meth:`close`."""
+        if self._run is not None:
+            self._worker.start()
+        self.hint = self._hint()
+        self._say(self.hint)
+
+    def write(self, event: Event) -> None:
+        """Hand the event over; returns at once."""
+        if isinstance(event, RunEnded):
+            self._exit_code = 0 if event.status in ("reached", "finished") else 1
+        self._hand_over(event)
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Hand over what :func:`metrics_of` has made of an event."""
+        self._hand_over(dict(row))
+
+    def _hand_over(self, event: Event | dict[str, float]) -> None:
+        if self._run is None or self._failed:
+            return
+        if self._error is not None:
+            self._fail(_line(self._error))
+            return
+        try:
+            self._events.put(event, block=self._patience_s > 0, timeout=self._patience_s or None)
+        except queue.Full:
+            self._fail("its process does not answer")
+
+    def close(self) -> None:
+        """Finish the run; takes little more than ``FINISH_S`` at worst."""
+        if self._run is None:
+            return
+        if not self._failed:
+            with suppress(queue.Full):
+                self._events.put(None, timeout=1.0 + self._patience_s)
+                self._worker.join(timeout=FINISH_S + self._patience_s + 5.0)
+            if self._error is not None:
+                self._fail(_line(self._error))
+            elif self._worker.is_alive():
+                self._fail("its process does not answer")
+        self._run = None
+
+    def _start(self, options: Mapping[str, Any]) -> None:
+        """Open the run; offline if going online fails, not at all if that fails too."""
+        try:
+            self._run = _init(options, self.mode, FINISH_S + self._patience_s)
+        except Exception as error:
+            _give_up()  # wandb keeps the id reserved otherwise
+            self.reason = _line(error)
+            if self.mode == "online":
+                self.mode = "offline"
+                self._start(options)
+
+    def _work(self) -> None:
+        """Body of the thread that alone talks to the run."""
+        try:
+            for axis in AXES:
+                self._run.define_metric(axis)
+            defined = set(AXES)
+            while (event := self._events.get()) is not None:
+                row = self._row(event)
+                if not row:
+                    continue
+                for name in [name for name in row if name not in defined]:
+                    _define(self._run, name, self._summaries.get(name))
+                    defined.add(name)
+                self._run.log(row)
+            self._run.finish(exit_code=self._exit_code)
+        except Exception as error:
+            self._error = error
+
+    def _row(self, event: Event | dict[str, float]) -> dict[str, Any]:
+        """What W&B is to log: metrics, or predictions as pictures and a table of texts."""
+        if isinstance(event, dict):
+            return event
+        if not isinstance(event, Predicted):
+            return dict(metrics_of(event))
+        row: dict[str, Any] = {"step": event.step, "train_s": event.train_s}
+        files = [self._directory / i["file"] for i in event.items if i["file"] is not None]
+        captions = [i["caption"] for i in event.items if i["file"] is not None]
+        if files:
+            pictures = zip(_of_one_size(files), captions, strict=True)
+            row["predictions"] = [wandb.Image(x, caption=caption) for x, caption in pictures]
+        texts = [[i["caption"], i["text"]] for i in event.items if i["text"] is not None]
+        if texts:
+            row["predicted_texts"] = wandb.Table(columns=["caption", "text"], data=texts)
+        return row
+
+    def _fail(self, reason: str) -> None:
+        self._failed = self.failed = True
+        _give_up()
+        self._say(
+            f"W&B failed ({reason}): training goes on without it; "
+            f"what it has got so far: {self._upload}"
+        )
+
+    def _hint(self) -> str:
+        if self._run is None:
+            return f"W&B is off ({self.reason})"
+        look = f"wandb leet {shlex.quote(str(self._run.settings.sync_dir))}"
+        if self.mode == "online":
+            return f"W&B: {self._run.url} (also: {look})"
+        return f"W&B is offline ({self.reason}); look: {look}; upload: {self._upload}"
+
+    @property
+    def _upload(self) -> str:
+        """Uploads every part of the run, also those before a resume."""
+        online = " --include-online" if self.mode == "online" else ""
+        return f"wandb sync{online} {shlex.quote(str(self._directory / 'wandb'))}"
+
+
+def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
+    plain_config = json.loads(json.dumps(options["config"], default=str))
+    settings = wandb.Settings(
+        silent=True,
+        console="off",  # a captured console breaks progress bars
+        disable_code=True,
+        disable_git=True,  # else uncommitted changes of the user's directory are uploaded
+        x_save_requirements=False,
+        init_timeout=INIT_S,
+        finish_timeout=finish_s,
+        finish_timeout_raises=True,
+    )
+    return wandb.init(
+        **{**options, "config": plain_config},
+        mode=mode,
+        resume="allow",
+        reinit="create_new",
+        allow_val_change=True,
+        settings=settings,
+    )
+
+
+def _of_one_size(files: Sequence[Path]) -> list[Image.Image]:
+    """Pictures with black at the right and below: W&B has one frame for all, or complains."""
+    pictures = [Image.open(file).convert("RGB") for file in files]
+    width, height = (max(sides) for sides in zip(*(p.size for p in pictures), strict=True))
+    return [p.crop((0, 0, width, height)) for p in pictures]
+
+
+def _define(run: Any, name: str, summary: str | None) -> None:
+    # Name by name, because a glob's "*" in wandb matches neither "/" nor an escaped dot;
+    # without the escape, a dot (in layer names) would mean a nested value.
+    axis = "train_s" if name.startswith("eval/") else "step"
+    run.define_metric(name.replace(".", r"\."), step_metric=axis, summary=summary)
+
+
+def _give_up() -> None:
+    """Drop wandb's service, which at exit would be waited for, or raise if it is dead."""
+
+    def teardown() -> None:
+        with suppress(Exception):  # it may be broken, which was said before
+            wandb.teardown()
+
+    thread = threading.Thread(target=teardown, name="wandb-teardown", daemon=True)
+    thread.start()
+    thread.join(timeout=2.0)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

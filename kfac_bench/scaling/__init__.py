@@ -1,9 +1,0 @@
-"""Measured scaling: the same training on several numbers of ranks, and where its steps' time goes.
-
-:mod:`.measured` reads event files, :mod:`.tables` and :mod:`.figure` show them, :mod:`.cells` and
-:mod:`.command` make the runs.
-"""
-
-from kfac_bench.scaling.tables import scaling_table as scaling_table
-from kfac_bench.scaling.tables import stage_table as stage_table
-from kfac_bench.scaling.tables import tables as tables

@@ -1,0 +1,244 @@
+"""``kfac-plan`` and ``kfac-train dry_run=true``: a dry run as a text for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kfac_bench.core.planning.estimate import RankCost, Traffic
+from kfac_bench.core.planning.plan import Message, Stage
+from kfac_bench.errors import UsageError
+from kfac_bench.training.dry_run import DryRun
+from kfac_bench.training.run_directory import run_id
+
+_NOT_THE_COST = ("run_id", "runs_dir", "resume", "dry_run", "logger")
+"""Options that the JSON leaves out."""
+
+
+def as_dict(run: DryRun) -> dict[str, Any]:
+    """What the JSON file holds: of each rank its bytes, FLOPs and messages.
+
+    ``flops``, ``messages`` and ``traffic`` are those of each time a stage runs; ``every`` says at
+    how many steps that is, ``per_step`` is the average over steps. Payload is what a message
+    carries, wire what a rank receives of it in a ring.
+    """
+    report, config = run.report, run.config
+    return {
+        "run_id": run_id(config),
+        "world_size": run.world_size,
+        "options": {k: v for k, v in asdict(config).items() if k not in _NOT_THE_COST},
+        "parameters": run.parameters,
+        "examples_per_rank": run.examples,
+        "forward_flops": run.forward_flops,
+        "step_flops": run.step_flops,
+        "every": _every(run),
+        "plan": None
+        if report is None
+        else {
+            "digest": report.plan.digest(),
+            "layers": len(report.layers),
+            "covered_parameters": report.covered_params,
+            "gradient_workers": len(report.plan.placements[0].grad_workers),
+            "slices": len(report.plan.slices),
+        },
+        "messages": _messages(run),
+        "ranks": [{"rank": i} | _rank(run, cost) for i, cost in enumerate(run.ranks)],
+    }
+
+
+def _every(run: DryRun) -> dict[str, int]:
+    """Steps between two runs of each part of K-FAC that there is."""
+    kfac = run.config.kfac
+    every = {Stage.FACTORS.value: kfac.factor_update_freq}
+    if kfac.fisher != "empirical":
+        every["fisher"] = kfac.factor_update_freq
+    every |= {Stage.DECOMPOSE.value: kfac.update_freq, Stage.PRECONDITION.value: 1}
+    if kfac.adaptive_damping:
+        every["damping"] = kfac.damping_freq
+    return every if kfac.enabled else {}
+
+
+def _messages(run: DryRun) -> dict[str, dict[str, dict[str, int]]]:
+    """By stage and kind, each message counted once."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for stage in Stage if run.report is not None else ():
+        assert run.report is not None
+        kinds: dict[str, Traffic] = {}
+        for op in run.report.plan.ops(stage):
+            if isinstance(op, Message):
+                kinds.setdefault(type(op).__name__, Traffic()).add(op)
+        found[stage.value] = {
+            kind: {"messages": t.messages, "payload_bytes": t.payload_bytes}
+            for kind, t in kinds.items()
+        }
+    return found
+
+
+def _rank(run: DryRun, cost: RankCost) -> dict[str, Any]:
+    every = _every(run)
+    flops = {stage.value: n for stage, n in cost.flops.items()}
+    more = {"fisher": run.fisher_flops, "damping": run.forward_flops}
+    flops |= {name: n for name, n in more.items() if name in every}
+    traffic = {
+        stage.value: {kind: asdict(t) for kind, t in kinds.items()}
+        for stage, kinds in cost.traffic.items()
+    }
+    per_step = {"flops": sum(n / every[name] for name, n in flops.items())}
+    for what in ("messages", "payload_bytes", "wire_bytes"):
+        per_step[what] = sum(_sum(traffic[s], what) / every[s] for s in traffic)
+    return {
+        "memory_bytes": cost.memory_bytes
+        | {
+            "statistics": cost.statistics_bytes,
+            "buckets": {stage.value: n for stage, n in cost.bucket_bytes.items()},
+            "peak": cost.peak_bytes,
+        },
+        "flops": flops,
+        "traffic": traffic,
+        "per_step": per_step,
+    }
+
+
+def _sum(kinds: dict[str, dict[str, float]], what: str) -> float:
+    return sum(t[what] for t in kinds.values())
+
+
+def default_path(run: DryRun) -> Path:
+    """Determined by the configuration and the number of ranks."""
+    return Path("plans", f"{run_id(run.config)}-{run.world_size}.json")
+
+
+def write(run: DryRun, path: Path) -> None:
+    """The JSON file; raises :class:`UsageError` where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_json(run), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"out={path}: cannot be written ({error.strerror})") from None
+
+
+def to_json(run: DryRun) -> str:
+    """:func:`as_dict` as text."""
+    return json.dumps(as_dict(run), indent=1) + "\n"
+
+
+def describe(run: DryRun, *, by_layer: bool = False) -> str:
+    """The text to print; ``by_layer`` lists what is covered and what not."""
+    config, report = run.config, run.report
+    batch, parts = config.trainer.batch_size, config.trainer.accumulate
+    ranks = f" over {run.world_size} ranks" if run.world_size > 1 else ""
+    lines = [
+        f"run {run_id(config)}: {config.model.name} on {config.data.name} {list(run.shape)}, "
+        f"task {config.task.name}, optimizer {config.optimizer.name}, batch {batch}{ranks}"
+        f"{f' in {parts} parts' if parts > 1 else ''}, {config.trainer.precision}",
+        f"parameters {run.parameters:,} ({_bytes(4 * run.parameters)} in fp32)",
+        f"forward and backward: {_flop(run.step_flops)} per step{' and rank' if ranks else ''}",
+    ]
+    if report is None:
+        return "\n".join([*lines, "K-FAC: off (kfac=none)"])
+    workers = len(report.plan.placements[0].grad_workers)
+    lines += [
+        report.coverage(by_layer=by_layer),
+        f"strategy {report.plan.strategy}, method {report.plan.method}, "
+        f"{run.world_size} rank(s), {workers} gradient worker(s) per layer, "
+        f"factors in {config.kfac.state_dtype}",
+        "",
+        *_table(run),
+        "",
+        _verdict(run),
+    ]
+    return "\n".join(lines)
+
+
+Row = tuple[str, int | None, Sequence[float], Callable[[float], str]]
+"""A label, at every how many steps, each rank's figure and how it is written."""
+
+
+def _rows(run: DryRun) -> Iterator[Row | str]:
+    """Of the table; a text alone is a heading."""
+    ranks, every = [_rank(run, cost) for cost in run.ranks], _every(run)
+    memory = [r["memory_bytes"] for r in ranks]
+    yield "memory"
+    yield "factors", None, [m["factors"] for m in memory], _bytes
+    yield "decompositions", None, [m["decompositions"] for m in memory], _bytes
+    statistics = [m["statistics"] for m in memory]
+    yield "statistics of a batch", every[Stage.FACTORS.value], statistics, _bytes
+    if run.world_size > 1:
+        for stage in Stage:
+            each = [m["buckets"][stage.value] for m in memory]
+            yield f"buckets, {stage.value}", every[stage.value], each, _bytes
+    yield "at the peak", None, [m["peak"] for m in memory], _bytes
+    yield "compute"
+    for name, steps in every.items():
+        yield name, steps, [r["flops"][name] for r in ranks], _flop
+    yield "average step", 1, [r["per_step"]["flops"] for r in ranks], _flop
+    if run.world_size == 1:
+        return
+    for what, unit in (("messages", _count), ("payload_bytes", _bytes), ("wire_bytes", _bytes)):
+        yield {"payload_bytes": "payload", "wire_bytes": "wire"}.get(what, what)
+        for stage in Stage:
+            each = [_sum(r["traffic"][stage.value], what) for r in ranks]
+            yield stage.value, every[stage.value], each, unit
+        yield "average step", 1, [r["per_step"][what] for r in ranks], unit
+
+
+def _table(run: DryRun) -> Iterator[str]:
+    """Least, mean and heaviest rank, and which that is; of one rank its figures."""
+    alone = run.world_size == 1
+    columns = "" if alone else f"{'least':>13}{'mean':>13}{'heaviest':>13}  rank"
+    yield f"{'':24}{'every':>5}{columns}"
+    for row in _rows(run):
+        if isinstance(row, str):
+            yield row
+            continue
+        label, every, each, write = row
+        shown = [max(each)] if alone else [min(each), sum(each) / len(each), max(each)]
+        where = "" if alone else "all" if min(each) == max(each) else str(each.index(max(each)))
+        line = "".join(f"{write(n):>13}" for n in shown)
+        yield f"  {label:22}{every or '':>5}{line}  {where}".rstrip()
+
+
+def _verdict(run: DryRun) -> str:
+    """In one line, of the heaviest ranks."""
+    ranks = [_rank(run, cost) for cost in run.ranks]
+    flops = max(r["per_step"]["flops"] for r in ranks)
+    memory = max(r["memory_bytes"]["peak"] for r in ranks)
+    share = flops / run.step_flops
+    said = f"{100 * share:.0f} %" if share < 10 else f"{share:.0f} times those"
+    text = (
+        f"K-FAC adds {_flop(flops)} per step on average ({said} of forward and backward) "
+        f"and {_bytes(memory)}"
+    )
+    work = [cost.flops[Stage.DECOMPOSE] for cost in run.ranks]
+    if run.world_size == 1 or not any(work):
+        return text
+    balance = max(work) / (sum(work) / len(work))
+    return (
+        f"{text} on the heaviest ranks\n"
+        f"decompositions: the heaviest rank has {balance:.2f} times the mean"
+    )
+
+
+def _flop(n: float) -> str:
+    if not n:
+        return "none"
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n / 1e3:.2f} kFLOP"
+
+
+def _bytes(n: float) -> str:
+    if not n:
+        return "none"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n / 1e3:.2f} kB"
+
+
+def _count(n: float) -> str:
+    return f"{n:.4g}"

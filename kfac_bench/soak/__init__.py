@@ -1,1 +1,0 @@
-"""``kfac-bench soak``: a long run whose processes are watched from outside."""

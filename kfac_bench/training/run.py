@@ -1,0 +1,281 @@
+"""One training run: built, taken up where it stopped, trained, recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_bench import distributed
+from kfac_bench.config import TrainConfig
+from kfac_bench.core.planning.estimate import payload_bytes
+from kfac_bench.core.planning.plan import FACTORS, IDENTITY, Stage
+from kfac_bench.data.base.dataset import Data
+from kfac_bench.distributed.backend import Backend
+from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.errors import OneRankError, UsageError
+from kfac_bench.record.events import (
+    EventLog,
+    JsonlSink,
+    RunEnded,
+    RunStarted,
+    Sink,
+    TargetReached,
+    read,
+)
+from kfac_bench.record.sinks.console import ConsoleSink
+from kfac_bench.training import build, checkpoint, environment, weights
+from kfac_bench.training.checkpoint import Checkpoint
+from kfac_bench.training.optimizers import build_optimizer
+from kfac_bench.training.run_directory import RunDirectory, flat
+from kfac_bench.training.trainer import Trainer
+from kfac_bench.training.update import least_part
+
+
+def start(config: TrainConfig) -> int:
+    """Find the other ranks, and :func:`train`; the exit code of ``kfac-train``."""
+    with distributed.join(config.backend, config.trainer.device) as backend:
+        status, signal = train(config, backend)
+    return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
+
+
+def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
+    """Train, or go on training, what the configuration says; all ranks call it.
+
+    Returns the status of the run's last event and the signal that stopped it (0: none). Raises
+    :class:`UsageError` for what the user can mend.
+    """
+    ranks = backend.ranks
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    if config.trainer.clock == "cpu" and (ranks.world_size > 1 or ranks.device.type != "cpu"):
+        raise UsageError(
+            f"trainer.clock=cpu does not fit {ranks.world_size} rank(s) on {ranks.device.type}: it "
+            "counts what one processor works for the run; use one rank and trainer.device=cpu, or "
+            "trainer.clock=wall"
+        )
+    pinned = config.trainer.pin and environment.pin(config.trainer.threads or 1)
+    if ranks.device.type == "cpu":
+        environment.keep_freed_memory()
+    _check_same_options(config, ranks)
+    directory = RunDirectory(config)
+    about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
+    about["pinned"] = pinned
+    with ExitStack() as stack:
+        if_main = directory.open(config, about) if ranks.is_main else nullcontext()
+        ranks.together(lambda: stack.enter_context(if_main))
+        ranks.together(directory.check_is_here)
+        trainer = _build_trainer(config, backend, directory)
+        complete = ranks.together(
+            lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
+        )
+        if ranks.any(complete is not None):
+            if ranks.is_main:
+                directory.note_state(complete or "finished", trainer.course.max_steps)
+            return complete or "finished", 0
+        opened = ranks.together(
+            lambda: _open_log(config, trainer, directory, about) if ranks.is_main else None
+        )
+        if opened is not None:
+            trainer.log, trainer.say = opened
+            stack.callback(trainer.log.close)
+        for line in (*trainer.data.notes, *trainer.notes):
+            trainer.say(line)
+        _start(config, trainer, directory, about)
+        _say_what_kfac_does(trainer)
+        if ranks.is_main:
+            directory.note_state("running", trainer.step)
+        try:
+            status = trainer.fit()
+        except UsageError as error:  # a sample that cannot be read: rank 0 cannot tell of it
+            raise OneRankError(str(error)) from None
+        if ranks.is_main:
+            directory.note_state(status, trainer.step)
+        return status, trainer.stop.signal
+
+
+_MAY_DIFFER = (
+    *("data.root", "data.workers", "logger", "resume", "runs_dir"),
+    *("trainer.device", "trainer.threads", "trainer.pin"),
+)
+"""Options that say where a rank finds things: nodes need not be alike."""
+
+
+def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
+    options = {k: v for k, v in flat(asdict(config)).items() if not k.startswith(_MAY_DIFFER)}
+    if others := ranks.unlike_main(json.dumps(options, sort_keys=True)):
+        raise UsageError(
+            f"ranks {others} have other options than rank 0: start all with one command line"
+        )
+
+
+def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module, list[str]]:
+    data = build.build_data(config.data, config.task)
+    torch.manual_seed(config.seed)
+    model = build.build_model(config.model, data.shape, data.num_classes, config.task.name)
+    notes = weights.load(model, config.model)
+    model = model.to(ranks.device)
+    if config.trainer.channels_last:
+        model.to(memory_format=torch.channels_last)
+    least = least_part(data.train_size, config.trainer, ranks.world_size)
+    build.check_batch_norm(model, config.model, least)
+    return data, model, notes
+
+
+def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirectory) -> Trainer:
+    ranks = backend.ranks
+    data, model, notes = ranks.together(lambda: _data_and_model(config, ranks))
+    about = f"{data.train_size} {data.eval_size} {data.shape} {data.num_classes}"
+    if others := ranks.unlike_main(about):
+        raise UsageError(
+            f"ranks {others} read other data than rank 0: every node needs the same data set"
+        )
+    model = backend.shard(model)
+    optimizer = build_optimizer(config.optimizer, model)
+    kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
+    model, optimizer = backend.wrap(model, optimizer)
+    return Trainer(
+        build.build_task(config.task, data),
+        data,
+        model,
+        optimizer,
+        kfac,
+        config.trainer,
+        config.schedule,
+        config.seed,
+        backend,
+        EventLog([]),
+        directory.path,
+        notes,
+    )
+
+
+def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None:
+    """How the run ended, if nothing is left to do; says so."""
+    events = read(directory.events) if directory.events.exists() else []
+    ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
+    hit = next((e for e in reversed(events) if isinstance(e, TargetReached)), None)
+    if ended is None or ended.status in ("failed", "interrupted"):  # even at the last step
+        return None
+    at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
+    limit = trainer.config.max_train_s
+    time_is_up = limit is not None and ended.train_s >= limit
+    if not (at_target or time_is_up) and ended.step < trainer.course.max_steps:
+        return None
+    print(  # noqa: T201
+        f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "
+        "set seed=N or run_id=NAME, or delete the directory"
+    )
+    return ended.status
+
+
+def _open_log(
+    config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
+) -> tuple[EventLog, Callable[[str], None]]:
+    """The record and its views, on rank 0; and how to say a line beside them."""
+    metric, higher_is_better = trainer.task.metric, trainer.task.higher_is_better
+    console = ConsoleSink(
+        metric=metric,
+        higher_is_better=higher_is_better,
+        total_steps=trainer.course.max_steps,
+        target=config.trainer.target,
+    )
+    sinks: list[Sink] = [JsonlSink(directory.events), console]
+    logger = config.logger
+    if logger.name == "wandb":
+        from kfac_bench.record.sinks.wandb import WandbSink
+
+        wandb = WandbSink(
+            directory.path,
+            directory.run_id,
+            logger.project,
+            logger.entity,
+            asdict(config) | {"environment": about},
+            mode=logger.mode,
+            metric=metric,
+            higher_is_better=higher_is_better,
+            say=console.say,
+        )
+        sinks.append(wandb)
+    elif logger.name == "tensorboard":
+        from kfac_bench.record.sinks.tensorboard import TensorboardSink
+
+        sinks.append(TensorboardSink(directory.path, say=console.say))
+    return EventLog(sinks), console.say
+
+
+def _say_what_kfac_does(trainer: Trainer) -> None:
+    """One line that also explains why a first step on a large model takes its time."""
+    if trainer.kfac is None:
+        return
+    report, update_freq = trainer.kfac.report(), trainer.kfac.schedules.at(0).update_freq
+    dims = [x.spec.dim(f) for x in report.layers for f in FACTORS if not x.spec.diagonal(f)]
+    largest = max(dims, default=1)
+    total = report.covered_params + report.skipped_params
+    if trainer.kfac.plan.method == IDENTITY:
+        trainer.say(
+            f"identity factors: of K-FAC only the KL clip, over {len(report.layers)} layers"
+        )
+        return
+    trainer.say(
+        f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
+        f"parameters); every {update_freq} steps it decomposes {2 * len(report.layers)} factors, "
+        f"the largest {largest} x {largest}"
+    )
+
+
+def _start(
+    config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
+) -> None:
+    """The first event, or the newest good checkpoint."""
+    ranks = trainer.ranks
+    saved, bad = ranks.together(lambda: _find(config, directory))
+    if others := ranks.unlike_main(f"{saved and (saved.step, len(saved.shards))}"):
+        raise UsageError(
+            f"ranks {others} do not see the checkpoint that rank 0 sees: runs_dir must be a folder "
+            "that all nodes share"
+        )
+    own = saved is not None and saved.path.is_relative_to(directory.path)
+    for line in bad:
+        trainer.say(f"{line}; an older one is used, if there is one")
+    if not own:
+        task = trainer.task
+        trainer.log.emit(
+            RunStarted(
+                *(0, 0.0, directory.run_id, task.metric, task.higher_is_better),
+                asdict(config),
+                about,
+                _payload_bytes(trainer),
+            )
+        )
+    trainer.tell_of_faults()
+    if saved is not None:
+        try:
+            trainer.restore(saved)
+        except ValueError as error:
+            raise UsageError(f"resume: {error}") from None
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UsageError(f"resume: {saved.path}: no state of a run ({error!r})") from None
+
+
+def _payload_bytes(trainer: Trainer) -> dict[str, dict[str, int]]:
+    if trainer.kfac is None:
+        return {}
+    return {stage.value: payload_bytes(trainer.kfac.plan, stage) for stage in Stage}
+
+
+def _find(config: TrainConfig, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
+    """The run's own checkpoint before ``resume``'s; a line on each bad one passed over."""
+    saved, bad = checkpoint.find(directory.path)
+    if saved is None and config.resume is not None:
+        saved, more_bad = checkpoint.find(Path(config.resume))
+        bad += more_bad
+        if saved is None:
+            raise UsageError(f"resume={config.resume}: no good checkpoint there")
+    return saved, bad

@@ -1,0 +1,333 @@
+"""``kfac-bench scaling``: cells, what event files say of a step, tables, figure; once for real."""
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+
+from kfac_bench import cli
+from kfac_bench.benchmark.scaling import (
+    scaling_figure,
+    scaling_options,
+    scaling_table,
+    stage_table,
+    tables,
+)
+from kfac_bench.benchmark.scaling.measured import STAGES, efficiency, measure
+from kfac_bench.benchmark.scaling.scaling_tables import _stages
+from kfac_bench.config import check, compose
+from kfac_bench.core.planning.estimate import payload_bytes
+from kfac_bench.core.planning.plan import Stage
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import (
+    EVENTS_FILE,
+    EventLog,
+    JsonlSink,
+    RunEnded,
+    RunStarted,
+    Trained,
+    read,
+)
+from kfac_bench.record.runs import load
+from kfac_bench.training import dry_run
+
+WORDS = ("model=autoencoder", "model.hidden=[16,6]", "kfac.update_freq=4")
+WORDS += ("kfac.factor_update_freq=2", "trainer.batch_size=64")
+
+
+def parse(*words):
+    return scaling_options._parse([*WORDS, *words])
+
+
+def call(*words):
+    with pytest.raises(SystemExit) as stop:
+        cli.bench(["scaling", *map(str, words)])
+    return stop.value.code
+
+
+# ---- cells ----
+
+
+def test_cells_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
+    asked = parse("world_size=1,2", "strategy=comm_opt,hybrid_opt@1/2", "rounds=2")
+    assert [c.label for c in asked.cells[:6]] == [
+        *("sgd 1 ranks round 1", "comm_opt 1 ranks round 1", "hybrid_opt@1/2 1 ranks round 1"),
+        *("sgd 2 ranks round 1", "comm_opt 2 ranks round 1", "hybrid_opt@1/2 2 ranks round 1"),
+    ]
+    assert len(asked.cells) == 12
+    assert len({c.path for c in asked.cells}) == 12
+    configs = [compose.load(c.overrides) for c in asked.cells]
+    assert [c.kfac.enabled for c in configs[:3]] == [False, True, True]
+    assert [c.kfac.strategy for c in configs[1:3]] == ["comm_opt", "hybrid_opt"]
+    assert [c.kfac.grad_worker_fraction for c in configs[1:3]] == [None, 0.5]
+    assert [c.trainer.batch_size for c in configs[:6:3]] == [64, 128]
+    assert [c.seed for c in configs[::6]] == [0, 1]
+    for cell, config in zip(asked.cells, configs, strict=True):
+        check(config)
+        assert (config.trainer.max_steps, config.trainer.log_freq) == (16, 4)
+        assert (config.trainer.pin, config.trainer.threads) == (True, 1)
+        assert cell.path.name == config.run_id
+        assert str(cell.path.parent) == config.runs_dir == "runs/scaling"
+
+
+def test_strong_scaling_keeps_the_batch():
+    asked = parse("mode=strong", "world_size=1,2,4", "strategy=mem_opt", "rounds=1", "steps=10")
+    configs = [compose.load(c.overrides) for c in asked.cells]
+    assert {c.trainer.batch_size for c in configs} == {64}
+    assert {c.trainer.max_steps for c in configs} == {40}
+
+
+def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
+    words = ["experiment=digits_autoencoder_kfac", "world_size=2", "strategy=layer_wise"]
+    for cell in scaling_options._parse(words).cells:
+        config = compose.load(cell.overrides)
+        assert config.kfac.enabled == (cell.variant.strategy != "sgd")
+        assert config.kfac.strategy == "layer_wise" or not config.kfac.enabled
+        assert (config.trainer.target, config.trainer.max_epochs) == (None, None)
+
+
+def test_commands_start_as_many_ranks_as_they_say():
+    one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").cells
+    assert one.local_command[1:3] == ["-m", "kfac_bench"]
+    assert two.local_command[1:6] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"),
+    ]
+    assert two.local_command[6:] == ["kfac_bench", *two.overrides]
+    assert two.rank_command[1:] == ["-m", "kfac_bench", *two.overrides]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("mode=both", "mode=both: choose one of weak, strong"),
+        ("launcher=mpi", "choose one of local, slurm, none"),
+        ("world_size=0", "expected a whole number from 1"),
+        ("world_size=1,x", "expected a whole number from 1"),
+        ("strategy=best", "choose of sgd, comm_opt"),
+        ("strategy=comm_opt@1/2", "has no fraction"),
+        ("kfac=mem_opt", "say strategy="),
+        ("seed=1", "each run has its own"),
+        ("trainer.batch_sise=1", "did you mean batch_size"),
+        ("rounds=", "rounds=: expected"),
+        ("hardware=none", "hardware=none: choose one of longhorn_v100"),
+    ],
+)
+def test_a_word_that_cannot_be_is_one_line(word, says, capsys):
+    assert call(*WORDS, word) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_ranks_without_an_example_are_refused():
+    with pytest.raises(UsageError, match="leaves some of 128 ranks without an example"):
+        parse("mode=strong", "world_size=128")
+
+
+# ---- what event files say ----
+
+
+def write(path, *, ranks=1, kfac="", step_s=0.1, batch=32, stages=None, threads=1, cpus=8, n=3):
+    """A run of windows of 10 steps: the first takes ten times as long as the others."""
+    path.mkdir(parents=True)
+    config = {
+        "model": {"name": "m"},
+        "data": {"name": "d"},
+        "optimizer": {"name": "sgd"},
+        "kfac": {
+            "enabled": bool(kfac),
+            "strategy": kfac or "comm_opt",
+            "grad_worker_fraction": None,
+            "update_freq": 10,
+            "factor_update_freq": 5,
+        },
+        "trainer": {"batch_size": batch},
+        "seed": 0,
+    }
+    about = {"world_size": ranks, "device": "cpu"}
+    about["hardware"] = {"threads": threads, "cpu_count": cpus}
+    sent = {"factors": {"ReduceFactors": 500}, "decompose": {"ShareDecompositions": 1000}}
+    sent["precondition"] = {"ShareGradients": 30, "ReduceProducts": 3}
+    log = EventLog([JsonlSink(path / EVENTS_FILE)])
+    log.emit(RunStarted(0, 0.0, path.name, "accuracy", True, config, about, sent if kfac else {}))
+    seconds = 0.0
+    for i in range(n):
+        slow = 10 if i == 0 else 1
+        seconds += 10 * step_s * slow
+        means = {kind: s * slow for kind, s in (stages or {}).items()}
+        more = {"stage_mean_s": means}
+        log.emit(Trained(10 * i + 10, seconds, 1.0, 1.0, 0.1, batch / step_s, **more))
+    log.emit(RunEnded(10 * n, seconds, "finished"))
+    log.close()
+    return load(path)
+
+
+def test_efficiency_is_throughput_per_rank_against_the_fewest(tmp_path):
+    weak = [
+        write(tmp_path / "1", ranks=1, step_s=0.1, batch=32),
+        write(tmp_path / "2", ranks=2, step_s=0.125, batch=64),
+        write(tmp_path / "4", ranks=4, step_s=0.2, batch=128),
+    ]
+    points = measure(reversed(weak))
+    assert [p.world_size for p in points] == [1, 2, 4]
+    assert [efficiency(points, p) for p in points] == pytest.approx([1.0, 0.8, 0.5])
+    assert [p.examples_per_s for p in points] == pytest.approx([320, 512, 640])
+    strong = [
+        write(tmp_path / "s2", ranks=2, step_s=0.1, batch=64),
+        write(tmp_path / "s4", ranks=4, step_s=0.08, batch=64),
+    ]
+    points = measure(strong)
+    assert [efficiency(points, p) for p in points] == pytest.approx([1.0, 2 * 0.1 / (4 * 0.08)])
+
+
+def test_the_first_window_is_left_out_and_rounds_give_medians(tmp_path):
+    runs = [write(tmp_path / str(i), step_s=s) for i, s in enumerate((0.1, 0.4, 0.2))]
+    [point] = measure(runs)
+    assert point.step_s == pytest.approx(0.2)
+    assert (point.low_s, point.high_s) == pytest.approx((0.1, 0.4))
+    assert (point.rounds, point.steps) == (3, 60)
+
+
+def test_a_run_without_two_windows_says_nothing(tmp_path):
+    assert measure([write(tmp_path / "a", n=1)]) == []
+
+
+KINDS = {
+    "ComputeFactor": 0.004,
+    "ReduceFactors": 0.002,
+    "Decompose": 0.003,
+    "ShareDecompositions": 0.00068,
+    "Precondition": 0.007,
+    "WriteBack": 0.001,
+}
+
+
+def test_stages_are_milliseconds_each_time_they_run(tmp_path):
+    runs = [
+        write(tmp_path / "o", ranks=2, kfac="comm_opt", stages=KINDS, step_s=0.05),
+        write(tmp_path / "l", ranks=2, kfac="layer_wise", stages={"ShareGradients": 0.002}),
+        write(tmp_path / "s", ranks=2, step_s=0.025),
+    ]
+    table = stage_table(runs)
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert set(rows) == {"comm_opt", "layer_wise"}
+    found = [rows["comm_opt"][stage] for stage in STAGES]
+    assert found == pytest.approx([20, 10, 30, 6.8, 7, 0, 1])
+    assert rows["comm_opt"]["mean of a step"] == pytest.approx(17.68)
+    assert rows["comm_opt"]["steps between"] == "1 / 5 / 10"
+    assert rows["layer_wise"]["gradient share"] == pytest.approx(2)
+    [ratio] = [note for note in table.notes if "comm_opt's share" in note]
+    assert "takes 3.4 times" in ratio
+    assert not any("whole intervals" in note for note in table.notes)
+
+    table = scaling_table(runs)
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows["comm_opt"]["x without K-FAC"] == pytest.approx(2)
+    assert rows["sgd"]["x without K-FAC"] is None
+    assert rows["comm_opt"]["payload, MB"] == pytest.approx((100 + 100 + 33) / 1e6)
+    assert rows["sgd"]["payload, MB"] is None
+
+
+def test_tables_are_those_that_say_something(tmp_path):
+    sgd = [write(tmp_path / str(n), ranks=n, batch=32 * n) for n in (1, 2)]
+    assert tables(sgd[:1]) == []
+    assert [t.title for t in tables(sgd)] == ["Scaling, measured: m on d"]
+    kfac = write(tmp_path / "k", kfac="comm_opt", stages=KINDS)
+    assert [t.title for t in tables([kfac])] == ["Stages of a K-FAC step, measured: m on d"]
+    assert len(tables([*sgd, kfac])) == 2
+
+
+def test_notes_say_what_the_numbers_are_worth(tmp_path):
+    short = [write(tmp_path / "a", ranks=2, kfac="comm_opt", stages=KINDS, cpus=2, threads=2)]
+    assert any("2 ranks share cores" in note for note in scaling_table(short).notes)
+    enough = [write(tmp_path / "b", ranks=2, kfac="comm_opt", stages=KINDS, cpus=4, threads=2)]
+    assert not any("share cores" in note for note in scaling_table(enough).notes)
+    odd = replace(measure(enough)[0], steps=25)
+    assert any("whole intervals: comm_opt on 2" in note for note in _stages([odd]).notes)
+
+
+def test_event_files_of_somebody_else_are_no_traceback(tmp_path):
+    run = write(tmp_path / "a", kfac="comm_opt", stages=KINDS)
+    for config in ({}, {"kfac": 3, "model": []}, {"kfac": {"enabled": 1, "strategy": ["x"]}}):
+        for about in ({}, {"world_size": "two"}, {"world_size": 2, "hardware": 1}):
+            odd = replace(
+                run.started, config=config, environment=about, payload_bytes={"factors": 1}
+            )
+            events = (
+                odd,
+                *(replace(e, stage_mean_s=[1]) for e in run.events if isinstance(e, Trained)),
+            )
+            tables([replace(run, started=odd, events=events)])
+
+
+# ---- the figure ----
+
+
+def test_the_figure_has_every_bar_and_line_and_is_the_same_each_time(tmp_path):
+    runs = []
+    for name in ("", "comm_opt"):
+        for ranks in (1, 2):
+            runs.append(
+                write(
+                    tmp_path / f"{name}{ranks}",
+                    ranks=ranks,
+                    kfac=name,
+                    stages=KINDS if name else {},
+                )
+            )
+    points = measure(runs)
+    drawn = scaling_figure.svg(points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x")
+    assert drawn == scaling_figure.svg(
+        points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x"
+    )
+    for text in ("weak: m", "all but K-FAC", "their share", "comm_opt", "simulated, x"):
+        assert text in drawn
+    assert "gradient share" not in drawn  # no rank has any
+    assert math.isclose(points[0].rest_s, points[0].step_s)
+
+
+# ---- for real ----
+
+
+@pytest.mark.ranks
+def test_two_ranks_are_measured_once(tmp_path, capsys):
+    """Two runs of two ranks; the second command finds them and runs nothing."""
+    words = (*WORDS, "world_size=2", "strategy=layer_wise", "rounds=1", f"runs_dir={tmp_path}")
+    assert call(*words, "launcher=none") == 2
+    assert "none of these runs has ended" in capsys.readouterr().err
+    assert call(*words, "hardware=two_cores") == 0
+    said = capsys.readouterr().out
+    assert "[2/2] layer_wise 2 ranks round 1: measured\n" in said
+    runs = {p.parent.name.partition("-")[0]: p for p in tmp_path.glob("*/events.jsonl")}
+    started, *_ = read(runs["layer_wise"])
+    assert started.environment["world_size"] == 2
+    assert started.environment["pinned"] == (len(os.sched_getaffinity(0)) >= 2)
+    [cell] = [c for c in scaling_options._parse(words).cells if c.variant.strategy == "layer_wise"]
+    assert started.payload_bytes == expected_payload(cell.overrides)
+    assert [e.step for e in read(runs["layer_wise"]) if isinstance(e, Trained)] == [4, 8, 12, 16]
+    table = stage_table([load(runs["layer_wise"])])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["their share"] == 0
+    assert min(row[s] for s in STAGES if s != "their share") > 0
+    written = (tmp_path / "scaling.md").read_text()
+    assert "| layer_wise | 2 | 128 |" in written
+    assert "layer_wise" in (tmp_path / "scaling.html").read_text()
+    assert "<svg" in (tmp_path / "scaling.svg").read_text()[:200]
+
+    before = {path: path.read_bytes() for path in runs.values()}
+    assert call(*words) == 0
+    assert "[2/2] layer_wise 2 ranks round 1: measured before" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in runs.values()} == before
+
+
+def expected_payload(overrides):
+    """Of the plan that a dry run makes of the same options."""
+    plan = dry_run.trace(compose.load(overrides), 2).report.plan
+    return {stage.value: payload_bytes(plan, stage) for stage in Stage}
+
+
+def test_without_slurm_one_line_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert call(*WORDS, "launcher=slurm", f"runs_dir={tmp_path}") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "launcher=slurm: there is no sbatch here" in line

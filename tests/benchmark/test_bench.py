@@ -1,0 +1,272 @@
+"""Benchmarks are data: cells, what is run and what is not."""
+
+import subprocess
+
+import pytest
+
+from kfac_bench import cli
+from kfac_bench.benchmark import forked, grid, schema
+from kfac_bench.benchmark.grid import Cell
+from kfac_bench.benchmark.schema import Benchmark, Profile
+from kfac_bench.config import compose
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import (
+    Evaluated,
+    EventLog,
+    JsonlSink,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+)
+
+DEMO = schema.load("demo")
+
+
+def small(**changes):
+    """Two tasks times two optimizers, without a tuning section."""
+    options = {
+        "title": "Small",
+        "axes": {"task": ["digits_resnet", "digits_autoencoder"], "optimizer": ["sgd", "adamw"]},
+        "overrides": ["experiment={task}", "optimizer={optimizer}", "logger=none"],
+        "seeds": [0, 5],
+    }
+    return Benchmark(**(options | changes))
+
+
+def write_run(cell, status="finished", step=10, value=0.9, hit_s=None, message=""):
+    """The event file that a run of the cell would have left."""
+    config, path = cell.config(), cell.path()
+    path.mkdir(parents=True, exist_ok=True)
+    log = EventLog([JsonlSink(path / "events.jsonl")])
+    higher = config.task.name == "classification"
+    log.emit(
+        RunStarted(
+            *(0, 0.0, path.name, "figure", higher),
+            {"seed": config.seed, "trainer": {"target": config.trainer.target}},
+            {},
+        )
+    )
+    log.emit(Evaluated(step, 1.0, 1.0, {"figure": value}))
+    if hit_s is not None:
+        log.emit(TargetReached(step, hit_s, "figure", value, config.trainer.target))
+    log.emit(RunEnded(step, 1.5, status, message))
+    log.close()
+
+
+# ---- the grid ----
+
+
+def test_points_are_every_combination_in_order():
+    assert list(schema.points(small())) == [
+        {"task": "digits_resnet", "optimizer": "sgd"},
+        {"task": "digits_resnet", "optimizer": "adamw"},
+        {"task": "digits_autoencoder", "optimizer": "sgd"},
+        {"task": "digits_autoencoder", "optimizer": "adamw"},
+    ]
+
+
+def test_cells_are_points_times_seeds():
+    """A slow hour of the machine must not slow one optimizer alone: the seeds are outside."""
+    cells = grid.cells(small(), "some/where")
+    assert [c.label for c in cells[:5]] == [
+        "digits_resnet sgd seed 0",
+        "digits_resnet adamw seed 0",
+        "digits_autoencoder sgd seed 0",
+        "digits_autoencoder adamw seed 0",
+        "digits_resnet sgd seed 5",
+    ]
+    assert len(cells) == 8
+    assert cells[5].overrides == (
+        *("experiment=digits_resnet", "optimizer=adamw", "logger=none"),
+        *("seed=5", "runs_dir=some/where"),
+    )
+    found = cells[5].config()
+    assert (found.optimizer.name, found.seed, found.model.name) == ("adamw", 5, "resnet8")
+    assert len({c.path() for c in cells}) == 8
+    assert all(str(c.path()).startswith("some/where/") for c in cells)
+
+
+def test_seeds_can_be_given():
+    assert grid.cells(small(), "r", [7])[0].label == "digits_resnet sgd seed 7"
+    assert len(grid.cells(DEMO, "r")) == 2 * 3 * 3
+    assert len(grid.cells(DEMO, "r", [0])) == 6
+
+
+@pytest.mark.parametrize("name", ["no_such", "", "../train", "demo.yaml"])
+def test_an_unknown_benchmark_lists_what_there_is(name):
+    with pytest.raises(UsageError, match=r"no such benchmark; choose one of .*demo") as caught:
+        schema.load(name)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("title: x\naxis: {}\n", "axis"),
+        ("title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [many]\n", "many"),
+        ("title: [\n", "broken.yaml"),
+        ("title: x\n", "broken.yaml"),
+    ],
+)
+def test_a_broken_benchmark_is_one_line(tmp_path, monkeypatch, text, fragment):
+    (tmp_path / "benchmark").mkdir()
+    (tmp_path / "benchmark" / "broken.yaml").write_text(text)
+    monkeypatch.setattr(compose, "CONF_DIR", tmp_path)
+    with pytest.raises(UsageError) as caught:
+        schema.load("broken")
+    assert "broken.yaml" in str(caught.value)
+    assert fragment in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# ---- running cells ----
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Overrides of the cells whose processes were started; none really is."""
+    calls = []
+
+    def train(overrides):
+        calls.append(tuple(overrides))
+        return 1, "it broke"
+
+    monkeypatch.setattr(forked, "train", train)
+    return calls
+
+
+def test_a_finished_cell_is_not_run_again(tmp_path, started):
+    cells = grid.cells(small(), str(tmp_path))[:5]
+    write_run(cells[0])
+    write_run(cells[1], "reached", 7)
+    write_run(cells[2], "failed", 3, message="the loss is nan")
+    write_run(cells[3], "interrupted")
+    (cells[4].path()).mkdir()  # killed before its first event
+    said = []
+    assert grid.run_cells(cells, said.append) == 2
+    named = [f"run_id={cell.path().name}" for cell in cells]
+    assert started == [(*cells[i].overrides, named[i]) for i in (3, 4)]
+    assert said[0] == "[1/5] digits_resnet sgd seed 0: finished at step 10, 1.50 s (before)"
+    assert "reached at step 7" in said[1]
+    assert "failed at step 3" in said[2]
+    assert "the loss is nan" in said[2]
+    assert "failed: kfac-train: it broke (exit code 1); about " in said[3]
+    assert said[4].endswith("failed: kfac-train: it broke (exit code 1)")
+    assert len(said) == 5
+
+
+def test_a_failed_cell_is_a_recorded_miss(tmp_path, started):
+    cells = grid.cells(small(), str(tmp_path))[:2]
+    said = []
+    for _ in range(2):
+        assert grid.run_cells(cells, said.append) == 2
+    assert len(started) == 2, "tried again unasked"
+    assert said[2].endswith("seed 0: failed: kfac-train: it broke (exit code 1) (before)")
+    assert grid.failure(cells[0].path()) == "kfac-train: it broke (exit code 1)"
+    assert grid.run_cells(cells, said.append, retry=True) == 2
+    assert len(started) == 4
+    write_run(cells[0], "reached", 4)  # by hand, in the meantime
+    assert grid.failure(cells[0].path()) is None
+    assert grid.run_cells(cells, said.append) == 1
+    assert len(started) == 4
+
+
+def test_a_run_that_was_stopped_goes_on_next_time(tmp_path, started, monkeypatch):
+    [cell] = grid.cells(small(), str(tmp_path))[:1]
+    with monkeypatch.context() as stopped:
+        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
+        assert grid.run_cell(cell) == (False, "interrupted: kfac-train: bye (exit code 143)")
+    assert grid.failure(cell.path()) is None
+    grid.run_cell(cell)
+    assert len(started) == 1
+
+
+def test_a_cell_fails_with_the_run_that_it_starts_from(tmp_path, started):
+    first = Cell("first", ("model=resnet8", f"runs_dir={tmp_path}", "run_id=first"))
+    cell = Cell("cell", ("model=resnet8", f"runs_dir={tmp_path}", "seed=3"), before=(first,))
+    good, said = grid.run_cell(cell)
+    assert not good
+    assert said == (
+        "failed: first, which it starts from, failed: kfac-train: it broke (exit code 1)"
+    )
+    assert [call[-1] for call in started] == ["run_id=first"]
+    assert grid.failure(cell.path()) == said.removeprefix("failed: ")
+    write_run(first)
+    grid.run_cell(cell, retry=True)
+    assert [call[-1] for call in started] == ["run_id=first", f"run_id={cell.path().name}"]
+
+
+def test_what_a_value_stands_for(tmp_path):
+    each = {"size": {"big": ["trainer.batch_size=512", "ranks=2"]}}
+    sized = {"smoke": Profile(each={"size": {"small": ["trainer.batch_size=4"]}}, seeds=[7])}
+    axes = {"size": ["small", "big"]}
+    tree = Benchmark("T", axes, ["model=resnet8"], [0, 1], each=each, profiles=sized)
+    few, many = grid.cells(tree, str(tmp_path), None, "smoke", ["trainer.max_steps=3"])
+    assert (few.ranks, few.config().trainer.batch_size, few.seed) == (1, 4, 7)
+    assert (many.ranks, many.config().trainer.batch_size) == (2, 512)
+    assert many.path().name.endswith("-2ranks")
+    assert many.config().trainer.max_steps == 3
+    assert many.command()[1:6] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ]
+    with pytest.raises(UsageError, match="profile=paper: choose one of smoke"):
+        grid.cells(tree, "r", None, "paper")
+    with pytest.raises(UsageError, match="has no profiles"):
+        grid.cells(small(), "r", None, "smoke")
+
+
+def test_a_name_does_not_depend_on_the_job(tmp_path, monkeypatch):
+    """A job of the cluster and the terminal that submitted it must find one directory."""
+    cells = grid.cells(small(), str(tmp_path))
+    here = cells[0].path()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    grid._path.cache_clear()
+    assert cells[0].path() == here
+
+
+def test_a_cell_that_runs_is_told_by_its_events(tmp_path, monkeypatch):
+    [cell] = grid.cells(small(), str(tmp_path), [0])[:1]
+
+    def train(overrides):
+        write_run(cell, "reached", 4)
+        return 0, ""
+
+    monkeypatch.setattr(forked, "train", train)
+    said = []
+    assert grid.run_cells([cell], said.append) == 0
+    assert said == ["[1/1] digits_resnet sgd seed 0: reached at step 4, 1.50 s"]
+
+
+def test_what_torchrun_says_after_the_error_is_left_out(tmp_path, monkeypatch):
+    cell = Cell("x", ("model=resnet8", f"runs_dir={tmp_path}"), ranks=2)
+    said = "some warning\nkfac-train: it broke\ntorchrun: a rank failed\n"
+
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    monkeypatch.setattr(grid.subprocess, "run", run)
+    assert grid.run_cell(cell) == (False, "failed: kfac-train: it broke (exit code 1)")
+
+
+def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkeypatch):
+    """kfac-bench run; the one test here that starts a run, which finds no data."""
+    axes = {"data": ["digits", "cifar10"]}
+    tree = Benchmark("T", axes, ["data={data}", "model=resnet8", "logger=none"], [3])
+    monkeypatch.setattr(schema, "load", lambda name: tree)
+    runs = tmp_path / "runs"
+    write_run(grid.cells(tree, str(runs))[0], step=1)
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["run", "demo", "--runs-dir", str(runs)])
+    said = capsys.readouterr().out
+    assert caught.value.code == 1
+    assert "[1/2] digits seed 3: finished at step 1" in said
+    assert "[2/2] cifar10 seed 3: failed: kfac-train: data=cifar10" in said
+    assert "set data.root" in said
+    assert "(exit code 2)" in said
+    assert (runs / "report.html").exists()
+    assert "optimizer" in said, "no table"
+
+
+def test_a_cell_with_bad_overrides_is_refused():
+    with pytest.raises(UsageError, match="did you mean damping"):
+        Cell("x", ("kfac.dampign=1",)).path()

@@ -1,0 +1,198 @@
+"""Ratios, profiles and scores, held against sums done by hand and against their definitions."""
+
+import itertools
+import math
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfac_bench import cli
+from kfac_bench.benchmark import performance_profile as pp
+from kfac_bench.benchmark.profile_figure import profile_svg
+from kfac_bench.record import runs, score
+from kfac_bench.report.curves import PALETTE
+from tests.record.test_score import reached, write_run
+
+INF = math.inf
+# Three tasks by hand; nobody solves the last, C was not run on the first.
+TIMES = {
+    "a": {"A": 2.0, "B": 3.0},
+    "b": {"A": 10.0, "B": 4.0, "C": 14.0},
+    "c": {"A": INF, "B": INF, "C": INF},
+}
+
+
+def test_ratios_by_hand():
+    assert pp.ratios(TIMES) == {
+        "A": {"a": 1.0, "b": 2.5, "c": INF},
+        "B": {"a": 1.5, "b": 1.0, "c": INF},
+        "C": {"a": INF, "b": 3.5, "c": INF},
+    }
+
+
+def test_profiles_by_hand_the_best_first():
+    third = pytest.approx(1 / 3)
+    two = pytest.approx(2 / 3)
+    assert pp.profiles(TIMES) == {
+        "B": [(1.0, third), (1.5, two)],
+        "A": [(1.0, third), (2.5, two)],
+        "C": [(1.0, 0.0), (3.5, third)],
+    }
+    assert list(pp.profiles(TIMES)) == ["B", "A", "C"]
+
+
+def test_scores_by_hand():
+    found = pp.scores(TIMES)
+    assert found["A"] == pytest.approx((3 + 1.5 + 0) / 9)
+    assert found["B"] == pytest.approx((2.5 + 3 + 0) / 9)
+    assert found["C"] == pytest.approx((0 + 0.5 + 0) / 9)
+
+
+def test_times_of_zero():
+    assert pp.ratios({"a": {"A": 0.0, "B": 1.0, "C": 0.0}}) == {
+        "A": {"a": 1.0},
+        "B": {"a": INF},
+        "C": {"a": 1.0},
+    }
+
+
+def test_the_table():
+    table = pp.table(TIMES)
+    assert table.columns == ["optimizer", "score", "solved", "r, a", "r, b", "r, c"]
+    assert [row[0] for row in table.rows] == ["B", "A", "C"]
+    assert table.rows[1][1:] == [pytest.approx(0.5), 2, 1.0, 2.5, INF]
+    assert "| A | 0.5 | 2 | 1 | 2.5 | inf |" in table.markdown()
+
+
+def test_medians_are_those_of_runs_with_a_target(tmp_path):
+    for seed, seconds in enumerate([3.0, 9.0, 5.0]):
+        write_run(tmp_path / f"sgd{seed}", *reached(int(2 * seconds), seconds), seed=seed)
+        write_run(
+            tmp_path / f"adam{seed}",
+            *(reached(4, 1.0) if not seed else ()),
+            seed=seed,
+            optimizer__name="adam",
+        )
+        write_run(tmp_path / f"no{seed}", seed=seed, trainer__target=None)
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    task = "digits resnet8, accuracy ≥ 0.97"
+    assert pp.medians(settings) == {task: {"Adam": INF, "SGD": 5.0}}
+    assert pp.medians(settings, steps=True) == {task: {"Adam": INF, "SGD": 10.0}}
+
+
+time = st.floats(1e-6, 1e6) | st.just(INF)
+times = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.dictionaries(st.sampled_from(["A", "B", "C", "D"]), time, min_size=1),
+    min_size=1,
+)
+
+
+def rho(profile, tau):
+    return max((share for corner, share in profile if corner <= tau), default=0.0)
+
+
+@settings(deadline=None)
+@given(times)
+def test_the_score_is_the_area_below_the_profile(found):
+    for name, profile in pp.profiles(found).items():
+        corners = [1.0, *(tau for tau, _ in profile if 1 < tau < 4), 4.0]
+        area = sum(rho(profile, a) * (b - a) for a, b in itertools.pairwise(corners))
+        assert pp.scores(found)[name] == pytest.approx(area / 3, abs=1e-9)
+        assert 0 <= pp.scores(found)[name] <= 1
+
+
+@settings(deadline=None)
+@given(times)
+def test_a_profile_rises_to_the_share_of_tasks_solved(found):
+    for name, profile in pp.profiles(found).items():
+        taus, shares = zip(*profile, strict=True)
+        assert taus[0] == 1.0
+        assert list(taus) == sorted(set(taus))
+        assert list(shares) == sorted(shares)
+        solved = sum(math.isfinite(row.get(name, INF)) for row in found.values())
+        assert shares[-1] == solved / len(found)
+
+
+@settings(deadline=None)
+@given(times, st.sampled_from("abcdef"), st.sampled_from([0.25, 8.0]))
+def test_seconds_or_minutes_of_a_task_make_no_difference(found, task, factor):
+    if task in found:
+        scaled = {**found, task: {name: factor * t for name, t in found[task].items()}}
+        assert pp.ratios(scaled) == pp.ratios(found)
+
+
+@settings(deadline=None)
+@given(times)
+def test_someone_is_best_on_each_task_that_was_solved(found):
+    of_task = {task: [r[task] for r in pp.ratios(found).values()] for task in found}
+    for task, values in of_task.items():
+        solved = any(map(math.isfinite, found[task].values()))
+        assert min(values) == (1.0 if solved else INF)
+
+
+def test_the_figure_draws_each_profile_and_trusts_no_name():
+    times = {"a": {"<b>$x": 1.0, "_B": 2.0, "C\n": INF}, "b": {"<b>$x": 1.0, "_B": 3.0}}
+    svg = profile_svg(times, "of <2> tasks")
+    page = ElementTree.fromstring(svg)
+    texts = ["".join(t.itertext()) for t in page.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"<b>$x (1.00)", "B (0.50)", "C\ufffd (0.00)", "of <2> tasks"} <= set(texts)
+    assert svg == profile_svg(times, "of <2> tasks"), "not the same bytes"
+    colours = [PALETTE[i] for i in range(3)]
+    drawn = [p.get("d") for p in page.iter() if any(c in p.get("style", "") for c in colours)]
+    assert len(drawn) == 3 * 2  # and their samples in the legend
+
+
+def test_times_over_the_best_first_order_optimizer(tmp_path):
+    for name, (kfac, seconds) in {
+        "sgd": (False, [4.0, 6.0, 5.0]),
+        "adam": (False, [2.0, 3.0, INF]),
+        "muon": (True, [0.75, 0.5, 1.0]),
+        "lamb": (True, [INF, INF, 1.0]),
+        "soap": (False, [1.5, 1.5, 1.5]),
+    }.items():
+        for seed, time_s in enumerate(seconds):
+            events = reached(int(4 * time_s), time_s) if math.isfinite(time_s) else ()
+            write_run(
+                tmp_path / f"{name}{seed}",
+                *events,
+                seed=seed,
+                optimizer__name=name,
+                kfac__enabled=kfac,
+            )
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    table = pp.times_table(settings)
+    assert [row[1:] for row in table.rows] == [
+        ["Adam", "2 of 3", 12.0, 3.0, 2.0, INF, 1.0],
+        ["SGD", "3 of 3", 20.0, 5.0, 4.0, 6.0, 5 / 3],
+        ["soap", "3 of 3", 6.0, 1.5, 1.5, 1.5, 0.5],
+        ["K-FAC + LAMB", "1 of 3", INF, INF, 1.0, INF, INF],
+        ["K-FAC + muon", "3 of 3", 3.0, 0.75, 0.5, 1.0, 0.25],
+    ]
+
+
+def test_kfac_bench_profile_prints_tables_and_draws(tmp_path, capsys):
+    for task, target in (("a", 0.9), ("b", 0.95)):
+        write_run(tmp_path / "runs" / f"{task}sgd", *reached(8, 4.0), trainer__target=target)
+        write_run(
+            tmp_path / "runs" / f"{task}kfac",
+            *reached(2, 1.0),
+            trainer__target=target,
+            kfac__enabled=True,
+            label="K-FAC, ours",
+        )
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["profile", str(tmp_path / "runs"), "--svg", str(tmp_path / "p.svg")])
+    said = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "| K-FAC, ours | 1 of 1 | 2 | 1 | 1 | 1 | 0.25 |" in said
+    assert "| K-FAC, ours | 1 | 2 | 1 | 1 |" in said
+    assert "| SGD | 0 | 2 | 4 | 4 |" in said
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    write_run(tmp_path / "none" / "a", trainer__target=None)
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["profile", str(tmp_path / "none")])
+    assert caught.value.code == 2
+    assert "no run here has a target" in capsys.readouterr().err

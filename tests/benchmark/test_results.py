@@ -1,0 +1,279 @@
+"""What is made of a row's event files: hand-made ones, so that each number is known."""
+
+import math
+
+import pytest
+
+from kfac_bench import cli
+from kfac_bench.benchmark import figure, grid, measures, paper, schema, sheet, suite
+from kfac_bench.benchmark.result import Measured
+from kfac_bench.benchmark.schema import Benchmark, Computed, Figure, Profile, Published, Quantity
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import (
+    Evaluated,
+    EventLog,
+    JsonlSink,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+    Trained,
+)
+from kfac_bench.record.runs import load
+
+EVERY = {"optimizer": ["SGD", "K-FAC"], "batch": ["64", "256"]}
+ROW = Benchmark(
+    "Made up",
+    EVERY,
+    ["model=resnet8", "logger=none"],
+    [0, 1, 2],
+    source="Nowhere, Table 9",
+    each={
+        "optimizer": {"SGD": ["kfac=none"]},
+        "batch": {"64": ["trainer.batch_size=64"], "256": ["trainer.batch_size=256"]},
+    },
+    profiles={"smoke": Profile(axes={"batch": ["64"]}, level=0.5, notes=["smoke: small"])},
+    computed=[
+        Computed(
+            "plan", {"batch": ["256"], "optimizer": ["K-FAC"]}, ["model=resnet8", "examples=2"]
+        )
+    ],
+    quantities={
+        "accuracy": Quantity("final", scale=100, unit="%", higher=True),
+        "seconds": Quantity("seconds_to_level", unit="s", times={"optimizer": {"SGD": 2}}),
+        "less": Quantity(of="seconds", against={"optimizer": "SGD"}, how="less", higher=True),
+        "gain": Quantity(
+            of="accuracy", against={"optimizer": "SGD"}, how="difference", higher=True
+        ),
+        "state": Quantity("state_mb", unit="MB"),
+    },
+    published=[
+        Published(
+            *("accuracy", "Table 9", ["optimizer", "batch"]),
+            {"SGD": {64: 80.0, 256: 70.0}, "K-FAC": {64: 90.0}},
+        ),
+        Published("less", "Table 9", ["optimizer"], {"K-FAC": [20, 60]}),
+        Published("hours", "section 3", [], 5),
+    ],
+    figure=Figure(["accuracy"], "batch", "optimizer"),
+    notes=["The paper says two things."],
+)
+
+
+def write(path, value, reached_s=None, status="finished", world_size=1, metrics=None, **events):
+    """The events of a run that ends with ``value``, above 0.5 from ``reached_s`` on."""
+    path.mkdir(parents=True, exist_ok=True)
+    log = EventLog([JsonlSink(path / "events.jsonl")])
+    config = {"seed": 0, "trainer": {"batch_size": 32, "target": events.get("target")}}
+    log.emit(RunStarted(0, 0.0, path.name, "acc", True, config, {"world_size": world_size}))
+    log.emit(Evaluated(0, 0.0, 0.0, {"acc": 0.1}))
+    for each in events.get("trained", []):
+        log.emit(each)
+    if reached_s is not None:
+        log.emit(Evaluated(5, reached_s, 2.5, {"acc": 0.5}))
+    if events.get("target") is not None and reached_s is not None:
+        log.emit(TargetReached(5, reached_s, "acc", 0.5, 0.5))
+    log.emit(Evaluated(10, 9.0, 5.0, {"acc": value} | (metrics or {})))
+    log.emit(RunEnded(10, 9.0, status))
+    log.close()
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def row(tmp_path_factory):
+    """SGD on three seeds; K-FAC on one, missed on one, and one whose process failed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "load", lambda name: ROW)
+        folder = tmp_path_factory.mktemp("runs") / "made_up"
+        found = suite.row("made_up", "smoke", runs_dir=str(folder))
+    cells = {(c.point["optimizer"], c.seed): c.path() for c in found.cells}
+    for seed, value in enumerate((0.7, 0.8, 0.75)):
+        write(cells["SGD", seed], value, reached_s=4.0 + seed)
+    write(cells["K-FAC", 0], 0.9, reached_s=4.0)
+    write(cells["K-FAC", 1], 0.4)
+    grid.record_failure(cells["K-FAC", 2], "x", "out of memory", -9)
+    assert [cell.run() for cell in found.computed] == [(True, "computed")]
+    return found
+
+
+def results(row):
+    found = suite.attempts(row)
+    return {
+        (line.quantity, line.point.get("optimizer", ""), line.point.get("batch", "")): line
+        for line in suite.results(row, found)
+    }
+
+
+def test_medians_intervals_and_misses(row):
+    lines = results(row)
+    sgd = lines["accuracy", "SGD", "64"]
+    assert sgd.measured == Measured(75.0, 70.0, 80.0, 3, 0)
+    assert (sgd.published, sgd.source) == (80.0, "Table 9")
+    assert sheet.ratio(sgd) == pytest.approx(75 / 80)
+    kfac = lines["accuracy", "K-FAC", "64"]
+    assert (kfac.measured.median, kfac.measured.seeds, kfac.measured.missed) == (40.0, 3, 1)
+    assert lines["accuracy", "SGD", "256"].measured is None, "a cell that this profile has not"
+    assert lines["seconds", "SGD", "64"].measured.median == 10.0  # twice 5.0
+    missed = lines["seconds", "K-FAC", "64"]
+    assert (missed.measured.median, missed.measured.missed) == (math.inf, 2)
+    assert lines["hours", "", ""].published == 5.0
+
+
+def test_one_number_beside_another_by_seed(row):
+    lines = results(row)
+    less = lines["less", "K-FAC", "64"]
+    assert less.measured.median == -math.inf, "two of three seeds missed"
+    assert less.measured.high == pytest.approx(50.0)  # 4.0 s against twice 4.0 s
+    assert less.published == (20.0, 60.0)
+    assert ("less", "SGD", "64") not in lines, "SGD beside itself"
+    gain = lines["gain", "K-FAC", "64"]
+    assert gain.published == pytest.approx(10.0)
+    assert (gain.source, sheet.ratio(gain)) == ("from Table 9", None)
+
+
+def test_a_computed_cell_stands_beside(row):
+    line = results(row)["state", "K-FAC", "256"]
+    assert line.measured is None
+    assert line.computed > 0
+    assert sheet.compared(ROW, [line], []).columns == [
+        *("optimizer", "batch", "quantity", "computed", "published", "ratio", "source")
+    ]
+
+
+def test_the_table_and_its_files(row):
+    written = paper.write(row)
+    text = (row.folder / "smoke.md").read_text()
+    for line in (
+        "| SGD | 64 | accuracy (%) | 75 | 70 - 80 | 3 | - | 80 | 0.9375 | Table 9 |",
+        "| K-FAC | 64 | seconds (s) | missed | 4 - missed | 1 of 3 | - | - | - |  |",
+        "| K-FAC | 64 | less | missed | missed - 50 | 1 of 3 | - | 20 - 60 | - | Table 9 |",
+    ):
+        assert line.replace(" - ", " \u2013 ").replace(" - ", " \u2013 ") in text
+    assert "out of memory" in text
+    assert "The paper says two things." in text
+    assert "kfac=none" in text
+    cell = row.cells[0].path().name
+    assert f"[{cell}](<{cell}/events.jsonl>)" in text
+    assert [f.name for f in written.files] == ["smoke.md", "smoke.svg", "smoke.html"]
+    drawn = (row.folder / "smoke.svg").read_text()
+    assert drawn.startswith("<svg")
+    assert all(word in drawn for word in ("K-FAC", "measured", "published", "256"))
+
+
+def test_a_figure_of_lines_and_one_of_nothing(row):
+    lines = list(results(row).values())
+    line = Figure(["accuracy"], "batch", "optimizer", lines=True)
+    assert "<svg" in figure.svg(Benchmark(**(vars(ROW) | {"figure": line})), lines)
+    assert figure.svg(ROW, [x for x in lines if x.quantity == "less"]) is None
+
+
+def test_all_rows_go_between_a_documents_marks(row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = tmp_path / "doc.md"
+    document.write_text(f"# Mine\n{paper.BEGIN}\nold\n{paper.END}\nafter\n")
+    written = [paper.write(row)]
+    paper.write_all(written, document)
+    text = document.read_text()
+    assert text.startswith(f"# Mine\n{paper.BEGIN}\n\n### made_up")
+    assert text.endswith(f"{paper.END}\nafter\n")
+    assert "old" not in text
+    paper.write_all(written, document)
+    assert document.read_text() == text
+    document.write_text("no marks")
+    with pytest.raises(UsageError, match="it lacks the lines"):
+        paper.write_all(written, document)
+    with pytest.raises(UsageError, match="no row was run yet"):
+        paper.write_all([], None)
+
+
+def test_nothing_run_yet(tmp_path, monkeypatch):
+    monkeypatch.setattr(schema, "load", lambda name: ROW)
+    fresh = suite.row("made_up", None, runs_dir=str(tmp_path))
+    with pytest.raises(UsageError, match="nothing was run yet; kfac-bench run made_up profile=smo"):
+        paper.write(fresh)
+
+
+def trained(step, train_s, epoch, **stage_s):
+    return Trained(step, train_s, epoch, 1.0, 0.1, 10.0, stage_s=stage_s)
+
+
+def test_measures(tmp_path):
+    events = [
+        trained(1, 1.0, 0.5, Decompose=9.0),
+        trained(2, 1.5, 1.0, Precondition=0.002, ShareGradients=0.004),
+        trained(3, 2.5, 1.5, Decompose=0.5, Precondition=0.004, ShareGradients=0.006),
+        trained(4, 3.1, 2.0, Decompose=0.7, ShareGradients=0.004),
+    ]
+    run = write(tmp_path, 0.9, 4.0, world_size=2, trained=events, target=0.5, metrics={"mAP": 0.25})
+    got = {
+        name: measures.measure(run, name, 0.5)
+        for name in (
+            *measures.MEASURES,
+            *("metric mAP", "stage Precondition", "stage share", "stage Nothing", "batch"),
+        )
+    }
+    assert got == pytest.approx(
+        {
+            "final": 0.9,
+            "steps_to_target": 5,
+            "seconds_to_target": 4.0,
+            "epochs_to_target": 2.5,
+            "steps_to_level": 5,
+            "seconds_to_level": 4.0,
+            "epochs_to_level": 2.5,
+            "train_s": 9.0,
+            "ms_per_step": 700.0,
+            "epoch_s": 1.4,
+            "examples_per_s_per_rank": 32 / 0.7 / 2,
+            "steps_per_s_per_rank": 1 / 0.7 / 2,
+            "update_extra_s": (9.0 + 0.51 + 0.704) / 3,
+            "metric mAP": 0.25,
+            "stage Precondition": 4.0,
+            "stage share": 5.0,
+            "stage Nothing": math.nan,
+            "batch": math.nan,
+        },
+        nan_ok=True,
+    )
+    assert measures.measure(run, "epochs_to_level", 0.95) == math.inf
+    assert math.isnan(measures.measure(run, "epochs_to_level", None))
+    never = write(tmp_path / "never", 0.4)
+    assert math.isnan(measures.measure(never, "seconds_to_target", None))
+
+
+def test_a_real_cell_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """The one test here that starts a process."""
+    tree = Benchmark(
+        "Tiny",
+        {"optimizer": ["K-FAC"]},
+        ["model=autoencoder", "model.hidden=[8,4]", "logger=none", "trainer.max_steps=2"],
+        source="TPDS 2022, nowhere",
+        profiles={"smoke": Profile()},
+        quantities={"loss": Quantity("final")},
+        published=[Published("loss", "nowhere", ["optimizer"], {"K-FAC": 2.0})],
+        figure=Figure(["loss"], "optimizer", "optimizer"),
+    )
+    monkeypatch.setattr(schema, "load", lambda name: tree)
+    words = ["tiny", "profile=smoke", "trainer.predictions=0", "--runs-dir", str(tmp_path / "t")]
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            cli.bench([*arguments])
+        return caught.value.code, capsys.readouterr().out
+
+    code, said = call("run", *words)
+    assert code == 0
+    assert "[1/1] K-FAC seed 0: finished at step 2" in said
+    assert "nowhere" in said
+    assert f"md: {tmp_path / 't' / 'smoke.md'}" in said
+    (events,) = (tmp_path / "t").glob("*/events.jsonl")
+    before = events.read_bytes()
+    code, said = call("run", *words)
+    assert (code, events.read_bytes()) == (0, before)
+    assert "(before)" in said
+    runs = f"--runs-dir={tmp_path / 't'}"
+    _, said = call("run", "--retry", "tiny", "--seeds", "0", "profile=smoke", words[2], runs)
+    assert "[1/1] K-FAC seed 0: finished at step 2" in said
+    assert "(before)" in said, "an override behind an option was not the run's"
+    assert call("report", *words)[0] == 0
+    code, _ = call("report", "tiny", "profile=smok", "--runs-dir", str(tmp_path / "t"))
+    assert code == 2

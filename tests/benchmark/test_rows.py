@@ -1,0 +1,241 @@
+"""The rows of the papers: what their files say, and that every cell of every profile is one."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from kfac_bench.benchmark import (
+    computed,
+    fit,
+    grid,
+    jobs,
+    measures,
+    plan_cells,
+    schema,
+    simulated,
+    slurm_submit,
+    suite,
+)
+from kfac_bench.benchmark.result import _published as published
+from kfac_bench.benchmark.result import axes_of, key_of
+from kfac_bench.cli.bench_command import build_parser
+from kfac_bench.config import compose
+from kfac_bench.config.profiles import PROFILES
+from kfac_bench.simulate import simulate_options
+
+ROWS = list(suite.ORDER)
+PAPER = [
+    (
+        "table1_cifar_inv_vs_eigen",
+        "accuracy",
+        {"optimizer": "K-FAC inverse", "batch": "1024"},
+        91.71,
+    ),
+    ("table2_fig4_cifar_correctness", "accuracy", {"optimizer": "K-FAC", "gpus": "1"}, 92.93),
+    ("fig5a_resnet50_convergence", "epochs to target", {"optimizer": "K-FAC"}, 43),
+    ("fig5bc_maskrcnn_convergence", "segm mAP", {"optimizer": "K-FAC"}, 0.35),
+    ("table3_bert_lamb", "F1", {"steps": "1400"}, 89.94),
+    ("table4a_bert_kfac_phase2", "F1", {"steps": "1000"}, 90.12),
+    ("table4b_bert_kfac_phase1", "F1", {"steps": "1200"}, 90.52),
+    ("table4c_bert_kfac_both", "F1", {"steps": "1563"}, 90.15),
+    (
+        *("table5_fig6_update_interval", "minutes"),
+        *({"model": "ResNet-152", "optimizer": "K-FAC every 100"}, 369),
+    ),
+    ("sec634_bert_interval", "more than every 50", {"optimizer": "K-FAC every 100"}, -1750),
+    ("fig7_step_profile", "share, against layer_wise", {"strategy": "comm_opt"}, 3.4),
+    (
+        *("fig8_resnet_scaling", "efficiency"),
+        *({"model": "ResNet-50", "optimizer": "comm_opt", "ranks": "128"}, 71.8),
+    ),
+    ("table6_fig9a_maskrcnn_scaling", "steps", {"optimizer": "SGD", "gpus": "128"}, 7320),
+    (
+        "fig9bc_bert_scaling",
+        "efficiency",
+        {"phase": "2", "optimizer": "K-FAC", "ranks": "128"},
+        78.3,
+    ),
+    ("kaisa_unet_lgg", "less time", {"optimizer": "K-FAC"}, (18.1, 36.3)),
+    ("kaisa_fixed_memory_resnet50", "less time", {}, 32.5),
+    ("kaisa_fixed_memory_bert", "less time", {}, 41.6),
+]
+
+
+def test_every_row_of_the_experiments_is_there():
+    there = set(compose.options_of("benchmark"))
+    assert there >= set(ROWS)
+    with_profiles = {name for name in there if schema.load(name).profiles}
+    assert with_profiles == set(ROWS), "a row that run all leaves out"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_row_says_of_itself(name):
+    row = schema.load(name)
+    assert row.source.startswith(("TPDS 2022, ", "KAISA (SC21)"))
+    assert [*row.profiles] == list(PROFILES)
+    assert row.notes, "no paper is without a gap"
+    for quantity in row.quantities.values():
+        assert bool(quantity.measure) != bool(quantity.of)
+        assert measures.exists(quantity.measure) or quantity.of in row.quantities
+        assert quantity.how in (
+            ("less", "percent", "ratio", "difference") if quantity.of else ("",)
+        )
+    axes = axes_of(row)
+    for of in published(row).values():
+        for key, (value, source) in of.items():
+            assert source
+            assert all(point in axes[axis] for axis, point in key), key
+            low, high = value if isinstance(value, tuple) else (value, value)
+            assert low <= high
+    assert set(row.figure.quantities) <= set(row.quantities)
+    for each in (row, *row.profiles.values(), *row.computed):
+        for joined, values in each.each.items():
+            known = [" ".join(v) for v in itertools.product(*(axes[a] for a in joined.split(" ")))]
+            assert set(values) <= set(known), "options for a value that is on no axis"
+
+
+@pytest.mark.parametrize(("name", "quantity", "point", "value"), PAPER)
+def test_numbers_as_printed(name, quantity, point, value):
+    assert published(schema.load(name))[quantity][key_of(point)][0] == value
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_cells_of_all_profiles_are_valid_runs(name):
+    """Of each value of each axis one cell: all of them take a minute."""
+    row, seen = schema.load(name), set()
+    for profile in PROFILES:
+        cells = grid.cells(row, "runs/x", None, profile)
+        for cell in cells:
+            own = {(profile, *item) for item in cell.point.items()}
+            if own <= seen or cell.seed != cells[0].seed:
+                continue
+            seen |= own
+            for each in (*cell.before, cell):
+                config = each.config()
+                if profile == "smoke":
+                    assert config.data.name == "digits" or config.data.root == "demo"
+                    assert config.logger.name == "none"
+                    assert each.ranks <= 2
+
+
+def test_cells_of_a_profile_stand_for_those_of_the_paper():
+    row = schema.load("table5_fig6_update_interval")
+    paper, smoke = (grid.cells(row, "r", [0], p) for p in ("paper", "smoke"))
+    assert [(c.ranks, c.seed) for c in paper[:2]] == [(64, 0), (64, 0)]
+    assert "kfac.update_freq=500" in paper[2].overrides
+    assert smoke[2].config().kfac.update_freq == 20
+    assert len(smoke) == 4
+    assert "run_id=" in smoke[0].arguments()[-1]
+    assert paper[0].command()[3:6] == ["--standalone", "--nproc-per-node", "64"]
+
+
+def test_phases_come_before_and_are_shared():
+    row = schema.load("table4a_bert_kfac_phase2")
+    cells = grid.cells(row, "runs/x", None, "smoke")
+    first, second = cells[0].before
+    assert str(first.path()) == "runs/shared/bert-smoke-1lamb-s0"
+    assert f"model.weights={first.path()}" in second.overrides
+    assert f"model.weights={second.path()}/checkpoints/step-00000050" in cells[1].overrides
+    waves = jobs.waves(suite.row("table4a_bert_kfac_phase2", "smoke"))
+    assert [len(wave) for wave in waves] == [2, 2, 4]
+    lamb = grid.cells(schema.load("table3_bert_lamb"), "runs/y", [0], "smoke")
+    assert lamb[0].before[0].overrides == first.overrides, "phase 1 would be trained twice"
+
+
+# ---- computed cells ----
+
+
+def test_the_plans_numbers_are_those_of_kfac_plan():
+    words = {"model": "resnet18", "data": "imagefolder", "ranks": "8", "examples": "2"}
+    few, many = (
+        plan_cells.numbers(words | {"strategy": "hybrid_opt", "fraction": f})
+        for f in ("0.125", "1")
+    )
+    all_ranks = plan_cells.numbers(words | {"strategy": "comm_opt"})
+    assert many["state_mb"] == all_ranks["state_mb"] > few["state_mb"]
+    assert many["wire_mb_per_step"] < few["wire_mb_per_step"]
+    assert few["parameters_mb"] == pytest.approx(4 * 11.689512)
+
+
+def test_the_simulations_numbers_are_those_of_kfac_plan_simulate():
+    own = {"model": "resnet18", "hardware": "longhorn_v100", "ranks": "32", "examples": "16"}
+    kfac = {"strategy": "comm_opt", "factors": "20", "decompose": "200", "at": "64"}
+    found = simulated.numbers(own | kfac)
+    said = simulate_options.simulate(
+        [
+            *("model=resnet18", "hardware=longhorn_v100", "world_size=32", "per_rank_batch=16"),
+            *("strategies=comm_opt", "update_freq_at=64", "kfac.update_freq=200"),
+            *("kfac.factor_update_freq=20", "out=-"),
+        ]
+    )
+    (cell,) = json.loads("\n".join(said))["cells"]
+    assert found["ms_per_step"] == pytest.approx(1e3 * cell["step_s"])
+    assert found["stage Decompose"] == pytest.approx(1e3 * cell["kinds_s"]["Decompose"])
+    assert found["examples_per_s_per_rank"] == pytest.approx(cell["examples_per_s"] / 32)
+
+
+def test_what_autograd_keeps():
+    """tanh's outputs are the next layers' inputs: each is kept once, and no parameter is."""
+    config = compose.load(["model=autoencoder", "model.hidden=[16,6]"])
+    assert fit.saved_bytes(config, 10) == 10 * 4 * (64 + 16 + 6 + 16)
+
+
+def test_the_largest_batch_that_fits():
+    words = {"experiment": "kaisa_fixed_memory_resnet50", "profile": "smoke", "ranks": "2"}
+    sgd = fit.numbers(words | {"budget_gb": "0.06", "strategy": "sgd"})
+    half, one = (
+        fit.numbers(words | {"budget_gb": "0.06", "strategy": "hybrid_opt", "fraction": f})
+        for f in ("0.5", "1")
+    )
+    for found in (sgd, half, one):
+        room = 60 - found["kfac_mb"] - found["weights_mb"]
+        assert found["batch"] == math.floor(room / found["activations_mb_per_example"])
+    with pytest.raises(compose.UsageError, match="not even one example"):
+        fit.numbers(words | {"budget_gb": "0.02", "strategy": "hybrid_opt", "fraction": "1"})
+    row = schema.load("kaisa_fixed_memory_resnet50")
+    cells = grid.cells(row, "r", [0], "smoke")
+    batches = [c.config().trainer.batch_size for c in cells]
+    assert batches == [2 * int(found["batch"]) for found in (sgd, half, one)], "stale in the file"
+
+
+def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
+    row = schema.load("fig7_step_profile")
+    first, other = computed.cells(row, str(tmp_path))
+    calls = []
+
+    def numbers(words):
+        calls.append(words)
+        if words["strategy"] == "comm_opt":
+            raise compose.UsageError("no such machine")
+        return {"ms_per_step": 2.5}
+
+    monkeypatch.setattr(simulated, "numbers", numbers)
+    assert first.run() == (True, "computed")
+    assert first.run() == (True, "computed (before)")
+    assert other.run() == (False, "failed: no such machine")
+    assert len(calls) == 2
+    assert grid.failure(other.path()) == "no such machine"
+    assert first.path() != other.path()
+    assert list(first.path().iterdir()) == [first.path() / "events.jsonl"]
+
+
+def test_no_paper_ranks_are_started_here(tmp_path):
+    cells = grid.cells(schema.load("fig7_step_profile"), str(tmp_path), [0], "paper")
+    good, said = grid.run_cell(cells[0])
+    assert (good, "launcher=slurm" in said) == (False, True)
+
+
+def test_the_job_of_the_next_wave_is_a_command_that_kfac_bench_takes(tmp_path, monkeypatch):
+    behind = []
+    monkeypatch.setattr(
+        slurm_submit, "submit", lambda commands, after, *_: behind.append(after) or ["1"]
+    )
+    row = suite.row("table3_bert_lamb", "smoke", (), str(tmp_path / "r"), [0])
+    words = ["profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
+    jobs.submit(row, words, 0, ["--partition=debug"])
+    (command,) = {tuple(after) for after in behind if after != ["true"]}
+    options = build_parser().parse_args(command[1 + len(jobs.KFAC_BENCH) :])
+    assert (options.command, options.wave, options.sbatch) == ("run", 1, "--partition=debug")
+    assert (options.words, options.seeds) == (["profile=smoke"], [0])

@@ -1,0 +1,301 @@
+"""kfac-bench tune: equal budgets, studies and trials, and an early stop that changes no result."""
+
+import copy
+import functools
+import math
+from unittest import mock
+
+import pytest
+import yaml
+
+from kfac_bench.benchmark import forked, grid, schema, tune
+from kfac_bench.benchmark.schema import Tuning
+from kfac_bench.benchmark.tune import Search, Trial
+from kfac_bench.config import compose
+from kfac_bench.errors import UsageError
+from kfac_bench.training.run_directory import run_id
+from tests.benchmark.test_bench import DEMO, small, write_run
+
+INF = math.inf
+
+# ---- trials ----
+
+
+@pytest.mark.parametrize("name", ["demo", "embedded"])
+def test_every_optimizer_has_the_same_budget(name):
+    benchmark = schema.load(name)
+    tuning, optimizers = benchmark.tuning, benchmark.axes["optimizer"]
+    assert tuning.space.keys() == set(optimizers)
+    for study in range(len(tuning.seeds)):
+        settings = {o: tune.trial_settings(tuning, o, study) for o in optimizers}
+        assert {len(s) for s in settings.values()} == {tuning.trials}
+    assert len(tuning.seeds) * tuning.trials >= 15
+    assert not set(tuning.seeds) & set(benchmark.seeds), "tuned on the seeds of the table"
+    ranges = [sum(isinstance(v, dict) for v in tuning.space[o].values()) for o in optimizers]
+    assert min(ranges) >= 2, "nothing to tune"
+
+
+def test_what_the_embedded_optimizers_are_called_is_what_they_are():
+    """Their files may be written by hand or by the tuning; K-FAC's are those with its options."""
+    embedded = schema.load("embedded")
+    assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
+    for point in schema.points(embedded):
+        name = point["optimizer"]
+        found = compose.load([f"experiment=embedded_{point['task']}_{name}"])
+        assert found.label == embedded.tuning.labels[name]
+        assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
+        assert (found.kfac.method == "identity") == (name == "clip")
+        assert found.optimizer.name == {
+            "clip": "sgd",
+            "kfac_adam": "adam",
+            **dict.fromkeys(("kfac", "kfac_eigen", "kfac_ekfac", "kfac_empirical"), "sgd"),
+        }.get(name, name)
+
+
+@pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
+def test_trials_are_within_their_ranges_and_cover_them(optimizer):
+    space, trials = DEMO.tuning.space[optimizer], tune.trial_settings(DEMO.tuning, optimizer)
+    assert trials == tune.trial_settings(DEMO.tuning, optimizer), "not a function of the space"
+    for key, option in space.items():
+        values = [t[key] for t in trials]
+        match option:
+            case {"log": [low, high]}:
+                assert all(low <= v <= high for v in values)
+                assert len(set(values)) == len(values)
+                middle = math.sqrt(low * high)
+                below = sum(v < middle for v in values)
+                assert 0.3 < below / len(values) < 0.7, "not spread evenly over the logarithm"
+            case {"choice": choices}:
+                assert set(values) == set(choices)
+            case fixed:
+                assert set(values) == {fixed}
+    assert all(t.keys() == space.keys() for t in trials)
+
+
+def test_trials_of_any_space():
+    space = {"x": {"optimizer": "sgd"}, "y": {"optimizer.lr": {"linear": [0, 1]}}}
+    tuning = Tuning(["experiment=digits_resnet"], 3, [1], space, "{task}_{optimizer}")
+    assert tune.trial_settings(tuning, "x") == [{"optimizer": "sgd"}] * 3
+    with pytest.raises(UsageError, match="neither log"):
+        tune.trial_settings(tuning, "y")
+
+
+def composed(tmp_path, name, text):
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.yaml").write_text(text)
+    return compose.load([f"experiment={name}"], tmp_path / "conf")
+
+
+@pytest.mark.parametrize("task", DEMO.axes["task"])
+@pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
+def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
+    point = {"task": task, "optimizer": optimizer}
+    all_settings = tune.trial_settings(DEMO.tuning, optimizer)
+    trials = [Trial(s, (math.inf, 0.5)) for s in all_settings]
+    trials[4] = Trial(all_settings[4], (1.25, 0.0))
+    search = Search(f"{task}_{optimizer}", point, {100: trials, 101: trials[:4]})
+    text = tune.experiment_yaml(DEMO.tuning, search, trials[4], [1.25, math.inf])
+    found = composed(tmp_path, "tuned", text)
+    parent = compose.load([f"experiment={task}"])
+    assert (found.trainer, found.model, found.data) == (parent.trainer, parent.model, parent.data)
+    assert found.kfac.enabled == (optimizer == "kfac")
+    assert found.optimizer.name == ("adam" if optimizer == "adam" else "sgd")
+    for key, value in all_settings[4].items():
+        section, _, option = key.partition(".")
+        if option:
+            assert getattr(getattr(found, section), option) == value, key
+    assert "best of 24 trials, 12 on each of the seeds\n# 100, 101, of which 1 reached" in text
+    assert "1.25 s, missed" in text
+    assert yaml.safe_load(text)["defaults"][-1] == "_self_"
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+# ---- studies ----
+
+SPACE = {
+    "sgd": {"optimizer": "sgd", "kfac": "none", "optimizer.lr": {"choice": [0.1, 0.2, 0.3]}},
+    "adamw": {"optimizer": "adamw", "kfac": "none", "optimizer.lr": {"choice": [0.1, 0.2]}},
+}
+TUNING = Tuning(["experiment={task}", "logger=none"], 6, [1, 2], SPACE, "{task}_{optimizer}")
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """Tune a small space; ``outcomes[(lr, seed)]`` is (best figure, seconds to target or None)."""
+    out, runs, said = tmp_path / "out", [], []
+    load = functools.lru_cache(None)(compose.load)
+    out.mkdir()
+
+    def run(outcomes, only="digits_resnet_sgd", **changes):
+        def train(overrides):
+            cell = grid.Cell("trial", tuple(overrides))
+            config = compose.load(overrides)
+            runs.append((config.optimizer.lr, config.seed, config.trainer.max_train_s))
+            figure, seconds = outcomes[config.optimizer.lr, config.seed]
+            limit = config.trainer.max_train_s or INF
+            if figure is not None:
+                write_run(cell, value=figure, hit_s=seconds if (seconds or 0) <= limit else None)
+            return 0, ""
+
+        monkeypatch.setattr(forked, "train", train)
+        monkeypatch.setattr(
+            compose, "load", lambda overrides: copy.deepcopy(load(tuple(overrides)))
+        )
+        benchmark = small(tuning=TUNING, **changes)
+        tune.tune(benchmark, str(tmp_path / "runs"), out, said.append, only)
+        return yaml.safe_load((out / f"{only}.yaml").read_text())["optimizer"]["lr"]
+
+    run.out, run.runs, run.said = out, runs, said
+    return run
+
+
+def lrs(study):
+    return [t["optimizer.lr"] for t in tune.trial_settings(TUNING, "sgd", study)]
+
+
+def test_the_winner_on_the_seeds_of_all_studies_becomes_the_experiment(tuned):
+    # 0.1 wins study 1, 0.2 study 2; on both seeds 0.2 takes 4 and 5 s, 0.1 takes 1 and 20
+    outcomes = {(0.1, 1): (0.98, 1.0), (0.1, 2): (0.98, 20.0)}
+    outcomes |= {(0.2, 1): (0.98, 4.0), (0.2, 2): (0.98, 5.0)}
+    outcomes |= {(0.3, 1): (0.99, 6.0), (0.3, 2): (0.99, 6.0)}
+    assert tuned(outcomes) == 0.2
+    assert [p.name for p in tuned.out.iterdir()] == ["digits_resnet_sgd.yaml"]
+    text = (tuned.out / "digits_resnet_sgd.yaml").read_text()
+    assert "best of 12 trials, 6 on each of the seeds" in text
+    assert "on these seeds: 4.00 s, 5.00 s." in text
+    assert "median over seeds 4.50 s" in "".join(tuned.said)
+    table = next(line for line in tuned.said if line.startswith("**Tuning"))
+    assert "| digits_resnet | sgd | 3 | 1 | 5 |" in table  # the studies' bests: 1 s and 5 s
+
+
+def test_a_trial_stops_when_the_best_of_its_study_would_have_ended(tuned):
+    outcomes = {(lr, seed): (0.98, 10 * lr + seed) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
+    tuned(outcomes)
+    for study, seed in enumerate((1, 2)):
+        limit, done = None, set()
+        for lr in lrs(study):
+            if (lr, limit) not in done:  # the same trial again is not run again
+                assert tuned.runs.pop(0) == (lr, seed, limit)
+            done.add((lr, limit))
+            limit = min(limit or INF, 10 * lr + seed)
+
+
+def test_what_stops_early_changes_no_result(tuned):
+    outcomes = {(0.1, 1): (0.98, 3.0), (0.2, 1): (0.98, 2.0), (0.3, 1): (0.98, 7.0)}
+    outcomes |= {(0.1, 2): (0.98, 4.0), (0.2, 2): (0.98, 2.5), (0.3, 2): (0.98, 1.5)}
+    tuned(outcomes)
+    table = next(line for line in tuned.said if line.startswith("**Tuning"))
+    # without stopping: the least of each seed, 2 and 1.5
+    assert "| digits_resnet | sgd | 1.75 | 1.5 | 2 |" in table
+
+
+def test_a_task_s_own_limit_holds(tuned):
+    outcomes = {(lr, seed): (0.98, 9.0) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
+    limited = ["experiment={task}", "logger=none", "trainer.max_train_s=5"]
+    TUNING.overrides, before = limited, TUNING.overrides
+    try:
+        tuned(outcomes)
+    finally:
+        TUNING.overrides = before
+    assert {limit for _, _, limit in tuned.runs} == {5}
+    assert "inf" in next(line for line in tuned.said if line.startswith("**Tuning"))
+
+
+def test_nothing_is_run_twice(tuned):
+    outcomes = {(lr, seed): (0.98, 1 / lr) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
+    tuned(outcomes)
+    assert tuned.runs
+    tuned.runs.clear()
+    first, tuned.said[:] = list(tuned.said), []
+    assert tuned(outcomes) == 0.3
+    assert tuned.runs == []
+    assert tuned.said == first
+
+
+def test_a_winner_that_misses_on_another_seed_is_behind_one_that_does_not(tuned):
+    outcomes = {(0.1, 1): (0.98, 0.1), (0.1, 2): (0.969, None)}
+    outcomes |= {(0.2, 1): (0.97, 50.0), (0.2, 2): (0.97, 60.0)}
+    outcomes |= {(0.3, 1): (0.96, None), (0.3, 2): (0.98, 70.0)}
+    assert tuned(outcomes) == 0.2
+
+
+@pytest.mark.parametrize("others", [0.5, math.nan, None])  # far off, diverged, never started
+@pytest.mark.parametrize("best", [0.1, 0.2, 0.3])
+def test_where_all_miss_the_nearest_wins(tuned, best, others):
+    outcomes = {(lr, seed): (others, None) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
+    outcomes |= {(best, 1): (0.9, None), (best, 2): (0.9, None)}
+    assert tuned(outcomes) == best
+    assert "missed, median over seeds inf s" in "".join(tuned.said)
+
+
+def test_experiments_take_turns_and_profiles_are_told_of_several_tasks(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(forked, "train", lambda overrides: (1, "no data"))
+    tuning = Tuning(["experiment={task}", "logger=none"], 2, [1], SPACE, "{task}_{optimizer}")
+    tuning.labels = {"sgd": "SGD, ours"}
+    tune.tune(small(tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
+    assert [line.split()[1] for line in said if line.startswith("[1/2]")] == [
+        *("digits_resnet_sgd", "digits_resnet_adamw"),
+        *("digits_autoencoder_sgd", "digits_autoencoder_adamw"),
+    ]
+    assert "| SGD, ours | 0 | 0 | inf | inf |" in said[-1]
+    found = (tmp_path / "digits_resnet_sgd.yaml").read_text()
+    assert yaml.safe_load(found)["label"] == "SGD, ours"
+
+
+def test_studies_are_of_different_points(tuned):
+    settings = [
+        [t["optimizer.lr"] for t in tune.trial_settings(DEMO.tuning, "sgd", study)]
+        for study in (0, 1)
+    ]
+    assert not set(settings[0]) & set(settings[1])
+
+
+def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
+    benchmark = small(tuning=TUNING)
+    with pytest.raises(UsageError, match="no such folder"):
+        tune.tune(benchmark, "runs", tmp_path / "none", print)
+    with pytest.raises(
+        UsageError, match="--only x: no name begins so; there are digits_resnet_sgd"
+    ):
+        tune.tune(benchmark, "runs", tmp_path, print, "x")
+    with pytest.raises(UsageError, match="no tuning section"):
+        tune.tune(small(), "runs", tmp_path, print)
+    monkeypatch.setattr(forked, "train", lambda overrides: (2, "set data.root=FOLDER"))
+    with pytest.raises(UsageError, match=r"optimizer.lr=.*: set data.root=FOLDER"):
+        tune.tune(benchmark, str(tmp_path / "runs"), tmp_path, print)
+
+
+# ---- real trials ----
+
+
+def test_real_trials_run_in_forks_and_leave_an_experiment(tmp_path):
+    """The one test here that trains: two trials of two studies, and winners on the other seed."""
+    easy = ["experiment={task}", "logger=none", "model.hidden=[16]", "trainer.target=8"]
+    space = {"adam": {"optimizer": "adam", "optimizer.lr": {"log": [0.01, 0.03]}, "kfac": "none"}}
+    tuning = Tuning(easy, 2, [1, 2], space, "{task}_{optimizer}")
+    axes = {"task": ["digits_autoencoder"], "optimizer": ["adam"]}
+    said = []
+    tune.tune(small(axes=axes, tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
+    text = (tmp_path / "digits_autoencoder_adam.yaml").read_text()
+    assert "missed" not in text
+    assert len(list((tmp_path / "runs").iterdir())) == 2 * 2 + 2
+    own = compose.load(["experiment=digits_autoencoder"]).optimizer
+    assert 0.01 <= yaml.safe_load(text)["optimizer"]["lr"] <= 0.03 != own.lr
+
+
+def test_a_fork_says_what_went_wrong():
+    code, said = forked.train(["model=no_such"])
+    assert code == 2
+    assert said.startswith("model=no_such: no such model")
+
+
+def test_a_fork_has_the_environment_of_its_caller(tmp_path, monkeypatch):
+    """The server has that of its own start; a loader's processes come from the fork."""
+    small = ["data=digits", "model=autoencoder", "model.hidden=[16]", "trainer.max_steps=2"]
+    small += ["data.workers=1", "logger=none", f"runs_dir={tmp_path}"]
+    for job in ("one", "two"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert forked.train(small) == (0, mock.ANY)
+        assert (tmp_path / run_id(compose.load(small), job)).is_dir()

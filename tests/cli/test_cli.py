@@ -1,0 +1,463 @@
+"""The commands as people type them: processes, exit codes, what they print and leave behind."""
+
+import importlib.util
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kfac_bench
+from kfac_bench import cli, config
+from kfac_bench.config import compose
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import RunEnded, RunStarted, Trained, read
+from kfac_bench.simulate import plan_report
+from kfac_bench.training import dry_run
+from tests.support.runs import child_seconds
+
+BIN = Path(sys.executable).parent
+ROOT = compose.CONF_DIR.parent
+TINY = (
+    *("model=autoencoder", "model.hidden=[4]", "logger=none", "trainer.max_steps=3"),
+    *("trainer.threads=1", "kfac.update_freq=2", "kfac.factor_update_freq=1"),
+)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run a command in an empty folder, as a user's shell would; output captured."""
+
+    def run(*arguments, **options):
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        return subprocess.run(
+            [str(a) for a in arguments],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            timeout=120,
+            **({"capture_output": True} | options),
+        )
+
+    return run
+
+
+def refused(done, fragment):
+    """Exit code 2 and exactly one line, on stderr alone."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("kfac-")
+    assert fragment in done.stderr
+
+
+# ---- help and configuration ----
+
+
+def test_version(command):
+    done = command(BIN / "kfac-train", "--version")
+    assert (done.returncode, done.stdout.strip()) == (0, kfac_bench.__version__)
+
+
+def test_help_is_quick_and_needs_no_torch(command):
+    code = (
+        "import sys, kfac_bench.cli\n"
+        "try: kfac_bench.cli.train(['--help'])\n"
+        "except SystemExit as stop: code = stop.code\n"
+        "heavy = {'torch', 'numpy', 'sklearn', 'wandb', 'matplotlib', 'scipy'} & set(sys.modules)\n"
+        "print(code, sorted(heavy), file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(2):  # the first may read from a cold disk
+        began = os.times()
+        done = command(sys.executable, "-c", code)
+        seconds.append(os.times().children_user - began.children_user)
+    assert done.stderr == "0 []\n"
+    assert min(seconds) < 1.5
+    assert done.stdout.startswith("usage: kfac-train")
+    for said in (
+        "--multirun",
+        "dry_run=true",
+        "kfac.update_freq=100",
+        "model=autoencoder|bert_base",
+    ):
+        assert said in done.stdout
+
+
+def test_cfg_job_is_the_configuration_as_yaml(command):
+    done = command(BIN / "kfac-train", "model=resnet50", "kfac.update_freq=500", "--cfg", "job")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = yaml.safe_load(done.stdout)
+    assert (said["model"]["name"], said["kfac"]["update_freq"]) == ("resnet50", 500)
+    assert said.keys() >= {"data", "task", "optimizer", "trainer", "logger", "seed", "run_id"}
+    assert not said.keys() & {"hydra", "schema", "defaults"}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("kfac-train", ["--help"]),
+        ("kfac-train", ["--cfg", "job"]),
+        ("kfac-bench", ["--help"]),
+        ("kfac-bench", ["list"]),
+    ],
+)
+def test_a_closed_pipe_is_no_error(command, script, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)  # as head does
+    done = command(
+        BIN / script, *arguments, capture_output=False, stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert done.stderr == ""
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["kfac.dampign=1"], "did you mean damping?"),
+        (["kfac.update_freq=-3"], "must be at least 1"),
+        (["model=resnet51"], "choose one of autoencoder"),
+        (["--cfg", "all"], "--cfg"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--config-dir", "/nowhere"], "/nowhere: no such folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fragment):
+    refused(command(BIN / "kfac-train", *arguments), fragment)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ([], "command"),
+        (["lst"], "choose from"),
+        (["run", "no_such"], "no such benchmark; choose one of demo"),
+        (["run", "demo", "--seeds", "x"], "--seeds: 'x' is no whole number"),
+        (["run", "demo", "--seeds", "0", "kfac.dampign=1"], "did you mean damping?"),
+        (["report", "demo", "--retry", "profile=smoke"], "unrecognized arguments: --retry"),
+        (["tune", "demo"], "--out"),
+        (["tune", "demo", "--out", "/nowhere"], "/nowhere: no such folder"),
+        (["tune", "demo", "--out", ".", "--only", "x"], "--only x: no name begins so"),
+        (["compare", "no_such_run"], "no_such_run"),
+        (["compare", "."], "no runs here"),
+    ],
+)
+def test_bad_input_to_kfac_bench(tmp_path, monkeypatch, capsys, arguments, fragment):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(arguments)
+    said = capsys.readouterr()
+    assert caught.value.code == 2
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert fragment in said.err
+
+
+def test_pages_of_runs_need_no_torch(command):
+    code = "import sys, kfac_bench.report; print('torch' in sys.modules)"
+    assert command(sys.executable, "-c", code).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["data=imagefolder", "data.root=/nowhere"], ["/nowhere/train", "<class>/<image>.JPEG"]),
+        (["data=cifar10", "data.root=/nowhere"], ["/nowhere", "cifar-10"]),
+        (["data=cifar10"], ["data.root"]),
+        (["trainer.batch_size=5000"], ["5000", "1347"]),
+        (["model=autoencoder", "model.hidden=[0]"], ["positive"]),
+        (["kfac.skip=[.]"], ["kfac"]),
+        (["run_id=a/b"], ["run_id='a/b'"]),
+        (["resume=/nowhere"], ["resume=/nowhere"]),
+        (
+            ["kfac.adaptive_damping=true", "kfac.damping=1e-7"],
+            ["kfac.damping=1e-07: an adaptive damping starts between 1e-06 and 100"],
+        ),
+        (
+            ["trainer.batch_size=8", "trainer.accumulate=8"],
+            ["model=resnet8", "batch norm", "twice the number of ranks times trainer.accumulate"],
+        ),
+    ],
+)
+def test_what_only_the_run_can_know_is_also_one_line(tmp_path, capsys, overrides, fragments):
+    with pytest.raises(SystemExit) as caught:
+        cli.train([*overrides, "logger=none", f"runs_dir={tmp_path}"])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert len(said.splitlines()) == 1, said
+    for fragment in fragments:
+        assert fragment in said
+    assert list(tmp_path.iterdir()) == []  # kfac-bench compare runs/* finds runs alone
+
+
+def test_on_several_ranks_one_of_them_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        cli.train(["kfac.dampign=1"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+# ---- the dry run ----
+
+
+def test_a_dry_run_of_the_papers_model_tells_what_it_costs(command, tmp_path):
+    before = child_seconds()
+    done = command(
+        *(BIN / "kfac-train", "model=resnet50", "data=imagefolder", "kfac.update_freq=500"),
+        *("trainer.batch_size=32", "dry_run=true"),
+    )
+    assert child_seconds() - before < 15
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == [], "a dry run leaves nothing behind"
+    text = done.stdout
+    assert "imagefolder [3, 224, 224]" in text
+    assert "parameters 25,557,032 (102.23 MB in fp32)" in text
+    assert "K-FAC covers 54 layers" in text  # 53 convolutions and the classifier
+    assert re.search(r"layer3\.0\.conv2 +Conv2d +A 2304, G 256", text)
+    assert re.search(r"fc +Linear +A 2049, G 1000", text)
+    assert re.search(r"left to the optimizer: 53 modules\n(.*BatchNorm2d .*\n)+", text)
+    reason = re.search(r"bn1 +BatchNorm2d +(.*)", text)[1]
+    assert len(reason) > 5
+    assert re.search(r"\nmemory\n  factors +[\d.]+ MB\n  decompositions +[\d.]+ MB", text)
+    for stage, every in (("factors", 10), ("decompose", 500), ("precondition", 1)):
+        assert flop_of(text, stage)[1] == every
+    flop = float(re.search(r"forward and backward: ([\d.]+) GFLOP", text)[1])
+    assert flop == pytest.approx(32 * 3 * 2 * 4.09, rel=0.05)
+
+
+def peak_bytes():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_a_dry_run_allocates_nothing(capsys):
+    before = peak_bytes()
+    with pytest.raises(SystemExit) as caught:
+        cli.train(["model=resnet152", "data=imagefolder", "trainer.batch_size=999", "dry_run=true"])
+    assert caught.value.code == 0
+    assert "K-FAC covers 156 layers" in capsys.readouterr().out
+    grown = peak_bytes() - before
+    assert grown < 200e6, f"{grown / 1e6:.0f} MB for what is to weigh nothing"
+
+
+def dry_run_of(*overrides):
+    return plan_report.describe(dry_run.trace(compose.load(overrides)))
+
+
+def flop_of(text, stage):
+    """FLOPs of a stage and its interval, as printed."""
+    found = re.search(rf"\n  {stage} +(\d+) +([\d.]+) (k|M|G|T)FLOP", text)
+    assert found, text
+    unit = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[3]]
+    return float(found[2]) * unit, int(found[1])
+
+
+ALL = ("kfac.skip=[]", "kfac.method=ekfac", "kfac.fisher=type2", "kfac.adaptive_damping=true")
+OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kfac=layer_wise")
+
+
+@pytest.mark.parametrize("options", [ALL, OTHERS])
+@pytest.mark.parametrize("model", compose.options_of("model"))
+def test_a_dry_run_of_anything(model, options):
+    data = {"unet": "lgg", "transformer": "pydoc"} | dict.fromkeys(config.DETECTORS, "coco")
+    data |= dict.fromkeys(config.BERTS, "text")
+    one_likelihood = model not in (*config.DETECTORS, *config.BERTS)
+    empirical = [] if one_likelihood else ["kfac.fisher=empirical"]
+    text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options, *empirical)
+    assert f": {model} on {data.get(model, 'digits')}" in text
+    assert re.search(
+        r"K-FAC adds [\d.]+ .FLOP per step on average \(\d+ (%|times those) of forward", text
+    )
+
+
+def test_a_dry_run_without_kfac():
+    text = dry_run_of("kfac=none", "kfac.fisher=mc")
+    assert text.endswith("K-FAC: off (kfac=none)")
+    assert "forward and backward" in text
+
+
+AUTOENCODER = ("model=autoencoder", "model.hidden=[4]", "trainer.batch_size=32")
+A, G = (65, 5), (4, 64)  # 64-4-64, and a bias each
+
+
+def test_the_stages_of_a_dry_run_are_those_of_its_layers():
+    text = dry_run_of(*AUTOENCODER)
+    squares = sum(n * n for n in (*A, *G))
+    assert flop_of(text, "factors") == (pytest.approx(2 * 32 * squares, rel=0.01), 10)
+    cubes = sum(n**3 for n in (*A, *G))
+    assert flop_of(text, "decompose") == (pytest.approx(14 / 3 * cubes, rel=0.01), 100)
+    assert "  fisher" not in text
+    assert "  damping" not in text
+
+
+def test_a_dry_run_counts_what_the_options_add():
+    plain = flop_of(dry_run_of(*AUTOENCODER), "factors")[0]
+    second = 2 * 32 * sum(a * a + g * g + a * g for a, g in zip(A, G, strict=True))
+    ekfac = flop_of(dry_run_of(*AUTOENCODER, "kfac.method=ekfac"), "factors")[0]
+    assert ekfac - plain == pytest.approx(second, rel=0.02)
+
+    to_layers = 2 * 32 * 64 * 4  # from the output back through the last weight
+    mc = dry_run_of(*AUTOENCODER, "kfac.fisher=mc", "kfac.factor_update_freq=5")
+    assert flop_of(mc, "fisher") == (pytest.approx(to_layers, rel=0.01), 5)
+    assert flop_of(mc, "factors")[0] == plain
+    type2 = dry_run_of(*AUTOENCODER, "kfac.fisher=type2")
+    assert flop_of(type2, "fisher") == (pytest.approx(64 * to_layers, rel=0.01), 10)
+    squares = [sum(n * n for n in side) for side in (A, G)]
+    assert flop_of(type2, "factors")[0] == pytest.approx(
+        2 * 32 * (squares[0] + 64 * squares[1]), rel=0.01
+    )
+    classes = flop_of(dry_run_of("kfac.fisher=type2"), "fisher")[0]
+    assert classes == pytest.approx(10 * flop_of(dry_run_of("kfac.fisher=mc"), "fisher")[0], 0.01)
+
+    adaptive = dry_run_of(*AUTOENCODER, "kfac.adaptive_damping=true", "kfac.damping_freq=3")
+    assert flop_of(adaptive, "damping") == (pytest.approx(2 * 2 * 32 * 64 * 4, rel=0.01), 3)
+
+    expand, reduce = (
+        flop_of(dry_run_of(f"kfac.weight_sharing={how}"), "factors")[0]
+        for how in ("expand", "reduce")
+    )
+    assert reduce < expand / 4, "64, 16 and 4 positions are one row"
+
+
+def test_a_dry_run_says_how_the_batch_goes_through():
+    text = dry_run_of("trainer.precision=bf16", "trainer.accumulate=4")
+    assert "batch 256 in 4 parts, bf16" in text
+    with pytest.raises(UsageError, match="batch norm"):
+        dry_run_of("trainer.batch_size=8", "trainer.accumulate=8")
+
+
+# ---- runs ----
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """``kfac-train --multirun seed=0,1`` in an empty folder."""
+    folder = tmp_path_factory.mktemp("sweep")
+    done = subprocess.run(
+        [str(BIN / "kfac-train"), "--multirun", "seed=0,1", "runs_dir=runs", *TINY],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return folder, done
+
+
+def test_a_sweep_makes_one_run_for_each_value(swept):
+    folder, done = swept
+    assert done.returncode == 0, done.stderr
+    runs = [read(p) for p in sorted((folder / "runs").iterdir())]
+    assert sorted(r[0].config["seed"] for r in runs) == [0, 1]
+    assert all(r[-1].status == "finished" and r[-1].step == 3 for r in runs)
+
+
+def test_a_sweep_leaves_no_stray_files(swept):
+    assert [p.name for p in swept[0].iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (["kfac.dampign=0,1"], "did you mean damping?"),
+        (["model=foo,bar"], "no such model"),
+        (["a b"], "'a b' is not an override"),
+    ],
+)
+def test_bad_input_to_a_sweep_is_one_line_too(command, tmp_path, overrides, fragment):
+    refused(command(BIN / "kfac-train", "--multirun", *overrides), fragment)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_list(command):
+    done = command(BIN / "kfac-bench", "list")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^demo: .*SGD.*Adam.*K-FAC", done.stdout, re.MULTILINE)
+
+
+def test_compare_writes_one_page_that_needs_no_network(swept, command, tmp_path):
+    runs = sorted((swept[0] / "runs").iterdir())
+    done = command(BIN / "kfac-bench", "compare", *runs, "--html", "out.html", "--svg", "out.svg")
+    assert done.returncode == 0, done.stderr
+    assert "optimizer" in done.stdout
+    assert "K-FAC + SGD" in done.stdout
+    assert "out.html" in done.stdout
+    page = (tmp_path / "out.html").read_text()
+    assert "<svg" in page
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    assert (tmp_path / "out.svg").read_text().lstrip().startswith(("<?xml", "<svg"))
+
+
+def test_compare_as_markdown_and_where_nothing_can_be_written(swept, capsys):
+    runs = str(swept[0] / "runs")
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["compare", runs, "--markdown"])
+    assert caught.value.code == 0
+    assert re.search(r"^\| *task *\| *optimizer *\| *steps to target", capsys.readouterr().out)
+    for option in ("--html", "--svg"):
+        with pytest.raises(SystemExit) as caught:
+            cli.bench(["compare", runs, option, "/nowhere/out"])
+        assert caught.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.supports("ddp", "documented command")
+def test_torchrun_with_the_module_trains_on_two_ranks(command, tmp_path):
+    done = command(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "kfac_bench", *TINY, "trainer.device=cpu", "trainer.batch_size=64"),
+    )
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "runs").iterdir()
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    events = read(path)
+    assert isinstance(events[0], RunStarted)
+    assert events[-1].status == "finished"
+    assert [e.step for e in events if isinstance(e, Trained)] == [3]
+    about = json.loads((path / "run.json").read_text())
+    assert about["world_size"] == 2
+    assert "Traceback" not in done.stderr
+    ends = [e for e in events if isinstance(e, RunEnded)]
+    assert len(ends) == 1
+    assert sorted(p.name for p in path.glob("checkpoints/*/*")) == [
+        "manifest.json",
+        "rank0.pt",
+        "rank1.pt",
+    ]
+
+
+# ---- the wheel ----
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(m) for m in ("build", "hatchling")),
+    reason="build and hatchling are not installed",
+)
+def test_the_wheel_carries_conf_and_template(command, tmp_path):
+    done = command(
+        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT)
+    )
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        scripts = next(n for n in names if n.endswith("entry_points.txt"))
+        commands = archive.read(scripts).decode()
+    ours = {f"kfac_bench/{p.relative_to(ROOT)}" for p in compose.CONF_DIR.rglob("*.yaml")}
+    assert "kfac_bench/conf/train.yaml" in ours
+    page = {f"kfac_bench/report/{p.name}" for p in (ROOT / "kfac_bench/report").glob("*.[!p]*")}
+    assert "kfac_bench/report/chart.js" in page
+    assert names >= {"kfac_bench/__main__.py", *page, *ours}
+    assert not any(n.startswith(("tests/", "conf/")) for n in names)
+    assert "kfac-train = kfac_bench.cli:train" in commands
+    assert "kfac-bench = kfac_bench.cli:bench" in commands

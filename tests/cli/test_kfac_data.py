@@ -1,0 +1,88 @@
+"""kfac-data: demos in the real layouts, which the readers read; what is damaged is named."""
+
+import pytest
+from PIL import Image
+
+from kfac_bench import cli
+from kfac_bench.data.base.order import Shard
+from kfac_bench.data.images import imagefolder
+from tests.support.runs import RESNET, train
+
+
+def run(capsys, *arguments):
+    """(exit code, standard output, standard error)"""
+    with pytest.raises(SystemExit) as stop:
+        cli.data([str(a) for a in arguments])
+    return stop.value.code, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "imagenet"
+    with pytest.raises(SystemExit) as stop:
+        cli.data(["make-demo", "imagenet", str(folder)])
+    assert stop.value.code == 0
+    return folder
+
+
+def test_the_demo_of_imagenet_is_the_digits(capsys, imagenet):
+    code, out, _ = run(capsys, "verify", imagenet)
+    assert (code, out) == (0, "imagefolder: 1347 images in train, 450 images in val; no faults\n")
+    data = imagefolder.load(imagenet, image_size=32, workers=0)
+    assert (data.num_classes, data.train_size, data.eval_size) == (10, 1347, 450)
+    images, labels = data.prepare(next(iter(data.evaluate(450, Shard()))))
+    assert images.shape == (450, 3, 32, 32)
+    zero, one = (images[labels == k].mean(0)[0, 16, 16].item() for k in (0, 1))
+    assert one > zero + 1  # the middle of a zero is dark
+
+
+def test_a_network_learns_the_demo(tmp_path, imagenet):
+    options = ("data=imagefolder", f"data.root={imagenet}", "data.image_size=16", "kfac=none")
+    status, _ = train(tmp_path, *options, "data.workers=0", "trainer.max_steps=3", base=RESNET)
+    assert status == "finished"
+
+
+def test_damaged_images_are_named_one_by_one(capsys, tmp_path):
+    for split in ("train", "val"):
+        for name in "ab":
+            folder = tmp_path / split / f"class_{name}"
+            folder.mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(folder / f"{name}.JPEG")
+    cut, text = tmp_path / "train" / "class_a" / "cut.JPEG", tmp_path / "val" / "class_b" / "t.JPEG"
+    cut.write_bytes((tmp_path / "train" / "class_a" / "a.JPEG").read_bytes()[:300])
+    text.write_text("no image")
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    lines = out.splitlines()
+    assert [line.split(": ")[0] for line in lines[:-1]] == [str(cut), str(text)]
+    assert lines[-1] == "imagefolder: 2 images in train, 2 images in val; 2 faults"
+
+
+def test_the_demo_of_lgg_is_verified(capsys, tmp_path):
+    assert run(capsys, "make-demo", "lgg", tmp_path)[0] == 0
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert (code, out) == (0, "lgg: 256 good slices in 16 volumes; no faults\n")
+    mask = next(tmp_path.glob("kaggle_3m/TCGA_*/*_mask.tif"))
+    mask.unlink()
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert f"there is no {mask.name}" in out
+    assert out.endswith("lgg: 255 good slices in 16 volumes; 1 fault\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("verify", "{folder}/none"), "none: no such folder"),
+        (("verify", "{folder}"), "has the layout of no known data set"),
+        (("make-demo", "mnist", "{folder}"), "invalid choice"),
+        (("make-demo", "imagenet", "{folder}/has"), "has train or val already"),
+    ],
+)
+def test_bad_input_is_one_clear_line(capsys, tmp_path, arguments, said):
+    (tmp_path / "has" / "train").mkdir(parents=True)
+    code, out, err = run(capsys, *(a.format(folder=tmp_path) for a in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("kfac-data: ")
+    assert len(err.splitlines()) == 1
+    assert said in err

@@ -1,0 +1,434 @@
+"""``kfac-plan``: what it says is what ranks that run hold and send; and how it says it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_bench import cli
+from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
+from kfac_bench.core.planning.estimate import flops, rank_costs
+from kfac_bench.core.planning.plan import STRATEGIES, Stage
+from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.distributed.backend import Backend
+from kfac_bench.distributed.ddp import DDP
+from kfac_bench.distributed.ranks import Ranks
+from tests.support.distributed import run_ranks
+from tests.support.runs import CPU, child_seconds, trainer_of
+from tests.support.training import make_kfac, my_part, sgd, train_step
+
+# ---- what a rank holds and sends ----
+
+
+class Done:
+    """A message that has arrived, and keeps its bucket until somebody waits for it."""
+
+    def __init__(self, bucket):
+        self.bucket = bucket
+
+    def wait(self):
+        self.bucket = None
+
+
+class Measuring(TorchCollective):
+    """Sends a copy of each bucket, so that nobody but the executor decides how long one lives.
+
+    At each message it looks at what is alive.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.kfac = None
+        self.sent = defaultdict(Counter)  # by stage and kind: times each message was sent
+        self.bytes = {}
+        self.buckets = Counter()  # by stage, the most that was alive and not kept in the store
+        self.statistics = 0
+        self._alive, self._moments = [], []
+
+    def _send(self, x, name, send):
+        if self.kfac is not None:
+            self._look(x.untyped_storage(), name)
+        copy = x.clone()
+        send(copy).wait()
+        x.copy_(copy)
+        return Done(x)
+
+    def _look(self, storage, name):
+        executor = self.kfac._executor
+        stage = next(s for s in Stage for op in executor.plan.ops(s) if name == _name(op))
+        self.sent[stage.value][name] += 1
+        self.bytes[name] = storage.nbytes()
+        self._alive = [a for a in self._alive if not a[0].expired()]
+        self._alive.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
+        kept = storages(executor.store.decompositions.values())
+        in_flight = sum(size for _, pointer, size in self._alive if pointer not in kept)
+        self.buckets[stage.value] = max(self.buckets[stage.value], in_flight)
+        fresh = [*executor.fresh.factors.values(), *executor.fresh.second_moments.values()]
+        moments = [[moment] for moment, _ in fresh]
+        self.statistics = max(self.statistics, sum(storages(moments).values()))
+        self._moments += [StorageWeakRef(m.untyped_storage()) for (m,) in moments]
+        if stage is not Stage.FACTORS:
+            assert all(m.expired() for m in self._moments), "this rank's own are still there"
+
+    def all_reduce(self, x, ranks, name):
+        return self._send(x, name, lambda y: super(Measuring, self).all_reduce(y, ranks, name))
+
+    def reduce(self, x, root, ranks, name):
+        return self._send(x, name, lambda y: super(Measuring, self).reduce(y, root, ranks, name))
+
+    def broadcast(self, x, root, ranks, name):
+        return self._send(x, name, lambda y: super(Measuring, self).broadcast(y, root, ranks, name))
+
+
+def _name(op):
+    return getattr(op, "name", None)
+
+
+def storages(parts):
+    """Bytes by address: a view keeps all of what it is a view of."""
+    found = [x.untyped_storage() for tensors in parts for x in tensors]
+    return {s.data_ptr(): s.nbytes() for s in found}
+
+
+def measured(kfac):
+    """Of this rank, in the words of the JSON file."""
+    store, collective = kfac._executor.store, kfac.collective
+    second_moments = [[x] for x in store.second_moments.values()]
+    memory = {
+        "factors": sum(storages([*store.factors.values(), *second_moments]).values()),
+        "decompositions": sum(storages(store.decompositions.values()).values()),
+    }
+    assert not kfac._executor._preconditioned, "gradients of the last step are still there"
+    if collective.world_size == 1:
+        return memory, {stage.value: {} for stage in Stage}
+    if kfac.plan.factors_on == "all":  # else some are gone before somebody looks at them
+        memory["statistics"] = collective.statistics
+    memory["buckets"] = {stage.value: collective.buckets[stage.value] for stage in Stage}
+    traffic = {}
+    for stage in Stage:
+        times = collective.sent[stage.value]
+        assert len(set(times.values())) <= 1, "each is sent when its stage runs"
+        kinds = traffic[stage.value] = {}
+        for name in times:
+            kind = kinds.setdefault(name.partition("/")[0], Counter())
+            kind["messages"] += 1
+            kind["payload_bytes"] += collective.bytes[name]
+    return memory, traffic
+
+
+def assert_equal_to(rank, memory, traffic):
+    """An estimate of one rank, as the JSON file has it, to what was measured."""
+    assert {k: rank["memory_bytes"][k] for k in memory} == memory
+    assert {
+        stage: {kind: {k: t[k] for k in ("messages", "payload_bytes")} for kind, t in kinds.items()}
+        for stage, kinds in rank["traffic"].items()
+    } == traffic
+
+
+# ---- runs of the harness against the JSON file of the command ----
+
+
+class MeasuredRanks(DDP):
+    """Its K-FAC measures its messages."""
+
+    def collective(self):
+        return Measuring()
+
+
+def run_on_rank(folder, overrides):
+    backend = MeasuredRanks(Ranks(CPU, TorchCollective()))
+    return run_here(folder, overrides, backend)
+
+
+def run_here(folder, overrides, backend):
+    trainer = trainer_of(folder, *overrides, base=(), backend=backend)
+    trainer.kfac.collective.kfac = trainer.kfac
+    assert trainer.fit() == "finished"
+    return measured(trainer.kfac)
+
+
+def planned(capsys, path, *overrides):
+    """The JSON file that the command writes."""
+    with pytest.raises(SystemExit) as caught:
+        cli.plan([*overrides, f"out={path}"])
+    assert caught.value.code == 0
+    assert f"every rank: {path}" in capsys.readouterr().out
+    return json.loads(path.read_text())
+
+
+BASE = (
+    *("logger=none", "trainer.max_steps=3", "trainer.batch_size=64", "trainer.threads=1"),
+    *("trainer.eval_freq=100", "kfac.update_freq=2", "kfac.factor_update_freq=1"),
+    "optimizer.lr=0.001",
+)
+AUTOENCODER = ("model=autoencoder", "task=reconstruction", "model.hidden=[24,5]")
+FORMS = [  # of the state: each method, in each precision
+    (f"kfac.method={method}", f"kfac.state_dtype={dtype}")
+    for method in ("eigen", "inverse")
+    for dtype in ("fp32", "bf16")
+]
+RESNET = ("model=resnet8", "trainer.max_steps=2")
+CASES = [
+    *((world, *AUTOENCODER, *form) for world in (1, 2, 4) for form in FORMS),
+    *(
+        (world, *AUTOENCODER, f"kfac={s}", *form)
+        for s in STRATEGIES
+        for world, forms in ((2, FORMS[1:3]), (4, FORMS[::3]))
+        for form in forms
+        if s != "comm_opt"
+    ),
+    *((2 if i % 2 else 4, *RESNET, f"kfac={s}") for i, s in enumerate(STRATEGIES)),
+    (1, "model=resnet20", "kfac.method=inverse", "trainer.max_steps=1"),
+    (2, "model=resnet20", "kfac=hybrid_opt", "kfac.state_dtype=bf16", "trainer.max_steps=1"),
+    (1, *AUTOENCODER, "kfac.method=ekfac"),
+    (2, *AUTOENCODER, "kfac.method=ekfac"),
+    (4, *AUTOENCODER, "kfac.spread=true", "kfac.update_freq=1"),
+    (2, *AUTOENCODER, "kfac=layer_wise", "kfac.max_dim=30", "trainer.accumulate=2"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_a_run_holds_and_sends_what_the_plan_says(tmp_path, capsys, case):
+    world, overrides = case[0], (*BASE, *case[1:])
+    plan = planned(capsys, tmp_path / "plan.json", *overrides, f"world_size={world}")
+    if world == 1:
+        results = [run_here(tmp_path, overrides, Backend(Ranks(CPU)))]
+    else:
+        results = run_ranks(world, run_on_rank, tmp_path, overrides)
+    assert [rank["rank"] for rank in plan["ranks"]] == list(range(world))
+    for rank, (memory, traffic) in zip(plan["ranks"], results, strict=True):
+        assert_equal_to(rank, memory, traffic)
+        assert bool(traffic["factors"]) == (world > 1 and "kfac=local_factors" not in case)
+
+
+# ---- models that the harness does not have yet ----
+
+
+class Transformer(nn.Module):
+    """Attention, norms in groups, tokens and a head that are diagonals."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(50, 16)
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2))
+        )
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.tokens(x)))
+
+
+def train_transformer(world, plan_options, options):
+    """On a rank: what was measured, and what its own plan says."""
+    collective = SingleProcess() if world == 1 else Measuring()
+    model = Transformer()
+    wrapped = model if world == 1 else DistributedDataParallel(model)
+    optimizer = sgd(model)
+    with mock.patch(
+        "kfac_bench.core.preconditioner.make_plan",
+        lambda *args, **others: make_plan(*args, **others | plan_options),
+    ):
+        kfac = make_kfac(wrapped, optimizer, options, collective=collective)
+    collective.kfac = kfac
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):  # in the last one nothing is decomposed
+        x, y = torch.randint(50, (2, 8, 6), generator=generator)
+        train_step(wrapped, kfac, optimizer, *(my_part(x, y) if world > 1 else (x, y)))
+    return measured(kfac), kfac.plan
+
+
+MANY, BATCHES = {"bucket_numel": 700}, {"batch_numel": 1 << 20}  # messages; as on a GPU
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "plan_options", "method", "dtype"),
+    [
+        (1, BATCHES, "eigen", torch.float32),
+        (2, MANY, "inverse", torch.float32),
+        (2, BATCHES, "eigen", torch.bfloat16),
+        (4, MANY, "eigen", torch.bfloat16),
+        (4, BATCHES, "inverse", torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_transformer_holds_and_sends_what_its_plan_says(
+    world, strategy, method, dtype, plan_options
+):
+    options = {"strategy": strategy, "method": method, "state_dtype": dtype, "spread": False}
+    arguments = (world, plan_options, options | {"skip": (), "max_dim": 40})
+    if world == 1:
+        results = [train_transformer(*arguments)]
+    else:
+        results = run_ranks(world, train_transformer, *arguments)
+    plan = results[0][1]
+    assert len(plan.placements) == 18
+    rows = dict.fromkeys((p.layer.name for p in plan.placements), 1)
+    costs = rank_costs(plan, lambda op: flops(op, plan.method, rows))
+    for cost, ((memory, traffic), _) in zip(costs, results, strict=True):
+        said = {
+            "memory_bytes": cost.memory_bytes
+            | {"statistics": cost.statistics_bytes}
+            | {"buckets": {stage.value: n for stage, n in cost.bucket_bytes.items()}},
+            "traffic": {
+                stage.value: {
+                    kind: {"messages": t.messages, "payload_bytes": t.payload_bytes}
+                    for kind, t in kinds.items()
+                }
+                for stage, kinds in cost.traffic.items()
+            },
+        }
+        assert_equal_to(said, memory, traffic)
+
+
+# ---- the command ----
+
+
+def plan_here(capsys, *arguments):
+    """Exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as caught:
+        cli.plan(arguments)
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_the_papers_model_on_64_ranks_within_seconds(tmp_path):
+    """A process of its own, that sees neither GPU nor data."""
+    command = [sys.executable, "-c", "from kfac_bench.cli import plan; plan()"]
+    before = child_seconds()
+    done = subprocess.run(
+        [*command, "model=resnet50", "world_size=64", "kfac=hybrid_opt"],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child_seconds() - before < 10, "4 where nothing else runs"
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in (
+        "resnet50 on digits [1, 8, 8]",
+        "batch 256 over 64 ranks",
+        "K-FAC covers 54 layers",
+        "strategy hybrid_opt, method eigen, 64 rank(s), 32 gradient worker(s) per layer",
+        "on the heaviest ranks",
+    ):
+        assert said in done.stdout
+    (path,) = tmp_path.rglob("*.json")
+    assert done.stdout.endswith(f"every rank: {path.relative_to(tmp_path)}\n")
+    plan = json.loads(path.read_text())
+    assert (plan["world_size"], plan["examples_per_rank"], len(plan["ranks"])) == (64, 4, 64)
+    assert (plan["plan"]["layers"], plan["plan"]["gradient_workers"]) == (54, 32)
+    assert plan["options"]["kfac"]["strategy"] == "hybrid_opt"
+    assert plan["every"] == {"factors": 10, "decompose": 100, "precondition": 1}
+    rank = plan["ranks"][63]
+    assert rank["per_step"]["flops"] == pytest.approx(
+        sum(rank["flops"][stage] / every for stage, every in plan["every"].items())
+    )
+    for what in ("messages", "payload_bytes", "wire_bytes"):
+        assert rank["per_step"][what] == pytest.approx(
+            sum(
+                kind[what] / plan["every"][stage]
+                for stage, kinds in rank["traffic"].items()
+                for kind in kinds.values()
+            )
+        )
+    memory = rank["memory_bytes"]
+    factors = memory["statistics"] + memory["buckets"]["factors"]
+    assert memory["peak"] == memory["factors"] + memory["decompositions"] + max(
+        factors, *memory["buckets"].values()
+    )
+
+
+def row(text, label, part):
+    """Figures of a line of the table: least, mean, heaviest, which rank."""
+    table = text.partition(f"\n{part}\n")[2]
+    found = re.search(rf"^  {label} {{2,}}(.*)$", table, re.MULTILINE)
+    return re.split(r" {2,}", found[1].strip())
+
+
+def test_the_table_shows_least_mean_and_heaviest(capsys):
+    """64-2-64: the A of the first layer has 65 rows, the second's 3; G 2 and 64."""
+    overrides = ("model=autoencoder", "task=reconstruction", "model.hidden=[2]", "kfac=mem_opt")
+    code, text, _ = plan_here(capsys, *overrides, "world_size=2", "out=null")
+    assert code == 0
+    sizes = [4 * (n * n + n) for n in (65, 2, 3, 64)]
+    x, y = sum(sizes[:2]), sum(sizes[2:])
+    assert row(text, "decompositions", "memory") == [
+        *(f"{n / 1e3:.2f} kB" for n in (y, (x + y) / 2, x)),
+        "0",
+    ]
+    assert row(text, "factors", "messages") == ["10", "1", "1", "1", "all"]
+    assert row(text, "average step", "messages") == ["1", "2.1", "2.1", "2.1", "all"]
+    gradients = 4 * (2 * 65 + 64 * 3)
+    assert row(text, "precondition", "payload")[3:] == [f"{gradients / 1e3:.2f} kB", "all"]
+    assert row(text, "precondition", "wire")[3:] == [f"{gradients / 2e3:.2f} kB", "all"]
+    assert row(text, "decompose", "payload") == ["100", "none", "none", "none", "all"]
+
+
+def test_one_rank_has_one_column_and_no_messages(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text, _ = plan_here(capsys, "out=null")
+    assert (code, list(tmp_path.iterdir())) == (0, [])
+    assert not {"messages", "heaviest", "wire"}.intersection(text.split())
+    assert re.search(r"^  factors +\d\.\d\d MB$", text, re.MULTILINE)
+    assert "conv1 " not in text
+    assert "stages.0.0.conv1 " in plan_here(capsys, "out=null", "--layers")[1]
+
+
+def test_json_alone_on_stdout(capsys):
+    code, text, _ = plan_here(capsys, "world_size=2", "out=-")
+    assert (code, json.loads(text)["world_size"]) == (0, 2)
+    code, text, _ = plan_here(capsys, "world_size=2", "out=-", "kfac=none")
+    plan = json.loads(text)
+    assert (plan["plan"], plan["ranks"], plan["every"], plan["messages"]) == (None, [], {}, {})
+    assert plan["step_flops"] > plan["forward_flops"] > 0
+
+
+def test_without_kfac(capsys):
+    assert "K-FAC: off" in plan_here(capsys, "world_size=2", "out=null", "kfac=none")[1]
+
+
+def test_help(capsys):
+    code, text, _ = plan_here(capsys, "--help")
+    assert code == 0
+    for said in ("world_size=", "out=", "--layers", "kfac-plan model=resnet50"):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
+        (["world_size=two"], "world_size=two"),
+        (["world_size="], "world_size="),
+        (["world_size=257"], "leaves some of world_size=257 ranks without an example"),
+        (["world_size=256"], "batch norm"),
+        (["world_size=64", "trainer.accumulate=8"], "the 4 examples of a rank"),
+        (["kfac=hybrid_optt"], "did you mean hybrid_opt?"),
+        (["kfac=hybrid_opt", "kfac.grad_worker_fraction=0.4", "world_size=8"], "k/8 with k"),
+        (["world_sizes=2"], "world_sizes"),
+        (["--layer"], "--layer"),
+        (["--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder"),
+        (["out=/proc/nowhere/plan.json"], "out=/proc/nowhere/plan.json: cannot be written"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(capsys, arguments, fragment):
+    code, printed, said = plan_here(capsys, *arguments)
+    assert printed == ""
+    assert (code, len(said.splitlines())) == (2, 1), said
+    assert said.startswith("kfac-plan: ")
+    assert fragment in said

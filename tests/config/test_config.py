@@ -1,0 +1,204 @@
+"""conf/ and a folder of the user's own: what is said there is what the run gets."""
+
+import pytest
+import yaml
+
+from kfac_bench import config
+from kfac_bench.benchmark import grid, schema
+from kfac_bench.config import compose
+from tests.support.configs import DEFAULT, GROUPS, Own, refused
+
+EXPERIMENT_DIR = compose.CONF_DIR / "experiment"
+EXPERIMENTS = sorted(
+    str(p.relative_to(EXPERIMENT_DIR).with_suffix("")) for p in EXPERIMENT_DIR.rglob("*.yaml")
+)
+
+
+def chosen(found, group):
+    """The choice that a composed configuration shows of a group."""
+    if group == "kfac":
+        return found.kfac.strategy if found.kfac.enabled else "none"
+    return getattr(found, group).name
+
+
+def leaves(tree, prefix=""):
+    """(dotted name, value) of every value of a YAML tree."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def get(found, name):
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def groups_of(defaults):
+    """{group: choice} of the ``override /group: choice`` entries of a defaults list."""
+    entries = [item for entry in defaults if isinstance(entry, dict) for item in entry.items()]
+    return {k.removeprefix("override /"): v for k, v in entries if k.startswith("override /")}
+
+
+# ---- every file of conf/ ----
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"), [(g, c) for g in GROUPS for c in compose.options_of(g)]
+)
+def test_every_choice_composes(group, choice):
+    bert = "model=bert_tiny"
+    goes_with = {
+        "reconstruction": ["model=autoencoder"],
+        **{key: ["model=unet"] for key in ("lgg", "segmentation")},
+        **{key: ["model=maskrcnn_tiny"] for key in ("coco", "detection")},
+        **{key: [bert] for key in ("text", "pretraining")},
+        "pictures": ["model=unet", "task=denoising"],
+        "denoising": ["model=unet", "data=pictures"],
+        **{key: ["model=transformer"] for key in ("pydoc", "language_model")},
+        "squad": [bert, "task=question_answering"],
+        "question_answering": [bert, "data=squad"],
+    }.get(choice, [])
+    found = compose.load([*goes_with, f"{group}={choice}"])
+    assert chosen(found, group) == choice
+    models = {choice, *(x.removeprefix("model=") for x in goes_with)}
+    sets_data = {"unet", "transformer", *config.DETECTORS, *config.BERTS} & models
+    together = {"model", "data"} if sets_data else {"model"} if goes_with else set()
+    for other in set(GROUPS) - {group, "task", *together}:
+        assert chosen(found, other) == chosen(DEFAULT, other)
+
+
+def test_defaults_need_no_data_on_disk():
+    assert DEFAULT.data.name == "digits"
+    assert DEFAULT.data.root is None
+    assert DEFAULT.run_id is None
+    assert not DEFAULT.dry_run
+    assert chosen(DEFAULT, "kfac") == "comm_opt"
+
+
+def test_no_file_of_conf_is_left_out():
+    folders = {p.name for p in compose.CONF_DIR.iterdir() if p.is_dir()}
+    assert folders == {*GROUPS, "experiment", "benchmark", "hardware", "simulation"}
+    assert {f"conf/{g}" for g in GROUPS} == {f"conf/{g}" for g in config.VARIANTS}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_an_experiment_file_says_is_what_the_run_gets(name):
+    tree = yaml.safe_load((EXPERIMENT_DIR / f"{name}.yaml").read_text())
+    defaults = tree.pop("defaults", [])
+    found = compose.load([f"experiment={name}"])
+    said = dict(leaves(tree))
+    assert said or [d for d in defaults if d != "_self_"], "the file says nothing"
+    for key, value in said.items():
+        assert get(found, key) == value, key
+    for group, choice in groups_of(defaults).items():
+        assert chosen(found, group) == choice
+    for parent in (d for d in defaults if isinstance(d, str) and d != "_self_"):
+        inherited = compose.load([f"experiment={parent.removeprefix('/experiment/')}"])
+        for option, value, _ in config.options(inherited.trainer, "trainer."):
+            if option not in said:
+                assert get(found, option) == value, f"{option} of {parent}"
+
+
+def other_value(name, value, metadata):
+    if metadata["choices"]:
+        return next(c for c in metadata["choices"] if c != value)
+    if isinstance(value, bool):
+        return not value
+    if name == "schedule.milestones":  # they rise
+        return [epoch + 1 for epoch in value]
+    if isinstance(value, list):
+        return [*value, *value]
+    if isinstance(value, str):
+        return f"{value}_of_mine"
+    return {type(None): 3, int: 2 * (value or 0), float: (value or 0) / 2}[type(value)]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_command_line_wins_over_an_experiment(name):
+    tree = yaml.safe_load((EXPERIMENT_DIR / f"{name}.yaml").read_text())
+    tree.pop("defaults", None)
+    metadata = {k: m for k, _, m in config.options(compose.load([f"experiment={name}"]))}
+    told = {k: other_value(k, v, metadata[k]) for k, v in leaves(tree)}
+    told |= {"seed": 41, "trainer.eval_batch_size": 77}
+    said = [f"{k}={'null' if v is None else v}" for k, v in told.items()]
+    found = compose.load([*said, f"experiment={name}"])
+    for key, value in told.items():
+        assert get(found, key) == value, key
+
+
+def test_the_command_line_wins_over_a_group_chosen_by_an_experiment():
+    found = compose.load(["experiment=digits_resnet", "model=resnet20", "kfac=none"])
+    assert found.model.name == "resnet20"
+    assert not found.kfac.enabled
+    assert found.trainer.max_steps == 120
+
+
+TO_TARGETS = [name for name in compose.options_of("benchmark") if not schema.load(name).profiles]
+"""Benchmarks of time to target; the papers' are in tests/benchmark/test_rows.py."""
+CELLS = [
+    pytest.param(cell, id=f"{name}: {cell.label}")
+    for name in TO_TARGETS
+    for cell in grid.cells(schema.load(name), "runs/test")
+]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_of_every_benchmark_composes(cell):
+    found = cell.config()
+    assert found.runs_dir == "runs/test"
+    assert cell.label.endswith(f"seed {found.seed}")
+    assert found.trainer.target is not None
+
+
+def test_cells_of_the_demo_are_the_optimizers_they_are_called():
+    for param in (p for p in CELLS if p.id.startswith("demo") and p.id.endswith("seed 0")):
+        cell = param.values[0]
+        task, optimizer = cell.label.split()[:2]
+        found = cell.config()
+        assert found.kfac.enabled == (optimizer == "kfac")
+        assert found.optimizer.name == ("adam" if optimizer == "adam" else "sgd")
+        assert found.model.name == {"digits_resnet": "resnet8"}.get(task, "autoencoder")
+
+
+# ---- a folder of the user's own ----
+
+
+@pytest.fixture
+def own(tmp_path):
+    return Own(tmp_path / "my_conf")
+
+
+def test_own_experiments_compose_and_build_on_ours(own):
+    own.write(
+        "mine",
+        "# @package _global_\ndefaults:\n  - digits_resnet\n  - override /optimizer: adam\n"
+        "  - _self_\noptimizer:\n  lr: 0.002\ntrainer:\n  max_steps: 7\n",
+    )
+    found = own.load("experiment=mine", "trainer.log_freq=3")
+    assert (found.optimizer.name, found.optimizer.lr) == ("adam", 0.002)
+    assert (found.trainer.max_steps, found.trainer.log_freq) == (7, 3)
+    assert found.trainer.batch_size == own.load("experiment=digits_resnet").trainer.batch_size
+    assert found.model.name == "resnet8"
+
+
+def test_own_choices_of_a_group_are_found_and_listed(own):
+    own.write("mine", "# @package _global_\nseed: 3\n")
+    folder = own.path / "kfac"
+    folder.mkdir()
+    (folder / "strong.yaml").write_text(
+        "defaults: [/schema/kfac/base@_here_, _self_]\ndamping: 0.5\n"
+    )
+    assert own.load("kfac=strong").kfac.damping == 0.5
+    assert "strong" in own.refused("kfac=weak")
+    assert "mine" in own.refused("experiment=mines")
+    assert "kfac=comm_opt" in compose.describe_options(own.path)
+    assert "strong" in compose.describe_options(own.path)
+
+
+def test_a_run_does_not_remember_the_folder_of_the_one_before(own):
+    own.write("mine", "# @package _global_\nseed: 3\n")
+    assert own.load("experiment=mine").seed == 3
+    assert "did you mean mine" not in refused(["experiment=mines"])

@@ -1,0 +1,245 @@
+"""Bad input, of the command line or of experiment files, is one clear line."""
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kfac_bench import config
+from kfac_bench.config import TrainConfig, compose
+from kfac_bench.errors import UsageError
+from tests.support.configs import DEFAULT, GROUPS, Own, refused
+
+FUZZ = settings(max_examples=25, deadline=None, derandomize=True)
+
+BAD = [
+    # unknown names
+    ("kfac.dampign=1", "kfac.dampign: no such option; did you mean damping?"),
+    ("trainer.max_step=1", "trainer.max_step: no such option; did you mean max_steps?"),
+    ("trainr.max_steps=1", "trainr: no such option; did you mean trainer?"),
+    ("expriment=x", "expriment: no such option; did you mean experiment?"),
+    ("optimizer.beta1=0.5", "optimizer.beta1: no such option"),
+    ("seed.x=1", "seed"),
+    ("model=resnet51", "model=resnet51: no such model; did you mean resnet"),
+    ("model=foo", "bert_tiny, maskrcnn_resnet50_fpn, maskrcnn_tiny, resnet101, resnet110"),
+    ("optimizer=sdg", "choose one of adam, adamw"),
+    ("kfac=kaisa", "choose one of comm_opt, hybrid_opt, layer_wise, local_factors, mem_opt"),
+    ("data=cifar", "did you mean cifar10?"),
+    ("task=classify", "choose one of classification, denoising, detection, language_model"),
+    ("logger=wand", "choose one of none, tensorboard, wandb"),
+    ("experiment=digits_resnett", "did you mean digits_resnet"),
+    ("experiment=maskrcnn", "did you mean fig5bc_maskrcnn_convergence, table6_fig9a_maskrcnn_"),
+    ("experiment=zzz", "experiment=zzz: no such experiment; kfac-train --help lists all "),
+    ("+extra=1", "extra: no such option"),
+    ("++kfac.extra=1", "kfac.extra: no such option"),
+    ("+kfac.dampign=1", "kfac.dampign: no such option; did you mean damping?"),
+    ("+trainer.extra.deep=1", "trainer.extra: no such option"),
+    ("~model", "model"),
+    ("~kfac.damping", "damping"),
+    # wrong type
+    ("trainer.max_steps=abc", "trainer.max_steps=abc: expected a whole number"),
+    ("seed=1.5", "seed=1.5: expected a whole number"),
+    ("kfac.damping=yes", "kfac.damping=yes: expected a number"),
+    ("seed=null", "seed"),
+    ("dry_run=maybe", "dry_run=maybe: expected true or false"),
+    ("kfac.skip=abc", "kfac.skip"),
+    ("trainer=3", "trainer"),
+    ("trainer=null", "trainer"),
+    ("model.name=???", "name"),
+    # out of range
+    ("kfac.update_freq=-3", "kfac.update_freq=-3: must be at least 1"),
+    ("kfac.update_freq=0", "kfac.update_freq=0: must be at least 1"),
+    ("kfac.damping=0", "kfac.damping=0.0: must be above 0"),
+    ("kfac.damping=-1e-3", "kfac.damping=-0.001: must be above 0"),
+    ("kfac.damping=nan", "kfac.damping=nan: must be above 0"),
+    ("kfac.damping=inf", "kfac.damping=inf: must be above 0"),
+    ("kfac.damping=1e-400", "kfac.damping=0.0: must be above 0"),
+    ("kfac.kl_clip=0", "kfac.kl_clip=0.0: must be above 0"),
+    ("kfac.factor_decay=1", "kfac.factor_decay=1.0: must be at least 0 and below 1"),
+    ("kfac.grad_worker_fraction=1.5", "above 0 and at most 1"),
+    ("optimizer.lr=nan", "optimizer.lr=nan: must be above 0"),
+    ("optimizer.momentum=1", "optimizer.momentum=1.0: must be at least 0 and below 1"),
+    ("seed=-1", "seed=-1: must be at least 0"),
+    ("seed=4294967296", "seed=4294967296: must be at least 0 and below"),
+    ("trainer.batch_size=0", "trainer.batch_size=0: must be at least 1"),
+    ("trainer.target=nan", "trainer.target=nan"),
+    ("kfac.method=qr", "kfac.method=qr: choose one of eigen, inverse"),
+    ("kfac.factor_convention=x", "choose one of kfc, sc20, kaisa"),
+    ("kfac.fisher=exact", "kfac.fisher=exact: choose one of empirical, mc, type2"),
+    ("kfac.weight_sharing=x", "choose one of expand, reduce"),
+    ("kfac.state_dtype=fp8", "kfac.state_dtype=fp8: choose one of fp32, bf16, fp16"),
+    ("kfac.max_dim=0", "kfac.max_dim=0: must be at least 1"),
+    ("kfac.damping_freq=0", "kfac.damping_freq=0: must be at least 1"),
+    ("kfac.spread=some", "kfac.spread=some: expected true or false"),
+    ("trainer.precision=fp8", "trainer.precision=fp8: choose one of fp32, bf16, fp16"),
+    ("trainer.accumulate=0", "trainer.accumulate=0: must be at least 1"),
+    ("kfac.strategy=x", "choose one of comm_opt"),
+    ("model.name=resnet51", "model.name=resnet51: choose one of resnet18"),
+    ("trainer.device=tpu", "choose one of auto, cpu, cuda"),
+    ("model.name='a\nb'", "model.name="),
+    ("kfac.skip=['(']", "kfac.skip"),
+    # options that clash
+    ("task=reconstruction", "model=resnet8 does not fit task=reconstruction"),
+    ("kfac.update_freq=7", "must be a multiple of kfac.factor_update_freq=10"),
+    ("trainer.accumulate=257", "trainer.accumulate=257 is more than trainer.batch_size=256"),
+    # what is not an override
+    ("seed=1,2", "'seed=1,2': give one value, or add --multirun"),
+    ("kfac=comm_opt,layer_wise", "add --multirun"),
+    ("seed=range(3)", "--multirun"),
+    ("foo", "'foo' is not an override: write option=value"),
+    ("", "'' is not an override: write option=value"),
+    ("a b", "'a b' is not an override"),
+    ("kfac.damping", "'kfac.damping' is not an override"),
+    ("kfac.damping=[1", "'kfac.damping=[1' is not an override"),
+    ("=3", "=3"),
+    ("model=", "model="),
+    ("model=[[]]", "model=[[]]"),
+    ("kfac.damping=${nope}", "nope"),
+    ("run_id=${oc.env:KFAC_BENCH_NO_SUCH}", "KFAC_BENCH_NO_SUCH"),
+    ("data.root=a\x1b[31mb", "data.root"),
+]
+
+
+@pytest.mark.parametrize(("override", "fragment"), BAD, ids=[b[0] for b in BAD])
+def test_bad_input_is_one_clear_line(override, fragment):
+    assert fragment in refused([override])
+
+
+def test_model_and_task_must_fit():
+    text = refused(["model=autoencoder", "task=classification"])
+    assert "model=autoencoder does not fit task=classification" in text
+    assert compose.load(["model=autoencoder"]).task.name == "reconstruction"
+
+
+def test_ekfac_and_a_damping_of_the_factors_clash():
+    said = ["kfac.method=ekfac", "kfac.factored_damping=true"]
+    assert "kfac.factored_damping=true does not fit kfac.method=ekfac" in refused(said)
+    compose.load([*said, "kfac=none"])  # of no matter
+    compose.load(["kfac.method=inverse", "kfac.factored_damping=true"])
+
+
+def test_a_misspelt_option_names_the_one_of_the_group_in_use():
+    text = refused(["optimizer=adam", "optimizer.beta_1=0.5"])
+    assert "did you mean beta1?" in text
+
+
+HEAD = "# @package _global_\n"
+BAD_FILES = {
+    "syntax": (HEAD + "trainer:\n  max_steps: 5\n bad: [1\n", 4, "not valid YAML"),
+    "tab": (HEAD + "trainer:\n\tmax_steps: 5\n", 3, "not valid YAML"),
+    "unclosed": (HEAD + "kfac: {damping: 1\n", 3, "not valid YAML"),
+    "twice": (HEAD + "trainer:\n  max_steps: 5\n  max_steps: 6\n", 4, "duplicate key max_steps"),
+    "misspelt": (
+        HEAD + "trainer:\n  max_steps: 5\n  max_stpes: 7\n",
+        4,
+        "trainer.max_stpes: no such option; did you mean max_steps?",
+    ),
+    "section": (HEAD + "seed: 1\ntriner:\n  max_steps: 5\n", 3, "triner: no such option"),
+    "after_defaults": (
+        HEAD + "defaults:\n  - override /kfac: none\n  - _self_\nkfac:\n  dampng: 7\n",
+        6,
+        "kfac.dampng: no such option; did you mean damping?",
+    ),
+    "type": (
+        HEAD + "trainer:\n  max_steps: 5\n  batch_size: many\n",
+        4,
+        "trainer.batch_size=many: expected a whole number",
+    ),
+    "flow": (HEAD + "seed: 1\ntrainer: {max_steps: 5, target: high}\n", 3, "expected a number"),
+    "group": (HEAD + "defaults:\n  - override /optimzer: sgd\n", 3, "did you mean optimizer?"),
+    "choice": (HEAD + "defaults:\n  - override /optimizer: sdg\n", None, "did you mean sgd?"),
+    "parent": (HEAD + "defaults:\n  - digits_resnett\n", None, "digits_resnett"),
+    "range": (HEAD + "trainer:\n  batch_size: 0\n", None, "trainer.batch_size=0: must be"),
+    "null_section": (HEAD + "seed: 1\ntrainer: null\n", 3, "trainer"),
+    "list_section": (HEAD + "trainer: [1, 2]\n", None, "TrainerConfig"),
+    "interpolation": (HEAD + "trainer:\n  max_steps: ${nope}\n", None, "nope"),
+    "bytes": (b"# @package _global_\n# caf\xe9\nseed: 1\n", None, "bytes.yaml"),
+    "nul": (HEAD + "seed: \x00\n", None, "nul.yaml"),
+    "no_mapping": ("false\n", None, "experiment=no_mapping"),
+    "no_package": ("trainer:\n  max_steps: 5\n", None, "# @package _global_"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_experiment_files_name_file_and_line(tmp_path, name):
+    own = Own(tmp_path / "my_conf")
+    text, line, fragment = BAD_FILES[name]
+    file = own.write(name, text)
+    said = own.refused(f"experiment={name}")
+    assert fragment in said
+    if line is not None:
+        assert said.startswith(f"{file}:{line}: ")
+
+
+# ---- anything at all ----
+
+NAMES = [name for name, _, _ in config.options(DEFAULT)]
+KEYS = st.sampled_from(
+    [*NAMES, *GROUPS, "experiment", "trainer", "model.hidden", "optimizer.beta1", "hydra.job.name"]
+)
+VALUES = st.one_of(
+    st.text(max_size=8),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        [
+            *("?", "~", "*", "&", "!", "%", "@", "`", "|", ">", "/", "null", "???", "nan", "-inf"),
+            *("1e999", "true", "[]", "{}", "[[1]]", "''", "{a: 1}", "[null]", "1,2", "range(2)"),
+            *("${seed}", "${nope}", "${trainer}", "${oc.env:X}", '"\n"', "'a\nb'", "é"),
+            *("none", "sgd", "resnet8", "../x", "0x1f", "1_000"),
+        ]
+    ),
+)
+SIGNS = st.sampled_from(["", "", "", "", "+", "++", "~"])
+OVERRIDES = st.builds(lambda sign, key, value: f"{sign}{key}={value}", SIGNS, KEYS, VALUES)
+
+
+def composes_or_is_refused(overrides, config_dir=None):
+    said = None
+    try:
+        found = compose.load(overrides, config_dir)
+    except UsageError as error:
+        said = str(error)
+    if said is None:
+        assert isinstance(found, TrainConfig)
+        compose.to_yaml(found)
+    else:
+        assert len(said.splitlines()) == 1, repr(said)
+
+
+@FUZZ
+@given(st.lists(st.text(max_size=20), min_size=1, max_size=2))
+def test_arbitrary_text_composes_or_is_refused(overrides):
+    composes_or_is_refused(overrides)
+
+
+@FUZZ
+@given(st.lists(OVERRIDES, min_size=1, max_size=3))
+@example(["kfac={}", "seed=${trainer}"])
+@example(["model.name='\n'"])
+@example(["trainer=${trainer}"])
+def test_arbitrary_values_of_real_options_compose_or_are_refused(overrides):
+    composes_or_is_refused(overrides)
+
+
+TREES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(
+            st.sampled_from(["trainer", "max_steps", "kfac", "seed", "defaults", "x", "", "hydra"]),
+            inner,
+            max_size=3,
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(FUZZ, max_examples=15)
+@given(TREES)
+def test_arbitrary_experiment_files_compose_or_are_refused(tmp_path_factory, tree):
+    folder = tmp_path_factory.getbasetemp() / "fuzz"
+    (folder / "experiment").mkdir(parents=True, exist_ok=True)
+    (folder / "experiment" / "any.yaml").write_text(HEAD + yaml.safe_dump(tree))
+    composes_or_is_refused(["experiment=any"], folder)

@@ -1,0 +1,160 @@
+"""Options: one schema, one set of defaults; each has a meaning and can be read back."""
+
+import dataclasses
+import inspect
+from dataclasses import asdict
+
+import pytest
+import torch
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf import MISSING, OmegaConf
+
+from kfac_bench import config
+from kfac_bench.config import KFACConfig, TrainConfig, compose
+from kfac_bench.core import KFAC, preconditioner
+from kfac_bench.core.capture import fisher
+from kfac_bench.core.damping import LevenbergMarquardt
+from kfac_bench.core.kernels import factors
+from kfac_bench.core.layers import coverage
+from kfac_bench.training import build, update
+from tests.support.configs import DEFAULT, GROUPS
+
+
+def test_kfac_defaults_are_those_of_the_core():
+    keywords = {
+        name: p.default
+        for name, p in inspect.signature(KFAC).parameters.items()
+        if p.kind is p.KEYWORD_ONLY and name not in ("collective", "layer_types", "model_parallel")
+    }
+    ours = asdict(KFACConfig()) | {"skip": tuple(KFACConfig().skip)}
+    assert ours.pop("enabled") is True
+    assert ours.pop("adaptive_damping") is False
+    assert ours.pop("damping_freq") == LevenbergMarquardt().interval
+    ours["state_dtype"] = build.DTYPES[ours["state_dtype"]]
+    assert ours == keywords
+    assert asdict(DEFAULT.kfac) == asdict(KFACConfig()), "conf/kfac/comm_opt.yaml says otherwise"
+
+
+def test_names_are_those_of_the_core():
+    assert list(config.CONVENTIONS) == list(factors.CONVENTIONS)
+    assert config.FISHERS == fisher.FISHERS
+    assert config.WEIGHT_SHARING == preconditioner.WEIGHT_SHARING
+    assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP
+    assert list(config.PRECISIONS) == list(update.DTYPES)
+    assert list(config.PRECISIONS) == list(build.DTYPES)
+    assert tuple(build.DTYPES.values()) == preconditioner.STATE_DTYPES
+
+
+@pytest.mark.parametrize(
+    ("said", "keyword", "value"),
+    [
+        ("method=ekfac", "method", "ekfac"),
+        ("factored_damping=true", "factored_damping", True),
+        ("spread=false", "spread", False),
+        ("fisher=type2", "fisher", "type2"),
+        ("weight_sharing=reduce", "weight_sharing", "reduce"),
+        ("state_dtype=bf16", "state_dtype", torch.bfloat16),
+        ("skip=[]", "skip", []),
+        ("skip=[fc]", "skip", ["fc"]),
+        ("max_dim=7", "max_dim", 7),
+        ("damping=0.5", "damping", 0.5),
+        ("strategy=owner_reduce", "strategy", "owner_reduce"),
+        ("grad_worker_fraction=0.25", "grad_worker_fraction", 0.25),
+        ("colocate_factors=true", "colocate_factors", True),
+        ("balance=memory", "balance", "memory"),
+        ("overlap=true", "overlap", True),
+    ],
+)
+def test_what_is_said_of_kfac_is_what_the_core_gets(monkeypatch, said, keyword, value):
+    given = {}
+    monkeypatch.setattr(build, "KFAC", lambda model, optimizer, **keywords: given.update(keywords))
+    build.build_kfac(compose.load([f"kfac.{said}"]).kfac, None, None)
+    assert given[keyword] == value
+    build.build_kfac(DEFAULT.kfac, None, None)
+    assert given[keyword] != value
+
+
+def test_an_adaptive_damping_starts_from_damping(monkeypatch):
+    given = {}
+    monkeypatch.setattr(build, "KFAC", lambda model, optimizer, **keywords: given.update(keywords))
+    said = ["kfac.adaptive_damping=true", "kfac.damping=0.25", "kfac.damping_freq=7"]
+    build.build_kfac(compose.load(said).kfac, None, None)
+    damping = given["damping"]
+    assert isinstance(damping, LevenbergMarquardt)
+    assert (damping.initial, damping.value, damping.interval) == (0.25, 0.25, 7)
+    assert {"adaptive_damping", "damping_freq", "enabled"}.isdisjoint(given)
+
+
+SCHEMAS = [c for variants in config.VARIANTS.values() for c in variants.values()]
+
+
+@pytest.mark.parametrize("schema", [*SCHEMAS, TrainConfig, config.TrainerConfig])
+def test_every_option_has_a_meaning(schema):
+    for f in dataclasses.fields(schema):
+        if (f.default is MISSING and not f.metadata) or f.name in ("trainer", "logger"):
+            continue  # a section
+        assert len(f.metadata["help"]) > 3, f.name
+        assert "\n" not in f.metadata["help"]
+    assert schema.__doc__
+
+
+def test_help_lists_every_option_and_choice():
+    text = compose.describe_options()
+    for name, _, meta in config.options(DEFAULT):
+        assert f"  {name}=" in text
+        assert meta["help"] in text
+    unwrapped = "".join(line.strip() for line in text.splitlines())
+    for group in GROUPS:
+        assert f"{group}={'|'.join(compose.options_of(group))}" in unwrapped
+    assert "kfac.update_freq=100" in text
+    assert "at least 1" in text
+
+
+def round_trip(found):
+    text = compose.to_yaml(found)
+    assert OmegaConf.to_container(OmegaConf.create(text)) == asdict(found)
+    assert yaml.safe_load(text).keys() == asdict(found).keys()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=autoencoder", "model.hidden=[3,2]", "kfac.kl_clip=null"],
+        ["optimizer=adamw", "optimizer.eps=1e-12", "kfac=hybrid_opt", "kfac.skip=['fc','a: b']"],
+        ["data=imagefolder", "data.root='/a b/ü: #x'", "run_id='007'", "trainer.target=-0.5"],
+    ],
+)
+def test_to_yaml_says_everything_and_can_be_read_back(overrides):
+    round_trip(compose.load(overrides))
+
+
+@pytest.mark.parametrize(
+    "text", [["model=transformer"], ["model=bert_tiny"], ["experiment=squad_bert", "profile=smoke"]]
+)
+def test_text_is_shown_without_the_size_of_images(text):
+    found = compose.load(text)
+    assert found.data.name in ("pydoc", "text", "squad")
+    assert "image_size: 0\n" in compose.to_yaml(found), "run ids and old runs' files have it"
+    read_back = yaml.safe_load(compose.shown(found))
+    assert {k for k, v in asdict(found).items() if read_back[k] != v} == {"data"}
+    assert asdict(found)["data"] == {**read_back["data"], "image_size": 0}
+    assert "image_size" not in read_back["data"]
+    images = compose.load(["model=unet"])
+    assert yaml.safe_load(compose.shown(images)) == asdict(images)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.text(st.characters(exclude_characters="\x85\u2028\u2029"), max_size=12))
+@example("1e3")
+@example("0x10")
+@example("null")
+@example("12:30:45")
+@example("${seed}")
+@example("???")
+def test_to_yaml_keeps_text_as_it_is(text):
+    data = dataclasses.replace(DEFAULT.data, root=text)
+    read_back = yaml.safe_load(compose.to_yaml(dataclasses.replace(DEFAULT, data=data)))
+    assert read_back["data"]["root"] == text

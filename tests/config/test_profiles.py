@@ -1,0 +1,132 @@
+"""One experiment at several sizes; the demo sets that the smallest is trained on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kfac_bench.config import compose, profiles
+from kfac_bench.data.base.order import Shard
+from kfac_bench.data.demo import demo_folder
+from kfac_bench.data.images import digits
+from kfac_bench.errors import UsageError
+from kfac_bench.training import build
+from tests.support.distributed import run_ranks
+
+ROWS = sorted({p.parent.name for p in (compose.CONF_DIR / "experiment").glob("*/*.yaml")})
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_has_all_profiles_and_its_smoke_needs_no_data(row):
+    found = {p.stem for p in (compose.CONF_DIR / "experiment" / row).glob("*.yaml")}
+    assert found == set(profiles.PROFILES)
+    paper = compose.load([f"experiment={row}"])
+    assert paper == compose.load([f"experiment={row}", "profile=paper"])
+    smoke = compose.load(["profile=smoke", f"experiment={row}"])
+    assert smoke.data.name == "digits" or smoke.data.root == "demo"
+    assert smoke.trainer.target is not None
+    assert smoke != compose.load([f"experiment={row}", "profile=one_gpu"]) != paper
+
+
+def test_options_beside_a_profile_have_the_last_word():
+    config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke", "trainer.max_steps=3"])
+    assert (config.trainer.max_steps, config.data.image_size) == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["profile=smoke"], "profile=smoke: it is an experiment's: set experiment=NAME too"),
+        (["experiment=kaisa_unet_lgg", "profile=smok"], "profile=smok: choose one of smoke, one"),
+        (["experiment=lgg_unet", "profile=smoke"], "experiment=lgg_unet has no profiles; leave"),
+        (["experiment=mine", "profile=paper"], "no such profile; it has smoke"),
+        (["experiment=kaisa_unet", "profile=smoke"], "no such experiment; did you mean kaisa_u"),
+    ],
+)
+def test_bad_input(tmp_path, overrides, said):
+    (tmp_path / "experiment" / "mine").mkdir(parents=True)
+    (tmp_path / "experiment" / "mine" / "smoke.yaml").write_text("# @package _global_\nseed: 3\n")
+    with pytest.raises(UsageError, match=said):
+        compose.load(overrides, tmp_path)
+    assert compose.load(["experiment=mine", "profile=smoke"], tmp_path).seed == 3
+
+
+def test_sweeps_have_one_profile_for_all_experiments():
+    given = ["experiment=a,b", "profile=smoke", "seed=1,2"]
+    assert profiles.apply(given, []) == ["experiment=a,b", "seed=1,2"]  # unknown: Hydra says so
+    assert compose.with_profile(["experiment=kaisa_unet_lgg,lgg_unet"]) == [
+        "experiment=kaisa_unet_lgg/paper,lgg_unet"
+    ]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kfac_bench"
+
+
+def files(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_demo_is_made_once_and_is_that_of_make_demo(cache, tmp_path, monkeypatch):
+    place = demo_folder.folder("lgg")
+    demo_folder.make("lgg", tmp_path / "own")
+    assert files(place) == files(tmp_path / "own") != {}
+    assert [p.name for p in cache.iterdir()] == [place.name]
+    monkeypatch.setattr(demo_folder, "make", None)
+    assert demo_folder.folder("lgg") == place
+
+
+def test_data_root_demo(cache):
+    config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke"])
+    assert build.build_data(config.data, config.task).train_size == 192
+    config.data.name = "mine"
+    with pytest.raises(UsageError, match="no demo of data=mine, only of shards, cifar10, lgg"):
+        build.build_data(config.data, config.task)
+
+
+def test_the_digits_are_the_same_in_all_layouts(cache):
+    found = {}
+    for name in ("imagefolder", "shards", "cifar10"):
+        data = build.build_data(compose.load([f"data={name}", "data.root=demo"]).data, None)
+        assert (data.num_classes, data.train_size, data.eval_size) == (10, 1347, 450)
+        if name != "cifar10":
+            batches = list(data.evaluate(450, Shard()))
+            found[name] = sorted(labels_of(batches))
+            assert batches[0][0].float().std() > 50
+    [(images, labels)] = data.evaluate(450, Shard())
+    assert sorted(labels.tolist()) == found["imagefolder"] == found["shards"]
+    [(digit, their_labels)] = digits.load(32, normalize=False).evaluate(450, Shard())
+    assert torch.equal(labels, their_labels)
+    expected = (digit * 255).round().expand(-1, 3, -1, -1)
+    assert (images - expected).abs().max() <= 1
+
+
+def labels_of(batches):
+    return [label for _, labels in batches for label in labels.tolist()]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="cannot be written"):
+        demo_folder.folder("lgg")
+
+
+def made_here(cache):
+    import os
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        return str(demo_folder.folder("lgg"))
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+
+
+@pytest.mark.ranks
+def test_ranks_that_make_it_at_once_get_one(tmp_path):
+    first, second = run_ranks(2, made_here, str(tmp_path))
+    assert first == second
+    assert list((tmp_path / "kfac_bench").iterdir()) == [Path(first)]
+    assert len(files(Path(first))) == 512

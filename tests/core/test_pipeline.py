@@ -1,0 +1,154 @@
+"""Pipeline stages: each rank preconditions the layers it holds, and all is as in one process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
+from kfac_bench.core.planning.plan import STRATEGIES
+from tests.support import ROOT
+from tests.support.distributed import run_ranks
+from tests.support.training import (
+    after_step,
+    assert_close,
+    batch,
+    make_kfac,
+    my_part,
+    one_process,
+    sgd,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.ranks
+
+MICRO_BATCHES = 4
+
+
+def train_stage(data_parallel, schedule, strategy, dtype=None):
+    """This rank's stage of two, beside one process; the clip factors."""
+    mesh = init_device_mesh("cpu", (data_parallel, 2), mesh_dim_names=("dp", "pp"))
+    rank, stages = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    layers = list(tiny_model())  # the second stage has the most work
+    mine = nn.Sequential(*(layers[:5], layers[5:])[rank])
+    collective, model = SingleProcess(), mine
+    if data_parallel > 1:
+        group = mesh.get_group("dp")
+        collective, model = (
+            TorchCollective(group),
+            DistributedDataParallel(mine, process_group=group),
+        )
+    optimizer = sgd(mine)
+    kfac = make_kfac(
+        mine,
+        optimizer,
+        {"strategy": strategy, "spread": False},
+        collective=collective,
+        model_parallel=TorchCollective(stages),
+    )
+    size = 32 // data_parallel // MICRO_BATCHES
+    shapes = [torch.empty(size, 1, 6, 6)] + [
+        torch.empty(size, n, dtype=dtype, requires_grad=True) for n in (12, 3)
+    ]
+    stage = PipelineStage(
+        model,
+        rank,
+        2,
+        torch.device("cpu"),
+        input_args=shapes[rank],
+        output_args=shapes[rank + 1],
+        group=stages,
+    )
+    pipeline = schedule(stage, MICRO_BATCHES, loss_fn=F.cross_entropy)
+    first = 0 if rank == 0 else len(list(nn.Sequential(*layers[:5]).parameters()))
+    own = slice(first, first + len(list(mine.parameters())))
+    nus = []
+    options = (("spread", False),)
+    for step, (grads, weights, after) in enumerate(one_process(tiny_model, batch, options)):
+        x, y = my_part(*batch(step), rank=mesh.get_local_rank("dp"), world=data_parallel)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            pipeline.step(*([x] if rank == 0 else []), **({"target": y} if rank == 1 else {}))
+        kfac.step(loss_scale=MICRO_BATCHES)
+        if dtype is not None:
+            got = torch.cat([p.grad.flatten() for p in mine.parameters()])
+            want = torch.cat([g.flatten() for g in grads[own]])
+            assert F.cosine_similarity(got, want, 0) > (0.99 if step < 3 else 0.9)
+            optimizer.step()
+            continue
+        assert_close([p.grad for p in mine.parameters()], grads[own])
+        optimizer.step()
+        assert_close([p.detach() for p in mine.parameters()], weights[own])
+        assert after_step(kfac) == pytest.approx(after, rel=1e-3)
+        nus.append(after_step(kfac)[0])
+    return nus
+
+
+@pytest.mark.supports("pipeline", "gradient accumulation")
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_two_stages_equal_one_process(schedule):
+    first, second = run_ranks(2, train_stage, 1, schedule, "comm_opt")
+    assert first == second
+    assert all(0 < nu < 0.9 for nu in first), "the clip is not at work"
+
+
+@pytest.mark.supports("pipeline", "bf16 autocast")
+def test_two_stages_in_autocast_go_where_one_process_in_fp32_goes():
+    run_ranks(2, train_stage, 1, ScheduleGPipe, "comm_opt", torch.bfloat16)
+
+
+@pytest.mark.supports("pipeline", "{strategy}")
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "local_factors"])
+def test_two_stages_on_two_ranks_each_equal_one_process(strategy):
+    nus = run_ranks(4, train_stage, 2, ScheduleGPipe, strategy)
+    assert all(n == nus[0] for n in nus)
+
+
+def groups_on_rank():
+    """Ranks of a group count from 0: messages of the group {1, 3} of four ranks."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    collective = TorchCollective(groups[dist.get_rank() % 2])
+    me, world = collective.rank, (0, 1)
+    collective.prepare([world])
+    x = torch.full((2,), float(dist.get_rank()))
+    collective.broadcast(x, 1, world, "b").wait()
+    summed = torch.full((2,), float(dist.get_rank()))
+    collective.reduce(summed, 1, world, "r").wait()
+    return me, x[0].item(), summed[0].item() if me == 1 else None
+
+
+def test_a_collective_over_a_group_counts_its_own_ranks():
+    assert run_ranks(4, groups_on_rank) == [(0, 2, None), (0, 3, None), (1, 2, 2), (1, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "tensor_parallel", marks=pytest.mark.supports("tensor parallel", "documented command")
+        ),
+        pytest.param("pipeline", marks=pytest.mark.supports("pipeline", "documented command")),
+    ],
+)
+def test_an_example_learns(name):
+    root = ROOT
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, f"examples/{name}.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    assert last < 0.8 * first

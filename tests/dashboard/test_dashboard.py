@@ -1,0 +1,277 @@
+"""The dashboard as code: it names what the sink logs, and is what the golden file says."""
+
+import dataclasses
+import json
+import re
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kfac_bench import cli
+from kfac_bench.benchmark.scaling.measured import STAGES as FIG7
+from kfac_bench.config import compose
+from kfac_bench.core.planning import plan
+from kfac_bench.dashboard import scope, views
+from kfac_bench.dashboard.content import GROUPS, SECTIONS, STAGES, WORLD_SIZE
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import (
+    Checkpointed,
+    Evaluated,
+    Predicted,
+    RunEnded,
+    SampleSkipped,
+    TargetReached,
+    Trained,
+)
+from kfac_bench.record.sinks import wandb_history
+from kfac_bench.record.sinks.wandb import WandbSink
+from kfac_bench.training import environment
+from kfac_bench.training.run_directory import flat
+from tests.support.runs import train
+from tests.support.wandb_here import KEY
+
+pytestmark = pytest.mark.usefixtures("fresh_wandb")
+GOLDEN = Path(__file__).parent / "golden" / "dashboard.json"
+CHARTS = [chart for section in SECTIONS for chart in section.charts]
+
+
+def every_event(directory):
+    """One of each kind that measures something, no field left out."""
+    (directory / "p").mkdir(parents=True)
+    Image.fromarray(np.zeros((3, 3), np.uint8)).save(directory / "p" / "0.png")
+    kinds = {name for name, op in vars(plan).items() if is_op(op)} | {"WriteBack"}
+    stages = dict.fromkeys(kinds, 0.5)
+    yield Trained(
+        *(1, 0.1, 0.2, 3.0, 0.4, 5.0),
+        nu=0.5,
+        cosine={"layer1.0": 0.5},
+        stage_s=stages,
+        damping=0.1,
+        failed_decompositions=0,
+        dropped_statistics=0,
+        data_wait_share=0.1,
+        stage_mean_s=stages,
+        peak_memory_bytes=1e6,
+    )
+    yield Evaluated(1, 0.1, 0.2, {"accuracy": 0.5}, 3)
+    yield SampleSkipped(1, 0.1, "x", "y", 0, 1)
+    yield TargetReached(1, 0.1, "accuracy", 0.5, 0.4)
+    yield Checkpointed(1, 0.1, "x", 0.1)
+    items = [
+        {"caption": "a", "file": "p/0.png", "text": None},
+        {"caption": "b", "file": None, "text": "words"},
+    ]
+    yield Predicted(1, 0.1, "p", items)
+
+
+def is_op(op):
+    leaf = isinstance(op, type) and issubclass(op, plan.Op) and op not in (plan.Op, plan.Message)
+    return leaf and dataclasses.is_dataclass(op)
+
+
+def logged(directory):
+    """Names that the sink logs for every kind of event, as W&B has them."""
+    sink = WandbSink(
+        directory, "r", "p", None, {}, "offline", metric="accuracy", higher_is_better=True
+    )
+    events = list(every_event(directory))
+    for event in events:
+        if isinstance(event, Trained):  # a new field is in here, or this test says nothing of it
+            unset = [f.name for f in dataclasses.fields(event) if getattr(event, f.name) is None]
+            assert unset == []
+        sink.write(event)
+    sink.write(RunEnded(1, 0.1, "finished"))
+    sink.close()
+    assert not sink.failed
+    rows = list(wandb_history.offline(directory))
+    assert len(rows) == len(events)
+    media = {"predictions", "predicted_texts"}
+    names = {re.sub(r"^(predict\w+)\..*", r"\1", name) for row in rows for name in row}
+    assert media <= names
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_every_chart_names_what_the_sink_logs_and_nothing_is_forgotten(tmp_path):
+    names = logged(tmp_path)
+    shown = {"step", "train_s"}
+    for chart in CHARTS:
+        matching = {name for name in names if chart.pattern and re.search(chart.pattern, name)}
+        assert matching or not chart.pattern, chart
+        assert set(chart.keys) <= names, chart
+        assert bool(chart.keys) != bool(chart.pattern), chart
+        if chart.kind in ("line", "area"):
+            assert chart.x in names
+        shown |= matching | set(chart.keys)
+    assert names - shown == {"epoch", "train/epoch"}
+
+
+def test_patterns_are_read_alike_by_go_and_javascript():
+    patterns = [chart.pattern for chart in CHARTS if chart.pattern]
+    assert len(patterns) >= 4
+    assert all(re.fullmatch(r"[a-z_/]+\.\+", pattern) for pattern in patterns)
+
+
+def test_stages_are_those_of_the_plan():
+    ops = {name for name, op in vars(plan).items() if is_op(op)} | {"WriteBack"}
+    assert set(STAGES) == ops
+    assert {kind for kinds in FIG7.values() for kind in kinds} == ops
+
+
+def test_options_are_those_that_w_and_b_gets(tmp_path):
+    """In the configuration of a run that was really made, with its environment."""
+    train(tmp_path, "kfac=none", "trainer.max_steps=1", "logger=wandb", "logger.mode=offline")
+    [log] = tmp_path.glob("*/wandb/offline-run-*/*.wandb")
+    config = wandb_config(log)
+    for option in (*GROUPS, WORLD_SIZE):
+        value = config
+        for key in option.split("."):
+            value = value[key]
+    assert value == 1
+    assert set(GROUPS) <= flat(asdict(compose.load([]))).keys()
+    assert config["environment"]["hardware"] == environment.describe()["hardware"]
+
+
+def wandb_config(log):
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    [run] = [r["run"] for r in map(json.loads, lines) if r["type"] == "run"]
+    return run["config"]["update"]
+
+
+def test_the_dashboard_is_the_golden_file(tmp_path):
+    """After a change: kfac-bench dashboard dry-run --project kfac_bench --entity me \
+    --out tests/dashboard/golden/dashboard.json, and look at the difference."""
+    assert views.as_json(views.Scope("kfac_bench", "me")) == json.loads(GOLDEN.read_text())
+
+
+def test_all_that_is_asked_for_is_on_it():
+    text = GOLDEN.read_text()
+    titles = [section.name for section in SECTIONS]
+    spec = json.loads(text)["workspace"]["spec"]["section"]
+    assert [s["name"] for s in spec["panelBankConfig"]["sections"]] == titles
+    panels = [p for s in spec["panelBankConfig"]["sections"] for p in s["panels"]]
+    assert len(panels) == len(CHARTS)
+    assert {p["config"].get("xAxis") for p in panels} >= {"step", "train_s"}
+    grids = [b for b in json.loads(text)["report"]["spec"]["blocks"] if b["type"] == "panel-grid"]
+    assert [len(g["metadata"]["panelBankSectionConfig"]["panels"]) for g in grids] == [
+        len(s.charts) for s in SECTIONS
+    ]
+    for grid in grids:  # none lies on another
+        places = [
+            (p["layout"]["x"], p["layout"]["y"])
+            for p in grid["metadata"]["panelBankSectionConfig"]["panels"]
+        ]
+        assert len(set(places)) == len(places)
+
+
+# ---- of runs ----
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """SGD and K-FAC, of one project."""
+    more = ("trainer.max_steps=12", "trainer.log_freq=4", "trainer.target=1e-9")
+    more += ("kfac.update_freq=4", "kfac.factor_update_freq=2", "logger.project=mine")
+    train(tmp_path / "runs", "kfac=none", *more, "run_id=sgd")
+    train(tmp_path / "runs", *more, "run_id=kfac")
+    return tmp_path / "runs"
+
+
+def test_runs_bring_their_tables_and_their_project(tmp_path, two_runs, capsys):
+    out = tmp_path / "d.json"
+    assert call("dashboard", "dry-run", str(two_runs), "--out", str(out)) == 0
+    said = capsys.readouterr().out
+    assert "in your entity/mine: " in said
+    assert "2 tables from event files" in said
+    made = json.loads(out.read_text())
+    tables = [b for b in made["report"]["spec"]["blocks"] if b["type"] == "markdown-block"]
+    assert "not reached" in json.dumps(tables[0])
+    assert "decompositions" in json.dumps(tables[1])
+    filters = made["workspace"]["spec"]["section"]["runSets"][0]["filters"]
+    assert "kfac" in json.dumps(filters)
+    assert json.dumps(made["report"]).count(json.dumps(filters)) == len(SECTIONS)
+
+
+def test_without_wandb_workspaces_one_line_names_the_extra(monkeypatch, capsys):
+    import importlib
+
+    real = importlib.import_module
+
+    def absent(name, *rest):
+        if name.startswith("wandb_workspaces"):
+            raise ModuleNotFoundError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    assert call("dashboard", "dry-run") == 2
+    assert capsys.readouterr().err.endswith("pip install 'kfac-bench[dashboard]'\n")
+
+
+def call(*words):
+    with pytest.raises(SystemExit) as stop:
+        cli.bench(list(words))
+    return stop.value.code
+
+
+# ---- push ----
+
+
+def test_push_without_a_key_is_one_line_at_once(capsys):
+    assert call("dashboard", "push") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kfac-bench: dashboard push needs W&B's server: no API key")
+    assert len(said.splitlines()) == 1
+
+
+def test_push_without_a_server_is_one_line_within_seconds(monkeypatch, capsys):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    began = time.monotonic()
+    assert call("dashboard", "push") == 2
+    assert time.monotonic() - began < 10
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_server_that_does_not_answer_is_given_up(monkeypatch):
+    """It accepts, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(views, "PUSH_S", 1.0)
+        began = time.monotonic()
+        with pytest.raises(UsageError, match="did not take the dashboard within 1 s"):
+            views.push(views.Scope("p", "e"))
+        assert time.monotonic() - began < 6
+
+
+def test_push_creates_both_and_then_overwrites_them(stand_in, tmp_path, capsys):
+    """On a stand-in for the server: what it gets is what dry-run writes."""
+    for _ in range(2):
+        assert call("dashboard", "push", "--project", "p", "--entity", "me") == 0
+        said = capsys.readouterr().out.splitlines()
+        assert [line.partition(": ")[0] for line in said] == ["workspace", "report"]
+        kinds = {view["type"]: view for view in stand_in.views.values()}
+        assert len(stand_in.views) == len(kinds) == 2
+        golden = views.as_json(views.Scope("p", "me"))
+        for name, kind in (("workspace", "project-view"), ("report", "runs")):
+            spec = json.loads(kinds[kind]["spec"])
+            assert views._without_ids(spec) == golden[name]["spec"]
+            assert kinds[kind]["displayName"] == views.TITLE
+
+
+def test_runs_of_several_projects_go_where_it_is_said(tmp_path):
+    assert scope.of_runs([], None, None).project == "kfac_bench"
+    assert scope.of_runs([], "p", "e").entity == "e"

@@ -1,0 +1,335 @@
+"""``kfac-bench wandb upload``: every point of the event file is with W&B, none of them twice."""
+
+import fcntl
+import json
+import math
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from kfac_bench import cli
+from kfac_bench.dashboard import upload
+from kfac_bench.record.events import (
+    Evaluated,
+    EventLog,
+    JsonlSink,
+    Predicted,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    SampleSkipped,
+    Trained,
+    read,
+)
+from kfac_bench.record.sinks import wandb_history
+from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.wandb import WandbSink
+from tests.support import ROOT
+from tests.support.runs import KFAC, train
+
+pytestmark = pytest.mark.usefixtures("fresh_wandb")
+
+
+def call(*words):
+    with pytest.raises(SystemExit) as stop:
+        cli.bench(["wandb", "upload", *map(str, words)])
+    return stop.value.code
+
+
+def rows_of(path):
+    """What W&B's own reader finds in all offline runs of the run; its own fields left out."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith("_")}
+        for row in wandb_history.offline(path)
+    ]
+
+
+def check_all_is_there(path):
+    """Each event that measures something is one row, number by number, and there are no others."""
+    rows = rows_of(path)
+    for event in read(path):
+        if wanted := metrics_of(event):
+            [i] = [i for i, row in enumerate(rows) if row == wanted]
+            rows.pop(i)
+        elif isinstance(event, Predicted):
+            [i] = [i for i, row in enumerate(rows) if any("predict" in name for name in row)]
+            row = rows.pop(i)
+            assert (row["step"], row["train_s"]) == (event.step, event.train_s)
+    assert rows == []
+
+
+def write(path, *events, higher=True):
+    """An event file by hand."""
+    path.mkdir(parents=True, exist_ok=True)
+    log = EventLog([JsonlSink(path / "events.jsonl")])
+    config = {"logger": {"project": "mine", "entity": None}, "seed": 0}
+    for event in (RunStarted(0, 0.0, path.name, "accuracy", higher, config, {}), *events):
+        log.emit(event)
+    log.close()
+    return path
+
+
+def trained(step, **more):
+    return Trained(step, 0.5 * step, 0.1 * step, 1 / (step + 1), 0.1, 100.0, **more)
+
+
+def test_a_real_run_goes_up_whole_with_its_pictures_and_once(tmp_path, capsys):
+    _, path = train(tmp_path, *KFAC, "trainer.max_steps=10", "trainer.log_freq=2", "run_id=a")
+    assert call(tmp_path, "--offline") == 0
+    said = capsys.readouterr().out
+    count = sum(bool(metrics_of(e)) for e in read(path)) + 1
+    assert f"{path}: {count} of {count} points sent; W&B is offline" in said
+    check_all_is_there(path)
+    [log] = path.glob("wandb/offline-run-*/run-a.wandb")
+    [event] = [e for e in read(path) if isinstance(e, Predicted)]
+    uploaded = sorted(log.parent.rglob("files/media/images/*.png"))
+    assert len(uploaded) == sum(item["file"] is not None for item in event.items) == 8
+    assert {Image.open(x).tobytes() for x in uploaded} == {
+        Image.open(path / item["file"]).convert("RGB").tobytes() for item in event.items
+    }
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    [run] = [r["run"] for r in map(json.loads, lines.splitlines()) if r["type"] == "run"]
+    assert run["project"] == "kfac_bench"
+    assert run["config"]["update"]["kfac"]["update_freq"] == 4
+    assert run["config"]["update"]["environment"]["world_size"] == 1
+    assert '"exit_code":0' in lines.replace(" ", "")
+
+    assert call(tmp_path, "--offline") == 0
+    assert f"all of its {count} points are there" in capsys.readouterr().out
+    assert len(list(path.glob("wandb/offline-run-*"))) == 1
+
+
+KILLED = """
+import contextlib, os, pathlib, signal, sys, time
+from kfac_bench.events import read
+from kfac_bench.sinks.wandb import WandbSink
+path = pathlib.Path(sys.argv[1])
+sink = WandbSink(path, "killed", "mine", None, {}, "offline", metric="accuracy",
+                 higher_is_better=True)
+for number, event in enumerate(read(path)):
+    if number == 120:
+        time.sleep(1.0)  # what was sent is on disk
+        for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                pid, name, _, parent = stat.read_text().split()[:4]
+                if name == "(wandb-core)" and parent == str(os.getpid()):
+                    os.kill(int(pid), signal.SIGKILL)
+    sink.write(event)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_only_what_a_killed_w_and_b_lost_is_sent(tmp_path, capsys):
+    path = write(tmp_path / "killed", *map(trained, range(1, 301)), RunEnded(300, 150.0, "reached"))
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), path], cwd=ROOT)
+    assert done.returncode == -9
+    there = len(rows_of(path))
+    assert 0 < there < 200
+    assert call(path, "--offline") == 0
+    assert f"{300 - there} of 300 points sent" in capsys.readouterr().out
+    check_all_is_there(path)
+    assert {log.name for log in path.glob("wandb/offline-run-*/*.wandb")} == {
+        "run-killed.wandb"
+    }  # one id
+    assert len(list(path.glob("wandb/offline-run-*/*.wandb"))) == 2
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize(
+    "line", ['{"event": "Trained", "step": 4, "tr', "\x00\x00", "[1]", '{"event": 1}']
+)
+def test_a_damaged_last_line_is_left_out_and_told_of(tmp_path, line, end):
+    path = write(tmp_path / "run", trained(1), trained(2))
+    with (path / "events.jsonl").open("a") as file:
+        file.write(line + end)
+    events, damage = upload.read(path / "events.jsonl")
+    if line == '{"event": 1}':  # an event of a later version
+        assert (damage, len(events)) == ("", 3)
+    else:
+        assert (damage, len(events)) == ("line 4, the last, is damaged: left out", 3)
+
+
+def test_a_damaged_run_goes_up_but_for_its_last_line(tmp_path, capsys):
+    path = write(tmp_path / "run", trained(1), trained(2))
+    whole = (path / "events.jsonl").read_text()
+    (path / "events.jsonl").write_text(whole[:-9])
+    assert call(path, "--offline") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{path}: line 3, the last, is damaged: left out"
+    assert "1 of 1 points sent" in second
+    assert [row["step"] for row in rows_of(path)] == [1]
+
+
+def test_damage_elsewhere_is_an_error_of_that_run_alone(tmp_path, capsys):
+    bad = write(tmp_path / "a", trained(1), trained(2)) / "events.jsonl"
+    bad.write_text(bad.read_text().replace('"Trained"', "Trained", 1))
+    good = write(tmp_path / "b", trained(1))
+    assert call(tmp_path, "--offline") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert re.search(r"a/events.jsonl:2: not an event", said[0])
+    assert "1 of 1 points sent" in said[1]
+    check_all_is_there(good)
+
+
+def test_events_that_a_resume_made_void_are_not_sent(tmp_path):
+    path = write(tmp_path / "run", trained(1), trained(2), trained(3), Resumed(1, 0.5, "x"))
+    assert [p.row["step"] for p in upload.points(read(path), path)] == [1]
+
+
+def test_rows_are_told_apart_and_counted():
+    """Two files skipped at one step; a metric and a checkpoint at one moment; no number at all."""
+    skipped = [SampleSkipped(2, 1.0, "x", "y", 0, count) for count in (1, 2)]
+    same = [trained(2), Evaluated(2, 1.0, 0.2, {"accuracy": math.nan})]
+    wanted = upload.points([*skipped, *same], Path())
+    assert len(wanted) == 4
+    rows = [dict(point.row) | {"_step": i, "_timestamp": 1.0} for i, point in enumerate(wanted)]
+    for i in range(4):
+        assert upload.missing(wanted, rows[:i] + rows[i + 1 :]) == [wanted[i]]
+    assert upload.missing(wanted, rows) == []
+    assert upload.missing(wanted, []) == wanted
+    twice = upload.points([trained(2), trained(2)], Path())
+    assert upload.missing(twice, rows) == twice[1:]
+
+
+def test_an_event_file_of_somebody_else_brings_no_file_of_mine_along(tmp_path, capsys):
+    secret = tmp_path / "secret.png"
+    Image.new("L", (3, 3)).save(secret)
+    items = [
+        {"caption": "a", "file": "../secret.png", "text": None},
+        {"caption": "b", "file": str(secret), "text": "shown\x1b[31m"},
+        "no item",
+        {"caption": 3, "file": ["x"], "text": {"y": 1}},
+    ]
+    odd = [
+        trained(1, cosine={"a": "b"}),
+        trained(2, stage_s={"\x1b": "z", "b": 10**400}),
+        Evaluated(3, 1.5, 0.3, {"accuracy": None, "other": 1.0}),
+    ]
+    path = write(tmp_path / "run", *odd, Predicted(3, 1.5, "p", items))
+    assert call(path, "--offline") == 0
+    assert "Traceback" not in capsys.readouterr().err
+    assert list(path.rglob("*.png")) == []
+    rows = rows_of(path)
+    assert [r["eval/other"] for r in rows if "eval/other" in r] == [1.0]
+    assert not any("eval/accuracy" in row for row in rows)
+    [table] = path.rglob("files/media/table/*.json")
+    assert json.loads(table.read_text())["data"] == [["b", "shown\ufffd[31m"]]
+
+
+def test_a_run_that_is_being_trained_is_left_alone(tmp_path, capsys):
+    path = write(tmp_path / "run", trained(1))
+    with (path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert call(path, "--offline") == 1
+    assert "is being trained: wait until it has ended" in capsys.readouterr().out
+    assert call(path, "--offline") == 0
+
+
+def test_without_a_key_one_line_says_what_else_can_be_done(tmp_path, capsys):
+    path = write(tmp_path / "run", trained(1))
+    assert call(path) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kfac-bench: wandb upload needs W&B's server: no API key is configured")
+    assert "--offline" in line
+
+
+def test_no_runs_and_no_beginning_are_one_line_each(tmp_path, capsys):
+    assert call(tmp_path / "nothing", "--offline") == 2
+    assert "no such run" in capsys.readouterr().err
+    (tmp_path / "events.jsonl").write_text("\n")
+    assert call(tmp_path, "--offline") == 1
+    assert "no RunStarted event" in capsys.readouterr().out
+
+
+def test_what_a_benchmark_computed_is_no_run_to_send(tmp_path, capsys):
+    path = write(tmp_path / "run")
+    file = path / "events.jsonl"
+    file.write_text(file.read_text().replace('"seed": 0', '"computed": "plan"'))
+    assert call(path, "--offline") == 0
+    assert capsys.readouterr().out == f"{path}: computed, not trained: nothing to send\n"
+    assert [p.name for p in path.iterdir()] == ["events.jsonl"]
+
+
+def test_a_project_that_cannot_be_is_said(tmp_path, capsys):
+    path = write(tmp_path / "run", trained(1))
+    assert call(path, "--offline", "--project", "a/b") == 1
+    assert "has not got all of it" in capsys.readouterr().out
+
+
+def test_patience_lets_more_events_wait_than_a_training_would(tmp_path, monkeypatch):
+    from kfac_bench.record.sinks import wandb as sink_module
+
+    monkeypatch.setattr(sink_module, "QUEUED_EVENTS", 2)
+    options = {"metric": "accuracy", "higher_is_better": True, "patience_s": 60.0}
+    sink = WandbSink(tmp_path, "r", "p", None, {}, "offline", **options)
+    for step in range(200):
+        sink.log(metrics_of(trained(step)))
+    sink.close()
+    assert not sink.failed
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(200))
+
+
+# ---- online, to a stand-in for the server ----
+
+
+def served(stand_in, run):
+    return [{k: v for k, v in r.items() if not k.startswith("_")} for r in stand_in.runs[run].rows]
+
+
+def check_server_has_all(stand_in, path):
+    wanted = [row for event in read(path) if (row := metrics_of(event))]
+    rows = served(stand_in, path.name)
+    assert sorted(rows, key=lambda row: row["step"]) == wanted
+
+
+def test_what_the_server_has_is_not_sent_again(tmp_path, stand_in, capsys):
+    path = write(tmp_path / "a", *map(trained, range(1, 41)), RunEnded(40, 20.0, "finished"))
+    assert call(path) == 0
+    assert f"40 of 40 points sent; W&B: {stand_in.url}/me/mine/runs/a" in capsys.readouterr().out
+    check_server_has_all(stand_in, path)
+    assert stand_in.runs["a"].state == "finished"
+    stand_in.asked.clear()
+    assert call(path) == 0
+    assert "all of its 40 points are there: nothing to do" in capsys.readouterr().out
+    assert "UpsertBucket" not in stand_in.asked
+
+    del stand_in.runs["a"].rows[10:25]  # as after a crash, and a resume that logged on
+    stand_in.runs["a"].state = "crashed"
+    assert call(path) == 0
+    assert "15 of 40 points sent" in capsys.readouterr().out
+    assert sorted(r["step"] for r in stand_in.runs["a"].rows) == list(range(1, 41))
+    steps = [r["_step"] for r in stand_in.runs["a"].rows]
+    assert steps == sorted(set(steps))  # W&B's own counter never went back
+    assert stand_in.runs["a"].state == "finished"
+
+
+def test_a_run_that_only_looks_crashed_is_ended(tmp_path, stand_in):
+    path = write(tmp_path / "a", trained(1), trained(2), RunEnded(2, 1.0, "failed"))
+    assert call(path) == 0
+    stand_in.runs["a"].state = "crashed"
+    assert call(path) == 0
+    assert stand_in.runs["a"].state == "failed"
+    check_server_has_all(stand_in, path)
+
+
+def test_a_server_that_hides_rows_gets_none_twice(tmp_path, stand_in, capsys, monkeypatch):
+    path = write(tmp_path / "a", trained(1), trained(2), RunEnded(2, 1.0, "finished"))
+    assert call(path) == 0
+    real = stand_in.run
+    monkeypatch.setattr(stand_in, "run", lambda *words: real(*words) | {"history": []})
+    assert call(path) == 1
+    assert "has rows up to 1, and sends none" in capsys.readouterr().out
+    assert len(stand_in.runs["a"].rows) == 2
+
+
+def test_pictures_go_to_the_server(tmp_path, stand_in):
+    _, path = train(tmp_path, *KFAC, "trainer.max_steps=4", "run_id=a", "trainer.predictions=3")
+    assert call(path, "--project", "p") == 0
+    assert sum(name.endswith(".png") for name in stand_in.runs["a"].files) == 3
+    assert stand_in.runs["a"].config["environment"]["value"]["world_size"] == 1

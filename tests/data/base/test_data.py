@@ -1,0 +1,552 @@
+import io
+import pickle
+import random
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.nn import functional
+
+from kfac_bench.data.base.dataset import TensorData
+from kfac_bench.data.base.order import (
+    Shard,
+    epoch_order,
+    eval_indices,
+    mixed_seed,
+    steps_per_epoch,
+    train_indices,
+)
+from kfac_bench.data.images import cifar10, digits, imagefolder
+from kfac_bench.data.images import reading as pictures
+from kfac_bench.errors import UsageError
+
+ALONE = Shard()
+
+
+def prepared(data, batches):
+    """As the trainer gives them to a model."""
+    return [data.prepare(batch) for batch in batches]
+
+
+few = settings(max_examples=60, deadline=None)
+
+
+def equal(left, right):
+    """Whether two sequences of batches are bit-identical, and not both empty."""
+    left, right = list(left), list(right)
+    assert left
+    return len(left) == len(right) and all(
+        torch.equal(a, b)
+        for x, y in zip(left, right, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+# ---- the order of examples ----
+
+
+@few
+@given(
+    world=st.integers(1, 5),
+    local=st.integers(1, 6),
+    extra=st.integers(0, 60),
+    seed=st.integers(-3, 2**40),
+    epoch=st.integers(0, 5),
+)
+def test_ranks_share_each_global_batch_in_consecutive_parts(world, local, extra, seed, epoch):
+    batch, size = world * local, world * local + extra
+    whole = list(train_indices(size, batch, seed, epoch, 0, ALONE))
+    parts = [
+        list(train_indices(size, batch, seed, epoch, 0, Shard(r, world))) for r in range(world)
+    ]
+    assert len(whole) == steps_per_epoch(size, batch) == size // batch
+    for step, expected in enumerate(whole):
+        assert [len(part[step]) for part in parts] == [local] * world
+        assert torch.equal(torch.cat([part[step] for part in parts]), expected)
+    seen = torch.cat(whole).tolist()
+    assert seen == epoch_order(size, seed, epoch)[: len(seen)].tolist()
+    assert sorted(epoch_order(size, seed, epoch).tolist()) == list(range(size))
+
+
+@few
+@given(world=st.integers(1, 5), batch=st.integers(5, 20), size=st.integers(1, 70))
+def test_with_the_last_batch_every_example_is_seen_once(world, batch, size):
+    parts = [
+        list(train_indices(size, batch, 3, 1, 0, Shard(r, world), False)) for r in range(world)
+    ]
+    assert {len(part) for part in parts} == {steps_per_epoch(size, batch, False)}
+    seen = []
+    for step in zip(*parts, strict=True):
+        counts = [len(indices) for indices in step]
+        assert max(counts) - min(counts) <= 1
+        seen += torch.cat(step).tolist()
+    assert seen == epoch_order(size, 3, 1).tolist()
+
+
+@few
+@given(size=st.integers(8, 50), start=st.integers(0, 9), rank=st.integers(0, 1))
+def test_start_drops_that_many_batches(size, start, rank):
+    all_steps = list(train_indices(size, 8, 7, 1, 0, Shard(rank, 2)))
+    rest = list(train_indices(size, 8, 7, 1, start, Shard(rank, 2)))
+    assert [b.tolist() for b in rest] == [b.tolist() for b in all_steps[start:]]
+
+
+@few
+@given(size=st.integers(0, 70), batch=st.integers(1, 20), world=st.integers(1, 9))
+def test_evaluation_sees_every_example_exactly_once(size, batch, world):
+    per_rank = [list(eval_indices(size, batch, Shard(rank, world))) for rank in range(world)]
+    seen = [i for batches in per_rank for indices in batches for i in indices.tolist()]
+    assert sorted(seen) == list(range(size))
+    sizes = [len(indices) for batches in per_rank for indices in batches]
+    assert all(1 <= n <= -(-batch // world) for n in sizes)
+    counts = [sum(map(len, batches)) for batches in per_rank]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_orders_of_neighbouring_seeds_and_epochs_are_unrelated():
+    size = 400
+    orders = torch.stack([epoch_order(size, s, e) for s in range(8) for e in range(8)]).double()
+    correlation = torch.corrcoef(orders) - torch.eye(64)
+    assert correlation.abs().max() < 0.25  # 5 standard deviations
+    assert mixed_seed(0, 0) == 5104172916443561106  # the same in every process and version
+    assert mixed_seed(1, 12) != mixed_seed(11, 2)
+
+
+def test_batches_that_cannot_be_made_are_usage_errors():
+    with pytest.raises(UsageError, match=r"64 .* 63"):
+        train_indices(63, 64, 0, 0, 0, ALONE)
+    with pytest.raises(UsageError, match=r"3 .* 4 ranks"):
+        train_indices(100, 3, 0, 0, 0, Shard(1, 4))
+    with pytest.raises(UsageError, match="at least 1"):
+        train_indices(100, 0, 0, 0, 0, ALONE)
+    with pytest.raises(UsageError, match="at least 1"):
+        eval_indices(100, 0, ALONE)
+    with pytest.raises(ValueError, match="rank 2"):
+        Shard(2, 2)
+
+
+# ---- data in memory ----
+
+
+def numbered(augment=None, dtype=torch.float64, **kwargs):
+    """40 training and 5 evaluation images whose pixels and label are their number."""
+    labels = torch.arange(45)
+    images = labels.to(dtype).view(-1, 1, 1, 1).expand(-1, 2, 3, 4)
+    return TensorData(
+        "numbered",
+        (images[:40], labels[:40]),
+        (images[40:], labels[40:]),
+        45,
+        augment=augment,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.uint8, 255), (torch.float64, 1)])
+def test_images_are_scaled_normalised_and_stay_with_their_labels(dtype, scale):
+    data = numbered(dtype=dtype, mean=[0.5, 2.0], std=[2.0, 0.25])
+    assert data.shape == (2, 3, 4)
+    assert (data.train_size, data.eval_size, data.num_classes) == (40, 5, 45)
+    seen = []
+    batches = [*data.train(8, 0, 0, 0, ALONE), *data.evaluate(3, ALONE)]
+    for images, labels in prepared(data, batches):
+        assert images.dtype == torch.float32
+        assert images.shape[1:] == (2, 3, 4)
+        assert labels.dtype == torch.int64
+        expected = torch.stack([(labels / scale - 0.5) / 2, (labels / scale - 2) / 0.25], dim=1)
+        torch.testing.assert_close(images[:, :, 1, 2], expected)
+        seen += labels.tolist()
+    assert sorted(seen) == list(range(45))
+
+
+def noise(images, draws):
+    return images + draws[:, 0].view(-1, 1, 1, 1)
+
+
+def test_a_resumed_run_sees_bit_identical_augmented_batches():
+    data, state = numbered(augment=noise), torch.get_rng_state()
+    full = list(data.train(8, 3, 2, 0, Shard(1, 2)))
+    torch.rand(3)
+    assert equal(full[2:], numbered(augment=noise).train(8, 3, 2, 2, Shard(1, 2)))
+    torch.set_rng_state(state)
+    list(data.train(8, 3, 2, 0, ALONE))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert equal(numbered().evaluate(5, ALONE), data.evaluate(5, ALONE))
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_image_alone():
+    draws = {}
+    for seed, epoch in [(0, 0), (1, 0), (0, 1)]:
+        for who, batch_size in [(ALONE, 8), (ALONE, 40), (Shard(0, 2), 8), (Shard(1, 2), 8)]:
+            for images, labels in numbered(augment=noise).train(batch_size, seed, epoch, 0, who):
+                for image, label in zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True):
+                    assert draws.setdefault((seed, epoch, label), image) == image
+    assert len(draws) == 120
+    assert len({round(drawn - label, 9) for (_, _, label), drawn in draws.items()}) == 120
+
+
+def test_digits_split_is_fixed_stratified_and_scaled():
+    data = digits.load(normalize=False)
+    assert (data.shape, data.train_size, data.eval_size) == ((1, 8, 8), 1347, 450)
+    images, labels = next(data.evaluate(450, ALONE))
+    assert labels[:12].tolist() == [2, 0, 4, 9, 4, 1, 2, 4, 6, 7, 9, 1]
+    counts = labels.bincount(minlength=10)
+    assert (counts.min(), counts.max()) == (43, 46)
+    train, train_labels = next(data.train(1347, 0, 0, 0, ALONE))
+    every = torch.cat([images, train])
+    assert (every.min(), every.max()) == (0, 1)
+    assert torch.equal(every * 16, (every * 16).round())
+    assert torch.cat([labels, train_labels]).bincount().tolist() == [
+        178, 182, 177, 183, 181, 182, 181, 179, 174, 180,
+    ]  # fmt: skip
+
+
+def test_digits_are_normalised_by_the_training_set_and_resized():
+    data = digits.load()
+    [(images, _)] = prepared(data, data.train(1347, 0, 0, 0, ALONE))
+    assert abs(images.mean()) < 1e-5
+    assert abs(images.std() - 1) < 1e-5
+    small, _ = next(digits.load(normalize=False).evaluate(450, ALONE))
+    large, _ = next(digits.load(16, normalize=False).evaluate(450, ALONE))
+    assert large.shape == (450, 1, 16, 16)
+    torch.testing.assert_close(
+        large, functional.interpolate(small, scale_factor=2, mode="bilinear")
+    )
+    with pytest.raises(UsageError, match="image_size"):
+        digits.load(0)
+
+
+# ---- CIFAR-10 ----
+
+COUNT = 4  # records per file; the published files have 10000
+
+
+def cifar_content(file):
+    generator = np.random.default_rng(file)
+    pixels = generator.integers(0, 256, (COUNT, 3072), dtype=np.uint8)
+    return pixels, generator.integers(0, 10, COUNT).tolist()
+
+
+def binary_file(pixels, labels):
+    return b"".join(
+        bytes([label]) + row.tobytes() for row, label in zip(pixels, labels, strict=True)
+    )
+
+
+def python2_file(pixels, labels):
+    """The opcodes of the published files, which Python 2 wrote with protocol 2."""
+    raw, count = pixels.tobytes(), struct.pack("<i", len(pixels))
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R"
+        b"(K\x01J" + count + b"M\0\x0c\x86cnumpy\ndtype\nU\x02u1K\0K\x01\x87R"
+        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89"
+        b"T" + struct.pack("<i", len(raw)) + raw + b"tb"
+    )
+    numbers = b"".join(b"K" + bytes([label]) for label in labels)
+    return b"\x80\x02}(U\x04data" + array + b"U\x06labels](" + numbers + b"eu."
+
+
+def python3_file(protocol):
+    return lambda pixels, labels: pickle.dumps({"data": pixels, "labels": labels}, protocol)
+
+
+BINARY = ("cifar-10-batches-bin", "cifar-10-binary.tar.gz", binary_file)
+PYTHON = ("cifar-10-batches-py", "cifar-10-python.tar.gz", python2_file)
+
+
+def write_cifar(root, layout, packed=False):
+    folder, archive, encode = layout
+    end = ".bin" if folder.endswith("bin") else ""
+    names = [f"data_batch_{i}{end}" for i in range(1, 6)] + [f"test_batch{end}"]
+    (root / folder).mkdir(parents=True)
+    for file, name in enumerate(names):
+        (root / folder / name).write_bytes(encode(*cifar_content(file)))
+    if packed:
+        with tarfile.open(root / archive, "w:gz") as tar:
+            tar.add(root / folder, folder)
+        for name in names:
+            (root / folder / name).unlink()
+        (root / folder).rmdir()
+    return root
+
+
+def check_cifar(data):
+    assert (data.shape, data.num_classes) == ((3, 32, 32), 10)
+    assert (data.train_size, data.eval_size) == (5 * COUNT, COUNT)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (cifar10.MEAN, cifar10.STD))
+    [(images, labels)] = prepared(data, data.evaluate(COUNT, ALONE))
+    pixels, expected = cifar_content(5)
+    assert labels.tolist() == expected
+    stored = torch.from_numpy(pixels).view(-1, 3, 32, 32)
+    torch.testing.assert_close(images, (stored / 255 - mean) / std)
+    [(images, labels)] = prepared(data, data.train(5 * COUNT, 0, 0, 0, ALONE))
+    source = [cifar_content(file) for file in range(5)]
+    order = epoch_order(5 * COUNT, 0, 0)
+    stored = torch.from_numpy(np.concatenate([p for p, _ in source])).view(-1, 3, 32, 32)[order]
+    torch.testing.assert_close(images, (stored / 255 - mean) / std)
+    assert labels.tolist() == torch.tensor([v for _, y in source for v in y])[order].tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", [BINARY, PYTHON])
+def test_cifar10_is_read_from_every_published_layout(tmp_path, layout, packed):
+    root = write_cifar(tmp_path, layout, packed)
+    check_cifar(cifar10.load(root, augment=False))
+    check_cifar(cifar10.load(root / layout[1 if packed else 0], augment=False))
+    assert len(list(root.iterdir())) == 1  # nothing was extracted
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_cifar10_repickled_with_this_numpy_is_read(tmp_path, protocol):
+    layout = (PYTHON[0], PYTHON[1], python3_file(protocol))
+    check_cifar(cifar10.load(write_cifar(tmp_path, layout), augment=False))
+
+
+@pytest.mark.parametrize(
+    ("layout", "keep"),
+    [(BINARY, -1), (BINARY, 0), (PYTHON, -1), (PYTHON, 0), (PYTHON, 500)],
+)
+def test_a_truncated_cifar10_file_is_named(tmp_path, layout, keep):
+    root = write_cifar(tmp_path, layout)
+    path = next((root / layout[0]).glob("data_batch_3*"))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UsageError, match=f"{path.name} in .* damaged") as caught:
+        cifar10.load(root)
+    assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(UsageError, match=f"lacks the file {path.name}"):
+        cifar10.load(root)
+
+
+@pytest.mark.parametrize("layout", [BINARY, PYTHON])
+def test_a_truncated_cifar10_archive_is_named(tmp_path, layout):
+    archive = write_cifar(tmp_path, layout, packed=True) / layout[1]
+    archive.write_bytes(archive.read_bytes()[:-3000])
+    with pytest.raises(UsageError, match=str(archive)):
+        cifar10.load(tmp_path)
+
+
+def test_cifar10_contents_are_checked(tmp_path):
+    pixels, labels = cifar_content(0)
+    for decode, content in [
+        (cifar10.decode_binary, binary_file(pixels, [10, *labels[1:]])),
+        (cifar10.decode_python, python2_file(pixels, [10, *labels[1:]])),
+        (cifar10.decode_python, python2_file(pixels, labels[1:])),
+        (cifar10.decode_python, python3_file(5)(pixels[:, :3071], labels)),
+        (cifar10.decode_python, python3_file(4)(pixels.view(np.int8), labels)),
+        (cifar10.decode_python, python2_file(pixels, labels).replace(b"J\x04", b"J\x05", 1)),
+        (
+            cifar10.decode_python,
+            python2_file(pixels, labels).replace(b"J\4\0\0\0", b"J" + b"\xff" * 4),
+        ),
+        (
+            cifar10.decode_python,
+            python2_file(pixels, labels).replace(b"J\4\0\0\0", b"G" + b"\0" * 8),
+        ),
+        (cifar10.decode_python, pickle.dumps([1, 2])),
+        (cifar10.decode_python, pickle.dumps({"data": [1], "labels": labels})),
+    ]:
+        with pytest.raises(ValueError, match=r"label|shape|uint8|dictionary"):
+            decode(content)
+    with pytest.raises(UsageError, match=r"cifar-10-batches-bin/data_batch_1\.bin") as caught:
+        cifar10.load(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Touch:
+    """Creates a file when unpickled without care."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_malicious_pickle_is_refused_and_executes_nothing(tmp_path, protocol):
+    canary = tmp_path / "executed"
+    content = pickle.dumps({"data": Touch(canary)}, protocol)
+    pickle.loads(content)
+    assert canary.exists()  # the attack works on the ordinary unpickler
+    canary.unlink()
+    write_cifar(tmp_path, PYTHON)
+    (tmp_path / PYTHON[0] / "data_batch_2").write_bytes(content)
+    with pytest.raises(UsageError, match=r"data_batch_2 .* not allowed"):
+        cifar10.load(tmp_path)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02cbuiltins\neval\nU\x011\x85R.",
+        b"\x80\x02cnumpy\nload\nU\x011\x85R.",
+        b"\x80\x02cnumpy\nndarray\n}U\x05stateK\x01sb.",  # a state for the class itself
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\nN}U\x05stateK\x01s\x86b.",
+        b"\x80\x02cnumpy\ndtype\n)R.",  # a type instead of data
+    ],
+)
+def test_hostile_opcodes_are_refused(content):
+    with pytest.raises(ValueError, match=r".") as caught:
+        cifar10.decode_python(content)
+    assert type(caught.value) is ValueError
+    pixels, labels = cifar_content(0)
+    assert cifar10.decode_python(python2_file(pixels, labels))[1].tolist() == labels
+
+
+def test_an_archive_cannot_lead_out_of_itself(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(binary_file(*cifar_content(0)))
+    with tarfile.open(tmp_path / BINARY[1], "w:gz") as tar:
+        link = tarfile.TarInfo(f"{BINARY[0]}/data_batch_1.bin")
+        link.type, link.linkname = tarfile.SYMTYPE, str(secret)
+        tar.addfile(link)
+        outside = tarfile.TarInfo(f"../{BINARY[0]}/data_batch_2.bin")
+        tar.addfile(outside, io.BytesIO())
+    with pytest.raises(UsageError, match=r"lacks the file data_batch_1\.bin"):
+        cifar10.load(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [BINARY[1], "secret"]
+
+
+DRAWN = torch.rand(4000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_crop_and_flip_gives_every_crop_of_the_padded_image_and_its_mirror():
+    images = torch.randint(1, 256, (4000, 3, 6, 8), dtype=torch.uint8)
+    result = cifar10.crop_and_flip(images, DRAWN)
+    assert result.dtype == torch.uint8
+    padded = functional.pad(images, (4, 4, 4, 4))
+    crops = [padded[:, :, y : y + 6, x : x + 8] for y in range(9) for x in range(9)]
+    found = torch.stack(
+        [(c == result).flatten(1).all(1) for crop in crops for c in (crop, crop.flip(3))]
+    )
+    assert found.any(dim=0).all()  # each result is a crop of its own image
+    assert found.any(dim=1).all()  # each of 81 crops and 81 mirrors occurs
+    counts = found.sum(dim=1)
+    assert counts.max() < 60  # about 25 expected: no crop is preferred
+
+
+def test_cifar10_augmentation_is_on_by_default_and_for_training_only(tmp_path):
+    data = cifar10.load(write_cifar(tmp_path, BINARY))
+    plain = cifar10.load(tmp_path, augment=False)
+    assert not equal(data.train(10, 0, 0, 0, ALONE), plain.train(10, 0, 0, 0, ALONE))
+    assert equal(data.evaluate(10, ALONE), plain.evaluate(10, ALONE))
+
+
+# ---- folders of images ----
+
+COLOURS = {"cat": (200, 30, 90), "dog": (20, 160, 240)}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 7), ("val", 3)):
+        for name, colour in COLOURS.items():
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = generator.integers(0, 256, (40, 30, 3), dtype=np.uint8)
+                if split == "val":
+                    pixels[:] = colour
+                image = Image.fromarray(pixels)
+                image.save(tmp_path / split / name / f"{i}.JPEG", quality=100, subsampling=0)
+    return tmp_path
+
+
+def test_image_folders_are_decoded_cropped_and_normalised(folders):
+    data = imagefolder.load(folders, image_size=16, workers=0)
+    assert (data.shape, data.num_classes) == ((3, 16, 16), 2)
+    assert (data.train_size, data.eval_size) == (14, 6)
+    images, labels = next(data.train(14, 0, 0, 0, ALONE))
+    assert images.shape == (14, 3, 16, 16)
+    assert labels.sum() == 7
+    batches = prepared(data, data.evaluate(4, ALONE))
+    images, labels = (torch.cat(part) for part in zip(*batches, strict=True))
+    assert (images.dtype, labels.tolist()) == (torch.float32, [0, 0, 0, 1, 1, 1])
+    colours = torch.tensor(list(COLOURS.values()))[labels] / 255
+    expected = (colours - torch.tensor(pictures.MEAN)) / torch.tensor(pictures.STD)
+    assert (images - expected[:, :, None, None]).abs().max() < 0.05  # JPEG rounds by 1 or 2
+
+
+def test_image_batches_do_not_depend_on_workers_start_or_sharding(folders):
+    here = imagefolder.load(folders, image_size=16, workers=0)
+    full = list(here.train(4, 5, 1, 0, ALONE))
+    there = imagefolder.load(folders, image_size=16, workers=2)
+    assert equal(full, there.train(4, 5, 1, 0, ALONE))
+    assert equal(full[2:], here.train(4, 5, 1, 2, ALONE))
+    parts = [list(here.train(4, 5, 1, 0, Shard(rank, 2))) for rank in range(2)]
+    joined = [tuple(map(torch.cat, zip(*pair, strict=True))) for pair in zip(*parts, strict=True)]
+    assert equal(full, joined)
+    assert not equal(full, here.train(4, 6, 1, 0, ALONE))
+    assert not equal(full, here.train(4, 5, 2, 0, ALONE))
+
+
+def test_the_same_image_is_augmented_anew_in_each_epoch(folders):
+    data = imagefolder.load(folders, image_size=16, workers=0)
+    versions = []
+    for epoch in range(3):
+        images, _ = next(data.train(14, 0, epoch, 0, ALONE))
+        versions.append(images[epoch_order(14, 0, epoch) == 3])
+    assert not torch.equal(versions[0], versions[1])
+    assert not torch.equal(versions[1], versions[2])
+
+
+def test_equal_images_of_one_epoch_are_augmented_differently(folders):
+    original, *copies = sorted((folders / "train").glob("*/*"))
+    for copy in copies:
+        copy.write_bytes(original.read_bytes())
+    images, _ = next(imagefolder.load(folders, 16, workers=0).train(14, 0, 0, 0, ALONE))
+    assert len(images.flatten(1).unique(dim=0)) == 14
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_image_loading_leaves_global_random_state_alone(folders, workers):
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    before = states()
+    data = imagefolder.load(folders, image_size=16, workers=workers)
+    assert len([*data.train(7, 0, 0, 0, ALONE), *data.evaluate(6, ALONE)]) == 3
+    assert states() == before
+
+
+def test_skipped_images_are_not_read(folders):
+    data = imagefolder.load(folders, image_size=16, workers=0)
+    files = sorted((folders / "train").glob("*/*"))
+    for i in epoch_order(14, 0, 0)[:8].tolist():
+        files[i].unlink()
+    assert len(list(data.train(4, 0, 0, 2, ALONE))) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("content", ["half", "text"])
+def test_a_corrupt_image_is_named(folders, workers, content):
+    path = folders / "train" / "dog" / "1.JPEG"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content == "half" else b"no image")
+    data = imagefolder.load(folders, image_size=16, workers=workers)
+    with pytest.raises(UsageError, match=str(path)) as caught:
+        list(data.train(2, 0, 0, 0, ALONE))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_folders_are_named(folders):
+    with pytest.raises(UsageError, match=r"nowhere/train.*<class>"):
+        imagefolder.load(folders / "nowhere")
+    with pytest.raises(UsageError, match="workers"):
+        imagefolder.load(folders, workers=-1)
+    (folders / "val" / "dog").rename(folders / "val" / "wolf")
+    with pytest.raises(UsageError, match=r"dog only in .*train, wolf only in .*val"):
+        imagefolder.load(folders)
+    (folders / "val" / "bird").mkdir()
+    with pytest.raises(UsageError, match=r"bird.*expected .*val/<class>") as caught:
+        imagefolder.load(folders)
+    assert "\n" not in str(caught.value)

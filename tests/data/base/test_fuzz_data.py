@@ -1,0 +1,167 @@
+"""Data sets of anybody, damaged: one clear line, or examples left out and counted."""
+
+import io
+import pickle
+import resource
+import tarfile
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.images import cifar10, cifar10_pickle, reading, tar_index
+from kfac_bench.data.text import text_shards
+from kfac_bench.training.predictions import read as read_picture
+from tests.support.fuzzing import damaged, fuzz, refused_or
+
+RANDOM = np.random.default_rng(0)
+PIXELS = RANDOM.integers(0, 256, (20, 30, 3), np.uint8)
+TWO = RANDOM.integers(0, 256, (2, cifar10.PIXELS), np.uint8)
+
+
+def encoded(kind):
+    out = io.BytesIO()
+    Image.fromarray(PIXELS).save(out, kind)
+    return out.getvalue()
+
+
+IMAGES = {kind: encoded(kind) for kind in ("JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP")}
+
+
+class OneImage:
+    """A source of one image."""
+
+    labels = (0,)
+
+    def __init__(self, content):
+        self.content = content
+
+    def name(self, index):
+        return "the image"
+
+    def read(self, index):
+        return self.content
+
+
+@pytest.mark.parametrize("kind", sorted(IMAGES))
+def test_images_that_are_whole_can_be_read(kind):
+    assert reading.check(OneImage(IMAGES[kind]), 0) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@fuzz(150)
+@given(data=st.data())
+def test_damaged_images_are_read_or_counted(data):
+    content = data.draw(damaged(IMAGES[data.draw(st.sampled_from(sorted(IMAGES)))]))
+    found = reading.load(OneImage(content), 0, 8)
+    if isinstance(found, Unreadable):
+        assert found.reason.strip()
+        assert "\n" not in found.reason
+    else:
+        assert found.shape == (3, 8, 8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@fuzz(40)
+@given(content=damaged(IMAGES["PNG"]))
+def test_damaged_predictions_are_shown_or_not(tmp_path_factory, content):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "predictions" / "step-1").mkdir(parents=True)
+    (folder / "predictions" / "step-1" / "00.png").write_bytes(content)
+    assert read_picture(folder, "predictions/step-1/00.png") in (None, content)
+
+
+def cifar_archive(python):
+    """Two images a file."""
+    out = io.BytesIO()
+    names = cifar10.PYTHON if python else cifar10.BINARY
+    folder = f"cifar-10-batches-{'py' if python else 'bin'}"
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for name in names:
+            content = b"".join(bytes([i]) + TWO[i].tobytes() for i in range(2))
+            if python:
+                content = pickle.dumps({b"data": TWO, b"labels": [0, 9]}, 4)
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+ARCHIVES = {"python": cifar_archive(True), "binary": cifar_archive(False)}
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHIVES))
+def test_an_archive_that_is_whole_is_read(tmp_path, kind):
+    (tmp_path / f"cifar-10-{kind}.tar.gz").write_bytes(ARCHIVES[kind])
+    assert cifar10.load(tmp_path).train_size == 10
+
+
+@fuzz(30)
+@given(kind=st.sampled_from(sorted(ARCHIVES)), data=st.data())
+def test_damaged_archives(tmp_path_factory, kind, data):
+    folder = tmp_path_factory.mktemp("cifar")
+    (folder / f"cifar-10-{kind}.tar.gz").write_bytes(data.draw(damaged(ARCHIVES[kind])))
+    refused_or(lambda: cifar10.load(folder))
+
+
+@fuzz(100)
+@given(data=st.data())
+def test_damaged_files_of_an_archive(tmp_path_factory, data):
+    """As they lie in the folder: no checksum of gzip's catches what is wrong."""
+    folder = tmp_path_factory.mktemp("cifar")
+    good = pickle.dumps({"data": TWO, "labels": [0, 9]}, data.draw(st.integers(3, 5)))
+    for name in cifar10.PYTHON:
+        (folder / name).write_bytes(good)
+    (folder / "data_batch_3").write_bytes(data.draw(damaged(good)))
+    refused_or(lambda: cifar10.load(folder))
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_a_damaged_index_of_shards_is_made_anew(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("shards")
+    with pytest.MonkeyPatch.context() as patch, tarfile.open(folder / "train-0.tar", "w") as tar:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        for name, content in (("a.jpg", IMAGES["JPEG"]), ("a.cls", b"3")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        tar.close()
+        good = tar_index.index_of(folder / "train-0.tar")
+        (cached,) = (folder / "cache").rglob("*.npz")
+        cached.write_bytes(data.draw(damaged(cached.read_bytes())))
+        again = tar_index.index_of(folder / "train-0.tar")
+        assert (again.keys, again.labels.tolist()) == (good.keys, [3])
+        assert (again.offsets.tolist(), again.sizes.tolist()) == (
+            good.offsets.tolist(),
+            good.sizes.tolist(),
+        )
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_damaged_shards_of_text(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("text")
+    shard = text_shards.Shard("text-8-train-00000.npy", 4, "")
+    manifest = text_shards.Manifest(8, 30, "", {"train": (shard,), "eval": (shard,)}, {})
+    rows = np.zeros((4, 11), np.uint16)
+    rows[:, :3] = (0, 3, 6)
+    out = io.BytesIO()
+    np.save(out, rows)
+    (folder / shard.file).write_bytes(data.draw(damaged(out.getvalue())))
+    found = refused_or(lambda: text_shards.open_shard(folder, manifest, shard))
+    if found is not None:
+        assert found.shape == (4, 11)
+        assert [text_shards.well_formed(row, manifest) for row in found]
+    assert text_shards.faults(folder, manifest)
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p2000000000\n"])
+def test_a_pickle_of_absurd_numbers_takes_no_memory(put):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="has the number"):
+        cifar10_pickle.loads(b"\x80\x04N" + put + b".")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 500_000  # kB

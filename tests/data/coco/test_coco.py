@@ -1,0 +1,436 @@
+"""COCO's layout: what is read, what is refused, which sample is seen when."""
+
+import copy
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pycocotools import mask as pycocotools_mask
+
+from kfac_bench.data.base.order import Shard
+from kfac_bench.data.coco import coco_annotations, coco_dataset, coco_masks
+from kfac_bench.data.demo import demo_coco
+from kfac_bench.errors import UsageError
+from tests.cli.test_kfac_data import run
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    root = tmp_path_factory.mktemp("coco") / "demo"
+    demo_coco.make(root, train=44, val=11, size=64)
+    return root
+
+
+def opened(root, **options):
+    return coco_dataset.load(root, **{"image_size": 64, "max_size": 80, **options})
+
+
+# ---- annotation files ----
+
+TINY = {
+    "images": [
+        {"id": 7, "file_name": "a.png", "height": 6, "width": 8},
+        {"id": 2, "file_name": "b.png", "height": 5, "width": 5},
+        {"id": 9, "file_name": "c.png", "height": 5, "width": 5},
+    ],
+    "annotations": [
+        {
+            "id": 1,
+            "image_id": 7,
+            "category_id": 11,
+            "bbox": [1, 1, 4, 3],
+            "area": 12.0,
+            "iscrowd": 0,
+            "segmentation": [[1, 1, 5, 1, 5, 4, 1, 4]],
+        },
+        {
+            "id": 2,
+            "image_id": 7,
+            "category_id": 4,
+            "bbox": [0, 0, 2, 6],
+            "area": 12,
+            "iscrowd": 1,
+            "segmentation": {"size": [6, 8], "counts": [0, 12, 36]},
+        },
+        {
+            "id": 3,
+            "image_id": 2,
+            "category_id": 4,
+            "bbox": [3, 3, 2.5, 2],
+            "area": 4,
+            "segmentation": [[3, 3, 5, 3, 5, 5, 3, 5]],
+        },
+        {
+            "id": 4,
+            "image_id": 9,
+            "category_id": 4,
+            "bbox": [0, 0, 5, 5],
+            "area": 25,
+            "iscrowd": 1,
+            "segmentation": {"size": [5, 5], "counts": [0, 25]},
+        },
+    ],
+    "categories": [{"id": 11, "name": "cat"}, {"id": 4, "name": "dog"}],
+}
+
+
+def write(root, train=TINY, val=TINY, year=2017):
+    """A folder with these annotations, and the images of TINY."""
+    (root / "annotations").mkdir(parents=True, exist_ok=True)
+    for split, content in (("train", train), ("val", val)):
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        file = root / "annotations" / f"instances_{split}{year}.json"
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        folder = root / f"{split}{year}"
+        folder.mkdir(exist_ok=True)
+        for number, image in enumerate(TINY["images"]):
+            pixels = np.arange(image["height"] * image["width"] * 3) % 200 + number
+            pixels = pixels.reshape(image["height"], image["width"], 3).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / image["file_name"])
+    return root
+
+
+def changed(**tables):
+    """TINY with one entry changed: annotations=(0, {"bbox": None}); ... drops a key."""
+    content = copy.deepcopy(TINY)
+    for table, (number, change) in tables.items():
+        entry = content[table][number] | change
+        content[table][number] = {k: v for k, v in entry.items() if v is not ...}
+    return content
+
+
+def test_categories_are_numbered_by_their_ids_and_crowds_are_for_the_evaluator(tmp_path):
+    data = opened(write(tmp_path), augment=False)
+    assert data.looks.classes == ("nothing", "dog", "cat")
+    assert data.num_classes == 3
+    assert (data.train_size, data.eval_size) == (2, 3)
+    assert data.notes == [
+        f"1 images of {tmp_path}/annotations/instances_train2017.json have nothing to learn from: "
+        "left out",
+    ]
+    assert [p.id for p in data.truth] == [2, 7, 9]
+    assert [(x.label, x.crowd, x.area) for x in data.truth[1].instances] == [
+        (2, False, 12.0),
+        (1, True, 12.0),
+    ]
+    batches = list(data.train(1, 0, 0, 0, Shard()))
+    seen = {
+        int(t["image_id"]): (i, t)
+        for images, targets in batches
+        for i, t in zip(images, targets, strict=True)
+    }
+    assert set(seen) == {2, 7}
+    image, target = seen[7]
+    assert image.shape == (3, 60, 80)  # the longer side limits: 6 x 8 times 10
+    assert target["labels"].tolist() == [2]
+    torch.testing.assert_close(target["boxes"], torch.tensor([[10.0, 10, 50, 40]]))
+    true = torch.zeros(1, 6, 8, dtype=torch.uint8)
+    true[:, 1:4, 1:5] = 1
+    big = true.repeat_interleave(10, 1).repeat_interleave(10, 2)
+    assert torch.equal(target["masks"], big)
+    _, target = seen[2]
+    torch.testing.assert_close(target["boxes"], torch.tensor([[3.0, 3, 5, 5]]) * 64 / 5)  # clipped
+
+
+def test_evaluation_images_are_as_on_disk(tmp_path):
+    data = opened(write(tmp_path))
+    batches = list(data.evaluate(1000, Shard()))
+    assert [len(images) for images, _ in batches] == [1, 1, 1]
+    for (images, targets), picture in zip(batches, data.truth, strict=True):
+        assert int(targets[0]["image_id"]) == picture.id
+        on_disk = np.asarray(Image.open(picture.path)).transpose(2, 0, 1)
+        assert np.array_equal((images[0] * 255).round().byte().numpy(), on_disk)
+
+
+FAULTS = [
+    ({"annotations": (0, {"bbox": ...})}, "annotation 1: it has no box"),
+    ({"annotations": (0, {"bbox": [1, 1, 4]})}, "annotation 1: it has no box"),
+    ({"annotations": (0, {"bbox": [1, 1, 4, True]})}, "annotation 1: it has no box"),
+    ({"annotations": (0, {"bbox": [1, 1, 4, 10**400]})}, "annotation 1: it has no box"),
+    ({"annotations": (0, {"bbox": [1, 1, 4, 0.0]})}, "annotation 1: its box has no area inside"),
+    ({"annotations": (0, {"bbox": [8, 1, 4, 3]})}, "annotation 1: its box has no area inside"),
+    ({"annotations": (0, {"area": 0})}, "annotation 1: it has no area"),
+    ({"annotations": (0, {"area": "12"})}, "annotation 1: it has no area"),
+    ({"annotations": (0, {"image_id": 8})}, "annotation 1: of an unknown image"),
+    ({"annotations": (0, {"category_id": [4]})}, "annotation 1: of an unknown category"),
+    ({"annotations": (0, {"iscrowd": 2})}, "annotation 1: iscrowd is neither 0 nor 1"),
+    ({"annotations": (0, {"segmentation": ...})}, "annotation 1: it has no segmentation"),
+    ({"annotations": (0, {"segmentation": []})}, "annotation 1: it has no segmentation"),
+    ({"annotations": (0, {"segmentation": [[1, 1, 2, 2]]})}, "a polygon needs three points"),
+    ({"annotations": (0, {"segmentation": [[1, 1, 2, 2, 3, 1e9]]})}, "far outside"),
+    ({"annotations": (0, {"segmentation": [[1, 1, 2, 2, 3, "3"]]})}, "no number"),
+    ({"annotations": (1, {"segmentation": {"size": [8, 6], "counts": [48]}})}, "another size"),
+    ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": [50]}})}, "do not add up"),
+    ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": [49, -1]}})}, "no list of"),
+    ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": "a\x7f"}})}, "damaged"),
+    ({"images": (1, {"height": 0})}, "image 2: it has no height and width"),
+    ({"images": (1, {"width": 10**9})}, "image 2: it has no height and width"),
+    ({"images": (1, {"file_name": "../train2017/a.png"})}, "image 2: there is no file"),
+    ({"images": (1, {"file_name": "gone.png"})}, "image 2: there is no file 'gone.png' in"),
+    ({"images": (1, {"id": 7})}, "image 7: id 7 is another image's, too"),
+    ({"images": (1, {"id": 1.5})}, "image number 1, without an id: it has no id"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), FAULTS)
+def test_a_faulty_entry_is_named_and_fatal_or_left_out(tmp_path, change, said):
+    write(tmp_path, train=changed(**change))
+    with pytest.raises(UsageError) as refused:
+        opened(tmp_path)
+    assert said in str(refused.value)
+    assert "data.on_error=skip" in str(refused.value)
+    data = opened(tmp_path, on_error="skip")
+    assert any(said in f"{fault.path}: {fault.reason}" for fault in data.faults.new)
+    for images, targets in data.train(1, 0, 0, 0, Shard()):
+        assert len(images) == len(targets) == 1
+        assert all(len(targets[0][k]) for k in ("boxes", "labels", "masks"))
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ("", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON: "),
+        (b"\xff\xfe\x00", "it is not JSON"),
+        ("[]", "no list of objects 'images'"),
+        ('{"images": [], "annotations": [3], "categories": []}', "objects 'annotations'"),
+        (TINY | {"categories": []}, "every category needs an id"),
+        (TINY | {"categories": TINY["categories"] * 2}, "every category needs an id"),
+        (TINY | {"categories": [{"id": 4, "name": "dog"}, {"id": 11, "name": "x"}]}, "other cat"),
+        (TINY | {"annotations": []}, "need an image with annotations each"),
+    ],
+)
+def test_a_file_that_is_no_annotation_file_is_refused(tmp_path, train, said):
+    write(tmp_path, train=train)
+    with pytest.raises(UsageError) as refused:
+        opened(tmp_path, on_error="skip")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_folders_that_are_not_there_and_years_to_choose_from(tmp_path):
+    with pytest.raises(UsageError, match="COCO's layout is annotations/instances_"):
+        opened(tmp_path)
+    write(tmp_path, year=2014)
+    assert opened(tmp_path).train_size == 2
+    (tmp_path / "annotations" / "instances_valminusminival2014.json").write_text("other")
+    write(tmp_path, year=2017)
+    with pytest.raises(UsageError, match=r"has train of 2014, 2017: set data\.year"):
+        opened(tmp_path)
+    assert opened(tmp_path, year=2014).truth[0].path.parent.name == "val2014"
+    with pytest.raises(UsageError, match="instances_train2015"):
+        opened(tmp_path, year=2015)
+    with pytest.raises(UsageError, match=r"data\.max_size=80"):
+        opened(tmp_path, year=2014, min_sizes=[81])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+PLACES = [
+    (table, number, key)
+    for table in TINY
+    for number, entry in enumerate(TINY[table])
+    for key in entry
+]
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(changes=st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3))
+def test_whatever_a_file_says_it_is_read_or_refused_in_one_line(tmp_path, changes):
+    content = copy.deepcopy(TINY)
+    for (table, number, key), value in changes:
+        content[table][number][key] = value
+    write(tmp_path, train=content)
+    said = ""
+    try:
+        data = opened(tmp_path, on_error="skip")
+        list(data.train(1, 0, 0, 0, Shard()))
+    except UsageError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.binary(max_size=30) | st.text(alphabet=[chr(48 + i) for i in range(64)], max_size=20))
+def test_compressed_run_lengths_are_read_or_refused(text):
+    text = text if isinstance(text, str) else text.decode("latin1")
+    try:
+        coco_masks.read({"size": [6, 8], "counts": text}, 6, 8)
+    except coco_masks.BadMaskError:
+        return
+    raw = {"size": [6, 8], "counts": text.encode()}
+    assert pycocotools_mask.area(raw) <= 48
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_masks_survive_every_notation(height, width, seed):
+    masks = (np.random.default_rng(seed).random((3, height, width)) < 0.4).astype(np.uint8)
+    rles = coco_masks.encode(masks)
+    assert np.array_equal(coco_masks.decode(rles, height, width), masks)
+    for mask, rle in zip(masks, rles, strict=True):
+        compressed = {"size": [height, width], "counts": rle["counts"].decode()}
+        plain = demo_coco._run_lengths(mask.astype(bool))
+        for notation in (compressed, plain):
+            again = coco_masks.read(notation, height, width)
+            assert np.array_equal(coco_masks.decode([again], height, width)[0], mask)
+
+
+# ---- samples ----
+
+
+def flat(batch):
+    images, targets = batch
+    return [*images, *(t[k] for t in targets for k in sorted(t))]
+
+
+def same(one, two):
+    pairs = zip(flat(one), flat(two), strict=True)
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+SIZES = {"min_sizes": [48, 56, 64]}
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone(demo):
+    data = opened(demo, **SIZES)
+    alone = list(data.train(6, 1, 2, 0, Shard()))
+    state = torch.get_rng_state()
+    again = list(opened(demo, workers=2, **SIZES).train(6, 1, 2, 3, Shard()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(again) == len(alone) - 3
+    assert all(same(a, b) for a, b in zip(alone[3:], again, strict=True))
+    ranks = [list(data.train(6, 1, 2, 0, Shard(rank, 4))) for rank in range(4)]
+    for step, batch in enumerate(alone):
+        parts = [rank[step] for rank in ranks]
+        together = [[x for part in parts for x in part[i]] for i in (0, 1)]
+        assert same(batch, together)
+    by_id = {
+        int(t["image_id"]): i
+        for images, targets in alone
+        for i, t in zip(images, targets, strict=True)
+    }
+    other = next(data.train(44, 1, 3, 0, Shard(), drop_last=False))
+    differ = [
+        not torch.equal(image, by_id[int(t["image_id"])])
+        for image, t in zip(*other, strict=True)
+        if int(t["image_id"]) in by_id
+    ]
+    assert sum(differ) > len(differ) / 2
+
+
+def test_sizes_are_drawn_and_half_of_the_images_mirrored(demo):
+    data, plain = (opened(demo, max_size=90, augment=a, **SIZES) for a in (True, False))
+    shorter, mirrored = [], []
+    for epoch in range(3):
+        for one, two in zip(
+            data.train(4, 0, epoch, 0, Shard()), plain.train(4, 0, epoch, 0, Shard()), strict=True
+        ):
+            for image, target, other, true in zip(*one, *two, strict=True):
+                shorter.append(min(image.shape[1:]))
+                mirrored.append(not torch.equal(image, other))
+                if mirrored[-1]:
+                    assert torch.equal(image.flip(2), other)
+                    assert torch.equal(target["masks"].flip(2), true["masks"])
+                    x1, y1, x2, y2 = true["boxes"].unbind(1)
+                    w = image.shape[2]
+                    back = torch.stack([w - x2, y1, w - x1, y2], 1)
+                    torch.testing.assert_close(target["boxes"], back)
+    of_size = [{n, n - 1} for n in SIZES["min_sizes"]]  # 49 * (56 / 49) is below 56 in floats
+    counts = [sum(n in sizes for n in shorter) / len(shorter) for sizes in of_size]
+    assert all(0.15 < share < 0.55 for share in counts)
+    assert sum(counts) == pytest.approx(1)
+    assert 0.3 < sum(mirrored) / len(mirrored) < 0.7
+
+
+def test_boxes_are_around_their_masks(demo):
+    images, targets = next(opened(demo, **SIZES).train(30, 0, 0, 0, Shard()))
+    for target in targets:
+        for box, mask in zip(target["boxes"], target["masks"], strict=True):
+            rows, columns = (mask.any(axis).nonzero().flatten() for axis in (1, 0))
+            around = [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
+            assert max(abs(float(a - b)) for a, b in zip(around, box, strict=True)) <= 2.1
+    assert all(i.min() >= 0 and i.max() <= 1 for i in images)
+
+
+def test_a_damaged_image_is_named_when_its_turn_comes(tmp_path, demo):
+    write(tmp_path)
+    (tmp_path / "train2017" / "a.png").write_bytes(b"\x89PNG no more")
+    for workers in (0, 1):
+        with pytest.raises(UsageError, match=r"a\.png cannot be read"):
+            list(opened(tmp_path, workers=workers).train(2, 0, 0, 0, Shard()))
+    for workers in (0, 1):
+        data = opened(tmp_path, workers=workers, on_error="skip")
+        batches = list(data.train(1, 0, 0, 0, Shard()))
+        assert sorted(len(images) for images, _ in batches) == [0, 1]
+        assert [fault.path for fault in data.faults.take()] == [f"{tmp_path}/train2017/a.png"]
+    Image.new("RGB", (6, 8)).save(tmp_path / "train2017" / "a.png")
+    with pytest.raises(UsageError, match="it has 6 x 8 pixels, its annotations say 8 x 6"):
+        list(opened(tmp_path).train(2, 0, 0, 0, Shard()))
+
+
+def test_without_pycocotools_one_line_says_what_to_install(monkeypatch, demo):
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    with pytest.raises(UsageError) as refused:
+        opened(demo)
+    assert "pip install 'kfac-bench[detection]'" in str(refused.value)
+
+
+# ---- the demo and kfac-data ----
+
+
+def test_the_demo_has_true_masks_and_all_that_coco_has(demo):
+    split = coco_annotations.load(*coco_annotations.find(demo, "train"))
+    assert list(split.categories) == [1, 3, 8]
+    assert not split.faults
+    things = [(p, x) for p in split.pictures for x in p.instances]
+    assert any(x.crowd for _, x in things)
+    assert {isinstance(x.segmentation, dict) for _, x in things} == {True, False}
+    assert any(not p.instances for p in split.pictures)
+    for picture, thing in things:
+        rle = coco_masks.to_rle(thing.segmentation, picture.height, picture.width)
+        assert abs(pycocotools_mask.area(rle) - thing.area) <= 0.06 * thing.area + 3
+        box = pycocotools_mask.toBbox(rle)
+        assert np.abs(box - thing.bbox).max() <= 2
+    for picture in split.pictures:  # what covers another is not in its mask
+        masks = coco_masks.decode(
+            [x.segmentation for x in picture.instances], picture.height, picture.width
+        )
+        assert (masks.sum(0) > 1).sum() <= 0.02 * picture.height * picture.width
+
+
+def test_the_demo_is_the_same_each_time(tmp_path, demo):
+    demo_coco.make(tmp_path / "again", train=44, val=11, size=64)
+    for file in (f for f in demo.rglob("*") if f.is_file()):
+        assert (tmp_path / "again" / file.relative_to(demo)).read_bytes() == file.read_bytes()
+    with pytest.raises(UsageError, match="choose another folder"):
+        demo_coco.make(tmp_path / "again")
+
+
+def test_kfac_data_knows_coco(capsys, tmp_path):
+    root = tmp_path / "demo"
+    assert run(capsys, "make-demo", "coco", root)[0] == 0
+    code, out, _ = run(capsys, "verify", root)
+    assert (code, out) == (0, "coco: 200 images in train, 50 images in val; no faults\n")
+    (root / "train2017" / "000000000007.jpg").write_bytes(b"nothing")
+    (root / "val2017" / "000000000003.jpg").unlink()
+    code, out, _ = run(capsys, "verify", root)
+    assert code == 1
+    assert "000000000007.jpg: cannot identify image file" in out
+    assert "instances_val2017.json: image 3: there is no file '000000000003.jpg'" in out
+    assert out.splitlines()[-1].startswith("coco: 199 images in train, 49 images in val; ")

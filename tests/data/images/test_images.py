@@ -1,0 +1,233 @@
+"""Decoding and cropping of photographs, and what the trainer makes of the batches."""
+
+import io
+import math
+import re
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from kfac_bench.data.base.dataset import TensorData
+from kfac_bench.data.images import cifar10, reading
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import Trained
+from kfac_bench.record.sinks.metrics import metrics_of
+from tests.data.base.test_data import BINARY, write_cifar
+from tests.support.distributed import run_ranks
+from tests.support.runs import RESNET, SMALL, end, here, of_kind, train, train_here, trainer_of
+
+
+class Made:
+    """One smooth picture, as JPEG."""
+
+    labels = (0,)
+
+    def __init__(self, width, height, mode="RGB", kind="JPEG"):
+        generator = np.random.default_rng(0)
+        patches = Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+        smooth = patches.resize((width, height), Image.Resampling.BICUBIC)
+        content = io.BytesIO()
+        smooth.convert(mode).save(content, kind, quality=95)
+        self.content = content.getvalue()
+
+    def name(self, index):
+        return "made"
+
+    def read(self, index):
+        return self.content
+
+    def pixels(self):
+        return Image.open(io.BytesIO(self.content)).convert("RGB")
+
+
+def difference(image, expected):
+    return (image.float() - torch.from_numpy(np.array(expected)).permute(2, 0, 1)).abs()
+
+
+@pytest.mark.parametrize("size", [(500, 375), (333, 500), (1600, 1203), (40, 30), (64, 1000)])
+@pytest.mark.parametrize("side", [28, 224])
+def test_images_are_what_torchvision_makes_of_whole_ones(size, side):
+    source = Made(*size)
+    resize = v2.Compose([v2.Resize(round(side * 256 / 224)), v2.CenterCrop(side)])
+    assert difference(reading.load(source, 0, side), resize(source.pixels())).mean() < 3
+    draws = torch.rand(41, generator=torch.Generator().manual_seed(3)).tolist()
+    for flip in (0.7, 0.3):
+        box = reading.random_box(*size, draws[1:])
+        expected = v2.functional.resize(source.pixels().crop(box), [side, side])
+        expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip < 0.5 else expected
+        image = reading.load(source, 0, side, [flip, *draws[1:]])
+        assert image.shape == (3, side, side)
+        assert image.is_contiguous()
+        assert difference(image, expected).mean() < 3
+
+
+def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
+    source = Made(300, 200)
+    draws = torch.rand(41, generator=torch.Generator().manual_seed(3)).tolist()
+    fast = [reading.load(source, 0, 64), reading.load(source, 0, 64, draws)]
+
+    def refuse(*arguments):
+        raise RuntimeError("torchvision was built without libjpeg")
+
+    monkeypatch.setattr(reading, "decode_jpeg", refuse)
+    for one, other in zip(
+        fast, [reading.load(source, 0, 64), reading.load(source, 0, 64, draws)], strict=True
+    ):
+        assert (one.int() - other.int()).abs().max() <= 2
+    monkeypatch.setattr(reading, "decode", refuse)
+    assert isinstance(reading.load(source, 0, 64), reading.Unreadable)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG")])
+def test_other_kinds_of_pictures_become_rgb(mode, kind):
+    source = Made(400, 300, mode, kind)
+    expected = source.pixels().crop(reading.centre_box(400, 300)).resize((48, 48))
+    assert difference(reading.load(source, 0, 48), expected).mean() < 8
+
+
+def test_boxes_cover_the_image_and_have_the_shares_and_ratios_of_the_paper():
+    generator, shares, ratios = torch.Generator().manual_seed(0), [], []
+    seen = np.zeros((80, 100))
+    for _ in range(3000):
+        draws = torch.rand(40, generator=generator).tolist()
+        left, top, right, bottom = reading.random_box(100, 80, draws)
+        assert 0 <= left < right <= 100
+        assert 0 <= top < bottom <= 80
+        seen[top:bottom, left:right] += 1
+        shares.append((right - left) * (bottom - top) / (100 * 80))
+        ratios.append((right - left) / (bottom - top))
+    assert (seen > 0).mean() > 0.99
+    assert 0.075 < min(shares) < 0.1
+    assert 0.95 < max(shares) < 1.03
+    assert 0.72 < min(ratios) < 0.78
+    assert 1.28 < max(ratios) < 1.37
+    torch.manual_seed(0)
+    crop, image = v2.RandomResizedCrop(8), torch.empty(3, 80, 100)
+    reference = [crop.make_params([image]) for _ in range(3000)]
+    theirs = [p["height"] * p["width"] / (100 * 80) for p in reference]
+    their_ratios = np.log([p["width"] / p["height"] for p in reference])
+    assert np.log(ratios).mean() == pytest.approx(their_ratios.mean(), abs=0.02)
+    assert np.log(ratios).std() == pytest.approx(their_ratios.std(), abs=0.02)
+    assert np.mean(shares) == pytest.approx(np.mean(theirs), abs=0.02)
+    assert np.std(shares) == pytest.approx(np.std(theirs), abs=0.02)
+
+
+@pytest.mark.parametrize("size", [(1000, 3), (3, 1000), (1, 1)])
+def test_where_no_box_fits_the_middle_is_taken(size):
+    left, top, right, bottom = reading.random_box(*size, [0.99] * 40)
+    assert min(right - left, bottom - top) >= 1
+    assert left == pytest.approx((size[0] - (right - left)) / 2, abs=0.5)
+    assert top == pytest.approx((size[1] - (bottom - top)) / 2, abs=0.5)
+    if max(size) > 1:
+        assert max(right - left, bottom - top) == 4
+
+
+def test_no_cut_of_an_image_makes_anything_but_a_fault_or_an_image():
+    source = Made(60, 40)
+    whole, faults = source.content, 0
+    for length in range(0, len(whole), 7):
+        source.content = whole[:length]
+        made = reading.load(source, 0, 16, [0.5] * 41)
+        if isinstance(made, reading.Unreadable):
+            faults += 1
+            assert "\n" not in made.reason
+            assert made.reason
+        assert isinstance(reading.check(source, 0), reading.Unreadable)
+    assert faults > 0.9 * len(whole) / 7
+
+
+# ---- what the trainer makes of it ----
+
+
+def test_uint8_goes_to_the_device_and_floats_to_the_model(tmp_path):
+    options = ("data=cifar10", f"data.root={write_cifar(tmp_path, BINARY)}", "run_id=x")
+    trainer = trainer_of(tmp_path, *options, "trainer.batch_size=4", base=RESNET)
+    raw = next(trainer.data.train(4, 0, 0, 0, reading.Shard()))
+    assert raw[0].dtype == torch.uint8
+    batch = next(iter(trainer._batches()))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (cifar10.MEAN, cifar10.STD))
+    torch.testing.assert_close(batch[0], (raw[0] / 255 - mean) / std)
+    assert batch[0].is_contiguous()
+    trainer.config.channels_last = True
+    batch = next(iter(trainer._batches()))
+    assert batch[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def cifar_parts(root):
+    data, ranks = cifar10.load(root), here().ranks
+    shard = reading.Shard(ranks.rank, ranks.world_size)
+    return [data.prepare(batch) for batch in data.train(8, 3, 1, 0, shard)]
+
+
+@pytest.mark.ranks
+def test_another_number_of_ranks_sees_the_same_crops(tmp_path):
+    root = write_cifar(tmp_path, BINARY)
+    data = cifar10.load(root)
+    whole = [data.prepare(batch) for batch in data.train(8, 3, 1, 0, reading.Shard())]
+    parts = run_ranks(2, cifar_parts, root)
+    assert len(whole) == len(parts[0]) == 2
+    for one, *two in zip(whole, *parts, strict=True):
+        for a, *b in zip(one, *two, strict=True):
+            assert torch.equal(a, torch.cat(b))
+
+
+STABLE = ("trainer.max_steps=4", "trainer.log_freq=1", "kfac.update_freq=2", "kfac.damping=0.1")
+
+
+@pytest.mark.parametrize("kind", [("kfac=none",), (), ("kfac.method=inverse", "kfac.fisher=mc")])
+def test_channels_last_gives_the_same(tmp_path, kind):
+    options = (*RESNET, *STABLE, "kfac.factor_update_freq=1", "optimizer.lr=0.02", *kind)
+    _, first = train(tmp_path, "run_id=first", base=options)
+    _, last = train(tmp_path, "run_id=last", "trainer.channels_last=true", base=options)
+    losses = [[e.loss for e in of_kind(path, Trained)] for path in (first, last)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    cosines = [of_kind(path, Trained)[-1].cosine for path in (first, last)]
+    assert cosines[1] == pytest.approx(cosines[0], rel=1e-3)
+    model = trainer_of(tmp_path, "run_id=x", "trainer.channels_last=true", base=RESNET).model
+    weights = [p for p in model.parameters() if p.ndim == 4 and p.shape[2] > 1 and p.shape[1] > 1]
+    assert weights
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+
+
+@pytest.mark.ranks
+def test_channels_last_on_ranks(tmp_path):
+    options = (*SMALL, *STABLE, "kfac.factor_update_freq=1", "trainer.channels_last=true")
+    _, alone = train(tmp_path, "run_id=alone", base=options)
+    done = run_ranks(2, train_here, tmp_path, ("run_id=ranks",), options)
+    assert {status for status, _, _ in done} == {"finished"}
+    losses = [[e.loss for e in of_kind(p, Trained)] for p in (alone, tmp_path / "ranks")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    with pytest.raises(UsageError, match="channels_last=true does not fit backend=fsdp2"):
+        train(tmp_path, "backend=fsdp2", base=options)
+
+
+def test_the_share_of_time_spent_waiting_is_recorded(tmp_path, capsys):
+    _, path = train(tmp_path, "trainer.max_steps=10", "trainer.log_freq=5")
+    shares = [e.data_wait_share for e in of_kind(path, Trained)]
+    assert len(shares) == 2
+    assert all(0 < share < 0.9 for share in shares)
+    assert math.isfinite(sum(shares))
+    last = of_kind(path, Trained)[-1]
+    assert metrics_of(last)["train/data_wait_share"] == shares[-1]
+    said = capsys.readouterr().out
+    assert re.search(r"step 5/10 .* ex/s \(\d+% waiting for data\)", said)
+
+
+def test_a_slow_reader_is_what_a_run_waits_for(tmp_path, monkeypatch):
+    original = TensorData.train
+
+    def slow(self, *arguments):
+        for batch in original(self, *arguments):
+            time.sleep(0.2)
+            yield batch
+
+    monkeypatch.setattr(TensorData, "train", slow)
+    _, path = train(tmp_path, "trainer.max_steps=4", "trainer.log_freq=2", "kfac=none")
+    for event in of_kind(path, Trained):
+        assert event.data_wait_share > 0.5
+    assert event.train_s > 0.8
+    assert end(path).status == "finished"

@@ -1,0 +1,20 @@
+"""What is said where a backend is missing."""
+
+import sys
+from unittest import mock
+
+import pytest
+
+from kfac_bench import distributed
+from kfac_bench.config import BackendConfig
+from kfac_bench.errors import UsageError
+
+
+def test_without_horovod_the_error_says_how_to_install_it():
+    missing = {"horovod": None, "horovod.torch": None}
+    with (
+        mock.patch.dict(sys.modules, missing),
+        pytest.raises(UsageError, match="not installed here: make install-horovod"),
+        distributed.join(BackendConfig("horovod")),
+    ):
+        pass

@@ -1,0 +1,204 @@
+"""Runs of kfac-train with backend=fsdp2: equal to one process, and its checkpoints are as well."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from kfac_bench.core.distributed.collective import TorchCollective
+from kfac_bench.core.distributed.dtensor import is_sharded, local
+from kfac_bench.core.planning.plan import STRATEGIES
+from kfac_bench.distributed.fsdp2 import FSDP2, blocks
+from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.errors import RunFailedError
+from kfac_bench.models.cifar_resnet import cifar_resnet
+from kfac_bench.record.events import Evaluated, EventLog, Resumed, Trained
+from kfac_bench.training import checkpoint
+from tests.support.distributed import run_ranks
+from tests.support.runs import (
+    CPU,
+    KFAC,
+    RESNET,
+    SMALL,
+    before_step,
+    end,
+    of_kind,
+    steps_of,
+    terminate,
+    train,
+    trainer_of,
+)
+
+pytestmark = pytest.mark.ranks
+
+STABLE = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false", "backend=fsdp2")
+
+
+def here():
+    return FSDP2(Ranks(CPU, TorchCollective()))
+
+
+def train_here(folder, *overrides):
+    return train(folder, *overrides, backend=here())
+
+
+def stop_here(folder, *overrides):
+    """Rank 1 gets SIGTERM in step 7."""
+    backend = here()
+    with before_step(7, terminate if backend.ranks.rank == 1 else lambda _: None):
+        return train(folder, *overrides, backend=backend)
+
+
+def figures(path):
+    return [e.metrics["squared_error"] for e in of_kind(path, Evaluated)]
+
+
+@pytest.mark.supports("fsdp2", "kfac-train")
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "local_factors"])
+def test_a_run_equals_one_process(tmp_path, strategy):
+    options = (*STABLE, f"kfac={strategy}", "kfac.damping=0.1", "trainer.max_steps=10")
+    run_ranks(2, train_here, tmp_path, *options, "run_id=sharded")
+    _, alone = train(tmp_path, *options, "run_id=alone")
+    assert figures(tmp_path / "sharded") == pytest.approx(figures(alone), rel=1e-4)
+
+
+@pytest.mark.supports("fsdp2", "resume on another world size")
+def test_a_run_goes_on_with_another_number_of_ranks_and_another_backend(tmp_path):
+    adam = ("optimizer=adam", "optimizer.lr=0.002")
+    options = (*STABLE, *adam, "run_id=r")
+    run_ranks(2, train_here, tmp_path, *options, "trainer.max_steps=5")
+    saved = checkpoint.find(tmp_path / "r")[0]
+    assert ["model" in s for s in saved.shards] == [True, False]
+    assert not any(is_sharded(t) for t in saved.shards[0]["model"].values())
+    train(tmp_path, *options, "trainer.max_steps=10")
+    run_ranks(4, train_here, tmp_path, *options, "trainer.max_steps=15")
+    _, alone = train(tmp_path, *STABLE, *adam, "run_id=alone", "trainer.max_steps=15")
+    assert steps_of(tmp_path / "r", Resumed) == [5, 10]
+    assert figures(tmp_path / "r")[-1] == pytest.approx(figures(alone)[-1], rel=1e-4)
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
+    options = (*STABLE, "trainer.max_steps=10", "trainer.log_freq=1")
+    run_ranks(2, train_here, tmp_path, *options, "run_id=straight")
+    halted = run_ranks(2, stop_here, tmp_path, *options, "run_id=stopped")
+    assert [s for s, _ in halted] == ["interrupted", "interrupted"]
+    run_ranks(2, train_here, tmp_path, *options, "run_id=stopped")
+    straight, path = tmp_path / "straight", tmp_path / "stopped"
+    assert steps_of(path, Resumed) == [7]
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+    assert [e.loss for e in of_kind(path, Trained)] == [e.loss for e in of_kind(straight, Trained)]
+
+
+def evaluate_here(folder, saved, examples):
+    """On every rank: the validation figures for saved weights."""
+    trainer = trainer_of(folder, "trainer.eval_batch_size=100", base=RESNET, backend=here())
+    trainer.restore(checkpoint.load(saved))
+    seen = []
+
+    class Keep:
+        def write(self, event):
+            seen.append(event)
+
+    trainer.log = EventLog([Keep()])
+    if examples is not None:
+        trainer.data.eval_size = examples
+    trainer._evaluate()
+    return seen[0].metrics
+
+
+def test_validation_figures_are_exact(tmp_path):
+    """450 and 405 examples in batches of 25 on 4 ranks: some have one more; 3: one has none."""
+    _, path = train(tmp_path, *KFAC, "trainer.max_steps=21", base=RESNET)
+    saved = checkpoint.find(path)[0].path
+    want = of_kind(path, Evaluated)[-1].metrics
+    for metrics in run_ranks(4, evaluate_here, tmp_path, saved, None):
+        assert metrics["accuracy"] == want["accuracy"]
+        assert metrics["loss"] == pytest.approx(want["loss"], rel=1e-6)
+    for examples in (405, 3):
+        first, *others = run_ranks(4, evaluate_here, tmp_path, saved, examples)
+        assert all(o == first for o in others)
+        assert first["accuracy"] * examples == pytest.approx(round(first["accuracy"] * examples))
+
+
+def not_finite_here(folder):
+    """Only in rank 1's part: no rank writes a checkpoint."""
+    trainer = trainer_of(folder, *STABLE, backend=here())
+    if trainer.ranks.rank == 1:
+        local(next(trainer.model.parameters())).data.fill_(torch.nan)
+    with pytest.raises(RunFailedError, match="a weight is not finite"):
+        trainer.save()
+
+
+def test_a_weight_that_is_not_finite_on_one_rank_is_no_checkpoint(tmp_path):
+    run_ranks(2, not_finite_here, tmp_path)
+
+
+@pytest.mark.supports("fsdp2", "{what}")
+@pytest.mark.parametrize(
+    ("what", "option"),
+    [
+        ("bf16 autocast", "trainer.precision=bf16"),
+        ("fp16 with GradScaler", "trainer.precision=fp16"),
+        ("gradient accumulation", "trainer.accumulate=3"),
+    ],
+)
+def test_precision_and_accumulation(tmp_path, what, option):
+    options = (*STABLE, option, "trainer.max_steps=10")
+    run_ranks(2, train_here, tmp_path, *options, "run_id=sharded")
+    _, alone = train(tmp_path, *options, "run_id=alone")
+    close = 1e-4 if "accumulate" in option else 1e-2
+    assert figures(tmp_path / "sharded") == pytest.approx(figures(alone), rel=close)
+    assert figures(alone)[-1] < 0.8 * figures(alone)[0]
+
+
+class Turned(torch.nn.Module):
+    """Its output is a view, as that of BERT's heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x).transpose(1, 2)
+
+
+def views_here():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = here().shard(Turned())
+        model(torch.ones(2, 5, 4)).square().sum().backward()
+        with pytest.raises(UserWarning):  # as PyTorch 2.14 says it
+            warnings.warn("FSDP2-wrapped module (FSDPLinear) returned a view tensor", stacklevel=1)
+    return local(model.head.weight.grad).abs().sum().item()
+
+
+def test_an_output_that_is_a_view_is_no_cause_to_warn_but_a_blocks_is():
+    assert all(gradient > 0 for gradient in run_ranks(2, views_here))
+
+
+def test_blocks_are_the_members_of_the_outermost_lists():
+    model = cifar_resnet(20, 10, 3)
+    found = list(blocks(model))
+    assert sum(type(b).__name__ == "BasicBlock" for b in found) == 9
+    inside = [m for b in found for m in b.modules()]
+    assert len(inside) == len(set(inside)), "a block in another"
+
+
+@pytest.mark.supports("fsdp2", "documented command")
+def test_the_documented_command(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "-m", "kfac_bench", *SMALL, "backend=fsdp2", "trainer.max_steps=5"]
+    done = subprocess.run(
+        [*command, f"runs_dir={tmp_path}", "run_id=r"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["world_size"] == 2
+    assert end(tmp_path / "r").step == 5

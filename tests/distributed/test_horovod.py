@@ -1,0 +1,409 @@
+"""backend=horovod on ranks of a real horovodrun: equal to one process."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from kfac_bench.core import KFAC
+from kfac_bench.core.planning.plan import STRATEGIES
+from kfac_bench.record.events import Evaluated, Resumed, Trained
+from kfac_bench.training import checkpoint
+from tests.support import horovod_ranks
+from tests.support.distributed import run_ranks as gloo_ranks
+from tests.support.horovod_ranks import BIN, here, run_ranks
+from tests.support.runs import ALONE, SMALL, of_kind, steps_of, train, train_here
+from tests.support.runs import KFAC as KFAC_RUN
+from tests.support.training import (
+    OPTIONS,
+    STEPS,
+    Mixed,
+    assert_close,
+    batch,
+    expected,
+    loss_of,
+    make_kfac,
+    my_part,
+    one_process,
+    sentences,
+    sgd,
+    sha256,
+    tiny_model,
+    weights_of,
+)
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        importlib.util.find_spec("horovod") is None,
+        reason="Horovod is not installed: make install-horovod",
+    ),
+]
+METHODS = ["eigen", "inverse"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools():
+    yield
+    horovod_ranks.close_pools()
+
+
+def prepare(make_model, **options):
+    """This rank's backend, model, K-FAC and optimizer, as a run makes them."""
+    backend = here()
+    model, kfac, optimizer = with_kfac(make_model, backend, options)
+    model, optimizer = backend.wrap(model, optimizer)
+    return backend, model, kfac, optimizer
+
+
+def with_kfac(make_model, backend, options):
+    model = make_model()
+    optimizer = sgd(model)
+    return model, make_kfac(model, optimizer, options, collective=backend.collective()), optimizer
+
+
+def update(backend, model, kfac, optimizer, x, y, parts=1, scaler=None, dtype=None):
+    """As :class:`kfac_bench.training.update.Update`; the preconditioned gradients."""
+    scaler = scaler or GradScaler("cpu", enabled=False)
+    optimizer.zero_grad()
+    for i, (a, b) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+        with backend.part(model, last=i == parts - 1):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = loss_of(model, a, b)[1] / parts
+            backend.backward(scaler.scale(loss))
+    backend.synchronize(optimizer)
+    scaler.unscale_(optimizer)
+    kfac.step(scaler.get_scale)
+    grads = [p.grad.clone() for p in model.parameters()]
+    backend.step(optimizer, scaler)
+    scaler.update()
+    return grads
+
+
+def mine(backend, tensors):
+    return my_part(*tensors, rank=backend.ranks.rank, world=backend.ranks.world_size)
+
+
+def equals_here(make_model, make_batch, options, strategies, tolerance, how, wanted):
+    """On every rank: hold each strategy against one process; hashes of the weights."""
+    digests = []
+    if wanted:  # arrays, for tensors do not travel between pools
+        wanted = [[[torch.tensor(x) for x in e] for e in s[:2]] + [()] for s in wanted]
+    else:
+        wanted = one_process(make_model, make_batch, tuple(options.items()))
+    if "dtype" in how:  # one process computes in it, too
+        enabled = how["dtype"] == torch.float16
+        how = how | {"scaler": GradScaler("cpu", init_scale=256.0, enabled=enabled)}
+        alone = (ALONE, *with_kfac(make_model, ALONE, options))
+        wanted = [
+            (update(*alone, *make_batch(step), **how), weights_of(alone[1]), ())
+            for step in range(STEPS)
+        ]
+    for strategy in strategies:
+        made = prepare(make_model, **options, strategy=strategy)
+        for step, (want_grads, want_weights, _) in enumerate(wanted):
+            grads = update(*made, *mine(made[0], make_batch(step)), **how)
+            assert_close(grads, want_grads, tolerance)
+            assert_close(weights_of(made[1]), want_weights, tolerance)
+        assert made[2].steps == STEPS
+        assert made[2].dropped_statistics == 0
+        digests.append(sha256(weights_of(made[1])))
+    return digests
+
+
+def equal(world, *strategies, data=(tiny_model, batch), tolerance=2e-4, how=None, **options):
+    wanted = None
+    if "local_factors" in strategies:
+        (wanted, *_) = gloo_ranks(world, expected, *data, "local_factors", options)
+        wanted = [[[x.numpy() for x in each] for each in step[:2]] + [()] for step in wanted]
+    results = run_ranks(
+        world, equals_here, *data, options, strategies, tolerance, how or {}, wanted
+    )
+    assert results == [results[0]] * world, "the ranks' weights differ"
+
+
+@pytest.mark.supports("horovod", "{strategy}")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_strategy_equals_one_process(world, strategy, method):
+    equal(world, strategy, method=method)
+    if world == 4 and strategy == "hybrid_opt":
+        assert {tuple(s) for s in run_ranks(4, process_sets_here)[0]} > {(0, 1, 2, 3)}
+
+
+def process_sets_here():
+    from horovod.common.process_sets import _basics
+
+    return list(_basics._get_process_set_ids_and_ranks().values())
+
+
+@pytest.mark.parametrize(("strategy", "method"), [("comm_opt", "ekfac"), ("mem_opt", "eigen")])
+def test_every_kind_of_layer_equals_one_process(strategy, method):
+    equal(2, strategy, data=(Mixed, sentences), method=method, skip=(), max_dim=10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_messages_in_half_precision(method, dtype):
+    """One process keeps its state in half precision, too: apart are roundings only."""
+    equal(2, "comm_opt", "mem_opt", method=method, state_dtype=dtype, damping=0.3, tolerance=0.1)
+
+
+@pytest.mark.supports("horovod", "gradient accumulation")
+@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+def test_gradient_accumulation_equals_one_process(strategy):
+    equal(2, strategy, method="eigen", how={"parts": 2})
+
+
+def messages_here():
+    """On every rank: names of the gradients sent after each part of three."""
+    import horovod.torch.optimizer as averaging
+
+    made, sent, seen = prepare(tiny_model), [], []
+    send = averaging.allreduce_async_
+
+    def note(tensor, *args, name, **more):
+        sent.append(name)
+        return send(tensor, *args, name=name, **more)
+
+    with mock.patch.object(averaging, "allreduce_async_", note):
+        backward = made[0].backward
+
+        def count(loss):
+            backward(loss)
+            seen.append(len(sent))
+
+        made[0].backward = count
+        update(*made, *mine(made[0], [t[:18] for t in batch(0)]), parts=3)
+    return seen, len(sent)
+
+
+def test_ranks_meet_at_the_last_part_only():
+    parameters = len(list(tiny_model().parameters()))
+    assert run_ranks(2, messages_here) == [([0, 0, parameters], parameters)] * 2
+
+
+@pytest.mark.supports("horovod", "bf16 autocast")
+def test_autocast_is_close_to_one_process():
+    equal(2, "comm_opt", method="eigen", how={"dtype": torch.bfloat16}, damping=0.3, tolerance=0.2)
+
+
+@pytest.mark.supports("horovod", "fp16 with GradScaler")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_scaled_loss_is_close_to_one_process(method):
+    equal(2, "mem_opt", method=method, how={"dtype": torch.float16}, damping=0.3, tolerance=0.1)
+
+
+def overflow_here():
+    """On every rank: an update whose gradients overflow on rank 1 alone, then a good one."""
+    made, scaler = prepare(tiny_model), GradScaler("cpu", init_scale=256.0)
+    before = weights_of(made[1])
+    x, y = mine(made[0], batch(0))
+    bad = x * float("inf") if made[0].ranks.rank == 1 else x
+    update(*made, bad, y, scaler=scaler)
+    torch.testing.assert_close(weights_of(made[1]), before, rtol=0, atol=0)
+    assert scaler.get_scale() == 128.0
+    update(*made, x, y, scaler=scaler)
+    assert scaler.get_scale() == 128.0
+    return sha256(weights_of(made[1]))
+
+
+def test_an_overflow_on_one_rank_leaves_the_update_out_on_all():
+    first, second = run_ranks(2, overflow_here)
+    assert first == second != sha256(weights_of(tiny_model()))
+
+
+class Forked(nn.Module):
+    """The examples say which of its branches run; one never does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.branches = nn.ModuleList(nn.Linear(36, 3) for _ in range(3))
+
+    def forward(self, x):
+        return self.branches[int(x[0, 0, 0, 0] > 0)](x.flatten(1))
+
+
+def unused_here(parts):
+    """On every rank: a branch that backward reaches on one rank only."""
+    made = prepare(Forked)
+    for step in range(3):
+        x, y = mine(made[0], batch(step))
+        update(*made, x.clone().index_fill_(0, torch.tensor([0]), made[0].ranks.rank), y, parts)
+    return sha256(weights_of(made[1]))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_layers_that_backward_did_not_reach_on_a_rank(parts):
+    first, second = run_ranks(2, unused_here, parts)
+    assert first == second
+
+
+def other_model_here():
+    def other():
+        model = tiny_model()
+        return model.append(nn.Linear(3, 3)) if backend.ranks.rank == 1 else model
+
+    backend = here()
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] made another K-FAC plan than rank 0"):
+        prepare(other)
+
+
+def test_a_rank_with_another_model_gets_an_error():
+    run_ranks(2, other_model_here)
+
+
+def other_weights_here():
+    def other():
+        model = tiny_model()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(here().ranks.rank)
+        model.register_buffer("mask", torch.tensor([here().ranks.rank == 0]))
+        model.register_buffer("table", torch.full((3,), here().ranks.rank, dtype=torch.bfloat16))
+        return model
+
+    model = prepare(other)[1]
+    assert model.mask.tolist() == [True]
+    assert model.table.tolist() == [0, 0, 0]
+    return sha256(weights_of(model))
+
+
+def test_weights_are_those_of_rank_0():
+    assert run_ranks(2, other_weights_here) == [sha256(weights_of(tiny_model()))] * 2
+
+
+def script_here():
+    """On every rank: as a user's script; K-FAC finds Horovod, two of them at once."""
+    import horovod.torch as hvd
+
+    models = [tiny_model(), tiny_model()]
+    optimizers = [hvd.DistributedOptimizer(sgd(m), m.named_parameters()) for m in models[:1]]
+    optimizers.append(hvd.DistributedOptimizer(sgd(models[1]), prefixed(models[1])))
+    kfacs = [KFAC(m, o, **OPTIONS) for m, o in zip(models, optimizers, strict=True)]
+    for step in range(STEPS):
+        x, y = my_part(*batch(step), rank=hvd.rank(), world=hvd.size())
+        for model in models:
+            F.cross_entropy(model(x), y).backward()
+        for optimizer, kfac in zip(optimizers, kfacs, strict=True):
+            optimizer.synchronize()
+            kfac.step()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+    want = one_process(tiny_model, batch, ())[-1][1]
+    for model in models:
+        assert_close(weights_of(model), want)
+
+
+def prefixed(model):
+    return [(f"second.{n}", p) for n, p in model.named_parameters()]
+
+
+def test_a_script_of_two_models():
+    run_ranks(2, script_here)
+
+
+def static_here():
+    """On every rank: a group, where ``hvd.init()`` was told of none."""
+    import horovod.torch as hvd
+
+    refuse = mock.Mock(side_effect=ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1"))
+    with (
+        mock.patch.object(hvd, "add_process_set", refuse),
+        pytest.raises(RuntimeError, match=r'call hvd.init\(process_sets="dynamic"\)'),
+    ):
+        here().collective().prepare([(1,)])
+
+
+def test_groups_need_dynamic_process_sets():
+    run_ranks(2, static_here)
+
+
+# Runs
+
+
+RUN = (*KFAC_RUN, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
+"""Stable, and with the same decompositions on any number of ranks."""
+
+
+def run_here(folder, overrides):
+    with mock.patch("tests.support.runs.here", here):
+        return train_here(folder, overrides)
+
+
+@pytest.mark.supports("horovod", "resume on another world size")
+def test_a_run_goes_on_without_horovod_and_with_it(tmp_path):
+    _, alone = train(tmp_path, *RUN, "run_id=alone", "trainer.max_steps=15")
+    # as horovod, one process, horovod; whose momenta the optimizer state holds
+    run_ranks(2, run_here, tmp_path, (*RUN, "run_id=r", "trainer.max_steps=5"))
+    _, path = train(tmp_path, *RUN, "run_id=r", "trainer.max_steps=10")
+    done = run_ranks(2, run_here, tmp_path, (*RUN, "run_id=r", "trainer.max_steps=15"))
+    assert steps_of(path, Resumed) == [5, 10]
+    assert done[0][2] == done[1][2], "the ranks' weights differ"
+    ours, theirs = (of_kind(p, Evaluated)[-1].metrics["squared_error"] for p in (path, alone))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    saved = [checkpoint.load(checkpoint.find(p)[0].path).shards[0] for p in (path, alone)]
+    momenta = [
+        [s["momentum_buffer"] for s in shard["optimizer"]["state"].values()] for shard in saved
+    ]
+    assert_close(*momenta, 1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_in_parts_and_mixed_precision(tmp_path, precision):
+    options = (*RUN, "run_id=r", "trainer.max_steps=4", "trainer.accumulate=3")
+    run_ranks(2, run_here, tmp_path, (*options, f"trainer.precision={precision}"))
+    losses = [e.metrics["squared_error"] for e in of_kind(tmp_path / "r", Evaluated)]
+    assert losses[-1] < losses[0]
+
+
+def horovodrun(*overrides, world=2):
+    command = [BIN / "horovodrun", "-np", str(world), "--gloo", BIN / "kfac-train"]
+    return subprocess.run(
+        [*command, "backend=horovod", *overrides], capture_output=True, text=True, timeout=250
+    )
+
+
+@pytest.mark.supports("horovod", "kfac-train")
+@pytest.mark.supports("horovod", "documented command")
+def test_the_documented_command(tmp_path):
+    run = (*SMALL, *RUN, f"runs_dir={tmp_path}", "trainer.max_steps=5", "trainer.log_freq=1")
+    done = horovodrun(*run, "run_id=r", "kfac=mem_opt")
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = tmp_path / "r"
+    assert steps_of(path, Trained) == [1, 2, 3, 4, 5]
+    assert len(checkpoint.find(path)[0].shards) == 2
+    assert (done.stdout + done.stderr).count("K-FAC preconditions") == 1
+    _, alone = train(tmp_path, *RUN, "run_id=alone", "trainer.max_steps=5")
+    ours, theirs = (of_kind(p, Evaluated)[-1].metrics["squared_error"] for p in (path, alone))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_bad_input_is_said_once_though_rank_0_is_the_last_to_see_it(tmp_path, monkeypatch):
+    late = "import os, time\nif os.environ.get('HOROVOD_RANK') == '0':\n    time.sleep(3)\n"
+    (tmp_path / "sitecustomize.py").write_text(late)
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}")
+    done = horovodrun(*SMALL, f"runs_dir={tmp_path}", "kfac.update_freq=0")
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert said.count("kfac-train: kfac.update_freq=0") == 1, said
+    assert "Exit code: 2" in said
+
+
+def test_without_horovodrun_a_process_trains_alone(tmp_path):
+    run = (*SMALL, f"runs_dir={tmp_path}", "run_id=r", "trainer.max_steps=2")
+    command = [sys.executable, "-m", "kfac_bench", "backend=horovod", *run]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert len(checkpoint.find(tmp_path / "r")[0].shards) == 1

@@ -1,0 +1,188 @@
+"""Ranks that srun starts, by Slurm's variables; and what a notice does to a run. Without a Slurm.
+
+With a real one: ``make slurm-test``.
+"""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from kfac_bench.benchmark import slurm_submit
+from kfac_bench.distributed import slurm_rank
+from kfac_bench.distributed.backend import find_device
+from kfac_bench.errors import OneRankError, UsageError
+from kfac_bench.record.events import Evaluated, Resumed
+from kfac_bench.training import checkpoint
+from kfac_bench.training.run_directory import RunDirectory
+from kfac_bench.training.trainer import Trainer
+from tests.support.runs import KFAC, config_of, end, of_kind, steps_of, train
+
+BATCH_SHELL = {
+    "SLURM_CLUSTER_NAME": "test",
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+"""As Slurm 22.05 sets them."""
+TASK = BATCH_SHELL | {
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def adopted(environ):
+    environ = dict(environ)
+    slurm_rank.adopt(environ)
+    return {name: environ[name] for name in TORCH if name in environ}
+
+
+def test_a_task_of_srun_is_a_rank():
+    found = adopted(TASK)
+    port = int(found.pop("MASTER_PORT"))
+    assert list(found.values()) == ["3", "4", "1", "2", "node1"]
+    assert 12000 <= port < 32000
+    assert adopted(TASK | {"SLURM_PROCID": "0"})["MASTER_PORT"] == str(port)
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_CLUSTER_NAME"):
+        assert adopted(TASK | {name: "4"})["MASTER_PORT"] != str(port)
+    nameless = {k: v for k, v in TASK.items() if k != "SLURM_CLUSTER_NAME"}
+    assert 12000 <= int(adopted(nameless)["MASTER_PORT"]) < 32000
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH_SHELL,  # kfac-train in a batch script without srun is alone, and waits for nobody
+        TASK | {"SLURM_STEP_NUM_TASKS": "1"},
+        TASK | {"HOROVOD_RANK": "1"},
+    ],
+)
+def test_what_is_no_rank_of_srun(environ):
+    assert adopted(environ) == {}
+
+
+def test_torchrun_within_srun_has_the_word():
+    torchrun = dict(zip(TORCH, ("1", "8", "1", "4", "elsewhere", "1"), strict=True))
+    assert adopted(TASK | torchrun) == torchrun
+    assert adopted(TASK | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[1-2]", "node1"),
+        ("a1", "a1"),
+        ("gpu[02-04,7],x", "gpu02"),
+        ("a[7,3]", "a7"),
+        ("r[1-2]n[05-16]-ib", "r1n05-ib"),
+        ("b,a[1-2]", "b"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes, first):
+    assert slurm_rank.first_host(nodes) == first
+
+
+def test_tasks_per_node():
+    assert slurm_rank.tasks_per_node("2(x3),1") == (2, 2, 2, 1)
+
+
+def test_a_task_that_sees_its_own_gpu_alone_takes_that(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name in [n for n in os.environ if n.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(OneRankError, match="no GPU is left for local rank 1"):
+        find_device("auto", 1)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    with pytest.raises(OneRankError, match="no GPU is left"):
+        find_device("auto", 1)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    assert find_device("auto", 1) == torch.device("cuda", 0)
+
+
+def test_without_slurm_submit_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="launcher=slurm: there is no sbatch here"):
+        slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path)
+
+
+LONG = (*KFAC, "trainer.max_steps=8", "trainer.log_freq=1", "trainer.eval_freq=4")
+
+
+def notice_in_evaluation(monkeypatch, step):
+    """SIGUSR1 while the batch of the evaluation after so many steps goes through the model."""
+    original, within = (Trainer._evaluate, Trainer._to_device), []
+
+    def evaluate(self):
+        within.append(self.step)
+        try:
+            return original[0](self)
+        finally:
+            within.pop()
+
+    def to_device(self, batch):
+        if within == [step]:
+            signal.raise_signal(signal.SIGUSR1)
+        return original[1](self, batch)
+
+    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(Trainer, "_to_device", to_device)
+
+
+@pytest.mark.parametrize("step", [0, 4, 8])
+def test_an_evaluation_cut_short_is_made_up(tmp_path, monkeypatch, step):
+    _, straight = train(tmp_path, *LONG, "run_id=straight")
+    with monkeypatch.context() as patch:
+        notice_in_evaluation(patch, step)
+        status, path = train(tmp_path, *LONG, "run_id=stopped")
+    assert (status, end(path).status, end(path).step) == ("interrupted", "interrupted", step)
+    assert step not in steps_of(path, Evaluated)
+    assert (path / "state").read_text() == f"interrupted {step} {path}\n"
+    saved, _ = checkpoint.find(path)
+    assert (0 if saved is None else saved.step) == step
+    assert train(tmp_path, *LONG, "run_id=stopped")[0] == "finished"
+    assert steps_of(path, Resumed) == ([step] if step else [])
+    assert steps_of(path, Evaluated) == steps_of(straight, Evaluated) == [0, 4, 8]
+    assert [e.metrics for e in of_kind(path, Evaluated)] == [
+        e.metrics for e in of_kind(straight, Evaluated)
+    ]
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+    assert (path / "state").read_text() == f"finished 8 {path}\n"
+
+
+def test_a_target_reached_in_an_evaluation_that_was_made_up_ends_the_run(tmp_path, monkeypatch):
+    options = (*LONG, "trainer.target=100", "run_id=r")  # of a squared error: the first that is
+    _, path = train(tmp_path, *LONG, "trainer.max_steps=4", "run_id=r")
+    with monkeypatch.context() as patch:
+        notice_in_evaluation(patch, 8)
+        train(tmp_path, *LONG, "run_id=r")
+    assert end(path).status == "interrupted"
+    assert train(tmp_path, *options)[0] == "reached"
+    assert steps_of(path, Evaluated) == [0, 4, 8]
+
+
+def test_the_state_goes_where_the_batch_script_looks(tmp_path, monkeypatch):
+    monkeypatch.setenv("KFAC_STATE_FILE", str(tmp_path / "job.state"))
+    _, path = train(tmp_path, *LONG, "trainer.max_steps=2", "run_id=r")
+    assert (tmp_path / "job.state").read_text() == f"finished 2 {path}\n"
+    (tmp_path / "job.state").unlink()
+    train(tmp_path, *LONG, "trainer.max_steps=2", "run_id=r")  # complete already
+    assert (tmp_path / "job.state").read_text() == f"finished 2 {path}\n"
+    assert not list(tmp_path.rglob("*.partial"))
+    monkeypatch.setenv("KFAC_STATE_FILE", "/nowhere/job.state")
+    RunDirectory(config_of(tmp_path, "run_id=r")).note_state("running", 3)  # no error
+    assert (path / "state").read_text() == f"running 3 {path}\n"

@@ -1,0 +1,388 @@
+"""score.py and runs.py: event files in, exact numbers out."""
+
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record import runs, score
+from kfac_bench.record.events import (
+    Evaluated,
+    Event,
+    EventLog,
+    JsonlSink,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+)
+
+INF = math.inf
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "data": {"name": "digits"},
+        "model": {"name": "resnet8"},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "kfac": {"enabled": False, "damping": 0.003},
+        "trainer": {"target": 0.97, "batch_size": 256},
+        "seed": 0,
+        "run_id": "a",
+        "runs_dir": "runs",
+    }
+    for key, value in changes.items():
+        section, _, option = key.partition("__")
+        if option:
+            base[section] = {**base[section], option: value}
+        else:
+            base[section] = value
+    return base
+
+
+def write_run(
+    folder: Path,
+    *events: Event,
+    higher_is_better: bool = True,
+    environment: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    folder.mkdir(parents=True)
+    log = EventLog([JsonlSink(folder / "events.jsonl")])
+    started = RunStarted(
+        0, 0.0, folder.name, "accuracy", higher_is_better, config(**changes), environment or {}
+    )
+    for event in (started, *events):
+        log.emit(event)
+    log.close()
+    return folder
+
+
+def evaluated(step: int, train_s: float, value: float) -> Evaluated:
+    return Evaluated(step, train_s, 1.0, {"accuracy": value, "loss": 5.0})
+
+
+def reached(step: int, train_s: float) -> tuple[Event, ...]:
+    return (
+        evaluated(step, train_s, 0.98),
+        TargetReached(step, train_s, "accuracy", 0.98, 0.97),
+        RunEnded(step, train_s, "reached"),
+    )
+
+
+def test_a_run_that_reached_its_target(tmp_path: Path) -> None:
+    run = score.load(write_run(tmp_path / "a", evaluated(10, 1.5, 0.99), *reached(20, 3.25)))
+    assert score.time_to_target_s(run) == 3.25
+    assert score.steps_to_target(run) == 20
+    assert score.final_metric(run) == 0.98
+    assert score.best_metric(run) == 0.99
+    assert score.status(run) == "reached"
+
+
+def test_a_run_that_missed_is_infinite_and_not_dropped(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", evaluated(10, 1.5, 0.9), RunEnded(10, 1.5, "finished"))
+    run = score.load(folder)
+    assert score.time_to_target_s(run) == INF
+    assert score.steps_to_target(run) == INF
+    row = score.row(score.group([run])[0])
+    assert (row.seeds, row.reached, row.seconds) == (1, 0, score.Spread(INF, INF, INF))
+    assert score.notes(score.group([run])) == []
+
+
+def test_best_metric_of_an_error_is_the_smallest(tmp_path: Path) -> None:
+    events = (evaluated(1, 1, 3.0), evaluated(2, 2, 1.0), evaluated(3, 3, math.nan))
+    run = score.load(write_run(tmp_path / "a", *events, higher_is_better=False))
+    assert score.best_metric(run) == 1.0
+    assert math.isnan(score.final_metric(run))
+
+
+def test_no_evaluation_means_no_metric(tmp_path: Path) -> None:
+    run = score.load(write_run(tmp_path / "a"))
+    assert math.isnan(score.final_metric(run))
+    assert math.isnan(score.best_metric(run))
+
+
+def test_what_a_resume_made_void_does_not_count(tmp_path: Path) -> None:
+    events = (*reached(20, 3.0), Resumed(10, 1.5, "ckpt"), *reached(40, 6.0))
+    assert score.time_to_target_s(score.load(write_run(tmp_path / "a", *events))) == 6.0
+
+
+def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    assert score.load(folder).path == score.load(folder / "events.jsonl").path
+    assert score.load(tmp_path / "a" / ".." / "a").path == score.load(folder).path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no RunStarted event"),
+        ('{"event": "RunEnded", "step": 0, "train_s": 0, "status": "failed"}\n', "no RunStarted"),
+        ("not json\n", "not an event"),
+        (
+            '{"event": "RunStarted", "step": 0, "train_s": 0, "run_id": "a", "metric": "m",'
+            ' "higher_is_better": true, "config": [], "environment": {}}\n',
+            "'config' is not of its type",
+        ),
+        (
+            '{"event": "RunStarted", "step": 0, "train_s": 0, "run_id": "a", "metric": ["m"],'
+            ' "higher_is_better": true, "config": {}, "environment": {}}\n',
+            "'metric' is not of its type",
+        ),
+    ],
+)
+def test_what_is_no_run_is_one_line_of_usage_error(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        score.load(file)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_find_expands_a_folder_of_runs(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "runs" / "demo" / "a")
+    b = write_run(tmp_path / "runs" / "b")
+    assert runs.find(tmp_path / "runs") == [b / "events.jsonl", a / "events.jsonl"]
+    assert runs.find(a) == runs.find(a / "events.jsonl") == [a / "events.jsonl"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no runs here"):
+        runs.find(tmp_path / "empty")
+    with pytest.raises(UsageError, match="no such run"):
+        runs.find(tmp_path / "absent")
+
+
+def test_seeds_of_one_configuration_are_one_setting(tmp_path: Path) -> None:
+    found = [
+        score.load(
+            write_run(
+                tmp_path / f"s{seed}",
+                *reached(10 * seed, float(seed)),
+                seed=seed,
+                run_id=f"s{seed}",
+                runs_dir=f"elsewhere{seed}",
+                logger={"wandb": seed == 1},
+                resume=seed == 2,
+                dry_run=seed == 2,
+            )
+        )
+        for seed in (3, 1, 2)
+    ]
+    (setting,) = score.group(found)
+    assert (setting.task, setting.optimizer) == ("digits resnet8, accuracy ≥ 0.97", "SGD")
+    assert [runs.seed(run) for run in setting.runs] == [1, 2, 3]
+    row = score.row(setting)
+    assert row.steps == score.Spread(20, 10, 30)
+    assert row.seconds == score.Spread(2.0, 1.0, 3.0)
+    assert (row.seeds, row.reached, row.final) == (3, 3, 0.98)
+    assert setting.options["optimizer.lr"] == "0.1"
+    assert "seed" not in setting.options
+
+
+def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
+    run = score.load(write_run(tmp_path / "a", *reached(1, 1.0)))
+    again = score.load(tmp_path / "a" / "events.jsonl")
+    assert score.row(score.group([run, again])[0]).seeds == 1
+
+
+def test_labels_of_optimizers(tmp_path: Path) -> None:
+    for i, (name, kfac) in enumerate(
+        [("sgd", False), ("adam", False), ("adamw", False), ("sgd", True), ("muon", True)]
+    ):
+        write_run(tmp_path / str(i), optimizer__name=name, kfac__enabled=kfac)
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    labels = [setting.optimizer for setting in settings]
+    assert labels == ["Adam", "AdamW", "SGD", "K-FAC + SGD", "K-FAC + muon"]
+
+
+def test_equal_labels_say_what_differs(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", kfac__enabled=True)
+    write_run(tmp_path / "b", kfac__enabled=True, kfac__damping=0.03)
+    write_run(tmp_path / "c", kfac__enabled=False)
+    write_run(tmp_path / "d", kfac__enabled=False, kfac__damping=0.03)  # means nothing
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert [(s.optimizer, len(s.runs)) for s in settings] == [
+        ("SGD", 2),
+        ("K-FAC + SGD (damping 0.003)", 1),
+        ("K-FAC + SGD (damping 0.03)", 1),
+    ]
+
+
+def test_options_with_one_last_name_are_told_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", optimizer__decay=1, kfac__enabled=True, kfac__decay=2)
+    write_run(tmp_path / "b", optimizer__decay=3, kfac__enabled=True)
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert [s.optimizer for s in settings] == [
+        "K-FAC + SGD (kfac.decay 2, optimizer.decay 1)",
+        "K-FAC + SGD (kfac.decay unset, optimizer.decay 3)",
+    ]
+
+
+def test_other_targets_are_other_tasks(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", higher_is_better=False, trainer__target=6)
+    write_run(tmp_path / "b", trainer__target=0.98)
+    write_run(tmp_path / "c", trainer__target=None)
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert [(s.task, s.optimizer) for s in settings] == [
+        ("digits resnet8, accuracy", "SGD"),
+        ("digits resnet8, accuracy ≤ 6", "SGD"),
+        ("digits resnet8, accuracy ≥ 0.98", "SGD"),
+    ]
+    assert [score.row(s).has_target for s in settings] == [False, True, True]
+
+
+def test_notes_name_dead_runs_repeated_seeds_and_unequal_machines(tmp_path: Path) -> None:
+    env = {"git": {"commit": "1"}, "cpu": "x", "command": "a"}
+    write_run(tmp_path / "a", evaluated(7, 1.0, 0.5), environment=env)
+    write_run(tmp_path / "b", RunEnded(3, 1.0, "failed", "out of\nmemory"), environment=env)
+    write_run(
+        tmp_path / "c",
+        *reached(1, 1.0)[:2],
+        seed=1,
+        environment={"git": {"commit": "2"}, "cpu": "x", "command": "b"},
+    )
+    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    task = "digits resnet8, accuracy ≥ 0.97"
+    assert score.notes(settings) == [
+        f"{task}, SGD: {tmp_path / 'a'} has not ended (last event at step 7): "
+        "counts as not reached",
+        f"{task}, SGD: {tmp_path / 'b'} ended as failed (out of\ufffdmemory): "
+        "counts as not reached",
+        f"{task}, SGD: seed 0 was run 2 times",
+        f"{task}: the runs' environments differ in git.commit",
+    ]
+
+
+def test_notes_say_whose_seconds_they_are_and_never_mix_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", *reached(1, 1.0), trainer__clock="wall")
+    write_run(tmp_path / "b", *reached(1, 1.0))  # before there was a choice
+    found = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert score.notes(found) == []
+    write_run(tmp_path / "c", *reached(1, 1.0), trainer__clock="cpu")
+    found = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert "seconds are those that a processor worked (trainer.clock=cpu)" in score.notes(found)
+    assert "SGD (clock cpu)" in [setting.optimizer for setting in found]
+
+
+def test_a_diverged_seed_ranks_worst_in_the_final_metric(tmp_path: Path) -> None:
+    for seed, value in enumerate([math.nan, 0.5, 0.7]):
+        write_run(tmp_path / f"s{seed}", evaluated(1, 1.0, value), seed=seed)
+    found = [score.load(file) for file in runs.find(tmp_path)]
+    assert score.row(score.group(found)[0]).final == 0.5
+    assert math.isnan(score.row(score.group(found[:2])[0]).final)
+
+
+times = st.lists(st.floats(0, 1e6) | st.just(INF), min_size=1, max_size=9)
+
+
+@given(times, st.randoms())
+def test_spread_does_not_depend_on_order(values: list[float], rng: random.Random) -> None:
+    shuffled = rng.sample(values, len(values))
+    assert score.spread(shuffled) == score.spread(values)
+    assert score.spread(values).low <= score.spread(values).median <= score.spread(values).high
+
+
+@given(times)
+def test_median_is_finite_only_if_a_majority_reached(values: list[float]) -> None:
+    missed = sum(math.isinf(value) for value in values)
+    median = score.spread(values).median
+    assert math.isinf(median) == (2 * missed >= len(values))
+    if not missed:
+        assert median == statistics.median(values)
+
+
+def test_median_of_five_inf_inf_is_inf() -> None:
+    assert score.spread([5.0, INF, INF]) == score.Spread(INF, 5.0, INF)
+    assert score.spread([5.0, INF, 3.0]) == score.Spread(5.0, 3.0, INF)
+
+
+def test_median_run_is_the_one_with_the_median_time(tmp_path: Path) -> None:
+    for seed, seconds in enumerate([3.0, 9.0, 5.0]):
+        write_run(tmp_path / f"s{seed}", *reached(1, seconds), seed=seed)
+    (setting,) = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert score.time_to_target_s(score.median_run(setting)) == 5.0
+
+
+@given(st.permutations(range(5)))
+def test_grouping_does_not_depend_on_order(order: list[int]) -> None:
+    found = [_memory_run(i, lr=0.1 if i < 3 else 0.2) for i in range(5)]
+    assert score.group([found[i] for i in order]) == score.group(found)
+
+
+def _memory_run(number: int, lr: float) -> score.Run:
+    started = RunStarted(0, 0.0, "a", "accuracy", True, config(optimizer__lr=lr, seed=number), {})
+    return score.Run(Path(f"/r{number}"), started, (started, *reached(number, float(number))))
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.dictionaries(st.text(), x)))
+def test_flatten_gives_printable_text(value: Any) -> None:
+    flat = runs.flatten({"a": value})
+    assert all((key + text).isprintable() for key, text in flat.items())
+    assert list(flat) == sorted(flat)
+
+
+def test_flatten_survives_deep_nesting() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(20_000):
+        deep = {"": deep}
+    assert list(runs.flatten({"a": deep}).values()) == ["{}"]
+
+
+# ---- the bootstrap of a median ----
+
+
+def exact_quantile(values: list[float], share: float) -> float:
+    """Of the resampled median, n odd: at most x_k with the chance that half the draws are."""
+    n, ordered = len(values), sorted(values)
+    for k, value in enumerate(ordered, start=1):
+        p = k / n
+        at_most = sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(n // 2 + 1, n + 1))
+        if at_most >= share:
+            return value
+    return ordered[-1]
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 7, 9, 15, 21])
+def test_the_interval_is_that_of_the_exact_bootstrap(n: int) -> None:
+    values = [float(v * v) for v in range(1, n + 1)]
+    median, low, high = score.bootstrap_median(values)
+    assert median == values[n // 2]
+    assert low == exact_quantile(values, 0.025)
+    assert high == exact_quantile(values, 0.975)
+
+
+def test_intervals_by_hand() -> None:
+    assert score.bootstrap_median([4.0]) == (4.0, 4.0, 4.0)
+    assert score.bootstrap_median([3.0, 1.0]) == (2.0, 1.0, 3.0)
+    assert score.bootstrap_median([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    # the chance of a median of the least of 7 is 1.0 %, of one of the two least 7.6 %
+    assert score.bootstrap_median([7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (4.0, 2.0, 6.0)
+    assert score.bootstrap_median([1.0, 2.0, INF]) == (2.0, 1.0, INF)
+    assert score.bootstrap_median([1.0, INF]) == (INF, 1.0, INF)
+    assert score.bootstrap_median([INF, INF, INF]) == (INF, INF, INF)
+
+
+@settings(deadline=None)  # ten thousand resamples, each four times, on a machine that may be busy
+@given(times, st.randoms())
+def test_an_interval_holds_its_median_within_the_range(
+    values: list[float], rng: random.Random
+) -> None:
+    median, low, high = score.bootstrap_median(values)
+    assert min(values) <= low <= median <= high <= max(values)
+    assert median == score.spread(values).median
+    assert score.bootstrap_median(rng.sample(values, len(values)))[0] == median
+    assert score.bootstrap_median(values) == (median, low, high)
+    scaled = score.bootstrap_median([4 * v for v in values])
+    assert scaled == (4 * median, 4 * low, 4 * high)
+
+
+@pytest.mark.parametrize("values", [[], [1.0, math.nan]])
+def test_no_median_of_nothing_or_of_no_number(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="a median needs"):
+        score.bootstrap_median(values)

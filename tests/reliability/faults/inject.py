@@ -1,0 +1,302 @@
+"""A rank of ``kfac-train`` with a fault in it: one function is changed before it starts.
+
+``python -m tests.reliability.faults.inject '{"kind": "kill", ...}' OPTION=VALUE...``
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_bench.core.execution.batch_statistics import Fresh
+from kfac_bench.core.kernels import linalg
+from kfac_bench.core.planning.plan import FACTORS
+from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.training.checkpoint import MANIFEST, writing
+from kfac_bench.training.trainer import Trainer
+from kfac_bench.training.update import Update
+
+STEP_S = 0.03
+"""A step lasts so long at least."""
+WRITES_STEPS, WRITES_S = 2, 20.0
+"""A checkpoint is on disk so many steps after it began, as where steps take their time."""
+
+MEET_S = 0.3
+"""Until those that got a signal have met it, and their parent has heard."""
+
+HAPPENED = "happened"
+"""A file that is made when the fault happens: one that does not shows nothing."""
+
+_now = {"step": 0}
+"""The update that is being made."""
+_mark: list[Path] = []
+
+
+def _happens() -> None:
+    for path in _mark:
+        path.touch()
+
+
+def _each_step(action: Callable[[Trainer, int], None]) -> None:
+    """``action`` with the number of the update, before each."""
+    original = Trainer._train_step
+
+    def step(self: Trainer, batch: Any) -> tuple[float, bool]:
+        _now["step"] = self.step + 1
+        action(self, self.step + 1)
+        return original(self, batch)
+
+    Trainer._train_step = step  # type: ignore[method-assign]
+
+
+def _send(number: int, *, here: str | None = None, group: bool = False) -> Callable[[int], None]:
+    """To this very process: before update ``step``, or the next time that function is called.
+
+    ``group``: to the processes that it has started, too, and by another, as a batch system does.
+    """
+
+    def send() -> None:
+        _happens()
+        if group:
+            kill = ["kill", f"-{number}", "--", f"-{os.getpgid(0)}"]
+            subprocess.run(kill, check=True, start_new_session=True)
+            time.sleep(MEET_S)
+        else:
+            os.kill(os.getpid(), number)
+
+    def install(step: int) -> None:
+        if here is None:
+            _each_step(lambda _, now: send() if now == step else None)
+        else:
+            _once(here, step, send)
+
+    return install
+
+
+_PLACES: dict[str, tuple[Any, str]] = {
+    "evaluation": (Reconstruction, "totals"),
+    "decomposition": (linalg, "eigendecompose"),
+    "checkpoint": (writing, "_write_synced"),
+    "commit": (writing, "_sync_directory"),
+}
+"""Functions in which something happens, by name."""
+
+
+def _once(place: str, step: int, action: Callable[[], None]) -> None:
+    """``action`` when the function is called, once, in update ``step`` or later."""
+    owner, name = _PLACES[place]
+    original = getattr(owner, name)
+    done: list[int] = []
+
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        if _now["step"] >= step and not done:
+            done.append(step)
+            action()
+        return original(*arguments, **keywords)
+
+    setattr(owner, name, function)
+
+
+def _raise(step: int) -> None:
+    def action(_: Trainer, now: int) -> None:
+        if now == step:
+            _happens()
+            raise RuntimeError("an error of the program")
+
+    _each_step(action)
+
+
+def _nan_loss(step: int) -> None:
+    original = Reconstruction.forward
+
+    def forward(self: Reconstruction, *arguments: Any) -> tuple[Tensor, Tensor]:
+        loss, output = original(self, *arguments)
+        if _now["step"] == step:
+            _happens()
+            loss = loss * math.nan
+        return loss, output
+
+    Reconstruction.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _nan_gradient(step: int) -> None:
+    original = Update.backward
+
+    def backward(self: Update, *arguments: Any) -> Tensor:
+        loss = original(self, *arguments)
+        if _now["step"] == step:
+            _happens()
+            self._optimizer.param_groups[0]["params"][0].grad.view(-1)[0] = math.nan
+        return loss
+
+    Update.backward = backward  # type: ignore[method-assign, assignment]
+
+
+def _nan_statistic(step: int) -> None:
+    """In what a batch brings to one factor."""
+    original = Fresh._only_finite
+    done: list[int] = []
+
+    def only_finite(self: Fresh, moment: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+        if _now["step"] >= step and not done:
+            done.append(step)
+            _happens()
+            moment.view(-1)[0] = math.nan
+        return original(self, moment, samples)
+
+    Fresh._only_finite = only_finite  # type: ignore[method-assign]
+
+
+def _nan_factor(step: int) -> None:
+    """In one running factor that this rank decomposes, as broken memory would put it there."""
+
+    def action(trainer: Trainer, now: int) -> None:
+        if now == step and trainer.kfac is not None:
+            _happens()
+            run = trainer.kfac._executor
+            own = next(
+                (p.layer.name, f)
+                for p in run.plan.placements
+                for f in FACTORS
+                if p.worker(f) == run.collective.rank
+            )
+            run.store.factors[own][0].view(-1)[0] = math.nan
+
+    _each_step(action)
+
+
+def _no_eigh(step: int) -> None:
+    """LAPACK gives up on one decomposition, in float64 too."""
+    original, calls = torch.linalg.eigh, [0]
+
+    def eigh(*arguments: Any) -> Any:
+        if _now["step"] >= step and calls[0] < 4:  # of the batch, and of its first matrix
+            calls[0] += 1
+            _happens()
+            raise torch.linalg.LinAlgError("eigh: did not converge")  # type: ignore[attr-defined]
+        return original(*arguments)
+
+    torch.linalg.eigh = eigh
+
+
+def _kill_wandb(step: int) -> None:
+    """W&B's own process, a child of this one."""
+
+    def action(_: Trainer, now: int) -> None:
+        if now == step:
+            for pid in _children(os.getpid()):
+                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    _happens()
+                    os.kill(pid, signal.SIGKILL)
+
+    _each_step(action)
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    own = [int(child) for task in tasks for child in task.read_text().split()]
+    return [*own, *(grandchild for child in own for grandchild in _children(child))]
+
+
+LITTLE_BYTES = 60_000
+"""Enough for the record, not for a checkpoint."""
+
+
+def _fill_disk(leave: int, *, told: bool = True) -> Callable[[int], None]:
+    """The disk that the run is on, but for ``leave`` bytes.
+
+    Not ``told``: as a quota, which shows only when a write fails.
+    """
+
+    def install(step: int) -> None:
+        def action(trainer: Trainer, now: int) -> None:
+            if now == step:
+                _happens()
+                fill(trainer.directory.parent / FILLER, leave)
+
+        _each_step(action)
+        if not told:
+            usage = shutil.disk_usage
+            shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 40)
+
+    return install
+
+
+FILLER = "filler"
+
+
+def fill(path: Path, leave: int) -> None:
+    """A file that takes all of a disk but for so many bytes."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"\0" * 4096):
+            pass
+    with path.open("r+b") as file:
+        file.truncate(max(0, path.stat().st_size - leave))
+
+
+INJECT: dict[str, Callable[[int], None]] = {
+    "kill": _send(signal.SIGKILL),
+    "kill in commit": _send(signal.SIGKILL, here="commit"),
+    "term": _send(signal.SIGTERM),
+    "term to all": _send(signal.SIGTERM, group=True),
+    "term in evaluation": _send(signal.SIGTERM, here="evaluation"),
+    "term in decomposition": _send(signal.SIGTERM, here="decomposition"),
+    "term in checkpoint": _send(signal.SIGTERM, here="checkpoint"),
+    "stop": _send(signal.SIGSTOP),
+    "raise": _raise,
+    "nan loss": _nan_loss,
+    "nan gradient": _nan_gradient,
+    "nan statistic": _nan_statistic,
+    "nan factor": _nan_factor,
+    "no eigh": _no_eigh,
+    "kill wandb": _kill_wandb,
+    "fill disk": _fill_disk(0),
+    "fill disk but for little": _fill_disk(LITTLE_BYTES),
+    "quota": _fill_disk(LITTLE_BYTES, told=False),
+}
+"""Each takes the number of the update at which it happens."""
+
+
+def _slowly(trainer: Trainer, now: int) -> None:
+    time.sleep(STEP_S)
+    every = trainer.config.checkpoint_freq or now
+    due = (now - 1) // every * every
+    there = trainer.directory / "checkpoints" / f"step-{due:08d}" / MANIFEST
+    deadline = time.monotonic() + WRITES_S
+    while due and now - due > WRITES_STEPS and not there.exists() and not trainer._saving.failed:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
+def main(injected: dict[str, Any], options: list[str]) -> None:
+    """``kfac-train`` in this process, with a fault if it is this rank's.
+
+    ``{"kind": ..., "rank": ..., "step": ..., "mark": FILE}``; ``"once": true``: not if it has
+    happened, for ranks that a launcher starts anew.
+    """
+    if injected and int(os.environ.get("RANK", "0")) == injected["rank"]:
+        _mark.append(Path(injected["mark"]))
+        if not (injected.get("once") and _mark[0].exists()):
+            INJECT[injected["kind"]](injected["step"])
+    _each_step(_slowly)  # the outermost: before what happens at the step
+    sys.argv = ["kfac-train", *options]
+    runpy.run_module("kfac_bench", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])

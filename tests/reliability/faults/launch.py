@@ -1,0 +1,198 @@
+"""Real ranks of one run, started, watched and ended: by hand as srun does it, or by torchrun.
+
+Ranks that are started by hand are forked from a process that has imported everything already: what
+they do is real, but the seconds that they take lack those of the imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import get_context, set_start_method
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+ENDS_S = 120.0
+"""Time for the ranks of a short run to end by themselves."""
+
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "tests.reliability.faults.inject",
+        "kfac_bench.training.run",
+        "kfac_bench.distributed.ddp",
+        "sklearn.datasets",
+        "torch._dynamo",
+    ]
+)
+
+
+@dataclass
+class Ended:
+    """How the ranks ended, and what they said."""
+
+    codes: list[int | None]
+    """Exit codes by rank; -9: killed by SIGKILL; None: hung, and was killed."""
+    out: str
+    errors: str
+    seconds: float
+    """From the start to the first step that was new."""
+
+
+def by_hand(
+    folder: Path,
+    ranks: int,
+    options: Sequence[str],
+    injected: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    events: Path | None = None,
+    meanwhile: Callable[[list[int]], None] = lambda pids: None,
+) -> Ended:
+    """Start ranks and wait for them; ``meanwhile`` gets their process ids.
+
+    A rank that hangs after the others have ended is killed, as a launcher does it.
+    """
+    began, size = time.monotonic(), size_of(events)
+    processes: list[BaseProcess] = []
+    with own_port() as port:
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alone = {"RANK": "0", "LOCAL_RANK": "0"}
+        for rank in range(ranks):
+            who = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else alone
+            who |= dict(environment or {})
+            process = FORKS.Process(
+                target=_rank, args=(folder, rank, who, dict(injected or {}), [*options])
+            )
+            process.start()
+            processes.append(process)
+        meanwhile([p.pid or 0 for p in processes])
+        first_step = _watch(processes, events, size, began)
+        codes = [_end(p) for p in processes]
+    out, errors = (
+        "".join(
+            path.read_text() for rank in range(ranks) if (path := folder / f"{what}{rank}").exists()
+        )
+        for what in ("out", "err")
+    )
+    return Ended(codes, out, errors, first_step)
+
+
+def _rank(
+    folder: Path,
+    rank: int,
+    environment: dict[str, str],
+    injected: dict[str, Any],
+    options: list[str],
+) -> None:
+    """The body of a forked process: its own output, its own environment."""
+    from tests.reliability.faults import inject
+
+    os.environ.update(environment)
+    os.setpgid(0, 0)
+    set_start_method("fork", force=True)  # of its own children, as in a process that is no fork
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    inject.main(injected, options)
+
+
+def _watch(processes: Sequence[BaseProcess], events: Path | None, size: int, began: float) -> float:
+    """Wait until all have ended, or one hangs; seconds to the first new step."""
+    first, deadline, ended = 0.0, began + ENDS_S, None
+    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+        if not first and events is not None and stepped(events, size):
+            first = time.monotonic() - began
+        if ended is None and any(not p.is_alive() for p in processes):
+            ended = time.monotonic()  # a launcher gives the others some time
+            deadline = min(deadline, ended + 20)
+        time.sleep(0.005)
+    return first or time.monotonic() - began
+
+
+def _end(process: BaseProcess) -> int | None:
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None
+    process.join()
+    return process.exitcode
+
+
+def size_of(path: Path | None) -> int:
+    """Bytes of a file, 0 if it is not there."""
+    return path.stat().st_size if path is not None and path.exists() else 0
+
+
+def stepped(events: Path, size: int) -> bool:
+    """Whether a start and a step were recorded after the first ``size`` bytes."""
+    with suppress(OSError), events.open("rb") as file:
+        file.seek(size)
+        return bool(
+            re.search(rb'"event": "(Resumed|RunStarted)".*"event": "Trained"', file.read(), re.S)
+        )
+    return False
+
+
+def seconds_to_a_new_step(events: Path, size: int) -> float:
+    """Waited here, for ranks that somebody else starts."""
+    began = time.monotonic()
+    while not stepped(events, size) and time.monotonic() < began + ENDS_S:
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+@contextmanager
+def own_port() -> Iterator[str]:
+    """A port for rank 0 to listen on; while the block lasts the system gives it to nobody else.
+
+    A socket that is bound to it and does not listen keeps it. A store may share it: that, too,
+    binds with SO_REUSEADDR.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield str(held.getsockname()[1])
+
+
+def torchrun(
+    folder: Path,
+    ranks: int,
+    options: Sequence[str],
+    meanwhile: Callable[[int], float],
+    injected: Mapping[str, Any] | None = None,
+    flags: Sequence[str] = (),
+) -> Ended:
+    """Start ranks by a real torchrun; ``meanwhile`` gets its process id and returns seconds.
+
+    What is said is what the ranks say: torchrun has tracebacks of its own.
+    """
+    logs = folder / "torchrun"
+    with (folder / "agent").open("w") as said, own_port() as port:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+            *("--master-port", port, "--log-dir", str(logs), "--redirects", "3", *flags),
+            *("-m", "tests.reliability.faults.inject", json.dumps(dict(injected or {})), *options),
+        ]
+        agent = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        try:
+            seconds = meanwhile(agent.pid)
+            code: int | None = agent.wait(ENDS_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            agent.kill()
+            agent.wait()
+    out, errors = (
+        "".join(path.read_text() for path in sorted(logs.glob(f"**/{name}")))
+        for name in ("stdout.log", "stderr.log")
+    )
+    return Ended([code], out, errors, seconds)

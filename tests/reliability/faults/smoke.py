@@ -1,0 +1,156 @@
+"""What checkpoints cost real runs: the smoke run of each application, with them and without.
+
+Pairs of runs, interleaved, each a fork of one process that has imported everything. A run without
+checkpoints is the same command with :meth:`Trainer.save` left out.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import EVENTS_FILE, Checkpointed, RunEnded, read
+from kfac_bench.record.score import bootstrap_median
+from kfac_bench.report.tables import Table, Value
+from tests.reliability.faults.launch import FORKS
+
+EXPERIMENTS: Mapping[str, Sequence[str]] = {
+    name: (f"experiment={name}", "profile=smoke")
+    for name in (
+        *("fig5a_resnet50_convergence", "fig5bc_maskrcnn_convergence"),
+        *("table4b_bert_kfac_phase1", "kaisa_unet_lgg"),
+    )
+}
+"""Classification, detection, language, segmentation; each with K-FAC."""
+DEFAULT = ("trainer.checkpoint_freq=null", "trainer.threads=1", "logger=none", "run_id=run")
+"""The default interval: where an epoch ends, a minute after the last; and at the run's end."""
+GOAL = 0.03
+CLOCKS = {"cpu_s": "processor", "train_s": "training clock", "wall_s": "wall"}
+
+
+@dataclass(frozen=True)
+class Spent:
+    """By one run, from the building of its data and model to its end."""
+
+    cpu_s: float
+    """Of a processor, by all threads."""
+    wall_s: float
+    train_s: float
+    """By the training clock, which stands still while the training waits for a checkpoint."""
+    steps: int
+    checkpoints: int
+    recorded_s: float
+    """By the run's own record: the training waited, and the thread worked."""
+    weights_sha256: str
+
+
+Pair = tuple[Spent, Spent]
+"""With checkpoints, and without."""
+
+
+def table(
+    pairs: int, say: Callable[[str], None], experiments: Mapping[str, Sequence[str]] = EXPERIMENTS
+) -> Table:
+    """Run so many pairs of each; ``say`` is told of every one. UsageError where a run fails."""
+    found = {name: _measure(name, own, pairs, say) for name, own in experiments.items()}
+    costs = [bootstrap_median(_more(each, "cpu_s")) for each in found.values()]
+    below, surely = (sum(cost[i] < GOAL for cost in costs) for i in (0, 2))
+    columns = ["smoke run", "steps", "checkpoints"]
+    for clock in CLOCKS.values():
+        columns += [f"{clock} s", "more with checkpoints"]
+    notes = [
+        f"Medians of {pairs} pairs, with their 95 % intervals; one thread, {DEFAULT[0]}.",
+        f"The goal is less than {GOAL:.0%} of the processor's time: {below} of {len(costs)} "
+        f"medians are below, and {surely} whole intervals.",
+        "By the run's own record: seconds that the training waited, and a processor's of the "
+        "writing thread, over all of the run's.",
+    ]
+    columns.append("by the run's own record")
+    return Table(
+        "What checkpoints cost smoke runs", columns, [_row(*each) for each in found.items()], notes
+    )
+
+
+def _measure(
+    name: str, options: Sequence[str], pairs: int, say: Callable[[str], None]
+) -> list[Pair]:
+    command = [*options, *DEFAULT]
+    _spent([*command, "trainer.max_steps=1"], saving=True)  # the demo is made, files are cached
+    found = []
+    for number in range(1, pairs + 1):
+        first = number % 2 == 0
+        spent = {saving: _spent(command, saving=saving) for saving in (first, not first)}
+        if spent[True].weights_sha256 != spent[False].weights_sha256:
+            raise UsageError(f"{name}: two runs of one command have come to other weights")
+        found.append((spent[True], spent[False]))
+        (more,) = _more(found[-1:], "cpu_s")
+        say(f"[{number}/{pairs}] {name}: {spent[False].cpu_s:.1f} s of a processor, {more:+.2%}")
+    return found
+
+
+def _more(pairs: Sequence[Pair], clock: str) -> list[float]:
+    """By pair, the share that checkpoints add."""
+    return [getattr(with_, clock) / getattr(without, clock) - 1 for with_, without in pairs]
+
+
+def _row(name: str, pairs: Sequence[Pair]) -> list[Value]:
+    first = pairs[0][0]
+    row: list[Value] = [name, first.steps, first.checkpoints]
+    for clock in CLOCKS:
+        row.append(bootstrap_median([getattr(without, clock) for _, without in pairs])[0])
+        median, low, high = bootstrap_median(_more(pairs, clock))
+        row.append(f"{median:+.2%} ({low:+.2%} to {high:+.2%})")
+    recorded = bootstrap_median([with_.recorded_s / with_.cpu_s for with_, _ in pairs])[0]
+    return [*row, f"{recorded:.2%}"]
+
+
+def _spent(options: Sequence[str], *, saving: bool) -> Spent:
+    with tempfile.TemporaryDirectory(prefix="kfac-faults-") as scratch:
+        process = FORKS.Process(target=_train, args=(scratch, [*options], saving))
+        process.start()
+        process.join()
+        result = Path(scratch) / "spent.json"
+        if not result.exists():
+            said = (Path(scratch) / "said").read_text(errors="replace").strip().splitlines()
+            raise UsageError(f"{options[0]}: {said[-1] if said else 'no output'}")
+        return Spent(**json.loads(result.read_text()))
+
+
+def _train(scratch: str, options: list[str], saving: bool) -> None:
+    """In the fork: ``kfac-train``, its time, and no word of it on the terminal."""
+    multiprocessing.set_start_method("fork", force=True)  # of the loader's, as without a fork
+    said = os.open(Path(scratch) / "said", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    from kfac_bench import distributed
+    from kfac_bench.config import compose
+    from kfac_bench.training import run
+    from kfac_bench.training.run_directory import RunDirectory
+    from kfac_bench.training.trainer import Trainer
+
+    if not saving:
+        Trainer.save = lambda self: None  # type: ignore[method-assign]
+    config = compose.load([*options, f"runs_dir={scratch}"])
+    with distributed.join(config.backend, config.trainer.device) as backend:
+        wall, cpu = time.perf_counter(), time.process_time()
+        run.train(config, backend)
+        cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
+    events = read(RunDirectory(config).path / EVENTS_FILE)
+    written = [e for e in events if isinstance(e, Checkpointed)]
+    (end,) = (e for e in events if isinstance(e, RunEnded))
+    if end.status == "failed":
+        sys.exit(end.message)
+    spent = Spent(
+        *(cpu_s, wall_s, end.train_s, end.step, len(written)),
+        sum(e.write_s + e.cpu_s for e in written),
+        end.weights_sha256,
+    )
+    (Path(scratch) / "spent.json").write_text(json.dumps(asdict(spent)))

@@ -1,0 +1,172 @@
+"""Faults in real runs: a short form of ``make faults``, and tests that it reports defects."""
+
+import dataclasses
+import json
+import re
+import socket
+from datetime import date
+
+import pytest
+from torch.distributed import TCPStore
+
+from kfac_bench.cli.entry import exit_with
+from kfac_bench.errors import UsageError
+from kfac_bench.report.tables import escape_markdown
+from kfac_bench.training import environment
+from tests.reliability.faults import cost, launch, matrix, report, rows, smoke
+from tests.reliability.faults.__main__ import main
+from tests.reliability.faults.matrix import Outcome
+from tests.reliability.faults.rows import Fault
+from tests.support import ROOT
+
+PAGE = ROOT / "docs" / "reliability.md"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_runs_on_two_ranks_survive(tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    faults = matrix.find(matrix.SHORT)
+    assert len(faults) == len(matrix.SHORT)
+    said = []
+    outcomes = matrix.run(faults, [2], ["SGD", "mem_opt"], said.append, jobs=2, kept=kept)
+    assert len(outcomes) == len(said) == 2 * len(faults) - sum(f.kfac for f in faults)
+    assert [o for o in outcomes if o.wrong] == []
+    by_name = {o.fault.name: o for o in outcomes if o.method == "mem_opt"}
+    assert by_name["checkpoint: a flipped bit"].lost_steps == 6, "it was not the newest"
+    assert "rank0.pt: damaged" in by_name["checkpoint: a flipped bit"].said
+    assert "the loss is nan at step 8" in by_name["NaN in one gradient"].said
+    assert "no progress for 4 s" in by_name[faults_like("SIGSTOP")].said
+    assert not by_name["eigh fails"].again
+    assert by_name["SIGKILL of another rank"].said.startswith("kfac-train: rank 0: lost another")
+    again = matrix.run(faults, [2], ["SGD", "mem_opt"], said.append, kept=kept)
+    assert again == outcomes, "what is kept is not what was"
+
+
+def faults_like(name):
+    (fault,) = matrix.find([name])
+    return fault.name
+
+
+WRONG = {
+    "the fault did not happen": Fault("f", rows._starts("kill", at=99)),
+    "2 steps lost": Fault("f", rows._starts("kill"), lost=1),
+    "a traceback": Fault("f", rows._starts("raise")),
+    "other weights": Fault("f", rows._starts("nan statistic", at=4)),
+    "the run did not go on (failed)": Fault(
+        "f",
+        lambda case: (
+            setattr(case, "start", lambda *_: type(case).start(case, "nan loss")) or case.start()
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_goes_wrong_is_noticed(wrong, tmp_path):
+    (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
+    assert wrong in outcome.wrong
+
+
+def test_nobody_else_is_given_the_port_of_a_case():
+    with launch.own_port() as port, launch.own_port() as other, socket.socket() as stranger:
+        assert port != other
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", int(port)))
+        store = TCPStore("127.0.0.1", int(port), is_master=True)
+        store.set("who", "rank 0")
+        assert TCPStore("127.0.0.1", int(port)).get("who") == b"rank 0"
+
+
+TINY = ("model=autoencoder", "model.hidden=[16,6]", "trainer.max_steps=12", "optimizer.lr=0.05")
+
+
+def test_what_checkpoints_cost_is_measured_on_real_runs(monkeypatch, capsys):
+    monkeypatch.setattr(smoke, "EXPERIMENTS", {"tiny": TINY})
+    without = smoke._spent([*TINY, *smoke.DEFAULT], saving=False)
+    assert (without.steps, without.checkpoints, without.recorded_s) == (12, 0, 0)
+    assert 0 < without.train_s < without.wall_s
+    assert without.cpu_s > 0
+    with pytest.raises(SystemExit) as caught:
+        exit_with("faults", lambda: main(["--cost", "2"]))
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^\[2/2\] tiny: \d+\.\d s of a processor, [+-]\d+\.\d\d%$", said, re.M)
+    (row,) = (line for line in said.splitlines() if line.startswith("| tiny |"))
+    share = r"[+-]\d+\.\d+% \([+-]\d+\.\d+% to [+-]\d+\.\d+%\)"
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:3] == ["12", "1"], "12 steps, and a checkpoint at the end"
+    assert [bool(re.fullmatch(share, cells[i])) for i in (4, 6, 8)] == [True] * 3
+    assert float(cells[9].removesuffix("%")) > 0
+    assert "of 1 medians are below" in said
+
+
+def test_a_run_that_cannot_be_measured_says_why(monkeypatch, capsys):
+    with pytest.raises(UsageError, match=r"model=none: .*choose one of autoencoder"):
+        smoke.table(1, print, {"none": ("model=none",)})
+    with pytest.raises(UsageError, match="the loss is"):
+        smoke.table(1, print, {"diverges": (*TINY, "optimizer.lr=1e30", "kfac=none")})
+
+
+def outcome(name, ranks, method, **fields):
+    (fault,) = [f for f in rows.ROWS if f.name == name]
+    return Outcome(fault, ranks, method, **fields)
+
+
+def test_the_page_counts_methods_and_names_what_is_wrong():
+    outcomes = [
+        outcome("disk full", 1, "SGD", again=True, lost_steps=2, resume_s=1.0, identical=True),
+        outcome("disk full", 1, "mem_opt", again=True, lost_steps=4, resume_s=3.0, wrong="torn"),
+        outcome("disk full", 2, "SGD", not_here="needs root"),
+        outcome("eigh fails", 2, "mem_opt", said="a | b"),
+    ]
+    shown = report.table(outcomes)
+    assert shown.rows[0] == [
+        *("disk full", 1, "1/2", "same command again", "2 to 4", 2.0, "1/2", None)
+    ]
+    assert shown.rows[1][2] == "0/0"
+    assert shown.rows[2][6] == "0/1 (arithmetic)"
+    assert shown.notes == [
+        "disk full, 1 ranks, mem_opt: torn",
+        "disk full, 2 ranks, SGD: not tried: needs root",
+    ]
+    about, costs = environment.describe(), cost.table()
+    text = report.page(outcomes, about, date(2026, 11, 21), 3.0, costs)
+    assert [row[0] for row in costs.rows] == list(cost.SIZES_MB)
+    assert 0 < costs.rows[0][1] < costs.rows[-1][1], "more costs no more"
+    assert "3 real runs" in text
+    assert "met a fault: 2 ended as they\nshould, 1 did not" in text
+    assert "a \\| b" in text
+    assert "docs/reliability.md` wrote this page on 2026-11-21" in text
+
+
+def test_the_page_in_docs_has_every_fault():
+    text = PAGE.read_text()
+    for fault in rows.ROWS:
+        lines = [x for x in text.splitlines() if x.startswith(f"| {escape_markdown(fault.name)} |")]
+        assert len(lines) == len(fault.ranks), fault.name
+
+
+def test_rows_that_are_kept_and_no_longer_exist_do_not_harm(tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    fields = {f.name: f.default for f in dataclasses.fields(Outcome)}
+    kept.write_text(json.dumps({**fields, "fault": "gone", "ranks": 1, "method": "SGD"}) + "\n")
+    assert matrix._read(kept) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "meteorite"], "--only meteorite: no such fault"),
+        (["--methods", "adam"], "--methods adam: choose of SGD, comm_opt"),
+        (["--ranks", "3"], "invalid choice: 3"),
+        (["--cost", "0"], "--cost 0: at least one pair of runs"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        exit_with("faults", lambda: main(arguments))
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("faults: ")
+    assert said in line

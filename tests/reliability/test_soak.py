@@ -1,0 +1,136 @@
+"""The watch over a long run: what grows is seen, what comes and goes is not."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import RunEnded, Trained
+from tests.reliability.soak import command
+from tests.reliability.soak.command import Follow, Soak, soak, watch
+from tests.reliability.soak.processes import Sample
+from tests.reliability.soak.verdict import Verdict
+
+
+def samples(memory, process="rank 0", steps=2000, files=lambda step: 9):
+    return [Sample(s, process, memory(s), files(s), 5) for s in range(0, steps + 1, 20)]
+
+
+def broken(*found):
+    verdict = Verdict()
+    verdict.processes([sample for each in found for sample in each])
+    return verdict.broken
+
+
+def test_growth_after_the_warm_up_is_seen():
+    assert broken(samples(lambda s: 800)) == []
+    assert broken(samples(lambda s: 300 + min(s, 500))) == [], "it was still warming up"
+    assert broken(samples(lambda s: 800 + s / 200)) == ["rank 0: resident MB"]
+    assert broken(samples(lambda s: 800, files=lambda s: 9 + s // 500)) == ["rank 0: open files"]
+    assert broken(samples(lambda s: 8 + s / 200, "rank 0's wandb-core")) == []
+    assert broken(samples(lambda s: 8 + s / 100, "rank 0's wandb-core")) == [
+        "rank 0's wandb-core: resident MB"
+    ]
+
+
+def test_what_comes_and_goes_is_no_growth():
+    assert broken(samples(lambda s: 800 + 50 * (s > 1000 and s % 100 == 0))) == []
+    assert broken(samples(lambda s: 800), samples(lambda s: s, "rank 1's git", 200)) == []
+
+
+def test_a_rank_that_was_hardly_seen_breaks_it():
+    assert broken(samples(lambda s: 800), samples(lambda s: 8, "rank 1", 600)) == [
+        "rank 1: resident MB",
+        "rank 1: open files",
+        "rank 1: threads",
+    ]
+
+
+def test_a_record_with_a_gap_and_a_run_that_failed_break_it():
+    verdict = Verdict()
+    trained = Trained(10, 1.0, 0.1, 0.5, 0.1, 10.0)
+    verdict.record([trained, RunEnded(10, 1.0, "failed", "ranks do not agree")], 2, 0)
+    verdict.view(3, 4, 31.0)
+    assert verdict.broken == [
+        "events.jsonl: Trained events",
+        "run",
+        "wandb: rows",
+        "seconds from the last event to the end",
+    ]
+    shown = verdict.table("t", ["n"]).markdown()
+    assert "failed ranks do not agree | \u2013 | finished | NO |" in shown
+
+
+def test_the_step_is_that_of_the_last_whole_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    follow = Follow(path)
+    assert follow.step() == 0
+    path.write_text('{"step": 10}\n{"step": 2')
+    assert follow.step() == 10
+    with path.open("a") as file:
+        file.write("0}\n")
+    assert follow.step() == 20
+
+
+LEAKS = """
+import json, os, subprocess, sys, threading, time
+events, leak = sys.argv[1:]
+if "RANK" not in os.environ:
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": str(r)})
+        for r in range(2)
+    ]
+    sys.exit(max(rank.wait() for rank in ranks))
+kept = []
+other = f"{events}.{1 - int(os.environ['RANK'])}"
+for number, step in enumerate(range(0, 2001, 50)):
+    with open(f"{events}.{os.environ['RANK']}", "a") as file:
+        file.write(".")
+    while not os.path.exists(other) or os.path.getsize(other) <= number:
+        time.sleep(0.01)  # ranks are in step, however busy the machine is
+    if os.environ["RANK"] == "1" and leak == "memory":
+        kept.append(bytearray(os.urandom(1 << 20)))
+    if os.environ["RANK"] == "1" and leak == "files":
+        kept.append(open(__file__))
+    if os.environ["RANK"] == "1" and leak == "threads":
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+    if os.environ["RANK"] == "0":
+        with open(events, "a") as file:
+            file.write(json.dumps({"step": step}) + "\\n")
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("leak", ["memory", "files", "threads", "none"])
+def test_real_processes_are_looked_at(tmp_path, monkeypatch, leak):
+    monkeypatch.setattr(command, "SAMPLE_S", 0.05)
+    program = tmp_path / "ranks.py"
+    program.write_text(textwrap.dedent(LEAKS))
+    events = tmp_path / "events.jsonl"
+    found, _ = watch([sys.executable, str(program), str(events), leak], events, tmp_path / "log")
+    assert (tmp_path / "log").read_text() == ""
+    names = {"memory": "resident MB", "files": "open files", "threads": "threads"}
+    assert broken(found) == ([f"rank 1: {names[leak]}"] if leak in names else [])
+
+
+@pytest.mark.ranks
+def test_a_short_soak(tmp_path):
+    """Too short for slopes; the record is whole."""
+    small = ["model=autoencoder", "model.hidden=[16,6]"]
+    asked = Soak(2, 60, tmp_path, small)
+    verdict = soak(asked, lambda line: None)
+    assert [what for what in verdict.broken if not what.startswith("rank ")] == []
+    shown = {row[0]: row[2] for row in verdict.rows}
+    assert {"rank 0: resident MB", "rank 1: threads", "rank 0's wandb-core: open files"} <= set(
+        shown
+    )
+    assert shown["events.jsonl: Evaluated events"] == 21
+    assert shown["wandb: rows"] >= 6 + 21
+    first = json.loads((asked.path / "events.jsonl").read_text().splitlines()[0])
+    assert first["config"]["trainer"]["check_ranks"] is True
+    assert len((tmp_path / "soak-60-2.csv").read_text().splitlines()) > 5
+    with pytest.raises(UsageError, match="is there already"):
+        soak(asked, lambda line: None)

@@ -1,0 +1,151 @@
+"""curves.py and series.py: a run's points, thinned honestly, and the figures as SVG."""
+
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfac_bench import report
+from kfac_bench.record import score, series
+from kfac_bench.report import curves
+from tests.support.written_runs import EVIL, two_optimizers, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return two_optimizers(tmp_path / "runs")
+
+
+def test_svg_escapes_and_is_well_formed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", text=EVIL, optimizer=EVIL)
+    settings = report.compare([tmp_path]).settings
+    for svg in (report.curves_svg(settings), report.figure_svg(settings)):
+        root = ET.fromstring(svg)
+        names = {element.tag.rpartition("}")[2] for element in root.iter()}
+        assert "script" not in names
+        assert any("$\\frac{1}{0}$" in (element.text or "") for element in root.iter())
+
+
+def test_equal_events_give_equal_bytes_in_any_order(folder: Path) -> None:
+    paths = sorted(folder.iterdir())
+    one, other = report.compare(paths), report.compare(paths[::-1])
+    assert report.curves_svg(one.settings) == report.curves_svg(other.settings)
+    assert report.figure_svg(one.settings) == report.figure_svg(other.settings)
+    slower = report.compare([*paths, write_run(folder / "new", seed=9, seconds=3.5)])
+    assert report.figure_svg(one.settings) != report.figure_svg(slower.settings)
+
+
+def test_the_figure_has_a_white_ground_and_one_panel_per_task(tmp_path: Path) -> None:
+    for i, text in enumerate(("digits", "faces", "moons", "stars")):
+        write_run(tmp_path / str(i), text=text)
+    svg = report.figure_svg(report.compare([tmp_path]).settings)
+    assert "fill: #ffffff" in svg
+    assert svg.count("training time (seconds)</text>") == 4
+    assert svg.count("target 0.9</text>") == 4
+
+
+def test_curves_have_labels_with_units_and_a_legend(folder: Path) -> None:
+    svg = report.curves_svg(report.compare([folder]).settings)
+    words = "".join(ET.fromstring(svg).itertext())
+    for expected in ("training time (seconds)", "training steps", "training loss"):
+        assert words.count(expected) == 2
+    assert words.count("validation accuracy") == 2
+    assert words.count("K-FAC + SGD") == 1
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        *((), (0.0, -1.0, 0.0), (float("nan"), float("inf"), 1e300), (1e-9, 1e9, 1.0)),
+        *((1.0, 1.0, 1.0), (-5.0, 3.0, -10.0), (1.0, 0.5, 1e25)),
+    ],
+)
+def test_diverged_and_empty_curves_still_draw(tmp_path: Path, losses: tuple[float, ...]) -> None:
+    write_run(tmp_path / "a", seconds=None, losses=losses)
+    settings = report.compare([tmp_path]).settings
+    ET.fromstring(report.curves_svg(settings))
+
+
+def test_points_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
+    bad = (float("nan"), float("inf"), -float("inf"), 1e300)
+    run = write_run(tmp_path / "a", seconds=None, losses=(2.0, *bad, -1.0))
+    loaded = report.compare([run]).settings[0].runs[0]
+    found = series.points(loaded, metric=False)
+    assert [(step, loss) for step, _, loss in found] == [(10.0, 2.0), (60.0, -1.0)]
+    assert not any(series.drawable((x, 1.0, 1.0)) or series.drawable((1.0, x, 1.0)) for x in bad)
+
+
+def test_an_error_is_drawn_by_factors_unless_it_goes_below_zero(tmp_path: Path) -> None:
+    def ticks(name: str, *errors: float) -> set[str]:
+        path = write_run(tmp_path / name, errors=errors, seconds=None, target=None)
+        svg = report.figure_svg(report.compare([path]).settings)
+        return {text.strip() for text in ET.fromstring(svg).itertext()}
+
+    assert {"1", "10", "100"} <= ticks("positive", 100.0, 10.0, 1.0)
+    assert {"0", "20", "40"} <= ticks("negative", 100.0, 50.0, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("curves", "up", "worst"),
+    [
+        ([[16.0, 4.0, 1e23], [10.0, 1.0]], False, 32.0),
+        ([[2.0, -10.0, 1e9]], False, 8.0),
+        ([[0.1, 0.9], [0.2, -1e9]], True, -0.3),
+        ([[8.0, 24.0, -1e9]], True, 0.0),
+        ([[2.0, 3.0, 9.0]], False, math.inf),
+        ([[0.9, 0.5]], True, -math.inf),
+        ([[], []], False, math.inf),
+    ],
+)
+def test_how_bad_a_value_has_room(curves: list[list[float]], up: bool, worst: float) -> None:
+    assert series.worst_shown(curves, higher_is_better=up) == pytest.approx(worst)
+
+
+def test_a_run_that_diverges_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", errors=(16.0, 4.0, 1.0), seconds=None, target=None)
+    write_run(tmp_path / "b", errors=(16.0, 4.0, 1e23), seconds=None, target=None, seed=1)
+    svg = report.figure_svg(report.compare([tmp_path]).settings)
+    words = {text.strip() for text in ET.fromstring(svg).itertext()}
+    assert {"1", "2", "5", "10"} <= words
+    assert not words & {"100", "1e+20", "1e+23"}
+
+
+def test_a_thinned_curve_keeps_its_ends_and_every_peak() -> None:
+    def wave(i: int) -> float:
+        return math.sin(i / 50) + {3333: 9.0, 4444: -9.0}.get(i, 0.0)
+
+    points = [(float(i), i / 10, wave(i)) for i in range(5000)]
+    thinned = series.thin(points, 100)
+    assert 90 <= len(thinned) <= 100
+    assert thinned == sorted(set(thinned) & set(points))
+    assert thinned[0] == points[0]
+    assert thinned[-1] == points[-1]
+    for start in range(1, 4999, 102):  # 4998 points in 49 stretches
+        stretch = points[start : start + 102]
+        for extreme in (min, max):
+            assert extreme(stretch, key=lambda p: p[2]) in thinned
+    for few in (0, 1, 2, 100):
+        assert series.thin(points[:few], 100) == points[:few]
+
+
+@given(st.integers(0, 300), st.integers(4, 60), st.randoms(use_true_random=False))
+def test_thinned_to_no_more_than_asked(count: int, most: int, random: Random) -> None:
+    points = [(float(i), 0.0, random.choice((0.0, 1.0, random.random()))) for i in range(count)]
+    thinned = series.thin(points, most)
+    assert len(thinned) <= max(most, 0)
+    assert thinned == sorted(set(thinned))
+    for extreme in (min, max):
+        assert extreme((p[2] for p in thinned), default=0) == extreme(
+            (p[2] for p in points), default=0
+        )
+
+
+def test_styles_repeat_no_look_before_all_are_used(folder: Path) -> None:
+    (setting, _) = report.compare([folder]).settings
+    many = [score.Setting("t", f"o{i}", {}, setting.runs) for i in range(24)]
+    looks = set(curves.styles(many).values())
+    assert len(looks) == 24

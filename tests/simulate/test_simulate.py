@@ -1,0 +1,489 @@
+"""The simulated step: closed forms of messages and stages, and what may never make it slower."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfac_bench import cli
+from kfac_bench.config import compose
+from kfac_bench.core.planning.plan import Decompose, LayerSpec, Message, Stage
+from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.errors import UsageError
+from kfac_bench.simulate import hardware, workload
+from kfac_bench.simulate.calibrate import Measured, calibrate
+from kfac_bench.simulate.hardware import Hardware
+from kfac_bench.simulate.network import Link, Network
+from kfac_bench.simulate.rates import Rates, interpolate
+from kfac_bench.simulate.step import Conduct, Workload, op_seconds, step_time
+from kfac_bench.simulate.sweep import Intervals, Variant, plan_of, sweep, variant
+
+ALPHA, BETA = 1e-5, 1e9
+SLOW = Link(ALPHA, BETA)
+RING = Network(1, SLOW, SLOW, "ring")
+RATES = Rates({"default": 1e12}, 1e12, 1e12, {1024: 0.1}, {1024: 0.02})
+MACHINE = Hardware("made up", RING, RATES)
+LAYERS = [LayerSpec(f"layer{i}", a, g) for i, (a, g) in enumerate([(65, 32), (33, 48), (49, 10)])]
+WORK = Workload("mlp", LAYERS, {spec.name: 8 for spec in LAYERS}, 3e9, 10_000, 6, examples=8)
+STRATEGIES = ("comm_opt", "layer_wise", "mem_opt", "hybrid_opt", "owner_reduce", "local_factors")
+
+# ---- messages ----
+
+
+@pytest.mark.parametrize("p", [2, 3, 8, 64])
+def test_a_ring_moves_each_byte_twice_but_for_the_ranks_own(p):
+    ranks = range(p)
+    assert RING.all_reduce_s(0, ranks) == pytest.approx(2 * (p - 1) * ALPHA)
+    more = RING.all_reduce_s(1e6, ranks) - RING.all_reduce_s(0, ranks)
+    assert more == pytest.approx(2 * (p - 1) / p * 1e6 / BETA)
+    assert RING.rooted_s(1e6, ranks) == pytest.approx((p - 1) * ALPHA + 1e6 / BETA)
+
+
+@pytest.mark.parametrize(("p", "levels"), [(2, 1), (3, 2), (4, 2), (5, 3), (1024, 10)])
+def test_a_tree_has_log2_levels(p, levels):
+    tree = replace(RING, algorithm="tree")
+    assert tree.all_reduce_s(0, range(p)) == pytest.approx(2 * levels * ALPHA)
+    assert tree.rooted_s(0, range(p)) == pytest.approx(levels * ALPHA)
+    assert tree.rooted_s(3e6, range(p)) == pytest.approx(levels * ALPHA + 3e6 / BETA)
+
+
+def test_the_better_of_both_and_nothing_for_one_rank():
+    best, tree = replace(RING, algorithm="best"), replace(RING, algorithm="tree")
+    assert best.all_reduce_s(4, range(64)) == tree.all_reduce_s(4, range(64))
+    assert best.all_reduce_s(1e9, range(4)) == RING.all_reduce_s(1e9, range(4))
+    assert replace(best, coordination_s=1.0).all_reduce_s(1e9, [3]) == 0
+
+
+def test_links_inside_nodes_and_their_share_between_them():
+    network = Network(4, Link(1e-6, 1e11), Link(1e-5, 1e10), "ring")
+    assert network.link(range(4)) == Link(1e-6, 1e11)
+    assert network.link([4, 5]) == Link(1e-6, 1e11)
+    assert network.link(range(8)) == Link(1e-5, 1e10)
+    assert network.link([3, 4]) == Link(1e-5, 1e10 / 4)  # one of four ranks of each node
+    assert network.link(range(0, 16, 2)) == Link(1e-5, 1e10 / 2)
+
+
+def test_a_coordinator_hears_of_each_tensor_from_each_rank():
+    slow = replace(RING, coordination_s=1e-3)
+    more = slow.all_reduce_s(1e6, range(8), tensors=5) - RING.all_reduce_s(1e6, range(8))
+    assert more == pytest.approx(1e-3 * 5 * 8)
+
+
+# ---- work ----
+
+
+def test_decompositions_between_and_beyond_the_sizes_measured():
+    table = {16: 1e-4, 64: 1e-3, 256: 3e-2}
+    assert [interpolate(table, n) for n in table] == pytest.approx(list(table.values()))
+    assert interpolate(table, 32) == pytest.approx(math.sqrt(1e-4 * 1e-3))
+    assert interpolate(table, 1024) == pytest.approx(3e-2 * 30)
+    assert interpolate({100: 1.0}, 200) == pytest.approx(8)
+
+
+def test_a_batch_of_decompositions_is_their_sum():
+    """Groups count each, diagonals nothing; by the method's own table."""
+    members = ((LayerSpec("a", 64, 32, groups=3), "A"), (LayerSpec("b", 64, 8, groups=3), "A"))
+    for method, seconds in (("eigen", 0.1), ("ekfac", 0.1), ("inverse", 0.02)):
+        each = seconds * (64 / 1024) ** 3
+        assert op_seconds(Decompose((0,), members), method, WORK, MACHINE) == pytest.approx(
+            6 * each
+        )
+    diagonal = ((LayerSpec("c", 64, 32, a_diagonal=True), "A"),)
+    assert op_seconds(Decompose((0,), diagonal), "eigen", WORK, MACHINE) == 0
+
+
+# ---- a step ----
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_one_rank_takes_the_sum_of_its_ops(strategy, method):
+    plan = plan_of(WORK, Variant(strategy), 1, method)
+    time = step_time(WORK, 1, MACHINE, plan)
+    for stage in Stage:
+        ops = [op_seconds(op, method, WORK, MACHINE) for op in plan.ops(stage)]
+        assert all(s > 0 for s in ops)
+        assert time.stages_s[stage] == pytest.approx(sum(ops), rel=1e-12)
+    assert (time.forward_backward_s, time.gradients_s) == (3e9 / 1e12, 0)
+    assert time.average_s(4, 20) == pytest.approx(
+        0.003
+        + time.stages_s[Stage.FACTORS] / 4
+        + time.stages_s[Stage.DECOMPOSE] / 20
+        + time.stages_s[Stage.PRECONDITION]
+    )
+
+
+def test_the_closed_form_of_a_step():
+    """One layer, eigen, on 4 ranks: written out by hand."""
+    spec, rows = LayerSpec("a", 64, 32), 8
+    work = replace(WORK, layers=[spec], rows={"a": rows})
+    time = step_time(work, 4, MACHINE, plan_of(work, Variant("comm_opt"), 4, "eigen"))
+    factors = 2 * rows * (64**2 + 32**2) / 1e12
+    packed = 4 * (64 * 65 // 2 + 32 * 33 // 2 + 2)  # and the weight of each
+    assert time.stages_s[Stage.FACTORS] == pytest.approx(
+        factors + 6 * ALPHA + 2 * 3 / 4 * packed / BETA
+    )
+    # A on one rank, G on another, at once; then two broadcasts, one after the other
+    eigen_a, eigen_g = (0.1 * (n / 1024) ** 3 for n in (64, 32))
+    sent = [3 * ALPHA + 4 * (n * n + n) / BETA for n in (64, 32)]
+    assert eigen_g + sent[1] < eigen_a + sent[0]
+    assert time.stages_s[Stage.DECOMPOSE] == pytest.approx(eigen_a + sum(sent), rel=1e-6)
+    products = 2 * 2 * 64 * 32 * (64 + 32) / 1e12
+    assert time.stages_s[Stage.PRECONDITION] == pytest.approx(products)
+    assert time.gradients_s == pytest.approx(6 * ALPHA + 1.5 * 40_000 / BETA)
+
+
+def test_backward_hides_messages_up_to_its_share():
+    half = replace(MACHINE, overlap=0.5)
+    sent = step_time(WORK, 4, MACHINE).gradients_s
+    assert sent < 0.5 * 2 / 3 * 0.003
+    assert step_time(WORK, 4, half).gradients_s == 0
+    tiny = replace(MACHINE, overlap=0.01)
+    assert step_time(WORK, 4, tiny).gradients_s == pytest.approx(sent - 0.01 * 2 / 3 * 0.003)
+
+
+def test_what_the_papers_code_sends():
+    plan = plan_of(WORK, Variant("comm_opt"), 4, "eigen")
+    papers = Conduct(factor_traffic=2.0, tensors_per_decomposition=2)
+    (reduce,) = (op for op in plan.factors if isinstance(op, Message))
+    ours, theirs = (op_seconds(reduce, "eigen", WORK, MACHINE, c) for c in (None, papers))
+    assert theirs - ours == pytest.approx(1.5 * 4 * reduce.numel / BETA)
+    slow = replace(MACHINE, network=replace(RING, coordination_s=1e-3))
+    share = next(op for op in plan.decompose if isinstance(op, Message))
+    ours, theirs = (op_seconds(share, "eigen", WORK, slow, c) for c in (None, papers))
+    assert theirs - ours == pytest.approx(1e-3 * len(share.members) * 4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    world=st.sampled_from([2, 4, 8]),
+    algorithm=st.sampled_from(["ring", "tree", "best"]),
+    faster=st.floats(1.0, 100.0),
+    what=st.sampled_from(["bandwidth", "latency", "products", "eigen", "overlap", "coordination"]),
+)
+def test_nothing_gets_slower_by_faster_hardware(strategy, world, algorithm, faster, what):
+    link = Link(1e-4, 1e7)
+    slow = Hardware("slow", Network(2, link, link, algorithm, 1e-5), RATES)
+    net, rates = slow.network, slow.rates
+    if what == "bandwidth":
+        net = replace(net, intra=replace(link, bandwidth_bytes_per_s=1e7 * faster))
+        net = replace(net, inter=net.intra)
+    elif what == "latency":
+        net = replace(net, intra=replace(link, latency_s=1e-4 / faster))
+        net = replace(net, inter=net.intra)
+    elif what == "coordination":
+        net = replace(net, coordination_s=1e-5 / faster)
+    elif what == "products":
+        rates = replace(
+            rates, factor_flops_per_s=1e12 * faster, precondition_flops_per_s=1e12 * faster
+        )
+    elif what == "eigen":
+        rates = replace(rates, eigen_s={1024: 0.1 / faster})
+    quick = replace(slow, network=net, rates=rates, overlap=0.5 if what == "overlap" else 0.0)
+    plan = plan_of(WORK, Variant(strategy), world, "eigen")
+    before, after = (step_time(WORK, world, h, plan) for h in (slow, quick))
+    assert after.sgd_s <= before.sgd_s + 1e-12
+    for stage in Stage:
+        assert after.stages_s[stage] <= before.stages_s[stage] + 1e-12
+    if faster > 1.01 and what in ("bandwidth", "latency", "coordination", "overlap"):
+        assert after.sgd_s < before.sgd_s
+
+
+# ---- a sweep ----
+
+
+def test_intervals_that_belong_to_a_world_size():
+    every = Intervals(50, 500, at=64)
+    assert [every.of(n) for n in (16, 64, 256)] == [(200, 2000), (50, 500), (12.5, 125)]
+    assert every.of(1 << 20) == (1, 1)
+    assert Intervals(10, 100).of(256) == (10, 100)
+
+
+def test_examples_and_epochs():
+    cells = sweep(WORK, MACHINE, [Variant("sgd"), Variant("comm_opt")], [1, 4], Intervals(1, 2))
+    assert [(c.variant.label, c.world_size, c.examples) for c in cells] == [
+        ("sgd", 1, 8),
+        ("comm_opt", 1, 8),
+        ("sgd", 4, 32),
+        ("comm_opt", 4, 32),
+    ]
+    assert cells[0].epoch_s(100) == pytest.approx(12 * 0.003)
+    assert cells[1].step_s > cells[0].step_s
+
+
+def test_calibration_finds_the_rates_it_was_made_from():
+    """Simulated seconds of known hardware, as if they were published ones."""
+    papers = Conduct(factor_traffic=2.0)
+    work = replace(WORK, layers=[LayerSpec("a", 4608, 512)], rows={"a": 100}, step_flops=1e10)
+    rates = replace(RATES, step_s=0.02, eigen_s={4608: 5.0}, inverse_s={4608: 5.0 * 3 / 14})
+    true = Hardware("true", replace(RING, coordination_s=3e-6), rates)
+    few, many = (step_time(work, n, true).sgd_s for n in (2, 16))
+    plan = plan_of(work, Variant("comm_opt"), 8, "eigen")
+    time = step_time(work, 8, true, plan, papers)
+    kfac = {k: time.average_s(k / 10, k) for k in (100, 500, 1000)}
+    found = Measured(8, time.sgd_s, kfac, (2, 16, few / many))
+    blank = replace(
+        true,
+        network=RING,
+        rates=replace(rates, step_s=0.0, eigen_s={64: 1.0}, factor_flops_per_s=1.0),
+    )
+    fitted = calibrate(blank, work, found, papers)
+    assert fitted.network.coordination_s == pytest.approx(3e-6, rel=1e-6)
+    assert fitted.rates.step_s == pytest.approx(0.02, rel=1e-6)
+    assert fitted.rates.precondition_flops_per_s == pytest.approx(1e12, rel=1e-6)
+    assert fitted.rates.factor_flops_per_s == pytest.approx(1e12, rel=1e-6)
+    assert fitted.rates.eigen_s[4608] == pytest.approx(5.0, rel=1e-6)
+
+
+# ---- files ----
+
+FILES = sorted((compose.CONF_DIR / "hardware").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_our_hardware_files_name_a_source_of_every_number(path):
+    assert hardware.load(path).name == path.stem
+    comment = ""
+    for line in path.read_text().splitlines():
+        if line.lstrip().startswith("#"):
+            comment = line
+        elif any(c.isdigit() for c in line.partition("#")[0]):
+            assert "#" in line or comment.startswith("  "), line
+
+
+def good():
+    text = """
+network:
+  ranks_per_node: 4
+  intra: {latency_s: 1.0e-6, bandwidth_bytes_per_s: 1e9}
+  inter: {latency_s: 1.0e-6, bandwidth_bytes_per_s: 1.0e+9}
+rates:
+  step_flops_per_s: {default: 1.0e+12}
+  factor_flops_per_s: 1.0e+12
+  precondition_flops_per_s: 1.0e+12
+  eigen_s: {1024: 0.1}
+  inverse_s: {1024: 0.1}
+"""
+    return yaml.safe_load(text)
+
+
+def test_ranks_of_a_node_share_its_cores():
+    """Work takes longer by as much, messages do not; what is on other nodes does not matter."""
+    crowded = replace(MACHINE, network=replace(RING, ranks_per_node=8), crowding={4: 2.5, 2: 1.1})
+    factors = [crowded.slowdown(n) for n in (1, 2, 3, 4, 8, 64)]
+    assert factors == pytest.approx([1, 1.1, 1.8, 2.5, 5, 5])
+    assert MACHINE.slowdown(64) == 1
+    plan = make_plan(LAYERS, 4, strategy="comm_opt")
+    slow, fast = (step_time(WORK, 4, machine, plan) for machine in (crowded, MACHINE))
+    assert slow.forward_backward_s == 2.5 * fast.forward_backward_s
+    assert slow.gradients_s == fast.gradients_s
+    computed = Stage.PRECONDITION
+    assert slow.stages_s[computed] == pytest.approx(2.5 * fast.stages_s[computed])
+    assert slow.kinds_s["ReduceFactors"] == fast.kinds_s["ReduceFactors"]
+    assert hardware.parse(good() | {"crowding": {2: 1.5}}, "x", "x").slowdown(2) == 1.5
+
+
+def test_a_number_without_a_point_is_one():
+    assert hardware.parse(good(), "x", "x").network.intra.bandwidth_bytes_per_s == 1e9
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fragment"),
+    [
+        (["network", "inter"], None, "network: inter is missing"),
+        (["network", "intra", "latency_s"], -1, "network.intra.latency_s=-1: expected a number"),
+        (["network", "intra", "speed"], 1, "unknown key 'speed'; there are latency_s"),
+        (["network", "algorithm"], "star", "algorithm: choose one of ring, tree, best"),
+        (["network", "ranks_per_node"], 2.5, "ranks_per_node=2.5"),
+        (["network", "coordination_s"], "x", "coordination_s='x'"),
+        (["rates"], None, "rates: expected names and values"),
+        (["rates", "eigen_s"], {"a": 1}, "rates.eigen_s: expected matrix sizes"),
+        (["rates", "eigen_s"], {64: True}, "rates.eigen_s[64]=True"),
+        (["rates", "step_flops_per_s"], {"conv": 1e9}, "'default' is missing"),
+        (["rates", "op_s"], float("nan"), "rates.op_s=nan"),
+        (["overlap"], 2, "overlap=2: must be in [0, 1]"),
+        (["crowding"], 2, "crowding: expected names and values"),
+        (["crowding"], {1: 1.0}, "crowding: expected numbers of ranks above 1"),
+        (["crowding"], {2: 0}, "crowding[2]=0: expected a number above 0"),
+        (["links"], 1, "unknown key 'links'"),
+    ],
+)
+def test_a_bad_hardware_file_is_one_line(path, value, fragment):
+    found = good()
+    *parents, last = path
+    at = found
+    for key in parents:
+        at = at[key]
+    at[last] = value
+    if value is None:
+        del at[last]
+    with pytest.raises(UsageError) as caught:
+        hardware.parse(found, "mine", "mine.yaml")
+    assert fragment in str(caught.value)
+    assert str(caught.value).startswith("mine.yaml: ")
+
+
+def test_lists_of_layers():
+    folder = compose.CONF_DIR / "simulation"
+    heads = workload.of_file(folder / "maskrcnn_heads.yaml", 2)
+    assert [s.name for s in heads.layers][4:6] == ["mask_head.fcn.0", "mask_head.fcn.1"]
+    assert heads.rows["box_head.fc6"] == 1024
+    bert = workload.of_file(folder / "bert_large_128.yaml", 10)
+    assert len(bert.layers) == 146
+    covered = sum(s.grad_numel for s in bert.layers)
+    assert covered == 24 * (4 * 1025 * 1024 + 1025 * 4096 + 4097 * 1024) + 1025 * 1026
+
+
+LAYER = "name: a, a_dim: 2, g_dim: 2, rows: 1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "layers: 3",
+        "layers: [{name: a}]",
+        f"layers: [{{{LAYER}, repeat: 0}}]",
+        f"layers: [{{{LAYER}, repeat: x}}]",
+        f"{{parameters: 0, layers: [{{{LAYER}}}]}}",
+        "more: 1",
+        "\x00",
+    ],
+)
+def test_a_bad_list_of_layers_is_one_line(tmp_path, text):
+    path = tmp_path / "layers.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"layers\.yaml: "):
+        workload.of_file(path, 1)
+
+
+# ---- the command ----
+
+
+def simulate_here(capsys, *arguments):
+    """Exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as caught:
+        cli.plan(["simulate", *arguments])
+    return caught.value.code, *capsys.readouterr()
+
+
+SMALL = ("model=autoencoder", "task=reconstruction", "hardware=two_cores")
+
+
+def test_the_command(capsys, tmp_path):
+    out, svg = tmp_path / "a.json", tmp_path / "new" / "a.svg"
+    words = (*SMALL, "world_size=1,2,4", "strategies=sgd,comm_opt,hybrid_opt@1/2")
+    code, text, error = simulate_here(
+        capsys, *words, "examples=1000", "epochs=3", "kfac_epochs=2", f"out={out}", f"svg={svg}"
+    )
+    assert (code, error) == (0, "")
+    found = json.loads(out.read_text())
+    assert [c["world_size"] for c in found["cells"]] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
+    first, kfac = found["cells"][0], found["cells"][1]
+    assert first["solution_s"] == pytest.approx(3 * 31 * first["step_s"])
+    assert kfac["solution_s"] == pytest.approx(2 * 31 * kfac["step_s"])
+    assert kfac["scaling_efficiency"] == 1
+    assert "hybrid_opt@1/2" in text
+    assert "fastest K-FAC: 1: " in text
+    assert svg.read_text().startswith("<svg")
+
+
+def test_json_alone(capsys):
+    code, text, _ = simulate_here(capsys, *SMALL, "world_size=2", "strategies=sgd", "out=-")
+    assert code == 0
+    (cell,) = json.loads(text)["cells"]
+    assert (cell["stages_s"], cell["every"]) == ({}, {})
+    assert "epoch_s" not in cell
+
+
+def test_help(capsys):
+    code, text, _ = simulate_here(capsys, "--help")
+    assert code == 0
+    assert "kfac-plan simulate model=resnet50 hardware=longhorn_v100" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["hardware=cray"], "hardware=cray: choose one of longhorn_v100"),
+        (["hardware=no/such.yaml"], "no/such.yaml: cannot be read"),
+        (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
+        (["world_size=2,2"], "the same twice"),
+        (["world_size=999999"], "at most 131072"),
+        (["strategies=magic"], "strategies=magic: choose of sgd, comm_opt"),
+        (["strategies=comm_opt@1/2"], "has no fraction to choose"),
+        (["strategies=hybrid_opt@0/0"], "write the fraction as 1/4"),
+        (["strategies=hybrid_opt@2"], "must be in (0, 1]"),
+        (["world_size=4", "strategies=hybrid_opt@3/4"], "do not divide the ranks"),
+        (["trainer.batch_size=8"], "say per_rank_batch"),
+        (["per_rank_batch=-1"], "per_rank_batch=-1"),
+        (["epochs=soon"], "epochs=soon: expected a number above 0"),
+        (["coordination_s=-1"], "coordination_s=-1: expected a number of at least 0"),
+        (["kfac=none"], "kfac=none: say strategies="),
+        (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: say strategies="),
+        (["kfac.fisher=mc"], "kfac.fisher=empirical"),
+        (["kfac.adaptive_damping=true"], "a fixed kfac.damping"),
+        (["experiment=digits_autoencoder_adam"], "K-FAC covers no layer"),
+        (["model=resnet5O"], "did you mean"),
+        (["out=/proc/none/x.json", "world_size=1"], "out=/proc/none/x.json: cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_one_line(capsys, arguments, fragment):
+    words = arguments if arguments[0].startswith("hardware") else [*SMALL, *arguments]
+    code, text, error = simulate_here(capsys, *words)
+    assert (code, text) == (2, "")
+    assert fragment in error
+    assert error.count("\n") == 1
+
+
+def test_a_variant_reads_as_it_is_written():
+    for text in ("sgd", "comm_opt", "hybrid_opt@1/4", "owner_reduce@3/8"):
+        assert variant(text).label == text
+    assert variant("hybrid_opt@0.25") == Variant("hybrid_opt", 0.25)
+
+
+def test_the_validation_is_a_command(tmp_path):
+    """It fails where conf/hardware/longhorn_v100.yaml is not what its fit finds."""
+    script = compose.CONF_DIR.parent / "scripts" / "validate_simulation.py"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    out = tmp_path / "table.md"
+    subprocess.run(
+        [sys.executable, str(script), str(out)],
+        check=True,
+        env=env,
+        timeout=240,
+        capture_output=True,
+    )
+    rows = {
+        r[0].strip(): r[1:] for r in (x.split("|")[1:] for x in out.read_text().split("\n")) if r
+    }
+    assert [c.strip() for c in rows["Table 5, resnet50, SGD"][:3]] == [
+        "178.0 min",
+        "178.0 min",
+        "used",
+    ]
+    errors = {
+        k: float(v[2].split()[0])
+        for k, v in rows.items()
+        if v[2].strip()[0] in "+-" and "." in v[2]
+    }
+    resnets = [abs(e) for k, e in errors.items() if k.startswith("Table 5, resnet1")]
+    assert len(resnets) == 8
+    assert sum(resnets) / 8 < 12
+    efficiencies = [abs(e) for k, e in errors.items() if k.startswith("Fig. 8, efficiency at 128")]
+    assert len(efficiencies) == 2
+    assert sum(efficiencies) / 2 < 5
+
+
+def test_the_model_of_the_hardware_needs_no_torch():
+    code = "import sys; import kfac_bench.simulate.sweep; sys.exit('torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)

@@ -1,0 +1,147 @@
+"""Runs for tests: small, on real digits, stopped and spoilt at will; alone or on ranks."""
+
+import contextlib
+import hashlib
+import io
+import math
+import os
+import resource
+import signal
+
+import torch
+
+from kfac_bench.config import compose
+from kfac_bench.core.distributed.collective import TorchCollective
+from kfac_bench.distributed.backend import Backend
+from kfac_bench.distributed.ddp import DDP
+from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.record.events import RunEnded, read
+from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.training import run
+from kfac_bench.training.run_directory import RunDirectory
+from kfac_bench.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+ALONE = Backend(Ranks(CPU))
+EPOCH = 5
+"""Steps: 1347 digits in batches of 256."""
+
+SMALL = (
+    *("model=autoencoder", "model.hidden=[16,6]", "logger=none", "trainer.threads=1"),
+    "trainer.checkpoint_freq=5",
+)
+KFAC = ("optimizer.lr=0.05", "kfac.update_freq=4", "kfac.factor_update_freq=2")
+RESNET = ("model=resnet8", "trainer.batch_size=64", "logger=none", "trainer.threads=1")
+METHODS = {
+    "kfac eigen": (*KFAC, "kfac.method=eigen"),
+    "kfac inverse": (*KFAC, "kfac.method=inverse", "kfac.damping=0.03"),
+    "adam": ("optimizer=adam", "kfac=none"),
+}
+
+
+def config_of(folder, *overrides, base=SMALL):
+    return compose.load([*base, f"runs_dir={folder}", *overrides])
+
+
+def train(folder, *overrides, base=SMALL, backend=ALONE):
+    """Run; the status and the run directory."""
+    config = config_of(folder, *overrides, base=base)
+    status, _ = run.train(config, backend)
+    return status, RunDirectory(config).path
+
+
+def of_kind(path, kind):
+    return [e for e in read(path) if isinstance(e, kind)]
+
+
+def steps_of(path, kind):
+    return [e.step for e in of_kind(path, kind)]
+
+
+def end(path):
+    return of_kind(path, RunEnded)[-1]
+
+
+@contextlib.contextmanager
+def before_step(number, action):
+    """Call ``action(trainer)`` before the update with that number, in this process."""
+    original = Trainer._train_step
+
+    def step(self, batch):
+        if self.step + 1 == number:
+            action(self)
+        return original(self, batch)
+
+    Trainer._train_step = step
+    try:
+        yield
+    finally:
+        Trainer._train_step = original
+
+
+def terminate(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def kill(_):
+    raise RuntimeError("killed")  # nothing is written any more, as after SIGKILL
+
+
+@contextlib.contextmanager
+def loss_is(value, number, task=Reconstruction):
+    """The training loss of step ``number`` is ``value``, in this process."""
+    original, calls = task.forward, [0]
+
+    def forward(self, model, batch):
+        calls[0] += 1
+        loss, output = original(self, model, batch)
+        return loss * (value if calls[0] == number else 1.0), output
+
+    task.forward = forward
+    try:
+        yield
+    finally:
+        task.forward = original
+
+
+def trainer_of(folder, *overrides, base=SMALL, backend=ALONE):
+    """A trainer that writes no events."""
+    config = config_of(folder, *overrides, base=base)
+    return run._build_trainer(config, backend, RunDirectory(config))
+
+
+def child_seconds():
+    """What ended processes took of processors, not of the clock: other tests may run beside."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def here():
+    """This rank's backend in a pool of :mod:`tests.support.distributed`."""
+    return DDP(Ranks(CPU, TorchCollective()))
+
+
+def train_here(folder, overrides, base=SMALL, stop=None, nan=None):
+    """On every rank: train; SIGTERM or a NaN loss on one of them.
+
+    Status, what was printed, and the hash of this rank's parameters.
+    """
+    backend = here()
+    config = config_of(folder, *overrides, base=base)
+    printed, trainers, build = io.StringIO(), [], run._build_trainer
+
+    def keep(*arguments):
+        trainers.append(build(*arguments))
+        return trainers[-1]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        if stop is not None and stop[0] == backend.ranks.rank:
+            stack.enter_context(before_step(stop[1], terminate))
+        if nan is not None and nan[0] == backend.ranks.rank:
+            stack.enter_context(loss_is(math.nan, nan[1]))
+        run._build_trainer = keep
+        stack.callback(setattr, run, "_build_trainer", build)
+        status, _ = run.train(config, backend)
+    parameters = torch.cat([p.detach().flatten() for p in trainers[0].model.parameters()])
+    return status, printed.getvalue(), hashlib.sha256(parameters.numpy()).hexdigest()

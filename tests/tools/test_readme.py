@@ -1,0 +1,84 @@
+"""What the README tells people to type works; what it links to exists."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from kfac_bench.benchmark import schema
+from kfac_bench.cli.bench_command import build_parser
+from kfac_bench.config import compose
+from tests.support import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+LINES = [line.partition("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+
+
+def commands(name):
+    """Arguments of every line that starts with ``name``."""
+    return [shlex.split(x)[1:] for x in LINES if x.removeprefix(".venv/bin/").startswith(name)]
+
+
+TRAIN = [*commands("kfac-train"), *(c[c.index("kfac_bench") + 1 :] for c in commands("torchrun"))]
+
+
+def test_the_commands_are_found():
+    assert len(TRAIN) >= 8
+    assert ["model=resnet50", "kfac.update_freq=500"] in TRAIN
+    assert len(commands("make")) >= 2
+
+
+@pytest.mark.parametrize("arguments", TRAIN, ids=" ".join)
+def test_every_train_command_composes(arguments):
+    if arguments == ["--help"]:
+        assert compose.describe_options().startswith("groups:")
+    elif arguments[:1] == ["--multirun"]:  # Hydra splits the sweep; each choice must compose
+        for argument in arguments[1:]:
+            key, _, values = argument.partition("=")
+            for value in values.split(","):
+                compose.load([f"{key}={value}"])
+    else:
+        compose.load(arguments)
+
+
+@pytest.mark.parametrize("arguments", commands("kfac-bench"), ids=" ".join)
+def test_every_bench_command_is_understood(arguments):
+    options = build_parser().parse_args(arguments)
+    if options.command in ("run", "tune") and options.benchmark != "all":
+        assert list(schema.points(schema.load(options.benchmark)))
+
+
+def test_batch_scripts_exist_and_their_options_compose():
+    for script, *overrides in commands("sbatch"):
+        experiment = re.search(r"experiment=\w+", (ROOT / script).read_text())[0]
+        compose.load([experiment, *overrides])
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {c[0] for c in commands("make")} <= targets
+    assert set(re.findall(r"`make ([\w-]+)", README)) <= targets
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text())
+    assert links
+    for link in links:
+        assert (ROOT / link.partition("#")[0]).exists(), link
+
+
+def test_the_example_runs_and_learns():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "two_lines.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "K-FAC covers 3 layers" in done.stdout
+    accuracy = float(re.search(r"test accuracy ([\d.]+)", done.stdout)[1])
+    assert accuracy > 0.85

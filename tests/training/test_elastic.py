@@ -1,0 +1,318 @@
+"""Real launches: ranks and nodes are killed, and the run goes on; what goes wrong is one line."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from kfac_bench import distributed
+from kfac_bench.config import BackendConfig
+from kfac_bench.core.distributed.collective import TorchCollective
+from kfac_bench.errors import LostRanksError, UsageError
+from kfac_bench.record.events import Resumed, Trained
+from kfac_bench.training import build
+from kfac_bench.training.optimizers import build_optimizer
+from tests.support import ROOT
+from tests.support.distributed import run_ranks
+from tests.support.runs import (
+    KFAC,
+    SMALL,
+    config_of,
+    end,
+    here,
+    of_kind,
+    steps_of,
+    train,
+    train_here,
+)
+
+STABLE = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
+LONG = (
+    *("trainer.max_steps=400", "trainer.log_freq=1", "trainer.eval_freq=400"),
+    "trainer.checkpoint_freq=50",
+)
+"""Some seconds: enough to be killed in between."""
+PATIENCE_S = 120
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(folder, *command, env=()):
+    """A command of Python's, in ``folder``, its output in a file beside the runs."""
+    name = folder / f"{time.monotonic_ns()}.txt"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(env)
+    with name.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=out,
+        )
+    process.said = name
+    return process
+
+
+@contextlib.contextmanager
+def started(*processes):
+    """None of them outlives the block, nor do their children."""
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            for pid in [process.pid, *children(process.pid).values()]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def children(pid):
+    """Process ids of the ranks that an agent started, by rank."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            with contextlib.suppress(OSError):
+                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                found |= {int(e[5:]): child for e in environment if e.startswith(b"RANK=")}
+    return found
+
+
+def torchrun(*options):
+    return ["-m", "torch.distributed.run", *options, "-m", "kfac_bench"]
+
+
+def wait_for_port(port):
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with socket.socket() as one:
+            if one.connect_ex(("localhost", port)) == 0:
+                return
+        assert time.monotonic() < deadline, f"nobody listens on port {port}"
+        time.sleep(0.1)
+
+
+def wait_for_checkpoint(path, step):
+    deadline = time.monotonic() + PATIENCE_S
+    while not (path / f"checkpoints/step-{step:08d}/manifest.json").exists():
+        assert time.monotonic() < deadline, f"no checkpoint of step {step}"
+        time.sleep(0.02)
+
+
+@pytest.mark.ranks
+@pytest.mark.supports("ddp", "documented command")
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
+    options = (*SMALL, *STABLE, *LONG, "run_id=killed", "kfac=mem_opt")
+    restarts = ("--nproc-per-node", "2", "--max-restarts", "3")
+    path = tmp_path / "runs" / "killed"
+    with started(start(tmp_path, *torchrun(*restarts), *options)) as [agent]:
+        for rank, step in ((1, 50), (0, 200)):
+            wait_for_checkpoint(path, step)
+            os.kill(children(agent.pid)[rank], signal.SIGKILL)
+        assert agent.wait(PATIENCE_S) == 0
+        said = agent.said.read_text()
+    run_ranks(2, train_here, tmp_path, (*STABLE, *LONG, "run_id=straight", "kfac=mem_opt"))
+    straight = tmp_path / "straight"
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+    assert [e.loss for e in of_kind(path, Trained)] == [e.loss for e in of_kind(straight, Trained)]
+    assert steps_of(path, Trained) == list(range(1, 401))
+    raw = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    resumed = [e["step"] for e in raw if e["event"] == "Resumed"]
+    assert resumed[0] >= 50
+    assert resumed[1] >= 200
+    assert len(resumed) == 2
+    assert said.count("kfac-train: rank 0: lost another rank") == 1
+    assert "Traceback" not in said
+    assert not list(path.glob("checkpoints/.*"))
+
+
+@pytest.mark.ranks
+@pytest.mark.supports("ddp", "resume on another world size")
+def test_a_lost_node_leaves_the_others_training(tmp_path):
+    calm = (*STABLE, *LONG, "optimizer.lr=0.002", "kfac.damping=1.0")  # differences do not grow
+    options = (*SMALL, *calm, "run_id=elastic")
+    port = free_port()
+    elastic = [
+        *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "job"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
+        *("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"),
+    ]
+    path = tmp_path / "runs" / "elastic"
+    first = start(tmp_path, *torchrun(*elastic), *options)
+    wait_for_port(port)  # it must be the one that holds the rendezvous: that must not be lost
+    second = start(tmp_path, *torchrun(*elastic), *options)
+    with started(first, second):
+        wait_for_checkpoint(path, 50)
+        assert json.loads((path / "run.json").read_text())["world_size"] == 2
+        lost = [second.pid, *children(second.pid).values()]
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL)
+        assert first.wait(PATIENCE_S) == 0, first.said.read_text()
+    assert json.loads((path / "run.json").read_text())["world_size"] == 1
+    assert steps_of(path, Trained) == list(range(1, 401))
+    assert steps_of(path, Resumed)
+    _, alone = train(tmp_path, *calm, "run_id=alone")
+    ours, theirs = ([e.loss for e in of_kind(p, Trained)] for p in (path, alone))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def by_hand(folder, *options, env=()):
+    """Two ranks without an agent, as srun starts them."""
+    port = str(free_port())
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        start(
+            folder,
+            *("-m", "kfac_bench", *SMALL, *options),
+            env=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(env),
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_options_end_with_one_line(tmp_path):
+    with started(*by_hand(tmp_path, "seed=${oc.env:RANK}")) as ranks:
+        assert [rank.wait(PATIENCE_S) for rank in ranks] == [2, 2]
+    said = "".join(rank.said.read_text() for rank in ranks).splitlines()
+    assert said == [
+        "kfac-train: ranks [1] have other options than rank 0: start all with one command line"
+    ]
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(monkeypatch, agent):
+    """Rank 0 of two keeps the store itself, or torchrun's agent does."""
+    port = free_port()
+    store = (
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
+    )
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in (world | {"TORCHELASTIC_USE_AGENT_STORE": str(agent)}).items():
+        monkeypatch.setenv(name, value)
+    begin = time.monotonic()
+    with pytest.raises(LostRanksError), distributed.join(BackendConfig("ddp", timeout_s=1), "cpu"):
+        pass
+    assert 0.5 < time.monotonic() - begin < 30
+    del store
+
+
+# ---- what one rank alone meets, told by all ----
+
+
+def refused_here(folder, spoil, *overrides):
+    """On every rank: what the run ends with, where ``spoil(rank, folder)`` came first."""
+    from kfac_bench.training import run
+
+    backend = here()
+    config = spoil(backend.ranks.rank, folder, config_of(folder, *overrides)) or config_of(
+        folder, *overrides
+    )
+    try:
+        run.train(config, backend)
+    except UsageError as error:
+        return str(error)
+    finally:
+        build.build_data = REAL_DATA
+    return None
+
+
+REAL_DATA = build.build_data
+
+
+def another_learning_rate(rank, folder, config):
+    config.optimizer.lr += rank
+    return config
+
+
+def other_workers(rank, folder, config):
+    config.data.workers = rank
+    config.trainer.max_steps = 2
+    return config
+
+
+def no_data(rank, folder, config):
+    def missing(*_):
+        raise UsageError("no folder /data: \u00fcber")
+
+    if rank == 1:
+        build.build_data = missing
+
+
+def less_data(rank, folder, config):
+    def cut(*arguments):
+        data = REAL_DATA(*arguments)
+        data.train_size -= rank
+        return data
+
+    build.build_data = cut
+
+
+def another_folder(rank, folder, config):
+    config.runs_dir = str(folder / f"runs{rank}")
+    return config
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("spoil", "fragment"),
+    [
+        (another_learning_rate, "ranks [1] have other options"),
+        (no_data, "rank 1: no folder /data: \u00fcber"),
+        (less_data, "ranks [1] read other data than rank 0"),
+        (another_folder, "rank 1: {folder}/runs1/r is not there"),
+        (other_workers, None),
+    ],
+)
+def test_what_one_rank_meets_is_told_by_all(tmp_path, spoil, fragment):
+    said = run_ranks(2, refused_here, tmp_path, spoil, "run_id=r")
+    assert said[0] == said[1]
+    if fragment is None:
+        assert said[0] is None
+    else:
+        assert fragment.format(folder=tmp_path) in said[0]
+
+
+def other_checkpoints_here(folder):
+    """On every rank: rank 1 finds an older checkpoint of the run."""
+    from kfac_bench.training import checkpoint
+
+    backend, find = here(), checkpoint.find
+    if backend.ranks.rank == 1:
+        checkpoint.find = lambda path: (checkpoint.load(path / "checkpoints/step-00000005"), [])
+    try:
+        with pytest.raises(UsageError, match=r"ranks \[1\] do not see the checkpoint that rank 0"):
+            train(folder, "trainer.max_steps=15", "run_id=r", backend=backend)
+    finally:
+        checkpoint.find = find
+
+
+@pytest.mark.ranks
+def test_ranks_that_see_other_checkpoints_stop(tmp_path):
+    train(tmp_path, "trainer.max_steps=10", "run_id=r")
+    run_ranks(2, other_checkpoints_here, tmp_path)
+
+
+def another_model_here(folder):
+    backend = here()
+    config = config_of(folder, f"model.hidden=[{8 + backend.ranks.rank}]")
+    model = build.build_model(config.model, (1, 8, 8), 10)
+    optimizer = build_optimizer(config.optimizer, model)
+    with pytest.raises(UsageError, match=r"kfac: ranks \[1\] made another K-FAC plan than rank 0"):
+        build.build_kfac(config.kfac, model, optimizer, TorchCollective())
+
+
+@pytest.mark.ranks
+def test_another_model_on_a_rank_is_an_error_not_a_hang(tmp_path):
+    run_ranks(2, another_model_here, tmp_path)

@@ -1,0 +1,139 @@
+"""Optimizers against their papers' formulas, and in a run."""
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_bench.config import OF_WHOLE_WEIGHTS, compose
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import Evaluated
+from kfac_bench.training.optimizers import build_optimizer
+from tests.support.runs import before_step, end, of_kind, terminate, train
+
+
+def parameters():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False)).double()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    return model
+
+
+def updated(*overrides, steps=3):
+    """Weights, one gradient, after some updates."""
+    model = parameters()
+    grads = [p.grad.clone() for p in model.parameters()]
+    optimizer = build_optimizer(compose.load(overrides).optimizer, model)
+    for _ in range(steps):
+        for p, g in zip(model.parameters(), grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def test_lars():
+    """You et al. (2017), algorithm 1, the rate within the momentum; vectors by plain SGD."""
+    settings = {"lr": 0.5, "momentum": 0.8, "weight_decay": 0.01, "trust_coefficient": 0.02}
+    found = updated("optimizer=lars", *(f"optimizer.{k}={v}" for k, v in settings.items()))
+    model = parameters()
+    for name, p in model.named_parameters():
+        w, v = p.detach().clone(), torch.zeros_like(p)
+        for _ in range(3):
+            update = p.grad
+            if p.ndim > 1:
+                rate = 0.02 * w.norm() / (p.grad.norm() + 0.01 * w.norm())
+                update = rate * (p.grad + 0.01 * w)
+            v = 0.8 * v + update
+            w = w - 0.5 * v
+        torch.testing.assert_close(found[name], w)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_lamb(clip):
+    """You et al. (2020), algorithm 2, without bias correction; norms and biases without decay."""
+    found = updated("optimizer=lamb", "optimizer.lr=0.1", f"optimizer.max_grad_norm={clip}")
+    model = parameters()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    shrink = min(1.0, clip / norm.item()) if clip else 1.0
+    for name, p in model.named_parameters():
+        w, g, m, v = p.detach().clone(), shrink * p.grad, 0.0, 0.0
+        decay = 0.01 if name in ("0.weight", "2.weight") else 0.0
+        for _ in range(3):
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g.square()
+            update = m / (v.sqrt() + 1e-6) + decay * w
+            ratio = w.norm() / update.norm() if w.norm() > 0 else 1.0
+            w = w - 0.1 * ratio * update
+        torch.testing.assert_close(found[name], w, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_without_decay_by_name_and_by_class():
+    config = compose.load(["optimizer=adamw", 'optimizer.no_decay=["bias$",Norm]']).optimizer
+    model = parameters()
+    model[2].weight = nn.Parameter(model[2].weight.detach())
+    model[1].bias.requires_grad = False
+    groups = build_optimizer(config, model).param_groups
+    names = {p: n for n, p in model.named_parameters()}
+    assert [[names[p] for p in g["params"]] for g in groups] == [
+        ["0.weight", "2.weight"],
+        ["0.bias", "1.weight"],
+    ]
+    assert [g["weight_decay"] for g in groups] == [0.01, 0.0]
+
+
+def test_muon():
+    """Hidden weights as torch's own has them; the last layer and vectors by Adam."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2))
+    grads = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def after(make, names):
+        own = [nn.Parameter(start[n].clone()) for n in names]
+        optimizer = make(own)
+        for _ in range(3):
+            for n, p in zip(names, own, strict=True):
+                p.grad = grads[n].clone()
+            optimizer.step()
+        return dict(zip(names, own, strict=True))
+
+    hidden = ["0.weight", "2.weight"]
+    wanted = after(lambda ps: torch.optim.Muon(ps, lr=0.1, weight_decay=0.01), hidden)
+    rest = [n for n in grads if n not in hidden]
+    adam = {"lr": 0.003, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.01}
+    wanted |= after(lambda ps: torch.optim.AdamW(ps, **adam), rest)
+    said = ("optimizer.lr=0.1", "optimizer.adam_lr=0.003", "optimizer.weight_decay=0.01")
+    optimizer = build_optimizer(compose.load(["optimizer=muon", *said]).optimizer, model)
+    for _ in range(3):
+        for n, p in model.named_parameters():
+            p.grad = grads[n].clone()
+        optimizer.step()
+    for n, p in model.named_parameters():
+        close = {"rtol": 1e-2, "atol": 2e-3} if n in hidden else {}  # torch's iterates in bf16
+        torch.testing.assert_close(p, wanted[n], **close)
+    assert {g["initial_lr"] for g in optimizer.param_groups} == {0.1, 0.003}
+
+
+@pytest.mark.parametrize("name", OF_WHOLE_WEIGHTS)
+def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
+    rate = {"lars": 1.0, "lamb": 0.01, "muon": 0.1, "soap": 0.01, "shampoo": 0.003}[name]
+    run = (f"optimizer={name}", f"optimizer.lr={rate}", "kfac=none", "trainer.max_steps=24")
+    run += ("schedule=cosine",)
+    if name in ("soap", "shampoo"):
+        run += ("optimizer.precondition_freq=5",)
+    _, straight = train(tmp_path, *run, "run_id=straight")
+    with before_step(12, terminate):
+        assert train(tmp_path, *run, "run_id=stopped")[0] == "interrupted"
+    _, stopped = train(tmp_path, *run, "run_id=stopped")
+    assert end(straight).weights_sha256 == end(stopped).weights_sha256
+    first, *_, last = (e.metrics["squared_error"] for e in of_kind(straight, Evaluated))
+    assert last < 0.8 * first
+
+
+@pytest.mark.parametrize("name", OF_WHOLE_WEIGHTS)
+def test_pieces_of_weights_are_refused(name):
+    with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend.zero_stage=2"):
+        compose.load([f"optimizer={name}", "backend=deepspeed", "backend.zero_stage=2"])
+    compose.load([f"optimizer={name}", "backend=deepspeed", "backend.zero_stage=0"])
+    if name in ("soap", "shampoo"):
+        with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend=fsdp2"):
+            compose.load([f"optimizer={name}", "backend=fsdp2"])

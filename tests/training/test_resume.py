@@ -1,0 +1,188 @@
+"""A run that was stopped is taken up again, bit-exactly; and resume=PATH."""
+
+import math
+import signal
+
+import pytest
+
+from kfac_bench import cli
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import Evaluated, Resumed, RunStarted, Trained
+from kfac_bench.training import checkpoint
+from tests.support.runs import (
+    KFAC,
+    METHODS,
+    RESNET,
+    SMALL,
+    before_step,
+    end,
+    kill,
+    of_kind,
+    steps_of,
+    terminate,
+    train,
+)
+
+LONG = ("trainer.max_steps=15", "trainer.log_freq=1", "trainer.eval_freq=6")
+
+
+@pytest.mark.parametrize("step", [3, 7])  # mid-epoch; between decompositions at 0, 4, 8, 12
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, method, step):
+    options = (*METHODS[method], *LONG)
+    _, straight = train(tmp_path, *options, "run_id=straight")
+    with before_step(step, terminate):
+        status, path = train(tmp_path, *options, "run_id=stopped")
+    assert status == "interrupted"
+    assert end(path).step == checkpoint.find(path)[0].step == step
+    handler = signal.getsignal(signal.SIGTERM)
+    assert handler in (signal.SIG_DFL, signal.default_int_handler), "the handler was left behind"
+    assert train(tmp_path, *options, "run_id=stopped")[0] == "finished"
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+    assert steps_of(path, Resumed) == [step]
+    assert [e.loss for e in of_kind(path, Trained)] == [e.loss for e in of_kind(straight, Trained)]
+    assert [e.metrics for e in of_kind(path, Evaluated)] == [
+        e.metrics for e in of_kind(straight, Evaluated)
+    ]
+
+
+def test_an_interrupted_run_with_batch_norm_ends_with_the_same_weights(tmp_path):
+    options = (*KFAC, "trainer.max_steps=7", "trainer.eval_freq=3")
+    _, straight = train(tmp_path, *options, "run_id=straight", base=RESNET)
+    with before_step(5, terminate):
+        train(tmp_path, *options, "run_id=stopped", base=RESNET)
+    with before_step(7, terminate):
+        train(tmp_path, *options, "run_id=stopped", base=RESNET)
+    _, path = train(tmp_path, *options, "run_id=stopped", base=RESNET)
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+
+
+def test_a_signal_sets_the_exit_code_and_a_finished_step_is_not_lost(tmp_path, capsys):
+    command = [*SMALL, "trainer.max_steps=10", f"runs_dir={tmp_path}", "run_id=r"]
+    with before_step(2, terminate), pytest.raises(SystemExit) as caught:
+        cli.train(command)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert end(tmp_path / "r").status == "interrupted"
+    with pytest.raises(SystemExit) as caught:
+        cli.train(command)
+    assert caught.value.code == 0
+
+
+def test_events_of_a_killed_run_after_its_last_checkpoint_are_void(tmp_path):
+    options = (*METHODS["adam"], *LONG, "trainer.checkpoint_freq=4", "run_id=r")
+    with before_step(8, kill), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, *options)
+    path = tmp_path / "r"
+    assert steps_of(path, Trained) == [1, 2, 3, 4, 5, 6, 7]
+    assert train(tmp_path, *options)[0] == "finished"
+    assert steps_of(path, Resumed) == [4]
+    trained = steps_of(path, Trained)
+    assert trained == sorted(set(trained)) == list(range(1, trained[-1] + 1))
+    assert steps_of(path, Evaluated)[:3] == [0, 6, 12]
+    raw = (path / "events.jsonl").read_text()
+    assert raw.count('"event": "Evaluated", "step": 6') == 2, "the record is append-only"
+
+
+def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path):
+    options = (*METHODS["adam"], *LONG, "run_id=r")
+    with before_step(3, kill), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, *options)
+    _, path = train(tmp_path, *options)
+    assert of_kind(path, Resumed) == []
+    assert steps_of(path, Trained)[:4] == [1, 2, 3, 4]
+    _, straight = train(tmp_path, *METHODS["adam"], *LONG)
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+
+
+def test_a_line_torn_by_a_kill_does_not_spoil_the_record(tmp_path):
+    options = (*METHODS["adam"], *LONG, "run_id=r")
+    with before_step(8, kill), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, *options)
+    path = tmp_path / "r"
+    with (path / "events.jsonl").open("a") as file:
+        file.write('{"event": "Trained", "st')
+    assert train(tmp_path, *options)[0] == "finished"
+    assert steps_of(path, Resumed) == [5]
+    assert steps_of(path, Trained)[:10] == list(range(1, 11))
+    assert end(path).status == "finished"
+
+
+def test_a_damaged_checkpoint_costs_steps_not_the_run(tmp_path, capsys):
+    options = (*METHODS["kfac eigen"], *LONG, "trainer.checkpoint_freq=3")
+    with before_step(8, kill), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, *options, "run_id=r")
+    newest = tmp_path / "r" / "checkpoints" / "step-00000006" / "rank0.pt"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    capsys.readouterr()
+    _, path = train(tmp_path, *options, "run_id=r")
+    assert "step-00000006/rank0.pt: damaged" in capsys.readouterr().out
+    assert steps_of(path, Resumed) == [3]
+    _, straight = train(tmp_path, *options, "run_id=straight")
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+
+
+# ---- resume=PATH ----
+
+
+def test_resume_starts_from_another_run(tmp_path):
+    options = METHODS["kfac eigen"]
+    _, first = train(tmp_path, *options, "trainer.max_steps=5", "run_id=first")
+    _, straight = train(tmp_path, *options, "trainer.max_steps=10", "run_id=straight")
+    newest = first / "checkpoints" / "step-00000005"
+    for name, path in (("b", first), ("c", newest)):
+        more = ("trainer.max_steps=10", f"run_id={name}", f"resume={path}")
+        _, second = train(tmp_path, *options, *more)
+        assert steps_of(second, Resumed) == [5]
+        assert end(second).step == 10
+        assert end(second).weights_sha256 == end(straight).weights_sha256
+        assert len(of_kind(second, RunStarted)) == 1
+    assert end(first).step == 5, "the other run was written to"
+
+
+def test_an_interrupted_run_goes_on_from_its_own_checkpoint_not_from_resume(tmp_path):
+    _, first = train(tmp_path, "trainer.max_steps=5", "run_id=first")
+    more = ("trainer.max_steps=15", "run_id=second", f"resume={first}")
+    with before_step(8, terminate):
+        train(tmp_path, *more)
+    _, second = train(tmp_path, *more)
+    assert [e.step for e in of_kind(second, Resumed)] == [5, 8]
+
+
+def test_settings_are_those_of_the_new_run_after_resume(tmp_path):
+    adam = ("optimizer=adam", "kfac=none", "trainer.log_freq=1")
+    _, first = train(tmp_path, *adam, "trainer.max_steps=5", "run_id=first", "optimizer.lr=0.01")
+    more = ("optimizer.lr=0.002", "optimizer.beta1=0.5", "trainer.max_steps=10")
+    _, second = train(tmp_path, *adam, *more, "run_id=second", f"resume={first}")
+    assert {e.lr for e in of_kind(second, Trained)} == {0.002}
+    groups = checkpoint.find(second)[0].shards[0]["optimizer"]["param_groups"]
+    assert groups[0]["betas"] == (0.5, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (["resume=/nowhere/at/all"], "resume=/nowhere/at/all"),
+        (["resume={first}", "model.hidden=[9]", "kfac=none"], "another model"),
+        (["resume={first}", "model.hidden=[9]"], "K-FAC state"),
+        (["resume={first}", "optimizer=adam"], "optimizer"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_in_a_line(tmp_path, overrides, fragment):
+    _, first = train(tmp_path, *KFAC, "trainer.max_steps=5", "run_id=first")
+    told = [o.format(first=first) for o in overrides]
+    with pytest.raises(UsageError) as caught:
+        train(tmp_path, *KFAC, "run_id=second", *told)
+    assert fragment in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "to", [("kfac.method=inverse",), ("kfac=none",), ("kfac=layer_wise", "kfac.damping=0.01")]
+)
+def test_resume_with_another_preconditioner(tmp_path, to):
+    _, first = train(tmp_path, *METHODS["kfac eigen"], "trainer.max_steps=5", "run_id=first")
+    status, second = train(
+        tmp_path, *KFAC, *to, "trainer.max_steps=10", "run_id=second", f"resume={first}"
+    )
+    assert status == "finished"
+    assert all(math.isfinite(e.loss) for e in of_kind(second, Trained))

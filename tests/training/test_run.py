@@ -1,0 +1,533 @@
+"""A run from configuration to weights: recorded, complete, timed, refused."""
+
+import json
+import math
+import os
+import re
+import resource
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+import yaml
+
+import kfac_bench
+from kfac_bench import cli
+from kfac_bench.distributed.backend import Backend
+from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import (
+    Checkpointed,
+    Evaluated,
+    JsonlSink,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+    Trained,
+    read,
+)
+from kfac_bench.tasks.classification import Classification
+from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.training import checkpoint, dry_run, run, saving
+from kfac_bench.training.run_directory import RunDirectory, run_id
+from kfac_bench.training.state import weights_sha256
+from kfac_bench.training.trainer import Trainer
+from tests.support.distributed import run_ranks
+from tests.support.runs import (
+    ALONE,
+    EPOCH,
+    KFAC,
+    METHODS,
+    RESNET,
+    SMALL,
+    before_step,
+    config_of,
+    end,
+    here,
+    kill,
+    loss_is,
+    of_kind,
+    steps_of,
+    terminate,
+    train,
+    trainer_of,
+)
+
+# ---- what a run leaves behind ----
+
+
+def test_a_run_directory_tells_the_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    status, path = train(tmp_path, *KFAC, "trainer.max_epochs=2", "trainer.log_freq=4")
+    config = config_of(tmp_path, *KFAC, "trainer.max_epochs=2", "trainer.log_freq=4")
+    assert status == "finished"
+    assert path.parent == tmp_path
+    assert yaml.safe_load((path / "config.yaml").read_text()) == asdict(config)
+
+    about = json.loads((path / "run.json").read_text())
+    assert about["run_id"] == path.name
+    assert re.fullmatch(r"([0-9a-f]{40}(\+changes)?)?", about["git_commit"])
+    assert about["versions"]["torch"] == torch.__version__.partition("+")[0] or (
+        about["versions"]["torch"] == torch.__version__
+    )
+    assert about["versions"]["kfac_bench"] == kfac_bench.__version__
+    assert about["hardware"]["cpu"]
+    assert about["hardware"]["cpu_count"] == os.cpu_count()
+    assert about["hardware"]["threads"] == 1
+    assert (about["world_size"], about["device"]) == (1, "cpu")
+    assert about["slurm_job_id"] == "4711"
+
+    lines = [json.loads(x) for x in (path / "events.jsonl").read_text().splitlines()]
+    kinds = [x["event"] for x in lines]
+    assert kinds[0] == "RunStarted"
+    assert kinds[-1] == "RunEnded"
+    assert lines[0]["config"] == asdict(config)
+    assert lines[0]["environment"] == {k: v for k, v in about.items() if k != "run_id"}
+    assert steps_of(path, Evaluated) == [0, 5, 10]
+    assert steps_of(path, Trained) == [4, 8, 10]
+    assert steps_of(path, Checkpointed) == [5, 10]
+    assert [e.epoch for e in of_kind(path, Evaluated)] == [0, 1, 2]
+    seconds = [x["train_s"] for x in lines]
+    assert seconds == sorted(seconds)
+    last = of_kind(path, Trained)[-1]
+    assert 0 < last.nu <= 1
+    assert last.stage_s
+    assert last.lr == 0.05
+    assert of_kind(path, Trained)[0].cosine
+
+    found, bad = checkpoint.find(path)
+    assert (found.step, bad) == (10, [])
+    for e in of_kind(path, Checkpointed):
+        assert (path / "checkpoints" / f"step-{e.step:08d}").samefile(e.path)
+    files = {p.name for p in path.iterdir()}
+    made = {
+        "config.yaml",
+        "run.json",
+        "state",
+        "events.jsonl",
+        "checkpoints",
+        "predictions",
+        ".lock",
+    }
+    assert files == made
+
+
+def test_training_learns_and_the_last_weights_are_the_checkpoint(tmp_path):
+    fast = (*METHODS["adam"], "optimizer.lr=0.01", "trainer.max_epochs=4")
+    _, path = train(tmp_path, *fast)
+    errors = [e.metrics["squared_error"] for e in of_kind(path, Evaluated)]
+    assert errors[-1] < 0.7 * errors[0]
+    trainer = trainer_of(tmp_path, *fast)
+    assert weights_sha256(trainer.model) != end(path).weights_sha256
+    trainer.restore(checkpoint.find(path)[0])
+    assert weights_sha256(trainer.model) == end(path).weights_sha256
+    assert trainer.step == 20
+    assert trainer.clock.train_s() == pytest.approx(of_kind(path, Checkpointed)[-1].train_s, abs=1)
+
+
+@pytest.mark.parametrize("limit", [3, 7])
+def test_no_more_steps_than_max_steps(tmp_path, limit):
+    status, path = train(tmp_path, f"trainer.max_steps={limit}", "trainer.log_freq=1")
+    assert status == "finished"
+    assert steps_of(path, Trained) == list(range(1, limit + 1))
+    assert end(path).step == limit
+    assert checkpoint.find(path)[0].step == limit
+    assert steps_of(path, Evaluated)[-1] == limit
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ((), 20 * EPOCH),
+        (("trainer.max_steps=333",), 333),
+        (("trainer.max_epochs=30",), 30 * EPOCH),
+        (("trainer.max_steps=12", "trainer.max_epochs=2"), 2 * EPOCH),
+        (("trainer.max_steps=9", "trainer.max_epochs=2"), 9),
+    ],
+)
+def test_the_lower_limit_counts(tmp_path, limits, steps):
+    assert trainer_of(tmp_path, *limits).course.max_steps == steps
+
+
+def test_checkpoints_at_epoch_ends_at_most_once_a_minute(tmp_path, monkeypatch):
+    often = ("trainer.checkpoint_freq=null", "trainer.max_steps=12")
+    _, path = train(tmp_path, *often)
+    assert steps_of(path, Checkpointed) == [12]
+    monkeypatch.setattr(saving, "CHECKPOINT_INTERVAL_S", 0.0)
+    _, path = train(tmp_path, *often, "run_id=r")
+    assert steps_of(path, Checkpointed) == [5, 10, 12]
+
+
+def test_same_seed_same_weights_and_another_seed_others(tmp_path):
+    shas = [
+        end(train(tmp_path, f"seed={seed}", f"run_id={name}", "trainer.max_steps=5")[1])
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    a, b, c = (e.weights_sha256 for e in shas)
+    assert re.fullmatch("[0-9a-f]{64}", a)
+    assert a == b != c
+
+
+def test_target_stops_the_run(tmp_path):
+    status, path = train(tmp_path, *METHODS["adam"], "trainer.target=12", "trainer.eval_freq=2")
+    assert status == "reached"
+    [hit] = of_kind(path, TargetReached)
+    assert hit.value <= 12 == hit.target
+    assert hit.step == end(path).step == checkpoint.find(path)[0].step
+    evaluated = of_kind(path, Evaluated)
+    assert all(e.metrics["squared_error"] > 12 for e in evaluated[:-1])
+
+
+def test_the_figure_counts_every_example_once_in_batches_of_any_size(tmp_path):
+    figures = []
+    for size in (1000, 450, 7):
+        trainer = trainer_of(tmp_path, f"trainer.eval_batch_size={size}", base=RESNET)
+        counted = []
+        original = Classification.totals
+        trainer.task.totals = lambda m, b: counted.append(len(b[1])) or original(trainer.task, m, b)  # noqa: B023
+        seen = []
+        trainer.log.emit = seen.append
+        trainer._evaluate()
+        assert sum(counted) == 450
+        figures.append(seen[0].metrics["accuracy"])
+    assert len(set(figures)) == 1
+
+
+# ---- the same command again ----
+
+
+def test_the_same_command_again_says_complete_and_trains_nothing(tmp_path, capsys):
+    _, path = train(tmp_path, "trainer.max_steps=5")
+    before = (path / "events.jsonl").read_bytes()
+    capsys.readouterr()
+    with before_step(1, kill):
+        assert train(tmp_path, "trainer.max_steps=5") == ("finished", path)
+    said = capsys.readouterr().out
+    assert "is complete (finished at step 5)" in said
+    assert str(path) in said
+    assert (path / "events.jsonl").read_bytes() == before
+
+
+def test_a_reached_run_is_complete_and_goes_on_for_a_better_target(tmp_path, capsys):
+    options = (*METHODS["adam"], "run_id=r", "trainer.eval_freq=1")
+    _, path = train(tmp_path, *options, "trainer.target=15")
+    first = end(path).step
+    assert train(tmp_path, *options, "trainer.target=15")[0] == "reached"
+    assert "is complete (reached" in capsys.readouterr().out
+    assert train(tmp_path, *options, "trainer.target=12")[0] == "reached"
+    assert steps_of(path, Resumed) == [first]
+    assert end(path).step > first
+
+
+def test_more_steps_with_the_same_run_id_continue_the_run(tmp_path):
+    options = (*METHODS["kfac eigen"], "run_id=mine")
+    _, path = train(tmp_path, *options, "trainer.max_steps=5")
+    with before_step(5, kill):  # nothing before step 6 is done again
+        assert train(tmp_path, *options, "trainer.max_steps=15") == ("finished", path)
+    assert steps_of(path, Resumed) == [5]
+    assert len(of_kind(path, RunStarted)) == 1
+    _, straight = train(tmp_path, *METHODS["kfac eigen"], "run_id=other", "trainer.max_steps=15")
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+    assert "max_steps: 15" in (path / "config.yaml").read_text()
+
+
+def test_the_run_id_is_a_function_of_what_is_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    name = run_id(config_of(tmp_path))
+    assert name.startswith("digits-autoencoder-sgd-kfac_comm_opt-")
+    assert run_id(config_of(tmp_path / "x", "logger=tensorboard", "dry_run=true")) == name
+    others = ("seed=1", "kfac.damping=0.1", "trainer.max_steps=9", "kfac=none", "data.workers=1")
+    ids = {run_id(config_of(tmp_path, o)) for o in others}
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert len({name, *ids, run_id(config_of(tmp_path))}) == 2 + len(others)
+    for bad in ("a/b", "..", "a b", "'a\nb'", "x" * 101, "''"):
+        with pytest.raises(UsageError) as caught:
+            run_id(config_of(tmp_path, f"run_id={bad}"))
+        assert len(str(caught.value).splitlines()) == 1
+
+
+# ---- refused ----
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("kfac.damping=0.5", "kfac.damping=0.001, not 0.5"),
+        ("seed=7", "seed=0, not 7"),
+        ("model.hidden=[16]", "model.hidden"),
+        ("optimizer=adam", "optimizer."),
+        ("trainer.batch_size=128", "trainer.batch_size=256, not 128"),
+    ],
+)
+def test_another_configuration_under_the_same_run_id_is_refused(tmp_path, option, said):
+    _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    with pytest.raises(UsageError) as caught:
+        train(tmp_path, "run_id=mine", "trainer.max_steps=5", option)
+    assert said in str(caught.value)
+    assert "another run_id" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+
+
+def test_what_does_not_change_the_run_may_change(tmp_path):
+    _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    more = ("trainer.log_freq=2", "trainer.keep_last=3", "trainer.eval_freq=2", "data.root=/x")
+    status, _ = train(tmp_path, "run_id=mine", "trainer.max_steps=10", *more)
+    assert (status, end(path).step) == ("finished", 10)
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    config = config_of(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    with RunDirectory(config).open(config, {}), pytest.raises(UsageError, match="another process"):
+        run.train(config, ALONE)
+    assert run.train(config, ALONE)[0] == "finished", "the lock outlived its holder"
+
+
+def test_where_nothing_can_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write here"):
+        train(tmp_path / "file", "trainer.max_steps=5")
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path):
+    _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    (path / "config.yaml").write_text("trainer: [")
+    with pytest.raises(UsageError, match=r"config\.yaml: cannot be read"):
+        train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+
+
+def test_a_full_disk_ends_the_run_with_a_line_not_a_traceback(tmp_path, monkeypatch):
+    """The thread that writes fails; the training hears of it at a later step, or at the end."""
+
+    def full(*args, **keywords):
+        raise OSError(28, "No space left on device")
+
+    for steps, at in ((5, 5), (200, None)):
+        monkeypatch.setattr(torch, "save", full)
+        config = config_of(tmp_path, f"trainer.max_steps={steps}")
+        assert run.train(config, ALONE)[0] == "failed"
+        path = RunDirectory(config).path
+        ended = read(path)[-1]
+        assert isinstance(ended, RunEnded)
+        assert re.search(
+            r"step-00000005: No space left on device; older checkpoints are untouched$",
+            ended.message,
+        )
+        assert at is None or ended.step == at
+        assert ended.step < 11, "another checkpoint was begun"
+        assert list((path / "checkpoints").iterdir()) == []
+        monkeypatch.undo()
+        assert run.train(config, ALONE)[0] == "finished"
+
+
+@pytest.mark.parametrize("at", ["Trained", "Evaluated", "RunEnded"])
+def test_a_record_that_cannot_be_written_ends_the_run_and_nothing_is_lost(tmp_path, at, capsys):
+    options = ("trainer.max_steps=15", "trainer.log_freq=3", "trainer.eval_freq=8", "run_id=r")
+    real, full = JsonlSink.write, []
+
+    def write(self, event):
+        if type(event).__name__ == at and event.step >= 6 and not full:
+            full.append(event)
+            path = tmp_path / "r" / "events.jsonl"  # the kernel refuses any longer file
+            soft = path.stat().st_size + 20
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+            try:
+                return real(self, event)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        return real(self, event)
+
+    JsonlSink.write = write
+    try:
+        status, path = train(tmp_path, *options)
+    finally:
+        JsonlSink.write = real
+    assert status == "failed"
+    assert f"{path}/events.jsonl: cannot be written (File too large)" in plain(capsys)
+    raw = (path / "events.jsonl").read_text()
+    assert all(json.loads(line) for line in raw.splitlines()), "a torn line"
+    last = {"Trained": 7, "Evaluated": 9, "RunEnded": 15}[at]
+    assert checkpoint.find(path)[0].step == last
+    assert train(tmp_path, *options)[0] == "finished"
+    assert steps_of(path, Resumed) == [last]
+    assert end(path).status == "finished"
+
+
+def plain(capsys):
+    """What was said, lines joined again that the terminal's width has broken."""
+    return "".join(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("entry", ["run", "dry_run"])
+def test_batch_norm_of_one_example_is_refused(tmp_path, entry):
+    config = config_of(tmp_path, "trainer.batch_size=1", base=("logger=none",))
+    with pytest.raises(UsageError, match="needs two examples per rank"):
+        run.train(config, ALONE) if entry == "run" else dry_run.trace(config)
+    alone_is_fine = config_of(tmp_path, "trainer.batch_size=1", "trainer.max_steps=2")
+    assert run.train(alone_is_fine, ALONE)[0] == "finished"  # an autoencoder has none
+
+
+@pytest.mark.parametrize(("rank", "who"), [(None, ""), ("0", "rank 0: "), ("1", "rank 1: ")])
+def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys, rank, who):
+    def fit(self):
+        raise UsageError("a.JPEG: corrupt")
+
+    monkeypatch.setattr(Trainer, "fit", fit)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as caught:
+        cli.train([*SMALL, f"runs_dir={tmp_path}"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"kfac-train: {who}a.JPEG: corrupt\n"
+
+
+# ---- the training clock ----
+
+
+def test_the_training_clock_stands_still_in_evaluation_and_checkpoints(tmp_path, monkeypatch):
+    real, copy = Reconstruction.totals, checkpoint.writing.snapshot
+
+    def slow_totals(self, model, batch):
+        time.sleep(0.1)
+        return real(self, model, batch)
+
+    def slow_copy(state):
+        time.sleep(0.1)
+        return copy(state)
+
+    monkeypatch.setattr(Reconstruction, "totals", slow_totals)
+    monkeypatch.setattr(checkpoint.writing, "snapshot", slow_copy)
+    real_statistics = kfac_bench.core.KFAC.statistics
+
+    def slow_statistics(self):
+        time.sleep(0.1)
+        return real_statistics(self)
+
+    monkeypatch.setattr(kfac_bench.core.KFAC, "statistics", slow_statistics)
+    often = ("trainer.eval_freq=1", "trainer.checkpoint_freq=1", "trainer.log_freq=1")
+    began = time.perf_counter()
+    _, path = train(tmp_path, *KFAC, *often, "trainer.max_steps=5")
+    assert time.perf_counter() - began > 1.6
+    assert 0 < end(path).train_s < 0.5
+    assert all(e.write_s > 0.1 for e in of_kind(path, Checkpointed))
+    with before_step(3, lambda _: time.sleep(0.5)):
+        _, path = train(tmp_path, *KFAC, "trainer.max_steps=5", "run_id=slow")
+    assert end(path).train_s > 0.5, "the clock stands still in training"
+
+
+def test_the_training_clock_goes_on_after_resume(tmp_path):
+    options = ("trainer.max_steps=10", "run_id=r")
+    with before_step(2, lambda t: (time.sleep(0.4), terminate(t))):
+        _, path = train(tmp_path, *options)
+    time.sleep(0.5)
+    train(tmp_path, *options)
+    assert 0.4 < end(path).train_s < 0.8
+    [resumed] = of_kind(path, Resumed)
+    assert resumed.train_s >= 0.4
+
+
+def test_a_run_ends_at_the_evaluation_after_its_time_is_up(tmp_path, capsys):
+    often = ("trainer.eval_freq=2", "trainer.max_steps=20", "run_id=r")
+    with before_step(3, lambda _: time.sleep(1)):
+        status, path = train(tmp_path, *often, "trainer.max_train_s=1")
+    assert (status, end(path).step) == ("finished", 4)
+    assert steps_of(path, Evaluated) == [0, 2, 4]
+    assert train(tmp_path, *often, "trainer.max_train_s=1")[0] == "finished"
+    assert "is complete (finished at step 4)" in capsys.readouterr().out
+    train(tmp_path, *often, "trainer.max_train_s=100")
+    assert end(path).step == 20
+
+
+CPU_CLOCK = ("trainer.clock=cpu", "trainer.threads=1", "trainer.device=cpu", "trainer.max_steps=8")
+
+
+def test_the_processors_clock_counts_work_and_not_sleep(tmp_path):
+    def work(_):
+        began = time.thread_time()
+        while time.thread_time() - began < 0.4:
+            pass
+
+    with before_step(2, lambda _: time.sleep(2)):
+        _, path = train(tmp_path, *CPU_CLOCK, "run_id=sleeps")
+    assert 0 < end(path).train_s < 1.5
+    with before_step(2, lambda t: (work(t), terminate(t))):
+        _, path = train(tmp_path, *CPU_CLOCK, "run_id=works")
+    assert end(path).train_s > 0.4
+    train(tmp_path, *CPU_CLOCK, "run_id=works")
+    assert of_kind(path, Resumed)[0].train_s > 0.4
+    assert end(path).train_s > of_kind(path, Resumed)[0].train_s
+    assert of_kind(path, RunStarted)[0].config["trainer"]["clock"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
+        ("trainer.threads=2", "trainer.threads=2: .* set trainer.threads=1"),
+        ("trainer.threads=null", "trainer.threads=null"),
+        ("data.workers=1", "data.workers=1: .* set data.workers=0"),
+    ],
+)
+def test_the_processors_clock_is_for_one_processor(tmp_path, override, fragment):
+    with pytest.raises(UsageError, match=f"trainer.clock=cpu does not fit {fragment}"):
+        train(tmp_path, *CPU_CLOCK, override)
+
+
+def clocked_here(folder):
+    with pytest.raises(UsageError, match=r"trainer.clock=cpu does not fit 2 rank\(s\) on cpu"):
+        train(folder, *CPU_CLOCK, backend=here())
+
+
+@pytest.mark.ranks
+def test_the_processors_clock_is_for_one_rank(tmp_path):
+    run_ranks(2, clocked_here, tmp_path)
+
+
+def test_the_processors_clock_is_not_for_gpus(tmp_path):
+    gpu = Backend(Ranks(torch.device("cuda")))
+    with pytest.raises(UsageError, match=r"does not fit 1 rank\(s\) on cuda"):
+        train(tmp_path, *CPU_CLOCK, backend=gpu)
+
+
+# ---- numbers that are none ----
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("method", ["kfac eigen", "adam"])
+def test_a_loss_that_is_no_number_stops_the_run_before_the_update(tmp_path, method, value):
+    options = (*METHODS[method], "trainer.max_steps=10", "trainer.log_freq=1")
+    _, before = train(tmp_path, *METHODS[method], "trainer.max_steps=5", "run_id=before")
+    with loss_is(value, 6):
+        status, path = train(tmp_path, *options, "run_id=r")
+    assert status == end(path).status == "failed"
+    assert f"the loss is {value} at step 6; no update was made" in end(path).message
+    assert end(path).step == 5
+    assert end(path).weights_sha256 == end(before).weights_sha256
+    good, bad = checkpoint.find(path)
+    assert (good.step, bad) == (5, [])
+    assert train(tmp_path, *options, "run_id=r")[0] == "finished", "it cannot be taken up again"
+
+
+def test_a_failed_run_has_exit_code_1(tmp_path, capsys):
+    with loss_is(math.nan, 2), pytest.raises(SystemExit) as caught:
+        cli.train([*SMALL, f"runs_dir={tmp_path}", "trainer.max_steps=5"])
+    assert caught.value.code == 1
+    assert "step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path, value):
+    def spoil(trainer):
+        trainer.optimizer.step = lambda: next(trainer.model.parameters()).data.fill_(value)
+
+    options = ("trainer.max_steps=20", "trainer.checkpoint_freq=4", "run_id=r")
+    with before_step(8, spoil):
+        status, path = train(tmp_path, *options)
+    assert status == "failed"
+    assert "weight" in end(path).message
+    assert "8" in end(path).message
+    good, bad = checkpoint.find(path)
+    assert (good.step, bad) == (4, [])
+    assert all(torch.isfinite(x).all() for x in good.shards[0]["model"].values())

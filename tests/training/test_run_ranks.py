@@ -1,0 +1,183 @@
+"""A run on several ranks: stopped, failed, refused and measured together."""
+
+import contextlib
+import json
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import Evaluated, EventLog, Resumed, Trained
+from kfac_bench.training import checkpoint, run
+from kfac_bench.training.run_directory import RunDirectory
+from tests.support.distributed import run_ranks
+from tests.support.runs import (
+    ALONE,
+    KFAC,
+    RESNET,
+    SMALL,
+    config_of,
+    end,
+    here,
+    of_kind,
+    steps_of,
+    train,
+    train_here,
+    trainer_of,
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.supports("ddp", "kfac-train")
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("strategy", ["comm_opt", "layer_wise"])
+def test_an_interrupted_run_on_two_ranks_ends_with_the_same_weights(tmp_path, strategy, method):
+    options = (*KFAC, f"kfac={strategy}", f"kfac.method={method}")
+    options += ("trainer.max_steps=10", "trainer.log_freq=1")
+    run_ranks(2, train_here, tmp_path, (*options, "run_id=straight"))
+    stopped = run_ranks(2, train_here, tmp_path, (*options, "run_id=stopped"), SMALL, (1, 7))
+    assert [s[0] for s in stopped] == ["interrupted", "interrupted"]
+    done = run_ranks(2, train_here, tmp_path, (*options, "run_id=stopped"))
+    assert [s[0] for s in done] == ["finished", "finished"]
+    straight, path = tmp_path / "straight", tmp_path / "stopped"
+    assert steps_of(path, Resumed) == [7]
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+    assert [e.loss for e in of_kind(path, Trained)] == [e.loss for e in of_kind(straight, Trained)]
+    assert done[1][1] == "", "rank 1 talks"
+    assert done[0][2] == done[1][2], "the ranks' weights differ"
+    assert len(checkpoint.find(path)[0].shards) == 2
+    assert json.loads((path / "run.json").read_text())["world_size"] == 2
+    again = run_ranks(2, train_here, tmp_path, (*options, "run_id=stopped"))
+    assert [s[0] for s in again] == ["finished", "finished"]
+    assert "is complete" in again[0][1]
+
+
+@pytest.mark.ranks
+def test_an_interrupted_run_with_batch_norm_on_two_ranks(tmp_path):
+    options = (*KFAC, "trainer.max_steps=6", "trainer.eval_freq=2")
+    run_ranks(2, train_here, tmp_path, (*options, "run_id=straight"), RESNET)
+    run_ranks(2, train_here, tmp_path, (*options, "run_id=stopped"), RESNET, (0, 3))
+    run_ranks(2, train_here, tmp_path, (*options, "run_id=stopped"), RESNET)
+    straight, path = tmp_path / "straight", tmp_path / "stopped"
+    assert steps_of(path, Resumed) == [3]
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    # Stable, and with decompositions whose steps are the same on any number of ranks.
+    stable = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
+    options = (*stable, "run_id=r")
+    run_ranks(2, train_here, tmp_path, (*options, "trainer.max_steps=5"))
+    _, path = train(tmp_path, *options, "trainer.max_steps=10")
+    run_ranks(2, train_here, tmp_path, (*options, "trainer.max_steps=15"))
+    _, alone = train(tmp_path, *stable, "run_id=alone", "trainer.max_steps=15")
+    assert steps_of(path, Resumed) == [5, 10]
+    ours, theirs = (of_kind(p, Evaluated)[-1].metrics["squared_error"] for p in (path, alone))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.ranks
+def test_a_loss_that_is_no_number_on_one_rank_stops_both(tmp_path):
+    options = ("trainer.max_steps=10", "run_id=r", *KFAC)
+    results = run_ranks(2, train_here, tmp_path, options, SMALL, None, (1, 7))
+    assert [r[0] for r in results] == ["failed", "failed"]
+    path = tmp_path / "r"
+    assert "at step 7" in end(path).message
+    assert end(path).step == 6
+    assert checkpoint.find(path)[0].step == 5
+
+
+def evaluate_here(folder, saved, examples):
+    """On every rank: the validation figures for saved weights, other buffers on each rank."""
+    backend = here() if dist.is_initialized() else ALONE
+    trainer = trainer_of(folder, base=RESNET, backend=backend)
+    trainer.restore(checkpoint.load(saved))
+    for buffer in trainer._bare.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(backend.ranks.rank)
+    seen = []
+
+    class Keep:
+        def write(self, event):
+            seen.append(event)
+
+    trainer.log = EventLog([Keep()])
+    if examples is not None:
+        trainer.data.eval_size = examples
+    trainer._evaluate()
+    return seen[0].metrics
+
+
+@pytest.mark.ranks
+def test_validation_figures_are_exact_on_any_number_of_ranks(tmp_path):
+    _, path = train(tmp_path, *KFAC, "trainer.max_steps=21", base=RESNET)
+    saved = checkpoint.find(path)[0].path
+    for examples in (None, 3):  # 450 do not divide by 4; 3 leave a rank without any
+        alone = evaluate_here(tmp_path, saved, examples)
+        if examples is None:
+            assert alone == of_kind(path, Evaluated)[-1].metrics
+            assert 0.2 < alone["accuracy"] < 1
+            assert alone["accuracy"] * 450 == pytest.approx(round(alone["accuracy"] * 450))
+        for world in (2, 4):
+            for metrics in run_ranks(world, evaluate_here, tmp_path, saved, examples):
+                assert metrics["accuracy"] == alone["accuracy"]
+                assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-6, abs=1e-8)
+
+
+def refused_here(folder, overrides, lock):
+    """On every rank: what run.train says, within some seconds."""
+    backend, outcome = here(), []
+    config = config_of(folder, *overrides)
+
+    def attempt():  # signals are for the main thread: fit would not work here
+        with contextlib.ExitStack() as stack:
+            if lock and backend.ranks.is_main:
+                stack.enter_context(RunDirectory(config).open(config, {}))
+            try:
+                outcome.append(run.train(config, backend))
+            except BaseException as error:
+                outcome.append((type(error).__name__, str(error)))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert outcome, "hangs: rank 0 has given up"
+    return outcome[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("reason", ["lock", "configuration", "resume"])
+def test_bad_input_is_refused_on_all_ranks(tmp_path, reason):
+    options = ["trainer.max_steps=5", "run_id=mine"]
+    train(tmp_path, *options)
+    options += {
+        "lock": [],
+        "configuration": ["seed=3"],
+        "resume": ["run_id=new", "resume=/nowhere"],
+    }[reason]
+    outcomes = run_ranks(2, refused_here, tmp_path, options, reason == "lock")
+    assert [kind for kind, _ in outcomes] == ["UsageError", "UsageError"]
+    assert len(outcomes[0][1].splitlines()) == 1
+
+
+def divided_here(folder):
+    with pytest.raises(UsageError, match="batch_size 1 leaves some of the 2 ranks without"):
+        run.train(config_of(folder, "trainer.batch_size=1", "trainer.accumulate=1"), here())
+
+
+@pytest.mark.ranks
+def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
+    run_ranks(2, divided_here, tmp_path)
+
+
+def gathered_here():
+    ranks = here().ranks
+    return ranks.gather(bytes([ranks.rank]) * 3 * ranks.rank + b"\xff\x00" * (ranks.rank == 2))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_gather_what_each_brings(world):
+    each = [b"", b"\1\1\1", b"\2" * 6 + b"\xff\x00", b"\3" * 9][:world]
+    assert run_ranks(world, gathered_here) == [each] * world

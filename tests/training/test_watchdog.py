@@ -1,0 +1,67 @@
+"""A process that hangs ends by itself and says where; one that works, or was stopped, goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from tests.support import ROOT
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from kfac_bench.training.watchdog import Watchdog
+
+def waits_for_a_message():
+    time.sleep(60)
+
+dog = Watchdog(1.0, Path(sys.argv[1]), 3)
+with dog.watching():
+    for _ in range(40):
+        time.sleep(0.05)
+        dog.beat()
+    print("worked", flush=True)
+    if sys.argv[2] == "hang":
+        waits_for_a_message()
+time.sleep(1.5)
+"""
+
+
+def start(folder, what):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, folder, what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_process_that_hangs_says_where_and_ends(tmp_path):
+    process = start(tmp_path, "hang")
+    out, said = process.communicate(timeout=60)
+    stacks = tmp_path / "stacks-rank3.txt"
+    assert (process.returncode, out) == (1, "worked\n")
+    assert said == (
+        "kfac-train: rank 3: no progress for 1 s (trainer.watchdog_s); the stacks of its threads: "
+        f"{stacks}\n"
+    )
+    assert "in waits_for_a_message" in stacks.read_text()
+
+
+def test_a_process_that_was_stopped_for_a_while_goes_on(tmp_path):
+    process = start(tmp_path, "work")
+    time.sleep(1)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate(timeout=60) == ("worked\n", "")
+    assert process.returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_nothing_can_be_written_it_ends_all_the_same(tmp_path):
+    process = start(tmp_path / "missing", "hang")
+    assert process.communicate(timeout=60)[1].endswith("(trainer.watchdog_s)\n")
+    assert process.returncode == 1
