@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kfac_bench.config.options import option
+from kfac_bench.config.options import RESULT, option
 from kfac_bench.core.planning.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
 
 # The core's own, which need torch; tests/config/test_config_schema.py holds them against it.
@@ -18,54 +18,84 @@ STATE_DTYPES = ("fp32", "bf16", "fp16")
 class KFACConfig:
     """K-FAC preconditioning; kfac=none turns it off."""
 
-    enabled: bool = option(True, "precondition gradients")
-    strategy: str = option("comm_opt", "who computes what on several ranks", choices=STRATEGIES)
+    enabled: bool = option(True, "precondition gradients", RESULT)
+    strategy: str = option(
+        "comm_opt", "who computes what on several ranks", RESULT, resumable=True, choices=STRATEGIES
+    )
     grad_worker_fraction: float | None = option(
         None,
         "share of ranks that precondition a layer (hybrid_opt, null: 0.5; owner_reduce and "
         "local_factors, null: one rank)",
+        RESULT,
+        resumable=True,
         above=0,
         at_most=1,
     )
     colocate_factors: bool | None = option(
-        None, "one rank decomposes both factors of a layer; null: not in comm_opt"
+        None,
+        "one rank decomposes both factors of a layer; null: not in comm_opt",
+        RESULT,
+        resumable=True,
     )
     balance: str = option(
-        "compute", "what ranks get about equal shares of: time or bytes", choices=BALANCES
+        "compute",
+        "what ranks get about equal shares of: time or bytes",
+        RESULT,
+        resumable=True,
+        choices=BALANCES,
     )
-    overlap: bool = option(False, "send statistics while backward runs; the results are the same")
+    overlap: bool = option(
+        False,
+        "send statistics while backward runs; the results are the same",
+        RESULT,
+        resumable=True,
+    )
     method: str = option(
         "eigen",
         "eigendecomposition, Cholesky inverse, George et al.'s EKFAC; identity: the KL clip alone",
+        RESULT,
         choices=(*METHODS, IDENTITY),
     )
-    update_freq: int = option(100, "steps between decompositions", at_least=1)
-    factor_update_freq: int = option(10, "steps between factor updates", at_least=1)
+    update_freq: int = option(100, "steps between decompositions", RESULT, at_least=1)
+    factor_update_freq: int = option(10, "steps between factor updates", RESULT, at_least=1)
     spread: bool | None = option(
-        None, "decompose in slices at different steps, so that none is long; null: on one rank"
+        None,
+        "decompose in slices at different steps, so that none is long; null: on one rank",
+        RESULT,
     )
-    damping: float = option(1e-3, "Tikhonov damping gamma; where it adapts, the first", above=0)
-    factored_damping: bool = option(False, "split gamma between A and G by their mean eigenvalues")
-    adaptive_damping: bool = option(False, "let Levenberg and Marquardt's rule change gamma")
-    damping_freq: int = option(5, "steps between changes of an adaptive gamma", at_least=1)
-    kl_clip: float | None = option(1e-3, "kappa of eq. 16; null: no clip", above=0)
+    damping: float = option(
+        1e-3, "Tikhonov damping gamma; where it adapts, the first", RESULT, above=0
+    )
+    factored_damping: bool = option(
+        False, "split gamma between A and G by their mean eigenvalues", RESULT
+    )
+    adaptive_damping: bool = option(
+        False, "let Levenberg and Marquardt's rule change gamma", RESULT
+    )
+    damping_freq: int = option(5, "steps between changes of an adaptive gamma", RESULT, at_least=1)
+    kl_clip: float | None = option(1e-3, "kappa of eq. 16; null: no clip", RESULT, above=0)
     factor_decay: float = option(
-        0.95, "weight of the old factor in the running average", at_least=0, below=1
+        0.95, "weight of the old factor in the running average", RESULT, at_least=0, below=1
     )
-    factor_convention: str = option("kfc", "how factors are scaled", choices=CONVENTIONS)
+    factor_convention: str = option("kfc", "how factors are scaled", RESULT, choices=CONVENTIONS)
     fisher: str = option(
         "empirical",
         "G of the loss' gradients, or of labels from the model: a sample, all",
+        RESULT,
         choices=FISHERS,
     )
     weight_sharing: str = option(
-        "expand", "positions that share a weight: samples, or reduced first", choices=WEIGHT_SHARING
+        "expand",
+        "positions that share a weight: samples, or reduced first",
+        RESULT,
+        choices=WEIGHT_SHARING,
     )
     state_dtype: str = option(
-        "fp32", "what factors and decompositions are kept and sent in", choices=STATE_DTYPES
+        "fp32", "what factors and decompositions are kept and sent in", RESULT, choices=STATE_DTYPES
     )
     skip: list[str] = option(
         ["Norm", "Embedding"],
         "regular expressions of layers, by name or class, left to the optimizer; []: none",
+        RESULT,
     )
-    max_dim: int = option(8192, "a factor of more rows is kept as a diagonal", at_least=1)
+    max_dim: int = option(8192, "a factor of more rows is kept as a diagonal", RESULT, at_least=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import option
+from kfac_bench.config.options import RESULT, option
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 CIFAR_RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
@@ -19,11 +19,12 @@ MODELS = (*RESNETS, *CIFAR_RESNETS, "autoencoder", "unet", "transformer", *DETEC
 class ModelConfig:
     """The network; its input channels and classes come from the data."""
 
-    name: str = option(MISSING, "architecture", choices=MODELS)
+    name: str = option(MISSING, "architecture", RESULT, choices=MODELS)
     weights: str | None = option(
         None,
         "weights to start from: a run of ours, a .safetensors file, or a folder with "
         "model.safetensors; the optimizer starts anew",
+        RESULT,
     )
 
 
@@ -31,8 +32,10 @@ class ModelConfig:
 class AutoencoderConfig(ModelConfig):
     """A deep autoencoder of fully connected layers."""
 
-    hidden: list[int] = option([128, 64, 32, 12], "widths down to the code; mirrored on the way up")
-    activation: str = option("tanh", "between layers", choices=("tanh", "relu", "sigmoid"))
+    hidden: list[int] = option(
+        [128, 64, 32, 12], "widths down to the code; mirrored on the way up", RESULT
+    )
+    activation: str = option("tanh", "between layers", RESULT, choices=("tanh", "relu", "sigmoid"))
 
 
 @dataclass
@@ -40,18 +43,20 @@ class UNetConfig(ModelConfig):
     """A U-Net, which gives each pixel a logit."""
 
     width: int = option(
-        32, "channels of the first level; twice as many at each further", at_least=1
+        32, "channels of the first level; twice as many at each further", RESULT, at_least=1
     )
-    depth: int = option(4, "times that the image is halved", at_least=1, at_most=10)
+    depth: int = option(4, "times that the image is halved", RESULT, at_least=1, at_most=10)
 
 
 @dataclass
 class TransformerConfig(ModelConfig):
     """A decoder-only transformer."""
 
-    width: int = option(64, "of the residual stream; four times as many within a block", at_least=1)
-    layers: int = option(2, "blocks", at_least=1)
-    heads: int = option(4, "of attention; they divide the width", at_least=1)
+    width: int = option(
+        64, "of the residual stream; four times as many within a block", RESULT, at_least=1
+    )
+    layers: int = option(2, "blocks", RESULT, at_least=1)
+    heads: int = option(4, "of attention; they divide the width", RESULT, at_least=1)
 
 
 @dataclass
@@ -61,9 +66,10 @@ class DetectorConfig(ModelConfig):
     box_samples: int = option(
         512,
         "boxes of an image that the heads are trained on, at most a quarter of things",
+        RESULT,
         at_least=4,
     )
-    detections: int = option(100, "things found in an image, at most", at_least=1)
+    detections: int = option(100, "things found in an image, at most", RESULT, at_least=1)
 
 
 @dataclass
@@ -74,6 +80,7 @@ class MaskRCNNConfig(DetectorConfig):
         None,
         "file of a ResNet-50's weights (.pth, .safetensors); null: random ones, of which it does "
         "not learn much",
+        RESULT,
     )
 
 
@@ -81,6 +88,6 @@ class MaskRCNNConfig(DetectorConfig):
 class BertConfig(ModelConfig):
     """BERT of a size; its head comes from the task, its vocabulary from the data."""
 
-    dropout: float = option(0.1, "of hidden states and attention", at_least=0, below=1)
-    hidden: int | None = option(None, "hidden size; null: that of the size", at_least=1)
-    layers: int | None = option(None, "encoder layers; null: those of the size", at_least=1)
+    dropout: float = option(0.1, "of hidden states and attention", RESULT, at_least=0, below=1)
+    hidden: int | None = option(None, "hidden size; null: that of the size", RESULT, at_least=1)
+    layers: int | None = option(None, "encoder layers; null: those of the size", RESULT, at_least=1)

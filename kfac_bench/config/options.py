@@ -6,25 +6,56 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import field
+from enum import Enum
 from typing import Any
 
 from kfac_bench.errors import UsageError
 
 
+class Role(Enum):
+    """What an option changes; run ids, the check at resume and the rows of tables follow."""
+
+    RESULT = "result"
+    """What is computed, or how long that takes: another value is another setting."""
+    PLACE = "place"
+    """Where the run finds its data and its processors."""
+    RECORD = "record"
+    """What is written, shown and kept of the run."""
+
+
+RESULT, PLACE, RECORD = Role.RESULT, Role.PLACE, Role.RECORD
+
+
 def option(
     default: Any,
     help: str,
+    role: Role,
     *,
+    resumable: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field with its meaning and its range, both read by people and by :func:`check`."""
+    """Return a dataclass field with its meaning, its role and its range.
+
+    Args:
+        default: Value where neither YAML nor the command line sets one.
+        help: Meaning, as ``kfac-train --help`` prints it.
+        role: What the value changes; see :class:`Role`.
+        resumable: A run may be continued with another value of this result option.
+        at_least: Smallest value that is allowed.
+        above: The value must be greater than this.
+        at_most: Largest value that is allowed.
+        below: The value must be smaller than this.
+        choices: The allowed strings; empty if any string is allowed.
+    """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     metadata = {
         "help": help,
+        "role": role,
+        "resumable": resumable,
         "bounds": {k: v for k, v in bounds.items() if v is not None},
         "choices": choices,
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import option
+from kfac_bench.config.options import RESULT, option
 
 TASKS = (
     *("classification", "reconstruction", "segmentation", "detection"),
@@ -18,18 +18,21 @@ TASKS = (
 class TaskConfig:
     """What is learned, and the validation figure that a target is about."""
 
-    name: str = option(MISSING, "task", choices=TASKS)
-    label_smoothing: float = option(0.0, "of the cross-entropy", at_least=0, below=1)
+    name: str = option(MISSING, "task", RESULT, choices=TASKS)
+    label_smoothing: float = option(0.0, "of the cross-entropy", RESULT, at_least=0, below=1)
 
 
 @dataclass
 class SegmentationConfig(TaskConfig):
     """Dice loss of a mask."""
 
-    smooth: float = option(1.0, "pixels added to both sides of an image's Dice ratio", above=0)
+    smooth: float = option(
+        1.0, "pixels added to both sides of an image's Dice ratio", RESULT, above=0
+    )
     bce: float = option(
         1.0,
         "weight of the binary cross entropy, mean over pixels, beside the Dice loss",
+        RESULT,
         at_least=0,
     )
 
@@ -43,13 +46,17 @@ class DetectionConfig(TaskConfig):
     """
 
     bbox_goal: float | None = option(
-        None, "bbox_mAP to reach; the figure is then the least share of a goal", above=0, at_most=1
+        None,
+        "bbox_mAP to reach; the figure is then the least share of a goal",
+        RESULT,
+        above=0,
+        at_most=1,
     )
-    segm_goal: float | None = option(None, "segm_mAP to reach", above=0, at_most=1)
+    segm_goal: float | None = option(None, "segm_mAP to reach", RESULT, above=0, at_most=1)
 
 
 @dataclass
 class QuestionAnsweringConfig(TaskConfig):
     """Where in a paragraph an answer begins and ends."""
 
-    max_answer_tokens: int = option(30, "longest answer that is looked for", at_least=1)
+    max_answer_tokens: int = option(30, "longest answer that is looked for", RESULT, at_least=1)

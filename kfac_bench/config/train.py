@@ -35,7 +35,7 @@ from kfac_bench.config.optimizers import (
     ShampooConfig,
     SOAPConfig,
 )
-from kfac_bench.config.options import option
+from kfac_bench.config.options import PLACE, RECORD, RESULT, option
 from kfac_bench.config.schedules import (
     DecayScheduleConfig,
     ScheduleConfig,
@@ -56,68 +56,102 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 class TrainerConfig:
     """The training loop."""
 
-    batch_size: int = option(256, "examples per step over all ranks", at_least=1)
-    drop_last: bool = option(True, "leave out the last batch of an epoch where it is smaller")
-    max_epochs: int | None = option(
-        None, "passes over the training set; null: 20 if max_steps is null too", at_least=1
+    batch_size: int = option(256, "examples per step over all ranks", RESULT, at_least=1)
+    drop_last: bool = option(
+        True, "leave out the last batch of an epoch where it is smaller", RESULT
     )
-    max_steps: int | None = option(None, "optimizer steps; null: no limit of their own", at_least=1)
+    max_epochs: int | None = option(
+        None,
+        "passes over the training set; null: 20 if max_steps is null too",
+        RESULT,
+        resumable=True,
+        at_least=1,
+    )
+    max_steps: int | None = option(
+        None, "optimizer steps; null: no limit of their own", RESULT, resumable=True, at_least=1
+    )
     max_train_s: float | None = option(
         None,
         "training seconds after which an evaluation is the last; null: no limit",
+        RESULT,
+        resumable=True,
         above=0,
     )
-    target: float | None = option(None, "stop when the validation figure reaches this; null: never")
-    eval_freq: int | None = option(None, "steps between evaluations; null: each epoch", at_least=1)
+    target: float | None = option(
+        None, "stop when the validation figure reaches this; null: never", RESULT, resumable=True
+    )
+    eval_freq: int | None = option(
+        None, "steps between evaluations; null: each epoch", RESULT, resumable=True, at_least=1
+    )
     clock: str = option(
         "wall",
         "whose seconds training seconds are: of the time of day, or (cpu) those that a processor "
         "worked for the run, whatever else the machine does: one rank, one thread, no workers",
+        RESULT,
         choices=("wall", "cpu"),
     )
-    log_freq: int = option(10, "steps between Trained events", at_least=1)
+    log_freq: int = option(10, "steps between Trained events", RECORD, at_least=1)
     checkpoint_freq: int | None = option(
         None,
         "steps between checkpoints; null: at an epoch's end, at most once a minute",
+        RECORD,
         at_least=1,
     )
-    keep_last: int = option(2, "checkpoints kept: the last ones", at_least=1)
+    keep_last: int = option(2, "checkpoints kept: the last ones", RECORD, at_least=1)
     keep_best: int = option(
-        1, "... and those with the best validation figures, where a checkpoint has one", at_least=0
+        1,
+        "... and those with the best validation figures, where a checkpoint has one",
+        RECORD,
+        at_least=0,
     )
     watchdog_s: float | None = option(
         None,
         "seconds without a step or an evaluated batch after which a rank writes its stacks to the "
         "run directory and ends; null: never",
+        RECORD,
         above=0,
     )
     check_ranks: bool = option(
         True,
         "end a run whose ranks' weights are not the same to the bit, at an evaluation; false where "
         "unlike machines are to train together",
+        RECORD,
     )
-    eval_batch_size: int = option(1000, "examples per evaluation batch on a rank", at_least=1)
+    eval_batch_size: int = option(
+        1000, "examples per evaluation batch on a rank", RESULT, at_least=1
+    )
     predictions: int = option(
-        8, "held-out examples kept as pictures when a run ends; 0: none", at_least=0, at_most=100
+        8,
+        "held-out examples kept as pictures when a run ends; 0: none",
+        RECORD,
+        at_least=0,
+        at_most=100,
     )
     precision: str = option(
         "fp32",
         "of forward and backward; weights and evaluation stay fp32, fp16 scales the loss",
+        RESULT,
         choices=PRECISIONS,
     )
     accumulate: int = option(
-        1, "parts of a rank's batch that go through the model one by one", at_least=1
+        1, "parts of a rank's batch that go through the model one by one", RESULT, at_least=1
     )
     channels_last: bool = option(
-        False, "images and the weights of convolutions with channels innermost; the same results"
+        False,
+        "images and the weights of convolutions with channels innermost; the same results",
+        RESULT,
     )
-    device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
-    threads: int | None = option(None, "CPU threads per rank; null: torch decides", at_least=1)
+    device: str = option("auto", "where to train", PLACE, choices=("auto", "cpu", "cuda"))
+    threads: int | None = option(
+        None, "CPU threads per rank; null: torch decides", PLACE, at_least=1
+    )
     pin: bool = option(
-        False, "keep a rank to trainer.threads cores of its own, where its node has enough"
+        False, "keep a rank to trainer.threads cores of its own, where its node has enough", PLACE
     )
     time_stages: bool = option(
-        False, "wait for the GPU at each of K-FAC's stages, so that their seconds are its own"
+        False,
+        "wait for the GPU at each of K-FAC's stages, so that their seconds are its own",
+        RECORD,
     )
 
 
@@ -125,9 +159,9 @@ class TrainerConfig:
 class BackendConfig:
     """Who connects the ranks of a run and averages their gradients."""
 
-    name: str = option(MISSING, "backend", choices=BACKENDS)
+    name: str = option(MISSING, "backend", RESULT, resumable=True, choices=BACKENDS)
     timeout_s: float = option(
-        600.0, "seconds that a rank waits for the others before it gives up (ddp)", above=0
+        600.0, "seconds that a rank waits for the others before it gives up (ddp)", PLACE, above=0
     )
 
 
@@ -138,6 +172,8 @@ class DeepSpeedConfig(BackendConfig):
     zero_stage: int = option(
         1,
         "what ZeRO cuts up over ranks: 0 nothing, 1 optimizer state, 2 gradients too",
+        RESULT,
+        resumable=True,
         at_least=0,
         at_most=2,
     )
@@ -147,14 +183,15 @@ class DeepSpeedConfig(BackendConfig):
 class LoggerConfig:
     """Where the event stream is shown beside events.jsonl and the console."""
 
-    name: str = option("wandb", "view", choices=("wandb", "tensorboard", "none"))
+    name: str = option("wandb", "view", RECORD, choices=("wandb", "tensorboard", "none"))
     mode: str = option(
         "auto",
         "W&B: auto is online if a key is set and the network answers, else offline",
+        RECORD,
         choices=("auto", "online", "offline", "disabled"),
     )
-    project: str = option("kfac_bench", "W&B project")
-    entity: str | None = option(None, "W&B user or team")
+    project: str = option("kfac_bench", "W&B project", RECORD)
+    entity: str | None = option(None, "W&B user or team", RECORD)
 
 
 @dataclass
@@ -170,14 +207,20 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     backend: BackendConfig = MISSING
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    seed: int = option(0, "of weights, data order and augmentation", at_least=0, below=2**32)
-    label: str | None = option(
-        None, "what tables call the setting beside those of its task; null: by its optimizer"
+    seed: int = option(
+        0, "of weights, data order and augmentation", RESULT, at_least=0, below=2**32
     )
-    run_id: str | None = option(None, "name of the run directory; null: hash of the configuration")
-    runs_dir: str = option("runs", "where run directories are made")
-    resume: str | None = option(None, "run directory or checkpoint to start from")
-    dry_run: bool = option(False, "print what would be trained and what it costs, and stop")
+    label: str | None = option(
+        None,
+        "what tables call the setting beside those of its task; null: by its optimizer",
+        RECORD,
+    )
+    run_id: str | None = option(
+        None, "name of the run directory; null: hash of the configuration", RECORD
+    )
+    runs_dir: str = option("runs", "where run directories are made", PLACE)
+    resume: str | None = option(None, "run directory or checkpoint to start from", RECORD)
+    dry_run: bool = option(False, "print what would be trained and what it costs, and stop", RECORD)
 
 
 VARIANTS: dict[str, dict[str, type]] = {
