@@ -22,7 +22,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
 
   --cfg job          print the configuration and stop     dry_run=true   print what it costs
   --config-dir DIR   more configuration files, as in conf/: DIR/experiment/NAME.yaml
-  --multirun, -m     run each of seed=0,1,2 ... (Hydra; hydra/launcher=submitit_slurm: as jobs)
+  --multirun, -m     run each of seed=0,1,2 ... one after the other (Hydra)
   --version, --help
 """
 

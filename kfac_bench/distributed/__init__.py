@@ -1,22 +1,31 @@
-"""One file per way to connect the ranks of a run; each is imported only where it is chosen."""
+"""The backends: one file per way to connect the ranks of a run.
+
+This file imports no torch, and only the chosen backend's file is imported: `kfac-train --help`
+stays fast, and a missing Horovod, DeepSpeed or Apex disturbs only those who choose it.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from kfac_bench.config import BackendConfig
 from kfac_bench.distributed import slurm_rank
-from kfac_bench.distributed.backend import Backend
+
+if TYPE_CHECKING:
+    from kfac_bench.config import BackendConfig
+    from kfac_bench.distributed.backend import Backend
 
 
 @contextmanager
 def join(config: BackendConfig, device: str = "auto") -> Iterator[Backend]:
-    """Join the other ranks of this run, in the way ``config`` names; leave at exit.
+    """Join the other ranks of this run with the backend that `config` names, and leave at exit.
 
-    torchrun, srun and horovodrun start several; a process without them is alone. Raises
-    :class:`UsageError` if ``device`` or what the backend needs is not there.
+    torchrun, srun and horovodrun start several ranks. A process without a launcher is alone.
+
+    Raises:
+        UsageError: If `device`, or a package that the backend needs, is missing.
     """
     slurm_rank.adopt()
     module = importlib.import_module(f"kfac_bench.distributed.{config.name}")

@@ -1,16 +1,13 @@
-"""Cells as jobs, a report after them, and sweeps of Hydra's submitit launcher."""
+"""Benchmark cells run as Slurm jobs, and the report job runs after them."""
 
-import subprocess
 import sys
-import time
 
 import pytest
 
 from kfac_bench.benchmark import slurm_submit
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Resumed, RunStarted
-from tests.slurm.cluster import PATIENCE_S, weights_of
-from tests.support.runs import of_kind, steps_of
+from kfac_bench.record.events import Resumed
+from tests.support.runs import steps_of
 
 TINY = (
     *("model=autoencoder", "task=reconstruction", "model.hidden=[8]", "trainer.max_steps=6"),
@@ -68,30 +65,6 @@ def test_what_slurm_refuses_is_one_line_and_leaves_no_job(here):
     assert here("squeue", "--noheader") == ""
     with pytest.raises(UsageError, match="Invalid partition"):
         slurm_submit.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
-
-
-def test_a_sweep_of_submitit_jobs_one_of_which_is_preempted(here, monkeypatch):
-    words = (
-        *("--multirun", "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=60"),
-        *("hydra.launcher.array_parallelism=1", "seed=0,1", *TINY),
-    )
-    monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
-    monkeypatch.setenv("KFAC_TEST_HOLD_TASK", "1")
-    command = [sys.executable, "-m", "kfac_bench", *words]
-    with open("sweep.out", "w") as out, subprocess.Popen(command, stdout=out, stderr=out) as sweep:
-        deadline = time.monotonic() + PATIENCE_S
-        while not list(here.folder.glob("*-step-0-0")):
-            assert sweep.poll() is None, here.said()
-            assert time.monotonic() < deadline, here.said()
-            time.sleep(0.2)
-        (job,) = set(here("squeue", "--noheader", "--format=%F").split())
-        here("scancel", "--signal=USR1", f"{job}_1")
-        here.finish(job)
-        assert sweep.wait(PATIENCE_S) == 0, here.said()
-    assert sorted(here.show(job, "Restarts")) == ["0", "1"]
-    paths = {of_kind(p, RunStarted)[0].config["seed"]: p for p in here.runs.iterdir()}
-    assert [steps_of(paths[seed], Resumed) for seed in (0, 1)] == [[], [4]]
-    assert weights_of(paths[0]) != weights_of(paths[1])
 
 
 def test_a_benchmark_s_cells_are_jobs_and_its_table_is_there_at_the_end(here):
