@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import Skipped
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
-from kfac_bench.core.planning.plan import FACTORS, LayerSpec, Plan, Stage
+from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.plan import Plan, Stage
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kfac_bench.core.distributed.collective import Collective
 from kfac_bench.core.distributed.dtensor import full
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.plan import Factor
+from kfac_bench.core.planning.layer_spec import Factor
 
 
 @dataclass

@@ -37,7 +37,8 @@ from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.kernels.factors import CONVENTIONS
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
 from kfac_bench.core.planning.cost import measured_cost
-from kfac_bench.core.planning.plan import IDENTITY, ComputeFactor, ReduceFactors
+from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
+from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.core.schedule import Schedule, Schedules, Settings
 from kfac_bench.core.validation import (

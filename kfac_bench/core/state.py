@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kfac_bench.core.execution.executor import Executor
-from kfac_bench.core.planning.plan import FACTORS, Factor
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor
 
 Merged = dict[str, dict[str, Any]]
 """By layer: "A" and "G" entries, and "second_moment" where EKFAC has one."""

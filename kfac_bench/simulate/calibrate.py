@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kfac_bench.core.planning.estimate import flops
-from kfac_bench.core.planning.plan import Precondition
+from kfac_bench.core.planning.ops import Precondition
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.step import Conduct, Workload, step_time
 from kfac_bench.simulate.sweep import Variant, plan_of

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.core.planning.estimate import RankCost, Traffic
-from kfac_bench.core.planning.plan import Message, Stage
+from kfac_bench.core.planning.ops import Message
+from kfac_bench.core.planning.plan import Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.training.dry_run import DryRun
 from kfac_bench.training.run_directory import run_id

@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kfac_bench.core.planning.estimate import flops
-from kfac_bench.core.planning.plan import (
+from kfac_bench.core.planning.layer_spec import LayerSpec
+from kfac_bench.core.planning.ops import (
     Decompose,
-    LayerSpec,
     Message,
     Op,
-    Plan,
     Precondition,
     ReduceFactors,
     ShareDecompositions,
     ShareGradients,
-    Stage,
 )
+from kfac_bench.core.planning.plan import Plan, Stage
 from kfac_bench.simulate.hardware import Hardware
 
 BACKWARD = 2 / 3

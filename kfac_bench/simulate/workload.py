@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kfac_bench.config import TrainConfig
-from kfac_bench.core.planning.plan import LayerSpec
+from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.step import Workload
 from kfac_bench.training import dry_run

@@ -15,7 +15,8 @@ from torch import nn
 from kfac_bench import distributed
 from kfac_bench.config import TrainConfig
 from kfac_bench.core.planning.estimate import payload_bytes
-from kfac_bench.core.planning.plan import FACTORS, IDENTITY, Stage
+from kfac_bench.core.planning.layer_spec import FACTORS
+from kfac_bench.core.planning.plan import IDENTITY, Stage
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks

@@ -10,7 +10,7 @@ from kfac_bench.core.execution.messages import SecondMoments, Statistics
 from kfac_bench.core.execution.store import Store, identity_like
 from kfac_bench.core.kernels.factors import Scale
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.plan import FACTORS, Factor
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor
 
 
 class Fresh:

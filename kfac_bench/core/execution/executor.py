@@ -21,15 +21,14 @@ from kfac_bench.core.execution.solver import Solver, stack
 from kfac_bench.core.execution.store import Store
 from kfac_bench.core.kernels.factors import Scale
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.plan import (
+from kfac_bench.core.planning.layer_spec import LayerSpec
+from kfac_bench.core.planning.ops import (
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
     GatherGradients,
-    LayerSpec,
     Message,
     Op,
-    Plan,
     Precondition,
     ReduceFactors,
     ReduceProducts,
@@ -38,6 +37,7 @@ from kfac_bench.core.planning.plan import (
     ShareDecompositions,
     ShareGradients,
 )
+from kfac_bench.core.planning.plan import Plan
 
 UnderWay = tuple[str, Work, Callable[[], None]]
 """A message that was started: its kind, and what to do when it has arrived."""

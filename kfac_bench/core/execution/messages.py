@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.kernels.linalg import pack_triangle, unpack_triangle
-from kfac_bench.core.planning.plan import (
-    Factor,
+from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
+from kfac_bench.core.planning.ops import (
     GatherGradients,
-    LayerSpec,
     ReduceFactors,
     ReduceScales,
     ReduceSecondMoments,

@@ -11,7 +11,8 @@ from torch import Tensor
 from kfac_bench.core.execution.messages import Decomposition
 from kfac_bench.core.execution.store import Key, Store, dense, identity_like
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.planning.plan import FACTORS, IDENTITY, Factor, LayerSpec
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.plan import IDENTITY
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfac_bench.core.execution.messages import Decomposition, Decompositions
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.planning.plan import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
 from kfac_bench.core.planning.sizes import has_second_moment
 
 Key = tuple[str, Factor]

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from kfac_bench.core.layers.base import Call
 from kfac_bench.core.layers.linear_conv_embedding import LinearLayer
-from kfac_bench.core.planning.plan import LayerSpec
+from kfac_bench.core.planning.layer_spec import LayerSpec
 
 PRODUCTS = {"AddmmBackward0": ("_saved_mat1", 2), "MmBackward0": ("_saved_self", 1)}
 """By name of the node of x @ w: what holds x, and which of its next functions leads to w."""

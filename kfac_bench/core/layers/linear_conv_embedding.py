@@ -18,7 +18,7 @@ from kfac_bench.core.kernels.factors import (
     patch_sum,
 )
 from kfac_bench.core.layers.base import Layer, moment, with_ones
-from kfac_bench.core.planning.plan import LayerSpec
+from kfac_bench.core.planning.layer_spec import LayerSpec
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

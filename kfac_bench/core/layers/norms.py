@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kfac_bench.core.kernels.factors import at_least_float32
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.plan import LayerSpec
+from kfac_bench.core.planning.layer_spec import LayerSpec
 
 NORMS = (
     nn.BatchNorm1d,

@@ -6,20 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.core.planning.plan import (
-    FACTORS,
-    IDENTITY,
+from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.ops import (
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
-    LayerSpec,
     Message,
     Op,
-    Plan,
     Precondition,
     ReduceScales,
-    Stage,
 )
+from kfac_bench.core.planning.plan import IDENTITY, Plan, Stage
 from kfac_bench.core.planning.sizes import factor_numel, kept_bytes
 
 

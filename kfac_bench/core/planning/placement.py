@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kfac_bench.core.planning.cost import Cost
-from kfac_bench.core.planning.plan import FACTORS, Factor, LayerSpec, Placement, Strategy
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.plan import Placement, Strategy
 from kfac_bench.core.planning.sizes import kept_bytes
 
 Weight = Callable[[LayerSpec, Factor], float]

@@ -7,6 +7,21 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from kfac_bench.core.planning.cost import Cost, cubic_cost
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.ops import (
+    ComputeFactor,
+    ComputeSecondMoment,
+    Decompose,
+    GatherGradients,
+    Op,
+    Precondition,
+    ReduceFactors,
+    ReduceProducts,
+    ReduceScales,
+    ReduceSecondMoments,
+    ShareDecompositions,
+    ShareGradients,
+)
 from kfac_bench.core.planning.placement import (
     columns,
     gradient_workers,
@@ -17,26 +32,11 @@ from kfac_bench.core.planning.placement import (
 )
 from kfac_bench.core.planning.plan import (
     BALANCES,
-    FACTORS,
     METHODS,
     STRATEGIES,
     STRATEGY_TABLE,
-    ComputeFactor,
-    ComputeSecondMoment,
-    Decompose,
-    Factor,
-    GatherGradients,
-    LayerSpec,
-    Op,
     Placement,
     Plan,
-    Precondition,
-    ReduceFactors,
-    ReduceProducts,
-    ReduceScales,
-    ReduceSecondMoments,
-    ShareDecompositions,
-    ShareGradients,
     Strategy,
 )
 from kfac_bench.core.planning.sizes import (

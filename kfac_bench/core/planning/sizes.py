@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kfac_bench.core.planning.plan import Factor, LayerSpec
+from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
 
 def factor_numel(spec: LayerSpec, factor: Factor) -> int:

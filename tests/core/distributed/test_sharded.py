@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 from kfac_bench.core.distributed.dtensor import full, local, shard_like
-from kfac_bench.core.planning.plan import METHODS, STRATEGIES, GatherGradients
+from kfac_bench.core.planning.ops import GatherGradients
+from kfac_bench.core.planning.plan import METHODS, STRATEGIES
 from tests.support.distributed import run_ranks
 from tests.support.training import (
     Mixed,

@@ -12,20 +12,16 @@ from kfac_bench.core.planning.estimate import (
     stage_flops,
     wire_bytes,
 )
-from kfac_bench.core.planning.plan import (
-    FACTORS,
-    METHODS,
-    STRATEGIES,
-    STRATEGY_TABLE,
+from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.ops import (
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
-    LayerSpec,
     Precondition,
     ReduceFactors,
     ReduceSecondMoments,
-    Stage,
 )
+from kfac_bench.core.planning.plan import METHODS, STRATEGIES, STRATEGY_TABLE, Stage
 from kfac_bench.core.planning.planner import make_plan
 
 DIMS = st.one_of(st.sampled_from([1, 2, 3, 8]), st.integers(1, 60))

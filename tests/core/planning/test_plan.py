@@ -11,24 +11,19 @@ from hypothesis import strategies as st
 
 from kfac_bench.core.planning.cost import SECONDS, cubic_cost, measured_cost
 from kfac_bench.core.planning.estimate import memory_bytes
-from kfac_bench.core.planning.plan import (
-    BALANCES,
-    FACTORS,
-    METHODS,
-    STRATEGIES,
-    STRATEGY_TABLE,
+from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.ops import (
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
-    LayerSpec,
     Message,
     Precondition,
     ReduceFactors,
     ReduceSecondMoments,
     ShareDecompositions,
     ShareGradients,
-    Stage,
 )
+from kfac_bench.core.planning.plan import BALANCES, METHODS, STRATEGIES, STRATEGY_TABLE, Stage
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.core.planning.sizes import (
     decomposition_numel,
