@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
-from kfac_bench.core.kernels.factors import gram, pad_input, patch_moment
+from kfac_bench.core.kernels.gram import gram
+from kfac_bench.core.kernels.patches import pad_input, patch_moment
 
 
 def interleaved(rounds: int, old: Callable[[], object], new: Callable[[], object]) -> list[float]:

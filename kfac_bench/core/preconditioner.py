@@ -34,7 +34,7 @@ from kfac_bench.core.distributed.collective import (
 from kfac_bench.core.execution.executor import Executor, Request
 from kfac_bench.core.execution.sharded_gradients import any_sharded
 from kfac_bench.core.execution.write_back import WriteBack
-from kfac_bench.core.kernels.factors import CONVENTIONS
+from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
 from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
@@ -92,7 +92,7 @@ class KFAC:
         do, so that ranks share the work. None (default): where one process does it alone.
     factor_decay*: weight of the *old* factor in the running average, in [0, 1); averages are
         debiased. The paper's xi (eq. 14-15) weighs the new one: xi = 0.95 is 0.05 here.
-    factor_convention: ``kfc``, ``sc20`` or ``kaisa``; see :data:`factors.CONVENTIONS`.
+    factor_convention: ``kfc``, ``sc20`` or ``kaisa``; see :data:`.kernels.conventions.CONVENTIONS`.
     fisher: ``empirical`` uses the loss' own gradients; ``mc`` and ``type2`` those of labels drawn
         from the model, and need :meth:`fisher_backward`; see :mod:`kfac_bench.core.capture.fisher`.
     weight_sharing: positions that share a weight are further samples (``expand``), or a is

@@ -16,7 +16,7 @@ from kfac_bench.config import KFACConfig, TrainConfig, compose
 from kfac_bench.core import KFAC, preconditioner
 from kfac_bench.core.capture import fisher
 from kfac_bench.core.damping import LevenbergMarquardt
-from kfac_bench.core.kernels import factors
+from kfac_bench.core.kernels import conventions
 from kfac_bench.core.layers import coverage
 from kfac_bench.training import build, update
 from tests.support.configs import DEFAULT, GROUPS
@@ -38,7 +38,7 @@ def test_kfac_defaults_are_those_of_the_core():
 
 
 def test_names_are_those_of_the_core():
-    assert list(config.CONVENTIONS) == list(factors.CONVENTIONS)
+    assert list(config.CONVENTIONS) == list(conventions.CONVENTIONS)
     assert config.FISHERS == fisher.FISHERS
     assert config.WEIGHT_SHARING == preconditioner.WEIGHT_SHARING
     assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP

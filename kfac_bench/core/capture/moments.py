@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kfac_bench.core.kernels.factors import Scale
+from kfac_bench.core.kernels.conventions import Scale
 from kfac_bench.core.layers.base import Layer, moment
 
 Eigenbasis = Callable[[str], tuple[Tensor, Tensor] | None]

@@ -19,7 +19,7 @@ from kfac_bench.core.execution.batch_statistics import Fresh
 from kfac_bench.core.execution.sharded_gradients import Shards
 from kfac_bench.core.execution.solver import Solver, stack
 from kfac_bench.core.execution.store import Store
-from kfac_bench.core.kernels.factors import Scale
+from kfac_bench.core.kernels.conventions import Scale
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.core.planning.ops import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from kfac_bench.core.layers.base import Call
-from kfac_bench.core.layers.linear_conv_embedding import LinearLayer
+from kfac_bench.core.layers.linear import LinearLayer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 PRODUCTS = {"AddmmBackward0": ("_saved_mat1", 2), "MmBackward0": ("_saved_self", 1)}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kfac_bench.core.distributed.dtensor import full, local
-from kfac_bench.core.kernels.factors import at_least_float32, gram
+from kfac_bench.core.kernels.gram import at_least_float32, gram
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 

@@ -11,12 +11,9 @@ from torch import nn
 
 from kfac_bench.core.layers.attention import ProjectionLayer, reason_to_skip_attention
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.linear_conv_embedding import (
-    Conv1DLayer,
-    ConvLayer,
-    EmbeddingLayer,
-    LinearLayer,
-)
+from kfac_bench.core.layers.convolution import ConvLayer
+from kfac_bench.core.layers.embedding import EmbeddingLayer
+from kfac_bench.core.layers.linear import Conv1DLayer, LinearLayer
 from kfac_bench.core.layers.norms import NORMS, NormLayer
 
 LayerTypes = Mapping[type[nn.Module], type[Layer]]

@@ -10,12 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kfac_bench.core.kernels import factors
+from kfac_bench.core.kernels import patches as patches_module
 from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
-from kfac_bench.core.kernels.factors import (
-    CONVENTIONS,
-    at_least_float32,
-    gram,
+from kfac_bench.core.kernels.conventions import CONVENTIONS
+from kfac_bench.core.kernels.gram import at_least_float32, gram
+from kfac_bench.core.kernels.patches import (
     input_moment,
     pad_input,
     patch_moment,
@@ -197,7 +196,7 @@ def test_patch_moment(convolution, bias, memory):
     """However many patches are made at a time."""
     x, before = convolution[0], convolution[0].clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(factors, "PATCH_NUMEL", memory)
+        patch.setattr(patches_module, "PATCH_NUMEL", memory)
         got = patch_moment(*convolution, bias=bias)
     assert got.dtype == widened(x.dtype)
     symmetric(got)
@@ -230,11 +229,11 @@ def test_patch_sum_of_a_large_image_is_accurate():
 @pytest.mark.parametrize("shape", [(40, 2, 9, 8), (1, 2, 40, 8), (2, 3, 90), (1, 1, 30, 3, 3)])
 def test_the_memory_of_patches_is_bounded(monkeypatch, shape, layout):
     numbers = []
-    make = factors._patches
+    make = patches_module._patches
     monkeypatch.setattr(
-        factors, "_patches", lambda *a: numbers.append(make(*a).numel()) or make(*a)
+        patches_module, "_patches", lambda *a: numbers.append(make(*a).numel()) or make(*a)
     )
-    monkeypatch.setattr(factors, "PATCH_NUMEL", 500)
+    monkeypatch.setattr(patches_module, "PATCH_NUMEL", 500)
     x, ones = image(*shape, layout=layout), (1,) * (len(shape) - 2)
     kernel = tuple(2 for _ in ones)
     close(patch_moment(x, kernel, ones, ones), patch_moments(x, kernel, ones, ones))
@@ -316,7 +315,7 @@ def weight_gradients(conv, x):
 @pytest.fixture
 def autocorrelation(monkeypatch):
     """For small inputs, too."""
-    monkeypatch.setattr(factors, "AUTOCORRELATION_NUMEL", 0)
+    monkeypatch.setattr(patches_module, "AUTOCORRELATION_NUMEL", 0)
 
 
 def check_input_moment(conv, x):
@@ -376,7 +375,9 @@ def test_where_autocorrelation_is_chosen(monkeypatch):
     """Its arithmetic is that of one kind of convolution; where it pays was measured on CPUs."""
     calls = []
     monkeypatch.setattr(
-        factors, "autocorrelation_moment_3x3", lambda x, bias: calls.append(x) or torch.zeros(1)
+        patches_module,
+        "autocorrelation_moment_3x3",
+        lambda x, bias: calls.append(x) or torch.zeros(1),
     )
 
     def chosen(x, kernel=(3, 3), stride=(1, 1), padding=(1,) * 4, mode="zeros", **options):

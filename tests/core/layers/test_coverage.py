@@ -10,7 +10,7 @@ from torch import nn
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.linear_conv_embedding import LinearLayer
+from kfac_bench.core.layers.linear import LinearLayer
 from tests.support.layer_checks import (
     BOTH,
     assert_close,

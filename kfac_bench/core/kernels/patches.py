@@ -1,102 +1,21 @@
-"""How the raw second moments behind A and G are computed, fast and exactly; how they are scaled.
-
-A *raw moment* is a plain sum of outer products over batch and shared positions, one matrix per
-group of a grouped layer: [groups, n, n], groups = 1 elsewhere. Sums add up over micro-batches and
-calls; :data:`CONVENTIONS` turns them into factors once, at the end.
-"""
+"""The input patches of a convolution: their moment, their sum, themselves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
+from kfac_bench.core.kernels.gram import at_least_float32, gram, sum_of_grams
 
 PATCH_NUMEL = 1 << 20
 """Patches made at a time: 4 MiB in float32 are still in the cache when the product reads them."""
 
-TRIANGLE = 96
-"""Columns from which on computing only one triangle of a product pays."""
-
 AUTOCORRELATION_NUMEL = 1 << 15
 """Numbers in an input from which on its many calls pay: :func:`autocorrelation_moment_3x3`."""
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Half precisions become float32: nothing of K-FAC survives 8 bits of mantissa."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def gram(rows: Tensor, *, bias: bool = False) -> Tensor:
-    """rows^T rows of [groups, R, d], at least in float32: [groups, d, d], exactly symmetric.
-
-    With ``bias`` that of rows that end in a 1: [groups, d + 1, d + 1].
-    """
-    return _sum_of_grams([rows], bias)
-
-
-def _sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
-    """The :func:`gram` of all ``parts`` [groups, R_i, d] below each other; at least one."""
-    out: Tensor | None = None
-    for part in parts:
-        rows = at_least_float32(part)
-        groups, count, d = rows.shape
-        first = out is None
-        if out is None:
-            out = rows.new_empty(groups, d + bias, d + bias)
-        _add_lower_gram(out[:, :d, :d], rows, beta=0 if first else 1)
-        if bias:
-            row_sum = rows.sum(1)
-            out[:, d, :d] = row_sum if first else out[:, d, :d] + row_sum
-            out[:, d, d] = count if first else out[:, d, d] + count
-    assert out is not None
-    return _mirror_lower(out)
-
-
-def _add_lower_gram(out: Tensor, rows: Tensor, beta: int) -> None:
-    """Half of the work of out = beta out + rows^T rows: only the lower triangle of blocks."""
-    d = rows.shape[2]
-    if d < TRIANGLE or not out.is_cpu:  # on a GPU one launch, until many are measured
-        out.baddbmm_(rows.mT, rows, beta=beta)
-        return
-    step = max(32, min(128, d // 4))  # narrow blocks save work, wide ones are faster
-    for o, r in zip(out, rows, strict=True):
-        for i in range(0, d, step):
-            j = min(i + step, d)
-            o[i:j, :j].addmm_(r[:, i:j].mT, r[:, :j], beta=beta)
-
-
-def _mirror_lower(x: Tensor, step: int = 128) -> Tensor:
-    """Copy the lower triangle of [groups, n, n] onto the upper one, in place."""
-    groups, n, _ = x.shape
-    if not x.is_cpu:  # the product is whole but for the row of a bias
-        x[:, :, -1] = x[:, -1]
-        return x
-    # Read from a copy with rows of another length: columns of 2^k numbers share few cache lines.
-    copy = x.new_empty(groups, step, n + 16)
-    for i in range(0, n, step):
-        j = min(i + step, n)
-        if i:
-            x[:, :i, i:j] = copy[:, : j - i, :i].copy_(x[:, i:j, :i]).mT
-        square = x[:, i:j, i:j]
-        square.tril_().add_(square.tril(-1).mT)
-    return x
-
-
-FEW_CHANNELS = 64
-"""Up to so many, one small product per image is faster than bringing channels together."""
-
-
-def channel_gram(x: Tensor) -> Tensor:
-    """Sum over images and pixels of [N, groups, C, pixels], without moving them: [groups, C, C]."""
-    n, groups, c, _ = x.shape
-    images = at_least_float32(x).flatten(0, 1)
-    out = torch.bmm(images, images.mT).view(n, groups, c, c).sum(0)
-    return (out + out.mT) / 2
 
 
 def pad_input(x: Tensor, padding: Sequence[int], mode: str) -> Tensor:
@@ -156,7 +75,7 @@ def patch_moment(
             patches = _patches(slab, kernel, stride, dilation, groups)
             yield patches.reshape(groups, columns, -1).mT
 
-    return _sum_of_grams(parts(), bias)
+    return sum_of_grams(parts(), bias)
 
 
 def patch_rows(
@@ -244,33 +163,3 @@ def _slabs(
             yield sample[
                 :, :, top * stride[0] : last * stride[0] + dilation[0] * (kernel[0] - 1) + 1
             ]
-
-
-Scale = Callable[[int, float, bool], tuple[float, float]]
-"""(samples N, shared positions s per sample, is a convolution) -> factors of raw A and raw G."""
-
-
-def _kfc(n: int, s: float, conv: bool) -> tuple[float, float]:
-    return 1 / (n * s), float(n)
-
-
-def _sc20(n: int, s: float, conv: bool) -> tuple[float, float]:
-    return (1 / (n * s**2), n * s) if conv else (1 / (n * s), n * s)
-
-
-def _kaisa(n: int, s: float, conv: bool) -> tuple[float, float]:
-    return (1 / (n * s**3), 1 / (n * s**3)) if conv else (1 / (n * s), 1 / (n * s))
-
-
-CONVENTIONS: dict[str, Scale] = {"kfc": _kfc, "sc20": _sc20, "kaisa": _kaisa}
-"""How raw moments (sum a a^T, sum g g^T; g the gradient of a loss that is a mean over N samples,
-s shared positions each) become A and G. The same damping means another algorithm under each.
-
-``kfc``: A = mean over samples and positions, G = N sum g g^T: the mean over samples of per-sample
-gradients' moments, summed over positions; independent of batch size. The product is that of
-Grosse & Martens 2016 (eq. 31 ff.) and of K-FAC-expand (Eschenhagen et al. 2023).
-``sc20``: the code behind the paper's ResNet tables: convolutions' patches divided by s, g times
-N s. ``kaisa``: SC21's code: both divided by s, g not multiplied by N, so G shrinks with the batch
-size; a rank's G is that of its own part of the batch, so results depend on the number of ranks, as
-SC21's do. In both, a Linear layer's positions count as samples.
-"""

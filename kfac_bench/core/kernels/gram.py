@@ -1,0 +1,88 @@
+"""Products rows^T rows: a *raw moment*, summed over batch and shared positions.
+
+One matrix per group of a grouped layer: [groups, n, n], groups = 1 elsewhere. Sums add up over
+micro-batches and calls; :mod:`.conventions` turns them into factors once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+TRIANGLE = 96
+"""Columns from which on computing only one triangle of a product pays."""
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precisions become float32: nothing of K-FAC survives 8 bits of mantissa."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def gram(rows: Tensor, *, bias: bool = False) -> Tensor:
+    """rows^T rows of [groups, R, d], at least in float32: [groups, d, d], exactly symmetric.
+
+    With ``bias`` that of rows that end in a 1: [groups, d + 1, d + 1].
+    """
+    return sum_of_grams([rows], bias)
+
+
+def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
+    """The :func:`gram` of all ``parts`` [groups, R_i, d] below each other; at least one."""
+    out: Tensor | None = None
+    for part in parts:
+        rows = at_least_float32(part)
+        groups, count, d = rows.shape
+        first = out is None
+        if out is None:
+            out = rows.new_empty(groups, d + bias, d + bias)
+        _add_lower_gram(out[:, :d, :d], rows, beta=0 if first else 1)
+        if bias:
+            row_sum = rows.sum(1)
+            out[:, d, :d] = row_sum if first else out[:, d, :d] + row_sum
+            out[:, d, d] = count if first else out[:, d, d] + count
+    assert out is not None
+    return _mirror_lower(out)
+
+
+def _add_lower_gram(out: Tensor, rows: Tensor, beta: int) -> None:
+    """Half of the work of out = beta out + rows^T rows: only the lower triangle of blocks."""
+    d = rows.shape[2]
+    if d < TRIANGLE or not out.is_cpu:  # on a GPU one launch, until many are measured
+        out.baddbmm_(rows.mT, rows, beta=beta)
+        return
+    step = max(32, min(128, d // 4))  # narrow blocks save work, wide ones are faster
+    for o, r in zip(out, rows, strict=True):
+        for i in range(0, d, step):
+            j = min(i + step, d)
+            o[i:j, :j].addmm_(r[:, i:j].mT, r[:, :j], beta=beta)
+
+
+def _mirror_lower(x: Tensor, step: int = 128) -> Tensor:
+    """Copy the lower triangle of [groups, n, n] onto the upper one, in place."""
+    groups, n, _ = x.shape
+    if not x.is_cpu:  # the product is whole but for the row of a bias
+        x[:, :, -1] = x[:, -1]
+        return x
+    # Read from a copy with rows of another length: columns of 2^k numbers share few cache lines.
+    copy = x.new_empty(groups, step, n + 16)
+    for i in range(0, n, step):
+        j = min(i + step, n)
+        if i:
+            x[:, :i, i:j] = copy[:, : j - i, :i].copy_(x[:, i:j, :i]).mT
+        square = x[:, i:j, i:j]
+        square.tril_().add_(square.tril(-1).mT)
+    return x
+
+
+FEW_CHANNELS = 64
+"""Up to so many, one small product per image is faster than bringing channels together."""
+
+
+def channel_gram(x: Tensor) -> Tensor:
+    """Sum over images and pixels of [N, groups, C, pixels], without moving them: [groups, C, C]."""
+    n, groups, c, _ = x.shape
+    images = at_least_float32(x).flatten(0, 1)
+    out = torch.bmm(images, images.mT).view(n, groups, c, c).sum(0)
+    return (out + out.mT) / 2

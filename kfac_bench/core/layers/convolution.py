@@ -1,0 +1,92 @@
+"""Convolutions in one, two and three dimensions, grouped or not."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from kfac_bench.core.kernels.gram import FEW_CHANNELS, at_least_float32, channel_gram
+from kfac_bench.core.kernels.patches import input_moment, pad_input, patch_rows, patch_sum
+from kfac_bench.core.layers.base import Layer, moment, with_ones
+from kfac_bench.core.planning.layer_spec import LayerSpec
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+class ConvLayer(Layer):
+    """nn.Conv1d, 2d, 3d on [N, C, *spatial]: output positions are shared positions."""
+
+    is_conv = True
+
+    def make_spec(self, max_dim: int) -> LayerSpec:
+        """See :meth:`Layer.make_spec`."""
+        conv = self._conv
+        a_dim = math.prod(self.weight.shape[1:]) + (self.bias is not None)
+        g_dim = conv.out_channels // conv.groups
+        return LayerSpec(
+            self.name,
+            a_dim,
+            g_dim,
+            conv.groups,
+            a_diagonal=a_dim > max_dim,
+            g_diagonal=g_dim > max_dim,
+        )
+
+    @property
+    def _conv(self) -> Conv:
+        return self.modules[0]  # type: ignore[return-value]
+
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.rows`: the patches, explicitly."""
+        conv, (x, g) = self._conv, self._batched(x, g)
+        a = patch_rows(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        a = a.transpose(0, 1)
+        return with_ones(a) if self.bias is not None else a, self._output_rows(g)
+
+    def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
+        """See :meth:`Layer.size`."""
+        _, g = self._batched(x, g)
+        return len(g), g[0, 0].numel()
+
+    def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_a`: no patches where they can be done without."""
+        if self.spec.a_diagonal:
+            return super().moment_a(x, g)
+        conv, (x, _) = self._conv, self._batched(x, g)
+        return input_moment(
+            x,
+            conv.kernel_size,
+            conv.stride,
+            conv._reversed_padding_repeated_twice,  # right for padding="same", too
+            conv.padding_mode,
+            conv.dilation,
+            conv.groups,
+            bias=self.bias is not None,
+        )
+
+    def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_g`."""
+        _, g = self._batched(x, g)
+        if g.is_contiguous() and self.spec.g_dim <= FEW_CHANNELS and not self.spec.g_diagonal:
+            return channel_gram(g.view(len(g), self.spec.groups, self.spec.g_dim, -1))
+        return moment(self._output_rows(g).flatten(1, 2), diagonal=self.spec.g_diagonal)
+
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.sums`."""
+        conv, (x, g) = self._conv, self._batched(x, g)
+        a = patch_sum(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
+        g_rows = at_least_float32(self._output_rows(g))
+        return self._with_bias_sum(a.transpose(0, 1), g_rows.shape[2]), g_rows.sum(2)
+
+    def _batched(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """A single image [C, *spatial] becomes a batch of one."""
+        return (x, g) if x.ndim == self.weight.ndim else (x.unsqueeze(0), g.unsqueeze(0))
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return pad_input(x, self._conv._reversed_padding_repeated_twice, self._conv.padding_mode)
+
+    def _output_rows(self, g: Tensor) -> Tensor:
+        """[N, groups g_dim, *spatial] as [groups, N, s, g_dim]."""
+        n, groups = len(g), self.spec.groups
+        return g.reshape(n, groups, self.spec.g_dim, -1).permute(1, 0, 3, 2)

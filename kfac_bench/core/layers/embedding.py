@@ -1,0 +1,70 @@
+"""Embeddings: A is the diagonal of the frequencies of tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kfac_bench.core.kernels.gram import at_least_float32
+from kfac_bench.core.layers.base import Layer, moment
+from kfac_bench.core.planning.layer_spec import LayerSpec
+
+
+class EmbeddingLayer(Layer):
+    """nn.Embedding on tokens [N, ...]: a is a one-hot row, so A is the diagonal of frequencies."""
+
+    @classmethod
+    def reason_to_skip(cls, module: nn.Module) -> str | None:
+        """See :meth:`Layer.reason_to_skip`."""
+        assert isinstance(module, nn.Embedding)
+        if module.sparse:
+            return "sparse gradients"
+        return "scale_grad_by_freq" if module.scale_grad_by_freq else None
+
+    def make_spec(self, max_dim: int) -> LayerSpec:
+        """See :meth:`Layer.make_spec`."""
+        tokens, d = self.weight.shape
+        return LayerSpec(self.name, tokens, d, a_diagonal=True, g_diagonal=d > max_dim)
+
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.rows`; a is never used like this: it would be [tokens] wide."""
+        raise NotImplementedError
+
+    def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
+        """See :meth:`Layer.size`."""
+        samples = len(x) if x.ndim else 1
+        return samples, x.numel() // samples
+
+    def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_a`: how often each token came."""
+        tokens = x.flatten()
+        counts = at_least_float32(g.new_zeros(1, self.spec.a_dim))
+        counts[0].index_add_(0, tokens, counts.new_ones(()).expand(len(tokens)))
+        return counts
+
+    def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
+        """See :meth:`Layer.moment_g`."""
+        return moment(self._output_rows(x, g).flatten(1, 2), diagonal=self.spec.g_diagonal)
+
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.sums`: how often each sample has each token."""
+        g = self._output_rows(x, g)
+        tokens = x.reshape(g.shape[1], -1)
+        counts = g.new_zeros(len(tokens), self.spec.a_dim)
+        counts.scatter_add_(1, tokens, counts.new_ones(()).expand_as(tokens))
+        return counts.unsqueeze(0), g.sum(2)
+
+    def _output_rows(self, x: Tensor, g: Tensor) -> Tensor:
+        """[1, N, s, d]; what padding saw does not reach the weight."""
+        padding: int | None = self.modules[0].padding_idx  # type: ignore[assignment]
+        g = at_least_float32(g)
+        if padding is not None:
+            g = g * (x != padding).unsqueeze(-1)
+        return g.reshape(1, len(x) if x.ndim else 1, -1, self.spec.g_dim)
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`Layer.to_matrix`."""
+        return at_least_float32(weight.mT.unsqueeze(0))
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Layer.from_matrix`."""
+        return matrix[0].mT, None
