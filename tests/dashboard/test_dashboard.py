@@ -15,7 +15,7 @@ from PIL import Image
 from kfac_bench import cli
 from kfac_bench.benchmark.scaling.measured import STAGES as FIG7
 from kfac_bench.config import compose
-from kfac_bench.core.planning import plan
+from kfac_bench.core.planning import ops
 from kfac_bench.dashboard import scope, views
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.errors import UsageError
@@ -44,7 +44,7 @@ def every_event(directory):
     """One of each kind that measures something, no field left out."""
     (directory / "p").mkdir(parents=True)
     Image.fromarray(np.zeros((3, 3), np.uint8)).save(directory / "p" / "0.png")
-    kinds = {name for name, op in vars(plan).items() if is_op(op)} | {"WriteBack"}
+    kinds = {name for name, op in vars(ops).items() if is_op(op)} | {"WriteBack"}
     stages = dict.fromkeys(kinds, 0.5)
     yield Trained(
         *(1, 0.1, 0.2, 3.0, 0.4, 5.0),
@@ -70,7 +70,7 @@ def every_event(directory):
 
 
 def is_op(op):
-    leaf = isinstance(op, type) and issubclass(op, plan.Op) and op not in (plan.Op, plan.Message)
+    leaf = isinstance(op, type) and issubclass(op, ops.Op) and op not in (ops.Op, ops.Message)
     return leaf and dataclasses.is_dataclass(op)
 
 
@@ -117,9 +117,9 @@ def test_patterns_are_read_alike_by_go_and_javascript():
 
 
 def test_stages_are_those_of_the_plan():
-    ops = {name for name, op in vars(plan).items() if is_op(op)} | {"WriteBack"}
-    assert set(STAGES) == ops
-    assert {kind for kinds in FIG7.values() for kind in kinds} == ops
+    planned = {name for name, op in vars(ops).items() if is_op(op)} | {"WriteBack"}
+    assert set(STAGES) == planned
+    assert {kind for kinds in FIG7.values() for kind in kinds} == planned
 
 
 def test_options_are_those_that_w_and_b_gets(tmp_path):
