@@ -342,7 +342,7 @@ def test_files_that_are_no_weights_are_refused_in_one_line(tmp_path, capsys):
 
 def test_other_models_do_not_import_it():
     code = (
-        "import sys; from kfac_bench import build, compose;"
+        "import sys; from kfac_bench.config import compose; from kfac_bench.training import build;"
         "c = compose.load(['model=unet']); build.build_model(c.model, (3, 32, 32), 1);"
         "assert not [m for m in sys.modules if 'pycocotools' in m or 'detection' in m]"
     )

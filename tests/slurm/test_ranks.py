@@ -76,9 +76,9 @@ def test_first_host_is_what_slurm_means(cluster):
 )
 def test_whether_a_task_sees_its_own_gpu_alone(cluster, options, own):
     code = (
-        "import os; from kfac_bench import srun; "
+        "import os; from kfac_bench.distributed import slurm_rank; "
         "n = len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')); "
-        "print(n, srun.has_its_own_gpus(n))"
+        "print(n, slurm_rank.has_its_own_gpus(n))"
     )
     said = cluster("srun", "--nodes=1", "--ntasks=2", *options, "python", "-c", code)
     assert said.splitlines() == [f"{1 if own else 2} {own}"] * 2
