@@ -116,10 +116,10 @@ def _checked(found: Any) -> Manifest:
     """Of the right types and in range, or ValueError and its like."""
     if found["format"] != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
+    # Checked first: the names of the shards are matched against a pattern that contains it.
+    length = _count(found["sequence_length"], 8)
     splits = {
-        split: tuple(
-            _shard(shard, found["sequence_length"], split) for shard in found["splits"][split]
-        )
+        split: tuple(_shard(shard, length, split) for shard in found["splits"][split])
         for split in SPLITS
     }
     names = [shard.file for shards in splits.values() for shard in shards]
@@ -128,7 +128,7 @@ def _checked(found: Any) -> Manifest:
     if not all(splits.values()):
         raise ValueError("a split has no shard")
     return Manifest(
-        _count(found["sequence_length"], 8),
+        length,
         _count(found["vocabulary_size"], len(wordpiece.SPECIAL)),
         str(found["vocabulary_sha256"]),
         splits,
