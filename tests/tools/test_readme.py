@@ -27,7 +27,7 @@ TRAIN = [*commands("kfac-train"), *(c[c.index("kfac_bench") + 1 :] for c in comm
 
 def test_the_commands_are_found():
     assert len(TRAIN) >= 8
-    assert ["model=resnet50", "data=imagefolder", "data.root=IMAGENET", "kfac.update_freq=500"] in TRAIN
+    assert any({"model=resnet50", "kfac.update_freq=500"} <= set(command) for command in TRAIN)
     assert len(commands("make")) >= 2
 
 
