@@ -23,13 +23,13 @@ import yaml
 from kfac_bench.config import compose
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.calibrate import Measured, calibrate
+from kfac_bench.simulate.calibrate import StepMeasurement, calibrate
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.step import Conduct, StepTime, Workload, step_time
 from kfac_bench.simulate.sweep import (
     SGD,
-    Cell,
     Intervals,
+    SimulatedCell,
     Variant,
     efficiency,
     plan_of,
@@ -87,7 +87,7 @@ def fit(paper: Mapping[str, Any]) -> Hardware:
         k: 60 * m / steps / epochs["sgd" if k == "sgd" else "kfac"] for k, m in minutes.items()
     }
     share = paper["fig8_efficiency"]
-    found = Measured(
+    found = StepMeasurement(
         64,
         seconds.pop("sgd"),
         seconds,
@@ -110,7 +110,7 @@ def table5(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
             yield Row(label, predicted, minutes, "min", used=name == "resnet50")
 
 
-def _minutes(cell: Cell, paper: Mapping[str, Any]) -> float:
+def _minutes(cell: SimulatedCell, paper: Mapping[str, Any]) -> float:
     epochs = paper["epochs"]["sgd" if cell.variant == FIRST else "kfac"]
     return float(epochs * cell.epoch_s(paper["images"]) / 60)
 

@@ -17,8 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
-from kfac_bench.benchmark.schema import Benchmark
-from kfac_bench.benchmark.schema import Figure as Drawing
+from kfac_bench.benchmark.schema import Benchmark, FigureSpec
 from kfac_bench.report.curves import DASHES, GRID, INK, PALETTE, our_look, to_svg
 
 QUANTITY = "quantity"
@@ -57,7 +56,7 @@ def svg(benchmark: Benchmark, lines: Sequence[Line]) -> str | None:
         return to_svg(figure)
 
 
-def _panel(drawing: Drawing, line: Line) -> tuple[tuple[str, str], ...]:
+def _panel(drawing: FigureSpec, line: Line) -> tuple[tuple[str, str], ...]:
     """The point without what x and colours tell."""
     return tuple((a, v) for a, v in line.point.items() if a not in (drawing.x, drawing.colour))
 
@@ -84,7 +83,11 @@ def _shown(line: Line) -> Iterator[tuple[str, float]]:
 
 
 def _bars(
-    axes: Axes, lines: Sequence[Line], drawing: Drawing, xs: Sequence[str], colours: Sequence[str]
+    axes: Axes,
+    lines: Sequence[Line],
+    drawing: FigureSpec,
+    xs: Sequence[str],
+    colours: Sequence[str],
 ) -> None:
     slots = [c for c in colours if drawing.colour != drawing.x] or [""]
     kinds = [
@@ -140,7 +143,11 @@ def _whisker(axes: Axes, x: float, low: float, high: float) -> None:
 
 
 def _lines(
-    axes: Axes, lines: Sequence[Line], drawing: Drawing, xs: Sequence[str], colours: Sequence[str]
+    axes: Axes,
+    lines: Sequence[Line],
+    drawing: FigureSpec,
+    xs: Sequence[str],
+    colours: Sequence[str],
 ) -> None:
     for i, colour in enumerate(colours):
         mine = [line for line in lines if _place(drawing.colour, line) == colour]
@@ -177,7 +184,7 @@ def _wrapped(words: str) -> str:
 
 
 def _legend(
-    benchmark: Benchmark, drawing: Drawing, lines: Sequence[Line], colours: Sequence[str]
+    benchmark: Benchmark, drawing: FigureSpec, lines: Sequence[Line], colours: Sequence[str]
 ) -> Iterator[Patch | Line2D]:
     if drawing.colour != drawing.x:
         for i, colour in enumerate(colours):

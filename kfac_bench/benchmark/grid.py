@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfac_bench.benchmark import forked
-from kfac_bench.benchmark.schema import Before, Benchmark, Profile, points, profile_of
+from kfac_bench.benchmark.schema import Before, Benchmark, BenchmarkProfile, points, profile_of
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
@@ -109,7 +109,9 @@ def _filled_in(texts: Sequence[str], words: Mapping[str, str]) -> tuple[tuple[st
     return tuple(text for text in made if not text.startswith("ranks=")), (ranks or [1])[-1]
 
 
-def _stands_for(benchmark: Benchmark, profile: Profile, axis: str, value: str) -> list[str]:
+def _stands_for(
+    benchmark: Benchmark, profile: BenchmarkProfile, axis: str, value: str
+) -> list[str]:
     """The overrides that a value of an axis stands for, in this profile."""
     each = benchmark.each.get(axis, {}) | profile.each.get(axis, {})
     return each.get(value, [])

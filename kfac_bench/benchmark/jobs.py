@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from kfac_bench.benchmark import grid
 from kfac_bench.benchmark.grid import Cell
-from kfac_bench.benchmark.suite import Row
+from kfac_bench.benchmark.suite import BenchmarkRow
 
 KFAC_BENCH = ("-c", "from kfac_bench.cli import bench; bench()")
 
 
-def waves(row: Row) -> list[list[Cell]]:
+def waves(row: BenchmarkRow) -> list[list[Cell]]:
     """Cells by what must have ended before: first what others start from, the cells last."""
     depth = max((len(cell.before) for cell in row.cells), default=0)
     before = [
@@ -22,7 +22,7 @@ def waves(row: Row) -> list[list[Cell]]:
     return [*before, list(row.cells)]
 
 
-def submit(row: Row, words: Sequence[str], wave: int, options: Sequence[str]) -> list[str]:
+def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence[str]) -> list[str]:
     """Submit a wave, and behind it a job for the next one, or for the report; what to say.
 
     Computed cells are computed here and now. Raises :class:`UsageError` as ``launch.submit``.

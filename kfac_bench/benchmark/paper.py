@@ -10,7 +10,7 @@ from kfac_bench import report
 from kfac_bench.benchmark import figure, sheet, suite
 from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.sheet import Attempt
-from kfac_bench.benchmark.suite import Row
+from kfac_bench.benchmark.suite import BenchmarkRow
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
 from kfac_bench.report import curves
@@ -22,16 +22,16 @@ END = "<!-- end of what kfac-bench report made -->"
 
 
 @dataclass(frozen=True)
-class Written:
+class RowReport:
     """A row's results, and the files that hold them."""
 
-    row: Row
+    row: BenchmarkRow
     lines: Sequence[Line]
     tables: Sequence[Table]
     files: Sequence[Path]
 
 
-def write(row: Row) -> Written:
+def write(row: BenchmarkRow) -> RowReport:
     """``FOLDER/PROFILE.md``, ``.svg`` and ``.html`` of one row, from the files of its cells.
 
     Raises :class:`UsageError` where nothing was run yet, or nothing can be written.
@@ -58,7 +58,7 @@ def write(row: Row) -> Written:
         files.append(path)
     page = stem.with_name(stem.name + ".html")
     _page(page, [run.path for run in trained], tables, f"{row.name}{_profile(row)}")
-    return Written(row, lines, tables, [*files, page])
+    return RowReport(row, lines, tables, [*files, page])
 
 
 def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str) -> None:
@@ -70,11 +70,11 @@ def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str)
     _save(path, report.html(report.Comparison([], [], []), title, tables, folder))
 
 
-def _profile(row: Row) -> str:
+def _profile(row: BenchmarkRow) -> str:
     return f" profile={row.profile}" if row.profile else ""
 
 
-def _tables(row: Row, lines: Sequence[Line], found: Sequence[Attempt]) -> list[Table]:
+def _tables(row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt]) -> list[Table]:
     parts = [note for part in row.benchmark.computed for note in part.notes]
     notes = [*row.sized.notes, *parts, *row.benchmark.notes]
     tables = [sheet.compared(row.benchmark, lines, notes)]
@@ -82,7 +82,7 @@ def _tables(row: Row, lines: Sequence[Line], found: Sequence[Attempt]) -> list[T
     return [*tables, *([meant] if meant else []), sheet.attempts(found, row.folder)]
 
 
-def _markdown(row: Row, tables: Sequence[Table], drawn: bool, stem: str) -> str:
+def _markdown(row: BenchmarkRow, tables: Sequence[Table], drawn: bool, stem: str) -> str:
     head = f"# {row.name}{_profile(row)}\n\n{escape_markdown(row.benchmark.source)}\n"
     picture = f"\n![{escape_markdown(row.benchmark.title)}]({stem}.svg)\n" if drawn else ""
     if row.benchmark.curves:
@@ -91,7 +91,7 @@ def _markdown(row: Row, tables: Sequence[Table], drawn: bool, stem: str) -> str:
     return "\n".join([head, first + picture, *rest])
 
 
-def write_all(written: Sequence[Written], into_document: Path | None) -> list[Path]:
+def write_all(written: Sequence[RowReport], into_document: Path | None) -> list[Path]:
     """``runs/all/PROFILE.md`` and ``.html``: what all rows came to; the files."""
     if not written:
         raise UsageError("no row was run yet; kfac-bench run all")
@@ -109,7 +109,7 @@ def write_all(written: Sequence[Written], into_document: Path | None) -> list[Pa
     return files
 
 
-def summary(written: Sequence[Written]) -> str:
+def summary(written: Sequence[RowReport]) -> str:
     """All rows as one Markdown text: what was measured, and what was computed beside a paper's.
 
     Of a row without such lines its first ones; all of them are in the row's own report.

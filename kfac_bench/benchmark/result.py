@@ -14,16 +14,16 @@ from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.record.runs import Run
 from kfac_bench.record.score import bootstrap_median
 
-Point = Mapping[str, str]
-Key = frozenset[tuple[str, str]]
-Printed = float | tuple[float, float]
+GridPoint = Mapping[str, str]
+PointKey = frozenset[tuple[str, str]]
+PublishedValue = float | tuple[float, float]
 """A published number, or the ends of a published range."""
-Of = dict[Key, tuple[Printed, str]]
+PublishedByPoint = dict[PointKey, tuple[PublishedValue, str]]
 """Published numbers of a quantity, with sources, by the part of a point that the paper names."""
 LEAST = "least"
 
 
-def key_of(point: Point) -> Key:
+def key_of(point: GridPoint) -> PointKey:
     """A point as a key of a mapping."""
     return frozenset(point.items())
 
@@ -43,12 +43,12 @@ class Measured:
 class Line:
     """One quantity at one point: ours, and the paper's."""
 
-    point: Point
+    point: GridPoint
     quantity: str
     unit: str
     measured: Measured | None = None
     computed: float | None = None
-    published: Printed | None = None
+    published: PublishedValue | None = None
     source: str = ""
     difference: bool = False
     """Of two numbers: a ratio of such says nothing."""
@@ -60,18 +60,18 @@ class Line:
 
 
 @dataclass
-class Found:
+class CellRuns:
     """Runs by point: by seed those that trained (None: failed), and the computed one."""
 
-    trained: dict[Key, dict[int, Run | None]] = field(default_factory=dict)
-    computed: dict[Key, Run] = field(default_factory=dict)
+    trained: dict[PointKey, dict[int, Run | None]] = field(default_factory=dict)
+    computed: dict[PointKey, Run] = field(default_factory=dict)
 
 
-def lines(benchmark: Benchmark, found: Found, level: float | None) -> list[Line]:
+def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Line]:
     """Every quantity at every point that has a number, ours or the paper's, in the file's order."""
     printed = _published(benchmark)
     result: list[Line] = []
-    used: set[tuple[str, Key]] = set()
+    used: set[tuple[str, PointKey]] = set()
     values = _Values(benchmark, found, level)
     for name, quantity in benchmark.quantities.items():
         for point in _points(found, printed.get(name, {})):
@@ -87,7 +87,7 @@ def lines(benchmark: Benchmark, found: Found, level: float | None) -> list[Line]
     return sorted(result, key=lambda line: order(line))
 
 
-def _points(found: Found, printed: Of) -> list[Point]:
+def _points(found: CellRuns, printed: PublishedByPoint) -> list[GridPoint]:
     """Those of our cells, and those that only the paper has."""
     ours = list(dict.fromkeys([*found.trained, *found.computed]))
     theirs = [key for key in printed if not any(key <= own for own in ours)]
@@ -129,7 +129,7 @@ def _is_whole(text: str) -> bool:
 class _Values:
     """Numbers of quantities at points, from the runs that were found."""
 
-    def __init__(self, benchmark: Benchmark, found: Found, level: float | None) -> None:
+    def __init__(self, benchmark: Benchmark, found: CellRuns, level: float | None) -> None:
         self._quantities = benchmark.quantities
         self._found, self._level = found, level
 
@@ -137,8 +137,8 @@ class _Values:
         self,
         name: str,
         quantity: Quantity,
-        point: Point,
-        printed: Mapping[str, Of],
+        point: GridPoint,
+        printed: Mapping[str, PublishedByPoint],
     ) -> Line | None:
         """None where there is no number at all, or nothing to stand beside."""
         if any(point.get(axis) not in of for axis, of in quantity.only.items()):
@@ -161,7 +161,7 @@ class _Values:
             difference=quantity.how == "difference",
         )
 
-    def _trained(self, name: str, point: Point) -> Measured | None:
+    def _trained(self, name: str, point: GridPoint) -> Measured | None:
         runs = self._found.trained.get(key_of(point), {})
         each = [self._value(name, point, seed) for seed in runs]
         numbers = [value for value in each if value is not None]
@@ -170,7 +170,7 @@ class _Values:
         missed = sum(math.isinf(value) for value in numbers)
         return Measured(*bootstrap_median(numbers), len(numbers), missed)
 
-    def _value(self, name: str, point: Point, seed: int) -> float | None:
+    def _value(self, name: str, point: GridPoint, seed: int) -> float | None:
         """Of one seed's run; a miss is the worst there is, None where there is no such number."""
         quantity = self._quantities[name]
         worst = -math.inf if quantity.higher else math.inf
@@ -193,7 +193,7 @@ class _Values:
             return worst if quantity.measure == "final" else None
         return value * quantity.scale * _times(quantity, point)
 
-    def _computed(self, name: str, point: Point) -> float | None:
+    def _computed(self, name: str, point: GridPoint) -> float | None:
         quantity = self._quantities[name]
         if quantity.of:
             base = self._base(quantity, point, list(self._found.computed))
@@ -207,7 +207,9 @@ class _Values:
             return None
         return value * quantity.scale * _times(quantity, point)
 
-    def _base(self, quantity: Quantity, point: Point, keys: Sequence[Key]) -> Point | None:
+    def _base(
+        self, quantity: Quantity, point: GridPoint, keys: Sequence[PointKey]
+    ) -> GridPoint | None:
         """The point to stand beside, None for itself."""
         if any(axis not in point for axis in quantity.against):
             return None
@@ -224,9 +226,9 @@ class _Values:
     def _derived(
         self,
         quantity: Quantity,
-        point: Point,
-        printed: Mapping[str, Of],
-    ) -> tuple[Printed | None, str]:
+        point: GridPoint,
+        printed: Mapping[str, PublishedByPoint],
+    ) -> tuple[PublishedValue | None, str]:
         """From two published numbers, where the paper does not print it itself."""
         base = self._base(quantity, point, [])
         if base is None:
@@ -238,7 +240,7 @@ class _Values:
         return _beside(own, other, quantity.how, None), f"from {source}"
 
 
-def _times(quantity: Quantity, point: Point) -> float:
+def _times(quantity: Quantity, point: GridPoint) -> float:
     factor = 1.0
     for axis, of in quantity.times.items():
         factor *= float(of.get(point.get(axis), 1.0))
@@ -260,9 +262,9 @@ def _beside(own: float | None, other: float | None, how: str, worst: float | Non
 
 def _published(
     benchmark: Benchmark,
-) -> dict[str, Of]:
+) -> dict[str, PublishedByPoint]:
     """By quantity."""
-    result: dict[str, Of] = {}
+    result: dict[str, PublishedByPoint] = {}
     for entry in benchmark.published:
         for values, leaf in _leaves(entry.values, len(entry.by)):
             key = frozenset(zip(entry.by, values, strict=True))
@@ -270,7 +272,7 @@ def _published(
     return result
 
 
-def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], Printed]]:
+def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], PublishedValue]]:
     if depth:
         assert isinstance(tree, Mapping)
         for key, below in tree.items():
@@ -284,5 +286,5 @@ def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], Printed
         yield (), float(tree)
 
 
-def _at(of: Of, point: Point) -> tuple[Printed | None, str]:
+def _at(of: PublishedByPoint, point: GridPoint) -> tuple[PublishedValue | None, str]:
     return next((found for key, found in of.items() if key <= key_of(point)), (None, ""))

@@ -34,7 +34,7 @@ class Before:
 
 
 @dataclass
-class Profile:
+class BenchmarkProfile:
     """What a size of the row changes: smoke, one_gpu, paper."""
 
     axes: dict[str, list[str]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Published:
 
 
 @dataclass
-class Figure:
+class FigureSpec:
     """Bars: a group for each value of the axis ``x``, a bar for each of ``colour``.
 
     With several quantities ``x`` is ``quantity``. Other axes make a panel for each of their values.
@@ -153,11 +153,11 @@ class Benchmark:
     """Axis to value to the overrides it stands for; ``ranks=N`` among them starts N ranks."""
     before: list[Before] = field(default_factory=list)
     """Runs that each cell starts from, in this order."""
-    profiles: dict[str, Profile] = field(default_factory=dict)
+    profiles: dict[str, BenchmarkProfile] = field(default_factory=dict)
     computed: list[Computed] = field(default_factory=list)
     quantities: dict[str, Quantity] = field(default_factory=dict)
     published: list[Published] = field(default_factory=list)
-    figure: Figure | None = None
+    figure: FigureSpec | None = None
     curves: bool = False
     """Whether the figure is of curves: validation against steps."""
     notes: list[str] = field(default_factory=list)
@@ -179,19 +179,21 @@ def load(name: str) -> Benchmark:
     return result
 
 
-def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, Profile]:
+def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkProfile]:
     """The profile of that name (None: smoke) and what it changes; raises :class:`UsageError`."""
     if not benchmark.profiles:
         if name is not None:
             raise UsageError(f"profile={name}: {benchmark.title!r} has no profiles")
-        return "", Profile()
+        return "", BenchmarkProfile()
     name = name or PROFILES[0]
     if name not in benchmark.profiles:
         raise UsageError(f"profile={name}: choose one of {', '.join(benchmark.profiles)}")
     return name, benchmark.profiles[name]
 
 
-def points(benchmark: Benchmark, profile: Profile | None = None) -> Iterator[dict[str, str]]:
+def points(
+    benchmark: Benchmark, profile: BenchmarkProfile | None = None
+) -> Iterator[dict[str, str]]:
     """Every combination of the axes' values."""
     axes = benchmark.axes | (profile.axes if profile else {})
     for values in itertools.product(*axes.values()):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfac_bench.benchmark.result import Line, Measured, Printed, axes_of, how_computed
-from kfac_bench.benchmark.schema import Benchmark, Profile
+from kfac_bench.benchmark.result import Line, Measured, PublishedValue, axes_of, how_computed
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.record.runs import Run, plain
 from kfac_bench.record.score import status
 from kfac_bench.report.tables import Link, Table, Value, text
@@ -67,7 +67,7 @@ def _end(value: float) -> str:
     return MISSED if math.isinf(value) else text(value)
 
 
-def printed(value: Printed | None) -> Value:
+def printed(value: PublishedValue | None) -> Value:
     """A published number or range as a table shows it."""
     if isinstance(value, tuple):
         return f"{text(value[0])} {DASH} {text(value[1])}"
@@ -106,7 +106,9 @@ def attempts(found: Sequence[Attempt], folder: Path) -> Table:
     return Table("Cells", ["cell", "state", "steps", "training seconds", "events"], rows)
 
 
-def stands_for(benchmark: Benchmark, profile: Profile, overrides: Sequence[str]) -> Table | None:
+def stands_for(
+    benchmark: Benchmark, profile: BenchmarkProfile, overrides: Sequence[str]
+) -> Table | None:
     """What the axes' names mean in this profile, and what the user has added."""
     rows: list[Sequence[Value]] = []
     axes: Mapping[str, list[str]] = benchmark.axes | profile.axes

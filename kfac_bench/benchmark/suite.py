@@ -10,8 +10,8 @@ from pathlib import Path
 from kfac_bench.benchmark import computed, grid, schema
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
-from kfac_bench.benchmark.result import Found, Line, key_of, lines
-from kfac_bench.benchmark.schema import Benchmark, Profile
+from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.benchmark.sheet import PENDING, Attempt
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
@@ -19,24 +19,36 @@ from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, load
 
 ORDER = (
-    *("kaisa_memory_vs_fraction", "fig7_step_profile", "sec634_bert_interval"),
-    *("fig8_resnet_scaling", "fig9bc_bert_scaling", "kaisa_fixed_memory_bert"),
-    *("kaisa_fixed_memory_resnet50", "kaisa_unet_lgg", "table2_fig4_cifar_correctness"),
-    *("table5_fig6_update_interval", "fig5a_resnet50_convergence", "table1_cifar_inv_vs_eigen"),
-    *("table6_fig9a_maskrcnn_scaling", "fig5bc_maskrcnn_convergence", "table3_bert_lamb"),
-    *("table4a_bert_kfac_phase2", "table4b_bert_kfac_phase1", "table4c_bert_kfac_both"),
+    "kaisa_memory_vs_fraction",
+    "fig7_step_profile",
+    "sec634_bert_interval",
+    "fig8_resnet_scaling",
+    "fig9bc_bert_scaling",
+    "kaisa_fixed_memory_bert",
+    "kaisa_fixed_memory_resnet50",
+    "kaisa_unet_lgg",
+    "table2_fig4_cifar_correctness",
+    "table5_fig6_update_interval",
+    "fig5a_resnet50_convergence",
+    "table1_cifar_inv_vs_eigen",
+    "table6_fig9a_maskrcnn_scaling",
+    "fig5bc_maskrcnn_convergence",
+    "table3_bert_lamb",
+    "table4a_bert_kfac_phase2",
+    "table4b_bert_kfac_phase1",
+    "table4c_bert_kfac_both",
 )
-"""Rows of the papers, cheap ones first: who waits sees something soon."""
+"""The papers' tables and figures. Cheap rows come first, so that results appear early."""
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """A benchmark at a size, with the user's overrides."""
 
     name: str
     benchmark: Benchmark
     profile: str
-    sized: Profile
+    sized: BenchmarkProfile
     cells: Sequence[Cell]
     computed: Sequence[ComputedCell]
     folder: Path
@@ -59,13 +71,13 @@ def row(
     overrides: Sequence[str] = (),
     runs_dir: str | None = None,
     seeds: Sequence[int] | None = None,
-) -> Row:
+) -> BenchmarkRow:
     """conf/benchmark/NAME.yaml at a size; runs go to ``runs/NAME``. Raises :class:`UsageError`."""
     benchmark = schema.load(name)
     label, sized = schema.profile_of(benchmark, profile)
     folder = runs_dir or f"runs/{name}"
     cells = grid.cells(benchmark, folder, seeds, profile, overrides)
-    return Row(
+    return BenchmarkRow(
         name,
         benchmark,
         label,
@@ -77,7 +89,7 @@ def row(
     )
 
 
-def run(each: Row, say: Callable[[str], None], *, retry: bool = False) -> int:
+def run(each: BenchmarkRow, say: Callable[[str], None], *, retry: bool = False) -> int:
     """Compute, then train, what is not there yet; how many cells failed."""
     failed, began = 0, time.monotonic()
     for cell in each.computed:
@@ -91,7 +103,7 @@ def run(each: Row, say: Callable[[str], None], *, retry: bool = False) -> int:
     return failed + grid.run_cells(each.cells, say, retry=retry)
 
 
-def attempts(each: Row) -> list[Attempt]:
+def attempts(each: BenchmarkRow) -> list[Attempt]:
     """What every cell came to, by its files alone."""
     found = []
     for cell in each.all_cells:
@@ -107,9 +119,9 @@ def attempts(each: Row) -> list[Attempt]:
     return found
 
 
-def results(each: Row, found: Sequence[Attempt]) -> list[Line]:
+def results(each: BenchmarkRow, found: Sequence[Attempt]) -> list[Line]:
     """Lines of the row's table; cells that were not tried yet are not in it, failed ones are."""
-    by_point = Found()
+    by_point = CellRuns()
     for cell, attempt in zip(each.all_cells, found, strict=True):
         key = key_of(cell.point)
         if isinstance(cell, ComputedCell):

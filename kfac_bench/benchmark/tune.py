@@ -28,11 +28,9 @@ from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, RunStarted, r
 from kfac_bench.report.tables import Table, Value
 from kfac_bench.training.run_directory import run_id
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Trial:
+class TuningTrial:
     """One point of the space on one seed, and how it did; smaller ``key`` is better."""
 
     settings: Mapping[str, Any]
@@ -55,9 +53,9 @@ class Search:
 
     name: str
     point: Mapping[str, str]
-    studies: dict[int, list[Trial]] = field(default_factory=dict)
+    studies: dict[int, list[TuningTrial]] = field(default_factory=dict)
 
-    def best(self, seed: int) -> Trial:
+    def best(self, seed: int) -> TuningTrial:
         """The winner of a study."""
         return min(self.studies[seed], key=lambda t: t.key)
 
@@ -72,7 +70,9 @@ class Search:
         return sum(not math.isinf(t.time_s) for trials in self.studies.values() for t in trials)
 
 
-def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Say, only: str = "") -> None:
+def tune(
+    benchmark: Benchmark, runs_dir: str, out: Path, say: Callable[[str], None], only: str = ""
+) -> None:
     """Tune every point of the benchmark's axes, and write one experiment file for each.
 
     Only those whose names begin with ``only``. Raises :class:`UsageError` if the benchmark has no
@@ -97,7 +97,9 @@ def tune(benchmark: Benchmark, runs_dir: str, out: Path, say: Say, only: str = "
         say(table.markdown())
 
 
-def _run_studies(tuning: Tuning, searches: Sequence[Search], runs_dir: str, say: Say) -> None:
+def _run_studies(
+    tuning: Tuning, searches: Sequence[Search], runs_dir: str, say: Callable[[str], None]
+) -> None:
     """Trials of all experiments in turn: a slow hour slows every optimizer."""
     total = len(tuning.seeds) * tuning.trials
     for study, seed in enumerate(tuning.seeds):
@@ -140,7 +142,7 @@ def _run_trial(
     seed: int,
     runs_dir: str,
     limit_s: float = math.inf,
-) -> Trial:
+) -> TuningTrial:
     base = [text.format(**point) for text in tuning.overrides]
     chosen = [f"{k}={'null' if v is None else v}" for k, v in settings.items()]
     overrides = [*base, *chosen, f"seed={seed}", f"runs_dir={runs_dir}"]
@@ -154,7 +156,7 @@ def _run_trial(
         code, said = forked.train([*overrides, f"run_id={name}"])
         if code == 2:
             raise UsageError(f"{' '.join(overrides)}: {said}")
-    return Trial(settings, _judge(path, config.trainer.target))
+    return TuningTrial(settings, _judge(path, config.trainer.target))
 
 
 def _has_ended(path: Path) -> bool:
@@ -175,7 +177,7 @@ def _judge(path: Path, target: float | None) -> tuple[float, float]:
     return score.time_to_target_s(run), math.inf if math.isnan(gap) else gap
 
 
-def _final(tuning: Tuning, search: Search, runs_dir: str) -> tuple[Trial, list[float]]:
+def _final(tuning: Tuning, search: Search, runs_dir: str) -> tuple[TuningTrial, list[float]]:
     """The winners of the studies, each on the seeds of all: the best, and its times by seed.
 
     By the median of their times; then by that of the gaps.
@@ -196,7 +198,9 @@ def _final(tuning: Tuning, search: Search, runs_dir: str) -> tuple[Trial, list[f
     return best, times
 
 
-def experiment_yaml(tuning: Tuning, search: Search, best: Trial, times: Sequence[float]) -> str:
+def experiment_yaml(
+    tuning: Tuning, search: Search, best: TuningTrial, times: Sequence[float]
+) -> str:
     """The best trial as a file for conf/experiment, with how it was found."""
     groups = {k: v for k, v in best.settings.items() if "." not in k}
     tree: dict[str, Any] = {}

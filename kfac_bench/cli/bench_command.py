@@ -32,8 +32,16 @@ def build_parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for add in (
-        *(add_compare, add_profile, add_list, add_run, add_report, add_tune, add_scaling),
-        *(add_export, add_dashboard, add_wandb),
+        add_compare,
+        add_profile,
+        add_list,
+        add_run,
+        add_report,
+        add_tune,
+        add_scaling,
+        add_export,
+        add_dashboard,
+        add_wandb,
     ):
         add(commands)
     return parser

@@ -15,7 +15,7 @@ from kfac_bench.errors import UsageError
 if TYPE_CHECKING:
     import rich.table
 
-    from kfac_bench.benchmark.suite import Row
+    from kfac_bench.benchmark.suite import BenchmarkRow
     from kfac_bench.report.tables import Table
 
 ALL = "all"
@@ -113,7 +113,7 @@ def _asked(words: Sequence[str]) -> tuple[str | None, str, list[str]]:
     return named["profile"], launcher, overrides
 
 
-def _rows(options: argparse.Namespace) -> tuple[list[Row], str, list[str]]:
+def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str, list[str]]:
     from kfac_bench.benchmark import suite
 
     profile, launcher, overrides = _asked(options.words)
@@ -173,7 +173,7 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(row: Row, html: Path | None, *, brief: bool = False) -> None:
+def _tell(row: BenchmarkRow, html: Path | None, *, brief: bool = False) -> None:
     """Write the row's files; print its table, or only where they are."""
     if not row.benchmark.quantities:
         _compare(row, html)
@@ -191,7 +191,7 @@ def _tell(row: Row, html: Path | None, *, brief: bool = False) -> None:
         print(f"{file.suffix[1:]}: {file}")
 
 
-def _tell_all(rows: Sequence[Row], into: Path | None) -> None:
+def _tell_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
     from kfac_bench.benchmark import paper
 
     written = []
@@ -204,7 +204,7 @@ def _tell_all(rows: Sequence[Row], into: Path | None) -> None:
         print(f"all: {file}")
 
 
-def _compare(row: Row, html: Path | None) -> None:
+def _compare(row: BenchmarkRow, html: Path | None) -> None:
     """As ``kfac-bench compare``: of a benchmark that publishes nothing."""
     from kfac_bench.cli import compare_command
 
@@ -230,7 +230,7 @@ def _terminal(table: Table) -> rich.table.Table:
     return shown
 
 
-def _submit(rows: Sequence[Row], options: argparse.Namespace) -> int:
+def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import jobs
 
     words = [*options.words]

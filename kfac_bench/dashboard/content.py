@@ -16,9 +16,18 @@ WORLD_SIZE = "environment.world_size"
 GROUPS = ("model.name", "optimizer.name", "kfac.enabled")
 """Options by which runs are grouped: the seeds of a setting are one line, with its range."""
 STAGES = (
-    *("ComputeFactor", "ComputeSecondMoment", "ReduceScales", "ReduceFactors"),
-    *("ReduceSecondMoments", "Decompose", "ShareDecompositions", "GatherGradients"),
-    *("Precondition", "ReduceProducts", "ShareGradients", "WriteBack"),
+    "ComputeFactor",
+    "ComputeSecondMoment",
+    "ReduceScales",
+    "ReduceFactors",
+    "ReduceSecondMoments",
+    "Decompose",
+    "ShareDecompositions",
+    "GatherGradients",
+    "Precondition",
+    "ReduceProducts",
+    "ShareGradients",
+    "WriteBack",
 )
 """Kinds of op in the order in which a step runs them."""
 

@@ -36,7 +36,7 @@ _KINDS = ("train/", "eval/", "target/", "checkpoint/", "data/", "predict")
 
 
 @dataclass(frozen=True)
-class Point:
+class HistoryPoint:
     """An event that W&B shows: its row of numbers, or pictures and texts."""
 
     event: Event
@@ -90,7 +90,7 @@ def read(file: Path) -> tuple[list[Event], str]:
     return parse(text, file), ""
 
 
-def points(events: Sequence[Event], directory: Path) -> list[Point]:
+def points(events: Sequence[Event], directory: Path) -> list[HistoryPoint]:
     """What W&B is to have, in order; pictures that are not the run's own are left out."""
     found = []
     for event in events:
@@ -98,13 +98,15 @@ def points(events: Sequence[Event], directory: Path) -> list[Point]:
             kept = _trusted(event, directory)
             shown = {"predictions": 0.0} if kept.items else {}
             row = {"step": float(event.step), "train_s": event.train_s, **shown}
-            found += [Point(kept, row)] if shown else []
+            found += [HistoryPoint(kept, row)] if shown else []
         elif row := _numbers(event):
-            found.append(Point(event, row))
+            found.append(HistoryPoint(event, row))
     return found
 
 
-def missing(wanted: Sequence[Point], rows: Iterable[Mapping[str, Any]]) -> list[Point]:
+def missing(
+    wanted: Sequence[HistoryPoint], rows: Iterable[Mapping[str, Any]]
+) -> list[HistoryPoint]:
     """Points that are not among W&B's ``rows``."""
     there = Counter(identity(row) for row in rows)
     lacking = []

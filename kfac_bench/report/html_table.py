@@ -19,7 +19,7 @@ from kfac_bench.report.tables import DASH, Link, Table, Value, text
 
 
 @dataclass(frozen=True)
-class Cell:
+class HtmlCell:
     """One cell as the template writes it (and escapes it)."""
 
     text: str
@@ -38,7 +38,7 @@ class Grid:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[HtmlCell]]
     notes: Sequence[str] = ()
 
     def right(self, column: int) -> bool:
@@ -56,20 +56,20 @@ def grid(table: Table) -> Grid:
     )
 
 
-def cell(value: Value, shown: str | None = None) -> Cell:
+def cell(value: Value, shown: str | None = None) -> HtmlCell:
     """A cell of a value, in other words (``shown``) if given."""
     words = plain(text(value)) if shown is None else shown
     match value:
         case None:
-            return Cell(words, "none")
+            return HtmlCell(words, "none")
         case Link():
-            return Cell(words, href=value.href if _leads_on(value.href) else None)
+            return HtmlCell(words, href=value.href if _leads_on(value.href) else None)
         case str():
-            return Cell(words)
+            return HtmlCell(words)
     key = number(value)
     if math.isnan(key):
-        return Cell(DASH if shown is None else shown, "none")
-    return Cell(words, repr(key))
+        return HtmlCell(DASH if shown is None else shown, "none")
+    return HtmlCell(words, repr(key))
 
 
 def link_from(folder: Path, path: Path) -> str:

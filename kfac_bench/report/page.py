@@ -21,7 +21,7 @@ from kfac_bench.report.album import Album
 from kfac_bench.report.charts import chart, content_hash, embed, most_points
 from kfac_bench.report.comparison import Comparison
 from kfac_bench.report.curves import Style, by_task, styles
-from kfac_bench.report.html_table import Cell, Grid, cell, grid, link_from
+from kfac_bench.report.html_table import Grid, HtmlCell, cell, grid, link_from
 from kfac_bench.report.stage_bars import stage_bars
 from kfac_bench.report.tables import DASH, Table
 from kfac_bench.report.words import NO_TARGET, between, count, metric, seconds
@@ -121,7 +121,7 @@ def _results(
     ]
 
 
-def _reach(has_target: bool, value: float, words: str, without: str = NO_TARGET) -> Cell:
+def _reach(has_target: bool, value: float, words: str, without: str = NO_TARGET) -> HtmlCell:
     """A cell of steps or seconds to the target."""
     return cell(value, words) if has_target else cell(None, without)
 
@@ -135,7 +135,7 @@ def _runs(settings: Sequence[Setting], folder: Path | None) -> Grid:
     )
 
 
-def _run(setting: Setting, run: Run, folder: Path | None) -> list[Cell]:
+def _run(setting: Setting, run: Run, folder: Path | None) -> list[HtmlCell]:
     has_target = target(run) is not None
     steps, time_s, last = steps_to_target(run), time_to_target_s(run), final_metric(run)
     return [
@@ -149,11 +149,11 @@ def _run(setting: Setting, run: Run, folder: Path | None) -> list[Cell]:
     ]
 
 
-def _link(run: Run, folder: Path | None) -> Cell:
+def _link(run: Run, folder: Path | None) -> HtmlCell:
     """To the run's event file from a page in ``folder``; else its whole path."""
     if folder is None:
-        return Cell(plain(run.path))
-    return Cell(plain(run.path.parent.name), href=link_from(folder, run.path))
+        return HtmlCell(plain(run.path))
+    return HtmlCell(plain(run.path.parent.name), href=link_from(folder, run.path))
 
 
 def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> Grid | None:

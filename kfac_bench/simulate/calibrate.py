@@ -17,7 +17,7 @@ LARGEST = 4608
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurement:
     """Seconds of a mean step of one workload on ``world_size`` ranks."""
 
     world_size: int
@@ -28,7 +28,9 @@ class Measured:
     """Of SGD: from as many ranks, at as many, which share."""
 
 
-def calibrate(known: Hardware, work: Workload, found: Measured, conduct: Conduct) -> Hardware:
+def calibrate(
+    known: Hardware, work: Workload, found: StepMeasurement, conduct: Conduct
+) -> Hardware:
     """``known`` with four rates of ``found``: one number for each of two, three for the others.
 
     SGD's efficiency gives ``coordination_s``; its seconds ``step_s``, what its FLOPs and messages

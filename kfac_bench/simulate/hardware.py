@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from kfac_bench.errors import UsageError
-from kfac_bench.simulate.network import ALGORITHMS, Link, Network
+from kfac_bench.simulate.network import ALGORITHMS, Network, NetworkLink
 from kfac_bench.simulate.rates import DEFAULT, Rates
 
 KEYS = ("network", "rates", "overlap", "crowding")
@@ -64,8 +64,8 @@ def parse(found: Any, name: str, where: str) -> Hardware:
     network = dict(_fields(top.get("network"), Network, f"{where}: network"))
     for key in ("intra", "inter"):
         place = f"{where}: network.{key}"
-        link = _fields(network[key], Link, place)
-        network[key] = Link(**{k: _number(v, f"{place}.{k}") for k, v in link.items()})
+        link = _fields(network[key], NetworkLink, place)
+        network[key] = NetworkLink(**{k: _number(v, f"{place}.{k}") for k, v in link.items()})
     if network.get("algorithm", "best") not in ALGORITHMS:
         raise UsageError(f"{where}: network.algorithm: choose one of {', '.join(ALGORITHMS)}")
     each = network["ranks_per_node"]

@@ -22,7 +22,7 @@ ALGORITHMS = ("ring", "tree", "best")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     """Between two ranks."""
 
     latency_s: float
@@ -34,8 +34,8 @@ class Network:
     """Nodes of ``ranks_per_node`` consecutive ranks; each node has one ``inter`` link."""
 
     ranks_per_node: int
-    intra: Link
-    inter: Link
+    intra: NetworkLink
+    inter: NetworkLink
     algorithm: str = "best"
     """ring, tree, or the faster of both for each message."""
     coordination_s: float = 0.0
@@ -43,7 +43,7 @@ class Network:
     rank about every tensor. 0 where the order of messages is fixed, as in DDP and in K-FAC's plan.
     """
 
-    def link(self, ranks: Sequence[int]) -> Link:
+    def link(self, ranks: Sequence[int]) -> NetworkLink:
         """What each hop of a message among ``ranks`` has.
 
         Groups that hold m of a node's ranks leave room for others at the same time, and all of
@@ -53,7 +53,7 @@ class Network:
         if nodes == 1:
             return self.intra
         share = min(1.0, len(ranks) / nodes / self.ranks_per_node)
-        return Link(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share)
+        return NetworkLink(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share)
 
     def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
         """Seconds until all of ``ranks`` have the sum of a message of so many tensors."""

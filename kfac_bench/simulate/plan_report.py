@@ -154,11 +154,11 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
     return "\n".join(lines)
 
 
-Row = tuple[str, int | None, Sequence[float], Callable[[float], str]]
+CostRow = tuple[str, int | None, Sequence[float], Callable[[float], str]]
 """A label, at every how many steps, each rank's figure and how it is written."""
 
 
-def _rows(run: DryRun) -> Iterator[Row | str]:
+def _rows(run: DryRun) -> Iterator[CostRow | str]:
     """Of the table; a text alone is a heading."""
     ranks, every = [_rank(run, cost) for cost in run.ranks], _every(run)
     memory = [r["memory_bytes"] for r in ranks]

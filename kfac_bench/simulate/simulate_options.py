@@ -10,7 +10,7 @@ from kfac_bench.config import RESNETS, TrainConfig, compose
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, simulation_figure, simulation_report, workload
 from kfac_bench.simulate.simulation_report import Training
-from kfac_bench.simulate.sweep import SGD, Cell, Intervals, Variant, sweep, variant
+from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, Variant, sweep, variant
 
 USAGE = """\
 usage: kfac-plan simulate hardware=NAME [world_size=N,N...] [GROUP=NAME | OPTION=VALUE]...
@@ -55,7 +55,7 @@ _MOST = 1 << 17
 
 
 @dataclass(frozen=True)
-class Question:
+class SimulationRequest:
     """What was asked."""
 
     own: dict[str, str]
@@ -103,7 +103,7 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     ]
 
 
-def _heading(asked: Question, machine: str) -> list[str]:
+def _heading(asked: SimulationRequest, machine: str) -> list[str]:
     config, at = asked.config, asked.intervals.at
     each = f"factors every {config.kfac.factor_update_freq}, {config.kfac.method} decompositions "
     each += f"every {config.kfac.update_freq} steps{f' at {at} ranks' if at else ''}"
@@ -115,7 +115,7 @@ def _heading(asked: Question, machine: str) -> list[str]:
     ]
 
 
-def _best(cells: Sequence[Cell]) -> list[str]:
+def _best(cells: Sequence[SimulatedCell]) -> list[str]:
     """Of each world size the fastest variant."""
     kfac = [c for c in cells if c.variant.strategy != SGD]
     if len({c.variant for c in kfac}) < 2:
@@ -127,7 +127,7 @@ def _best(cells: Sequence[Cell]) -> list[str]:
     return ["", "fastest K-FAC: " + ", ".join(f"{n}: {fastest[n]}" for n in ranks)]
 
 
-def _parse(words: Sequence[str], config_dir: Path | None) -> Question:
+def _parse(words: Sequence[str], config_dir: Path | None) -> SimulationRequest:
     own, overrides = dict(_OWN), []
     for word in words:
         name, equals, value = word.partition("=")
@@ -159,7 +159,7 @@ def _parse(words: Sequence[str], config_dir: Path | None) -> Question:
         examples = str(_IMAGENET)
     epochs = [_number(name, own[name]) for name in ("epochs", "kfac_epochs")]
     training = Training(_whole("examples", examples), *epochs) if examples else None
-    return Question(own, config, variants, world_sizes, intervals, training)
+    return SimulationRequest(own, config, variants, world_sizes, intervals, training)
 
 
 def hardware_path(name: str, config_dir: Path | None) -> Path:

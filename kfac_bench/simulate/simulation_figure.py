@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from kfac_bench.report.curves import DASHES, PALETTE, our_look, to_svg
-from kfac_bench.simulate.sweep import Cell, Variant, efficiency
+from kfac_bench.simulate.sweep import SimulatedCell, Variant, efficiency
 
 
-def svg(cells: Sequence[Cell], title: str) -> str:
+def svg(cells: Sequence[SimulatedCell], title: str) -> str:
     """Draw it; equal cells give equal bytes.
 
     Where a strategy stands with three fractions or more, these go to a panel of their own.
@@ -41,7 +41,7 @@ def svg(cells: Sequence[Cell], title: str) -> str:
         return to_svg(figure)
 
 
-def _fractions(cells: Sequence[Cell]) -> list[Cell]:
+def _fractions(cells: Sequence[SimulatedCell]) -> list[SimulatedCell]:
     found = [cell for cell in cells if cell.variant.fraction is not None]
     shares = {strategy: set[Variant]() for strategy in {c.variant.strategy for c in found}}
     for cell in found:
@@ -49,7 +49,7 @@ def _fractions(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in found if len(shares[cell.variant.strategy]) >= 3]
 
 
-def _by_fraction(axes: Axes, cells: Sequence[Cell]) -> None:
+def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
     """What K-FAC adds to a step, against its best fraction; a line for each number of ranks."""
     strategy = cells[0].variant.strategy
     mine = [cell for cell in cells if cell.variant.strategy == strategy]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_bench.simulate.step import Workload
-from kfac_bench.simulate.sweep import SGD, Cell, efficiency
+from kfac_bench.simulate.sweep import SGD, SimulatedCell, efficiency
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Training:
     epochs: float
     kfac_epochs: float
 
-    def solution_s(self, cell: Cell) -> float:
+    def solution_s(self, cell: SimulatedCell) -> float:
         """Seconds to the last epoch."""
         epochs = self.epochs if cell.variant.strategy == SGD else self.kfac_epochs
         return epochs * cell.epoch_s(self.examples)
 
 
-def table(cells: Sequence[Cell], training: Training | None) -> list[str]:
+def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str]:
     """Lines of text: a block for each world size."""
     head = f"{'ranks':>6} {'strategy':24}{'ms/step':>10}{'examples/s':>12}{'efficiency':>11}"
     lines = [head + (f"{'epoch, s':>10}{'to solution':>13}" if training else "")]
@@ -53,7 +53,7 @@ def _duration(seconds: float) -> str:
 
 
 def as_dict(
-    work: Workload, hardware: str, cells: Sequence[Cell], training: Training | None
+    work: Workload, hardware: str, cells: Sequence[SimulatedCell], training: Training | None
 ) -> dict[str, Any]:
     """What the JSON file holds; seconds of the slowest rank, stages each time they run."""
     return {
@@ -66,7 +66,9 @@ def as_dict(
     }
 
 
-def _cell(cells: Sequence[Cell], cell: Cell, training: Training | None) -> dict[str, Any]:
+def _cell(
+    cells: Sequence[SimulatedCell], cell: SimulatedCell, training: Training | None
+) -> dict[str, Any]:
     factors, decompose = cell.intervals
     kfac = cell.variant.strategy != SGD
     found: dict[str, Any] = {

@@ -66,7 +66,7 @@ class Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SimulatedCell:
     """One variant on one number of ranks."""
 
     variant: Variant
@@ -102,7 +102,7 @@ def sweep(
     method: str = "eigen",
     conduct: Conduct | None = None,
     itemsize: int = 4,
-) -> list[Cell]:
+) -> list[SimulatedCell]:
     """Weak scaling: each rank has the workload's examples, whatever the number of ranks.
 
     ``itemsize`` is that of the factors and decompositions.
@@ -115,7 +115,7 @@ def sweep(
             )
             time = step_time(work, world_size, hardware, plan, conduct)
             examples = work.examples * world_size
-            cells.append(Cell(each, world_size, examples, intervals.of(world_size), time))
+            cells.append(SimulatedCell(each, world_size, examples, intervals.of(world_size), time))
     return cells
 
 
@@ -135,7 +135,7 @@ def plan_of(work: Workload, each: Variant, world_size: int, method: str, itemsiz
         raise UsageError(f"world_size={world_size}: {error}") from None
 
 
-def efficiency(cells: Sequence[Cell], cell: Cell) -> float:
+def efficiency(cells: Sequence[SimulatedCell], cell: SimulatedCell) -> float:
     """Throughput per rank, against the same variant's on the fewest ranks."""
     base = min((c for c in cells if c.variant == cell.variant), key=lambda c: c.world_size)
     each = cell.examples_per_s / cell.world_size

@@ -7,7 +7,7 @@ import pytest
 from kfac_bench import cli
 from kfac_bench.benchmark import forked, grid, schema
 from kfac_bench.benchmark.grid import Cell
-from kfac_bench.benchmark.schema import Benchmark, Profile
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import (
@@ -198,7 +198,9 @@ def test_a_cell_fails_with_the_run_that_it_starts_from(tmp_path, started):
 
 def test_what_a_value_stands_for(tmp_path):
     each = {"size": {"big": ["trainer.batch_size=512", "ranks=2"]}}
-    sized = {"smoke": Profile(each={"size": {"small": ["trainer.batch_size=4"]}}, seeds=[7])}
+    sized = {
+        "smoke": BenchmarkProfile(each={"size": {"small": ["trainer.batch_size=4"]}}, seeds=[7])
+    }
     axes = {"size": ["small", "big"]}
     tree = Benchmark("T", axes, ["model=resnet8"], [0, 1], each=each, profiles=sized)
     few, many = grid.cells(tree, str(tmp_path), None, "smoke", ["trainer.max_steps=3"])

@@ -7,7 +7,14 @@ import pytest
 from kfac_bench import cli
 from kfac_bench.benchmark import figure, grid, measures, paper, schema, sheet, suite
 from kfac_bench.benchmark.result import Measured
-from kfac_bench.benchmark.schema import Benchmark, Computed, Figure, Profile, Published, Quantity
+from kfac_bench.benchmark.schema import (
+    Benchmark,
+    BenchmarkProfile,
+    Computed,
+    FigureSpec,
+    Published,
+    Quantity,
+)
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import (
     Evaluated,
@@ -31,7 +38,7 @@ ROW = Benchmark(
         "optimizer": {"SGD": ["kfac=none"]},
         "batch": {"64": ["trainer.batch_size=64"], "256": ["trainer.batch_size=256"]},
     },
-    profiles={"smoke": Profile(axes={"batch": ["64"]}, level=0.5, notes=["smoke: small"])},
+    profiles={"smoke": BenchmarkProfile(axes={"batch": ["64"]}, level=0.5, notes=["smoke: small"])},
     computed=[
         Computed(
             "plan", {"batch": ["256"], "optimizer": ["K-FAC"]}, ["model=resnet8", "examples=2"]
@@ -54,7 +61,7 @@ ROW = Benchmark(
         Published("less", "Table 9", ["optimizer"], {"K-FAC": [20, 60]}),
         Published("hours", "section 3", [], 5),
     ],
-    figure=Figure(["accuracy"], "batch", "optimizer"),
+    figure=FigureSpec(["accuracy"], "batch", "optimizer"),
     notes=["The paper says two things."],
 )
 
@@ -161,7 +168,7 @@ def test_the_table_and_its_files(row):
 
 def test_a_figure_of_lines_and_one_of_nothing(row):
     lines = list(results(row).values())
-    line = Figure(["accuracy"], "batch", "optimizer", lines=True)
+    line = FigureSpec(["accuracy"], "batch", "optimizer", lines=True)
     assert "<svg" in figure.svg(Benchmark(**(vars(ROW) | {"figure": line})), lines)
     assert figure.svg(ROW, [x for x in lines if x.quantity == "less"]) is None
 
@@ -247,10 +254,10 @@ def test_a_real_cell_from_end_to_end(tmp_path, monkeypatch, capsys):
         {"optimizer": ["K-FAC"]},
         ["model=autoencoder", "model.hidden=[8,4]", "logger=none", "trainer.max_steps=2"],
         source="TPDS 2022, nowhere",
-        profiles={"smoke": Profile()},
+        profiles={"smoke": BenchmarkProfile()},
         quantities={"loss": Quantity("final")},
         published=[Published("loss", "nowhere", ["optimizer"], {"K-FAC": 2.0})],
-        figure=Figure(["loss"], "optimizer", "optimizer"),
+        figure=FigureSpec(["loss"], "optimizer", "optimizer"),
     )
     monkeypatch.setattr(schema, "load", lambda name: tree)
     words = ["tiny", "profile=smoke", "trainer.predictions=0", "--runs-dir", str(tmp_path / "t")]

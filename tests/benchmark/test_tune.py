@@ -10,7 +10,7 @@ import yaml
 
 from kfac_bench.benchmark import forked, grid, schema, tune
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.tune import Search, Trial
+from kfac_bench.benchmark.tune import Search, TuningTrial
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.training.run_directory import run_id
@@ -92,8 +92,8 @@ def composed(tmp_path, name, text):
 def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     point = {"task": task, "optimizer": optimizer}
     all_settings = tune.trial_settings(DEMO.tuning, optimizer)
-    trials = [Trial(s, (math.inf, 0.5)) for s in all_settings]
-    trials[4] = Trial(all_settings[4], (1.25, 0.0))
+    trials = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
+    trials[4] = TuningTrial(all_settings[4], (1.25, 0.0))
     search = Search(f"{task}_{optimizer}", point, {100: trials, 101: trials[:4]})
     text = tune.experiment_yaml(DEMO.tuning, search, trials[4], [1.25, math.inf])
     found = composed(tmp_path, "tuned", text)

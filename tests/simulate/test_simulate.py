@@ -20,15 +20,15 @@ from kfac_bench.core.planning.plan import Stage
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.calibrate import Measured, calibrate
+from kfac_bench.simulate.calibrate import StepMeasurement, calibrate
 from kfac_bench.simulate.hardware import Hardware
-from kfac_bench.simulate.network import Link, Network
+from kfac_bench.simulate.network import Network, NetworkLink
 from kfac_bench.simulate.rates import Rates, interpolate
 from kfac_bench.simulate.step import Conduct, Workload, op_seconds, step_time
 from kfac_bench.simulate.sweep import Intervals, Variant, plan_of, sweep, variant
 
 ALPHA, BETA = 1e-5, 1e9
-SLOW = Link(ALPHA, BETA)
+SLOW = NetworkLink(ALPHA, BETA)
 RING = Network(1, SLOW, SLOW, "ring")
 RATES = Rates({"default": 1e12}, 1e12, 1e12, {1024: 0.1}, {1024: 0.02})
 MACHINE = Hardware("made up", RING, RATES)
@@ -64,12 +64,12 @@ def test_the_better_of_both_and_nothing_for_one_rank():
 
 
 def test_links_inside_nodes_and_their_share_between_them():
-    network = Network(4, Link(1e-6, 1e11), Link(1e-5, 1e10), "ring")
-    assert network.link(range(4)) == Link(1e-6, 1e11)
-    assert network.link([4, 5]) == Link(1e-6, 1e11)
-    assert network.link(range(8)) == Link(1e-5, 1e10)
-    assert network.link([3, 4]) == Link(1e-5, 1e10 / 4)  # one of four ranks of each node
-    assert network.link(range(0, 16, 2)) == Link(1e-5, 1e10 / 2)
+    network = Network(4, NetworkLink(1e-6, 1e11), NetworkLink(1e-5, 1e10), "ring")
+    assert network.link(range(4)) == NetworkLink(1e-6, 1e11)
+    assert network.link([4, 5]) == NetworkLink(1e-6, 1e11)
+    assert network.link(range(8)) == NetworkLink(1e-5, 1e10)
+    assert network.link([3, 4]) == NetworkLink(1e-5, 1e10 / 4)  # one of four ranks of each node
+    assert network.link(range(0, 16, 2)) == NetworkLink(1e-5, 1e10 / 2)
 
 
 def test_a_coordinator_hears_of_each_tensor_from_each_rank():
@@ -172,7 +172,7 @@ def test_what_the_papers_code_sends():
     what=st.sampled_from(["bandwidth", "latency", "products", "eigen", "overlap", "coordination"]),
 )
 def test_nothing_gets_slower_by_faster_hardware(strategy, world, algorithm, faster, what):
-    link = Link(1e-4, 1e7)
+    link = NetworkLink(1e-4, 1e7)
     slow = Hardware("slow", Network(2, link, link, algorithm, 1e-5), RATES)
     net, rates = slow.network, slow.rates
     if what == "bandwidth":
@@ -231,7 +231,7 @@ def test_calibration_finds_the_rates_it_was_made_from():
     plan = plan_of(work, Variant("comm_opt"), 8, "eigen")
     time = step_time(work, 8, true, plan, papers)
     kfac = {k: time.average_s(k / 10, k) for k in (100, 500, 1000)}
-    found = Measured(8, time.sgd_s, kfac, (2, 16, few / many))
+    found = StepMeasurement(8, time.sgd_s, kfac, (2, 16, few / many))
     blank = replace(
         true,
         network=RING,

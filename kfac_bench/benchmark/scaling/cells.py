@@ -24,7 +24,7 @@ MOST_S = 3600
 
 
 @dataclass(frozen=True)
-class Cell:
+class ScalingRun:
     """One round of one strategy on one number of ranks: one run of kfac-train."""
 
     variant: Variant
@@ -69,7 +69,7 @@ def cells(
     rounds: int,
     steps: int | None,
     runs_dir: str,
-) -> list[Cell]:
+) -> list[ScalingRun]:
     """Every strategy on every number of ranks, SGD beside them, in rounds.
 
     Rounds are the outer loop: a slow minute of the machine slows all of them. ``weak``: the
@@ -79,14 +79,17 @@ def cells(
     window = steps or base.kfac.update_freq
     fixed = [
         *overrides,
-        *(
-            "trainer.target=null",
-            "trainer.max_epochs=null",
-            f"trainer.max_steps={WINDOWS * window}",
-        ),
-        *(f"trainer.log_freq={window}", f"trainer.eval_freq={WINDOWS * window}"),
-        *("trainer.predictions=0", f"trainer.checkpoint_freq={WINDOWS * window}"),
-        *("trainer.pin=true", "trainer.time_stages=true", "logger=none", f"runs_dir={runs_dir}"),
+        "trainer.target=null",
+        "trainer.max_epochs=null",
+        f"trainer.max_steps={WINDOWS * window}",
+        f"trainer.log_freq={window}",
+        f"trainer.eval_freq={WINDOWS * window}",
+        "trainer.predictions=0",
+        f"trainer.checkpoint_freq={WINDOWS * window}",
+        "trainer.pin=true",
+        "trainer.time_stages=true",
+        "logger=none",
+        f"runs_dir={runs_dir}",
     ]
     if base.trainer.threads is None:
         fixed.append("trainer.threads=1")
@@ -102,7 +105,7 @@ def cells(
 
 def _cell(
     variant: Variant, world_size: int, number: int, overrides: tuple[str, ...], runs_dir: str
-) -> Cell:
+) -> ScalingRun:
     config = compose.load(overrides)
     if config.trainer.batch_size < world_size:
         raise UsageError(
@@ -111,7 +114,9 @@ def _cell(
         )
     digest = hashlib.sha256(repr((world_size, overrides)).encode()).hexdigest()[:8]
     name = f"{variant.label.replace('/', '_').replace('@', '-')}-{world_size}-{number}-{digest}"
-    return Cell(variant, world_size, number, (*overrides, f"run_id={name}"), Path(runs_dir) / name)
+    return ScalingRun(
+        variant, world_size, number, (*overrides, f"run_id={name}"), Path(runs_dir) / name
+    )
 
 
 def _kfac(variant: Variant) -> tuple[str, ...]:
@@ -119,12 +124,14 @@ def _kfac(variant: Variant) -> tuple[str, ...]:
         return ("kfac=none", "kfac.enabled=false")
     share = "null" if variant.fraction is None else f"{variant.fraction:g}"
     return (
-        *(f"kfac={variant.strategy}", "kfac.enabled=true", f"kfac.strategy={variant.strategy}"),
+        f"kfac={variant.strategy}",
+        "kfac.enabled=true",
+        f"kfac.strategy={variant.strategy}",
         f"kfac.grad_worker_fraction={share}",
     )
 
 
-def run(todo: Sequence[Cell], say: Callable[[str], None]) -> int:
+def run(todo: Sequence[ScalingRun], say: Callable[[str], None]) -> int:
     """Run the cells on this machine, one after the other; how many failed. Ended ones are skipped.
 
     A run that was broken off goes on where its checkpoint was.
@@ -148,7 +155,7 @@ def run(todo: Sequence[Cell], say: Callable[[str], None]) -> int:
     return failed
 
 
-def _run(cell: Cell) -> str:
+def _run(cell: ScalingRun) -> str:
     """Run it; what went wrong."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     try:

@@ -34,7 +34,7 @@ EVERY = {
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One strategy on one number of ranks: medians over rounds; seconds are those of a step."""
 
     task: str
@@ -72,7 +72,7 @@ class Point:
         return max(0.0, self.step_s - sum(self.stages_s.values()))
 
 
-def efficiency(points: Sequence[Point], point: Point) -> float:
+def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
     """Scaling efficiency E(n) = (X(n) / n) / (X(b) / b); NaN without a base on fewer ranks.
 
     X(n) are examples per second of all ranks on n of them, b is the smallest number of ranks on
@@ -85,7 +85,7 @@ def efficiency(points: Sequence[Point], point: Point) -> float:
     return point.examples_per_s / point.world_size / each if each > 0 else math.nan
 
 
-def measure(runs: Iterable[Run]) -> list[Point]:
+def measure(runs: Iterable[Run]) -> list[ScalingPoint]:
     """A point for all runs of one task, strategy with its intervals, number of ranks and batch.
 
     Runs with less than two windows of Trained events say nothing of a step: they are left out.
@@ -113,7 +113,7 @@ def _has_kfac(run: Run) -> bool:
     return bool(option(run.started.config, "kfac", "enabled"))
 
 
-def _point(runs: Sequence[Run]) -> Point:
+def _point(runs: Sequence[Run]) -> ScalingPoint:
     windows = [_windows(run) for run in runs]
     steps = [[after.step - before.step for before, after in found] for found in windows]
     each_s = [
@@ -126,7 +126,7 @@ def _point(runs: Sequence[Run]) -> Point:
     for stage in every:
         means = [_stage_s(found, taken, stage) for found, taken in zip(windows, steps, strict=True)]
         stages[stage] = statistics.median(means)
-    return Point(
+    return ScalingPoint(
         _task(one),
         strategy(one),
         _world_size(one),

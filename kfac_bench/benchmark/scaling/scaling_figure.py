@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from kfac_bench.benchmark.scaling.measured import STAGES, Point, efficiency
+from kfac_bench.benchmark.scaling.measured import STAGES, ScalingPoint, efficiency
 from kfac_bench.report.curves import DASHES, INK, PALETTE, our_look, to_svg
 
 REST = "#c3cad2"
@@ -19,7 +19,7 @@ Simulated = Mapping[str, Mapping[int, float]]
 """Efficiency by strategy and number of ranks."""
 
 
-def svg(points: Sequence[Point], title: str, simulated: Simulated, where: str) -> str:
+def svg(points: Sequence[ScalingPoint], title: str, simulated: Simulated, where: str) -> str:
     """Draw it; equal points give equal bytes. ``where`` is simulated: drawn dashed."""
     with our_look():
         width = 4.8 + max(4.0, 0.62 * len(points) + 1.6)
@@ -33,7 +33,7 @@ def svg(points: Sequence[Point], title: str, simulated: Simulated, where: str) -
         return to_svg(figure)
 
 
-def _bars(axes: Axes, points: Sequence[Point]) -> None:
+def _bars(axes: Axes, points: Sequence[ScalingPoint]) -> None:
     places = _places(points)
     bottom = [1e3 * p.rest_s for p in points]
     axes.bar(places, bottom, 0.8, color=REST, label="all but K-FAC")
@@ -60,7 +60,7 @@ def _bars(axes: Axes, points: Sequence[Point]) -> None:
     axes.grid(axis="x", visible=False)
 
 
-def _places(points: Sequence[Point]) -> list[float]:
+def _places(points: Sequence[ScalingPoint]) -> list[float]:
     """A gap where the strategy changes."""
     places: list[float] = []
     for i, p in enumerate(points):
@@ -69,7 +69,7 @@ def _places(points: Sequence[Point]) -> list[float]:
     return places
 
 
-def _lines(axes: Axes, points: Sequence[Point], simulated: Simulated, where: str) -> None:
+def _lines(axes: Axes, points: Sequence[ScalingPoint], simulated: Simulated, where: str) -> None:
     for i, name in enumerate(dict.fromkeys(p.strategy for p in points)):
         mine = [p for p in points if p.strategy == name]
         ranks = [p.world_size for p in mine]

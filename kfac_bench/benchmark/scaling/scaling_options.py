@@ -10,7 +10,7 @@ from pathlib import Path
 from kfac_bench import report
 from kfac_bench.benchmark import slurm_submit
 from kfac_bench.benchmark.scaling import cells, scaling_figure
-from kfac_bench.benchmark.scaling.cells import Cell
+from kfac_bench.benchmark.scaling.cells import ScalingRun
 from kfac_bench.benchmark.scaling.measured import measure
 from kfac_bench.benchmark.scaling.scaling_tables import scaling_table, stage_table
 from kfac_bench.config import compose
@@ -60,7 +60,7 @@ _MOST_RANKS, _MOST_ROUNDS, _MOST_STEPS = 4096, 100, 1_000_000
 
 
 @dataclass(frozen=True)
-class Question:
+class ScalingRequest:
     """What was asked."""
 
     words: Sequence[str]
@@ -68,7 +68,7 @@ class Question:
     overrides: list[str]
     variants: list[Variant]
     world_sizes: list[int]
-    cells: list[Cell]
+    cells: list[ScalingRun]
     machine: Hardware | None
     """To be simulated."""
 
@@ -92,7 +92,9 @@ def scaling(words: Sequence[str], say: Callable[[str], None]) -> int:
     return 1 if failed else 0
 
 
-def _write(asked: Question, runs: Sequence[Run], lacking: int, say: Callable[[str], None]) -> None:
+def _write(
+    asked: ScalingRequest, runs: Sequence[Run], lacking: int, say: Callable[[str], None]
+) -> None:
     """Tables, Markdown, the figure and the page."""
     found = [scaling_table(runs), stage_table(runs)]
     if lacking:
@@ -120,7 +122,7 @@ def _write(asked: Question, runs: Sequence[Run], lacking: int, say: Callable[[st
     say(str(page))
 
 
-def _simulated(asked: Question, machine: Hardware) -> scaling_figure.Simulated:
+def _simulated(asked: ScalingRequest, machine: Hardware) -> scaling_figure.Simulated:
     """Efficiencies of the same steps on a model of the machine."""
     from kfac_bench.simulate import workload  # torch
 
@@ -142,7 +144,7 @@ def _simulated(asked: Question, machine: Hardware) -> scaling_figure.Simulated:
     return out
 
 
-def _submit(asked: Question, say: Callable[[str], None]) -> None:
+def _submit(asked: ScalingRequest, say: Callable[[str], None]) -> None:
     """A job for each run that has not ended; the last of each world size writes the results."""
     again = [w for w in asked.words if not w.startswith("launcher=")]
     entry = "from kfac_bench.cli import bench; bench()"
@@ -157,7 +159,7 @@ def _submit(asked: Question, say: Callable[[str], None]) -> None:
             say(f"{world_size} ranks: jobs {jobs[0]} to {jobs[-1]}, the last writes the results")
 
 
-def _parse(words: Sequence[str]) -> Question:
+def _parse(words: Sequence[str]) -> ScalingRequest:
     own, overrides = dict(_OWN), []
     for word in words:
         name, equals, value = word.partition("=")
@@ -186,7 +188,7 @@ def _parse(words: Sequence[str]) -> Question:
         steps=_whole("steps", own["steps"], _MOST_STEPS) if own["steps"] else None,
         runs_dir=own["runs_dir"],
     )
-    return Question(
+    return ScalingRequest(
         words, own, overrides, variants, list(dict.fromkeys(sizes)), made, _machine(own["hardware"])
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from kfac_bench.benchmark.scaling.measured import STAGES, Point, efficiency, measure
+from kfac_bench.benchmark.scaling.measured import STAGES, ScalingPoint, efficiency, measure
 from kfac_bench.record.runs import Run
-from kfac_bench.report.tables import Table, Value
+from kfac_bench.report.tables import DASH, Table, Value
 
 
 def tables(runs: Iterable[Run]) -> list[Table]:
@@ -31,56 +31,52 @@ def stage_table(runs: Iterable[Run]) -> Table:
     return _stages(measure(runs))
 
 
-def _scaling(points: Sequence[Point]) -> Table:
-    rows: list[Sequence[Value]] = []
-    for p in points:
-        rows.append(
-            (
-                *((p.task,) if _several_tasks(points) else ()),
-                p.strategy,
-                p.world_size,
-                p.batch_size,
-                1e3 * p.step_s,
-                f"{1e3 * p.low_s:.4g} \u2013 {1e3 * p.high_s:.4g}",
-                p.examples_per_s,
-                _percent(efficiency(points, p)),
-                _over_first_order(points, p),
-                p.payload_bytes / 1e6 if p.stages_s else None,
-            )
-        )
+def _scaling(points: Sequence[ScalingPoint]) -> Table:
     columns = (
-        *(("task",) if _several_tasks(points) else ()),
-        *("strategy", "ranks", "batch", "ms/step", "range", "examples/s", "efficiency, %"),
-        *("x without K-FAC", "payload, MB"),
+        "task",
+        "strategy",
+        "ranks",
+        "batch",
+        "ms/step",
+        "range",
+        "examples/s",
+        "efficiency, %",
+        "x without K-FAC",
+        "payload, MB",
     )
+    rows: list[Sequence[Value]] = [
+        (
+            p.task,
+            p.strategy,
+            p.world_size,
+            p.batch_size,
+            1e3 * p.step_s,
+            f"{1e3 * p.low_s:.4g} {DASH} {1e3 * p.high_s:.4g}",
+            p.examples_per_s,
+            _percent(efficiency(points, p)),
+            _over_first_order(points, p),
+            p.payload_bytes / 1e6 if p.stages_s else None,
+        )
+        for p in points
+    ]
     notes = [
         "efficiency: of a rank, against the fewest ranks of the same strategy",
         "x without K-FAC: the step against the optimizer's alone",
         "payload: of K-FAC's messages, mean of a step",
         *_notes(points),
     ]
-    return Table(f"Scaling, measured{_of(points)}", columns, rows, notes)
+    return _table("Scaling, measured", points, columns, rows, notes)
 
 
-def _stages(points: Sequence[Point]) -> Table:
-    rows: list[Sequence[Value]] = []
+def _stages(points: Sequence[ScalingPoint]) -> Table:
     kfac = [p for p in points if p.stages_s]
+    columns = ("task", "strategy", "ranks", *STAGES, "mean of a step", "steps between")
+    rows: list[Sequence[Value]] = []
     for p in kfac:
-        often = sorted(set(p.every.values()))
-        rows.append(
-            (
-                *((p.task,) if _several_tasks(kfac) else ()),
-                p.strategy,
-                p.world_size,
-                *(1e3 * p.stages_s[stage] * p.every[stage] for stage in STAGES),
-                1e3 * sum(p.stages_s.values()),
-                " / ".join(map(str, often)),
-            )
-        )
-    columns = (
-        *(("task",) if _several_tasks(kfac) else ()),
-        *("strategy", "ranks", *STAGES, "mean of a step", "steps between"),
-    )
+        stages_ms = [1e3 * p.stages_s[stage] * p.every[stage] for stage in STAGES]
+        mean_ms = 1e3 * sum(p.stages_s.values())
+        intervals = " / ".join(map(str, sorted(set(p.every.values()))))
+        rows.append((p.task, p.strategy, p.world_size, *stages_ms, mean_ms, intervals))
     notes = [
         "milliseconds each time the stage runs, but for the mean of a step; mean of the ranks; "
         "waiting for a message is in the stage that sends it",
@@ -88,10 +84,25 @@ def _stages(points: Sequence[Point]) -> Table:
         *_parts_of_intervals(kfac),
         *_notes(kfac),
     ]
-    return Table(f"Stages of a K-FAC step, measured{_of(kfac)}", columns, rows, notes)
+    return _table("Stages of a K-FAC step, measured", kfac, columns, rows, notes)
 
 
-def _shares(points: Sequence[Point]) -> list[str]:
+def _table(
+    title: str,
+    points: Sequence[ScalingPoint],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Value]],
+    notes: Sequence[str],
+) -> Table:
+    """Return the table. One task stands in the title; several tasks keep the first column."""
+    tasks = list(dict.fromkeys(p.task for p in points))
+    if len(tasks) > 1:
+        return Table(title, columns, rows, notes)
+    title += "".join(f": {task}" for task in tasks)
+    return Table(title, columns[1:], [row[1:] for row in rows], notes)
+
+
+def _shares(points: Sequence[ScalingPoint]) -> list[str]:
     """The paper's one number of Fig. 7, where both its strategies were measured on many ranks."""
     found = []
     for p in (p for p in points if p.strategy == "comm_opt" and p.world_size > 1):
@@ -107,7 +118,7 @@ def _shares(points: Sequence[Point]) -> list[str]:
     return found
 
 
-def _parts_of_intervals(points: Sequence[Point]) -> list[str]:
+def _parts_of_intervals(points: Sequence[ScalingPoint]) -> list[str]:
     odd = [p for p in points if p.steps % (p.rounds * math.lcm(*p.every.values()))]
     if not odd:
         return []
@@ -115,7 +126,7 @@ def _parts_of_intervals(points: Sequence[Point]) -> list[str]:
     return [f"not measured over whole intervals: {which}; rare stages are over or under"]
 
 
-def _notes(points: Sequence[Point]) -> list[str]:
+def _notes(points: Sequence[ScalingPoint]) -> list[str]:
     notes = []
     if points:
         rounds = sorted({p.rounds for p in points})
@@ -132,7 +143,7 @@ def _notes(points: Sequence[Point]) -> list[str]:
     return notes
 
 
-def _over_first_order(points: Sequence[Point], point: Point) -> float | None:
+def _over_first_order(points: Sequence[ScalingPoint], point: ScalingPoint) -> float | None:
     """How many steps without K-FAC, on as many ranks and with the same batch, one of this takes."""
     key = (point.task, point.world_size, point.batch_size)
     bare = [p for p in points if not p.every and (p.task, p.world_size, p.batch_size) == key]
@@ -141,11 +152,3 @@ def _over_first_order(points: Sequence[Point], point: Point) -> float | None:
 
 def _percent(value: float) -> float | None:
     return None if math.isnan(value) else 100 * value
-
-
-def _several_tasks(points: Sequence[Point]) -> bool:
-    return len({p.task for p in points}) > 1
-
-
-def _of(points: Sequence[Point]) -> str:
-    return "" if _several_tasks(points) or not points else f": {points[0].task}"
