@@ -1,1 +1,1 @@
-"""Readers for real data layouts, and the order in which examples are seen."""
+"""Readers of published data layouts, and the order in which a run sees the examples."""

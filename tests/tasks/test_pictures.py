@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from kfac_bench.data.base.dataset import UNKNOWN, Looks, TensorData
+from kfac_bench.data.base.dataset import UNKNOWN, Looks
+from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import cifar10, imagefolder
 from kfac_bench.tasks import pictures, segmentation
@@ -36,7 +37,7 @@ def pixels(*shape, seed=0):
 def test_what_normalises_images_is_undone_to_the_very_pixel():
     stored = torch.from_numpy(pixels(4, 3, 5, 6))
     split = (stored, torch.zeros(4, dtype=torch.int64))
-    data = TensorData("x", split, split, 10, mean=cifar10.MEAN, std=cifar10.STD)
+    data = LabelledImages("x", split, split, 10, mean=cifar10.MEAN, std=cifar10.STD)
     [(images, _)] = map(data.prepare, data.evaluate(4, Shard()))
     for shown, original in zip(images, stored, strict=True):
         assert (pictures.to_rgb(shown, data.looks) == original.permute(1, 2, 0).numpy()).all()

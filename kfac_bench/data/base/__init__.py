@@ -1,1 +1,1 @@
-"""What the trainer asks of every dataset: batches, their order, and processes that read ahead."""
+"""The interface of every dataset: batches, their order, and processes that read ahead."""

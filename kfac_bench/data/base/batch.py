@@ -1,4 +1,8 @@
-"""Examples that go through a model together, whatever they are made of."""
+"""A batch: examples that go through a model together.
+
+The functions here count, split and move batches. They work for every task, because they look only
+at tensors, lists, tuples and dictionaries.
+"""
 
 from collections.abc import Callable
 from operator import itemgetter
@@ -8,18 +12,19 @@ import torch
 from torch import Tensor
 
 Batch = tuple[Any, ...]
-"""Inputs, then targets. Examples come first: a tensor's first dimension and a list's items are
-the n examples; tuples and dictionaries hold such things.
+"""The inputs, then the targets of n examples.
 
-Images of one size are [n, C, H, W], float32 for a model, perhaps uint8 before `Data.prepare`; their
-targets are int64 labels [n], or uint8 masks
-[n, 1, H, W] of 0 and 1, in evaluation followed by int64 [n], the number of the volume that each
-image is a slice of.
+The first dimension of a tensor counts the examples; so do the items of a list. Tuples and
+dictionaries contain tensors and lists.
+
+Images of one size are [n, C, H, W]. A model gets them as float32; before `Data.prepare` they may
+be uint8. Their targets are int64 labels [n], or uint8 masks [n, 1, H, W] of 0 and 1. In evaluation
+the masks are followed by int64 [n], the number of the volume that each image belongs to.
 """
 
 
 def size(batch: Any) -> int:
-    """How many examples there are; may be none."""
+    """Return the number of examples, which may be 0."""
     if isinstance(batch, Tensor | list):
         return len(batch)
     parts = batch.values() if isinstance(batch, dict) else batch
@@ -27,20 +32,23 @@ def size(batch: Any) -> int:
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
-    """Consecutive parts whose sizes differ by one at most; some are empty if examples are few."""
+    """Split a batch into consecutive parts, whose sizes differ by at most one.
+
+    Some parts are empty if there are fewer examples than parts.
+    """
     n = size(batch)
     cuts = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
     return [_map(batch, itemgetter(cut), on_lists=True) for cut in cuts]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """All tensors there; without waiting, where they come from pinned memory."""
+    """Move all tensors to the device. Copies from pinned memory do not block."""
     moved: Batch = _map(batch, lambda x: x.to(device, non_blocking=True))
     return moved
 
 
 def channels_last(batch: Batch) -> Batch:
-    """Images of one size with their channels innermost in memory; all else as it is."""
+    """Store images of one size with the channels innermost; leave all other inputs unchanged."""
     images = batch[0]
     if isinstance(images, Tensor) and images.ndim == 4:
         return images.contiguous(memory_format=torch.channels_last), *batch[1:]
@@ -48,7 +56,7 @@ def channels_last(batch: Batch) -> Batch:
 
 
 def _map(x: Any, function: Callable[[Any], Any], on_lists: bool = False) -> Any:
-    """``function`` of each tensor, or of tensors and lists as a whole."""
+    """Apply `function` to each tensor and, if `on_lists`, to each list as a whole."""
     if isinstance(x, Tensor) or (on_lists and isinstance(x, list)):
         return function(x)
     if isinstance(x, dict):

@@ -1,20 +1,35 @@
-"""Examples that fit in memory, of tensors of any kind."""
+"""Datasets that fit in memory: `InMemory` for tensors of any kind, `LabelledImages` for images."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import UNKNOWN, Data, Looks
-from kfac_bench.data.base.order import Shard, eval_indices
+from kfac_bench.data.base.normalize import Normalize
+from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults
+
+DRAWS = 3
+"""Random numbers that `augment` gets for each example."""
 
 
 class InMemory(Data):
-    """`train` and `evaluation` are tensors [N, ...] each; a batch is those of its examples.
+    """A dataset held in tensors. A batch has the rows of each tensor that belong to its examples.
 
-    `shape` is that of one input as a model takes it: what `prepare` makes of a batch, on its
-    device.
+    Args:
+        name: The dataset's name in the configuration.
+        train: Tensors [N, ...] of the training set.
+        evaluation: Tensors [N, ...] of the evaluation set.
+        shape: Shape of one input of the model, after `prepare`.
+        num_classes: See `Data`.
+        prepare: Makes the model's inputs and targets of a batch, on the batch's device. By default
+            the first tensor is the input and the second one the target.
+        augment: Changes the first tensor [n, ...] of a training batch at random, and keeps its
+            shape and dtype. Its second argument [n, DRAWS] are float64 random numbers in [0, 1).
+            They depend only on (seed, epoch, index of the example).
+        looks: How to show the images, if the dataset has images.
     """
 
     def __init__(
@@ -25,24 +40,84 @@ class InMemory(Data):
         *,
         shape: tuple[int, ...],
         num_classes: int,
-        prepare: Callable[[Batch], Batch],
+        prepare: Callable[[Batch], Batch] | None = None,
+        augment: Callable[[Tensor, Tensor], Tensor] | None = None,
         looks: Looks = UNKNOWN,
     ) -> None:
         self.name, self.shape, self.num_classes = name, shape, num_classes
         self.train_size, self.eval_size = len(train[0]), len(evaluation[0])
         self.faults = Faults()
         self.looks = looks
-        self._train, self._evaluation, self._prepare = train, evaluation, prepare
+        self._train, self._evaluation = train, evaluation
+        self._prepare, self._augment = prepare, augment
 
     def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
-        """Yield examples as they are stored."""
-        return (tuple(x[i] for x in self._train) for i in indices)
+        """Yield batches, augmented if the dataset has an augmentation."""
+        augment = self._augment
+        if augment is None:
+            return (_rows(self._train, i) for i in indices)
+        # Draws of the whole epoch: an example gets the same numbers in a batch of any size.
+        shape = (self.train_size, DRAWS)
+        draws = torch.rand(shape, dtype=torch.float64, generator=keyed_generator(*key, 0))
+        inputs, *targets = self._train
+        return ((augment(inputs[i], draws[i]), *_rows(targets, i)) for i in indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
-        """Yield this rank's evaluation batches; see Data.evaluate."""
+        """Yield this rank's evaluation batches, never augmented; see `Data.evaluate`."""
         batches = eval_indices(self.eval_size, batch_size, shard)
-        return (tuple(x[indices] for x in self._evaluation) for indices in batches)
+        return (_rows(self._evaluation, i) for i in batches)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Make of a batch what a model and its task take."""
-        return self._prepare(batch)
+        """Make the inputs and targets of the model; see `Data.prepare`."""
+        return batch if self._prepare is None else self._prepare(batch)
+
+
+def _rows(tensors: Sequence[Tensor], indices: Tensor) -> Batch:
+    return tuple(x[indices] for x in tensors)
+
+
+class LabelledImages(InMemory):
+    """Images in memory with one label each; `prepare` normalizes the images.
+
+    Args:
+        name: The dataset's name in the configuration.
+        train: Images [N, C, H, W], uint8 (0 to 255) or float, and int64 labels [N].
+        evaluation: The same for evaluation.
+        num_classes: Number of classes.
+        mean: Mean of each channel; None leaves the pixels as they are. See `Normalize`.
+        std: Standard deviation of each channel; None leaves the pixels as they are.
+        classes: Names of the labels, for people.
+        augment: See `InMemory`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        train: tuple[Tensor, Tensor],
+        evaluation: tuple[Tensor, Tensor],
+        num_classes: int,
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        classes: Sequence[str] = (),
+        augment: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        for images, labels in (train, evaluation):
+            if images.ndim != 4 or labels.shape != images.shape[:1]:
+                raise ValueError(
+                    "images must be [N, C, H, W] and labels [N], "
+                    f"got {list(images.shape)} and {list(labels.shape)}"
+                )
+        channels, height, width = train[0].shape[1:]
+        looks = Looks(mean or [0.0] * channels, std or [1.0] * channels, classes)
+        normalize = Normalize(looks.mean, looks.std)
+        super().__init__(
+            name,
+            train,
+            evaluation,
+            shape=(channels, height, width),
+            num_classes=num_classes,
+            prepare=lambda batch: (normalize(batch[0]), *batch[1:]),
+            augment=augment,
+            looks=looks,
+        )

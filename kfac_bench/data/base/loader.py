@@ -1,8 +1,9 @@
-"""Samples read from files by worker processes, in the order of given indices.
+"""Batches of samples that worker processes read from files, in the order of given indices.
 
-Batch systems signal every process of a job step, terminals a whole group. Whether a run ends is its
-rank's to decide, which saves first and needs the workers until then: so they hear of no signal but
-their own process's.
+Batch systems send a signal to every process of a job step; a terminal sends Ctrl-C to the whole
+process group. The main process of a rank reacts to such a signal: it saves a checkpoint, for which
+it still needs its workers, and then ends. So workers ignore signals from everybody except their
+own main process.
 """
 
 import multiprocessing
@@ -23,7 +24,7 @@ from kfac_bench.data.base.unreadable import Faults, Unreadable
 _NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 Sample = tuple[Any, ...] | Unreadable
-"""Tensors or numbers of one example."""
+"""Tensors or numbers of one example, or the reason why it cannot be read."""
 
 
 def load_batches(
@@ -34,11 +35,18 @@ def load_batches(
     faults: Faults,
     stack: Callable[[list[Any]], Batch] = default_collate,
 ) -> Iterator[Batch]:
-    """Yield a batch of `samples` per tensor of indices; `workers` processes read ahead (0: none).
+    """Yield one batch of `samples` for each tensor of indices.
 
-    `empty` is the batch of no indices, `stack` makes one of a list of samples. Batches do not
-    depend on `workers`. Global random state is neither read nor changed. A sample that is
-    Unreadable is noted in `faults`, which raises UsageError or lets the batch go on without it.
+    Batches do not depend on `workers`. Global random state is neither read nor changed. Unreadable
+    samples go to `faults`, which raises UsageError or lets the batch continue without them.
+
+    Args:
+        samples: Map from an index to a sample.
+        indices: Indices of the samples of each batch.
+        workers: Number of processes that read ahead; 0 reads in this process.
+        empty: The batch to yield where no sample is left.
+        faults: Collects the unreadable samples.
+        stack: Makes a batch of a list of samples.
     """
     loader: DataLoader[Any] = DataLoader(
         samples,
@@ -46,26 +54,31 @@ def load_batches(
         num_workers=workers,
         collate_fn=partial(_collate, stack),
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # or the loader draws its workers' seed from global state
+        # Without a generator the loader would draw its workers' seed from the global state.
+        generator=torch.Generator(),
         worker_init_fn=_obey_the_parent,
     )
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)  # as workers begin, too
+    # Workers start inside iter() and inherit the blocked signals. Blocking them only in the worker
+    # itself would leave a gap in which a signal could end it.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
     try:
         batches = iter(loader)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     for batch, bad in batches:
         for fault in bad:
             faults.add(fault)
-        yield empty if batch is None else tuple(batch)  # pinning makes a list of it
+        # Pinning turns the tuple into a list.
+        yield empty if batch is None else tuple(batch)
 
 
 def _obey_the_parent(worker: int) -> None:
-    """In a worker: let these signals wait, but end when the process that reads terminates it.
+    """Block signals in a worker, but end on SIGTERM from the main process.
 
-    That is how the loader ends a worker that hangs.
+    The DataLoader sends SIGTERM to a worker that hangs.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)  # a fork was born with this
+    # A forked worker inherits the blocked signals; a spawned one must block them here.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
     reader = multiprocessing.parent_process()
     assert reader is not None
 

@@ -1,4 +1,7 @@
-"""Which example is seen when: a pure function of (seed, epoch, rank, world size)."""
+"""The order in which a run sees its examples: a pure function of (seed, epoch, rank, world size).
+
+Every dataset takes its indices from here. Nothing in this file reads data.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from kfac_bench.errors import UsageError
 
 @dataclass(frozen=True)
 class Shard:
-    """One process among those that share the data: 0 <= rank < world_size."""
+    """The part of the data that one process reads: part `rank` of `world_size` equal parts."""
 
     rank: int = 0
     world_size: int = 1
@@ -23,17 +26,18 @@ class Shard:
 
 
 def mixed_seed(*key: int) -> int:
-    """Hash a tuple of integers into a non-negative 63-bit seed; neighbouring keys are unrelated.
+    """Hash a tuple of integers into a non-negative 63-bit seed.
 
-    torch's CPU generator looks only at the low 32 bits of a seed and gives similar seeds no
-    guarantee, so `seed + epoch` would make run (1, 0) repeat run (0, 1): hash instead.
+    Seeds of neighbouring keys are unrelated. With `seed + epoch` instead of a hash, the run
+    (seed 1, epoch 0) would repeat the run (seed 0, epoch 1). torch's CPU generator uses only the
+    low 32 bits of a seed, and promises nothing for seeds that are close to each other.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def keyed_generator(*key: int) -> torch.Generator:
-    """Return a fresh CPU generator whose stream depends on nothing but `key`."""
+    """Return a new CPU generator whose random numbers depend on `key` alone."""
     return torch.Generator().manual_seed(mixed_seed(*key))
 
 
@@ -43,9 +47,12 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
 
 
 def steps_per_epoch(size: int, batch_size: int, drop_last: bool = True) -> int:
-    """Return the number of global batches in `size` examples; of whole ones, if `drop_last`.
+    """Return the number of global batches in `size` examples.
 
-    Raises UsageError if that leaves none.
+    With `drop_last` only full batches count.
+
+    Raises:
+        UsageError: `batch_size` is below 1, or `drop_last` leaves no batch.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, got {batch_size}")
@@ -53,8 +60,8 @@ def steps_per_epoch(size: int, batch_size: int, drop_last: bool = True) -> int:
         return -(-size // batch_size)
     if size < batch_size:
         raise UsageError(
-            f"batch_size {batch_size} is larger than the training set of {size} examples: "
-            "choose a smaller batch_size"
+            f"batch_size {batch_size} is larger than the training set of {size} examples. "
+            "Choose a smaller batch_size"
         )
     return size // batch_size
 
@@ -68,19 +75,22 @@ def train_indices(
     shard: Shard,
     drop_last: bool = True,
 ) -> Iterator[Tensor]:
-    """Yield this rank's int64 indices for steps start, start+1, ...
+    """Yield the int64 indices of this rank for the steps start, start+1, ...
 
-    `batch_size` is global: rank r takes the r-th consecutive part of each global batch, so the
-    union over ranks is the same batch for every world size. Parts differ by one example at most;
-    one of an epoch's last batch, smaller unless `drop_last` leaves it out, may be empty.
-    Raises UsageError (at the call, not at the first batch) if there are more ranks than examples
-    in a batch, or if the batch is larger than the data.
+    `batch_size` is global: rank r takes the r-th consecutive part of each global batch. So all
+    ranks together see the same batch for every world size. The parts differ by at most one
+    example. Without `drop_last` the last batch of an epoch may be smaller, and a rank's part of
+    it may be empty.
+
+    Raises:
+        UsageError: A batch has fewer examples than there are ranks, or is larger than the
+            dataset. The call itself raises, not the first batch.
     """
     steps = steps_per_epoch(size, batch_size, drop_last)
     if batch_size < shard.world_size:
         raise UsageError(
             f"batch_size {batch_size} leaves some of the {shard.world_size} ranks without an "
-            "example: batch_size is the global batch, choose at least the number of ranks"
+            "example. The batch is shared by all ranks: choose at least one example per rank"
         )
     if start < 0:
         raise ValueError(f"start must not be negative, got {start}")
@@ -90,16 +100,17 @@ def train_indices(
 
 
 def _part(size: int, shard: Shard) -> slice:
-    """The shard's consecutive part of so many examples."""
+    """Return the consecutive part of `size` examples that belongs to the shard."""
     return slice(size * shard.rank // shard.world_size, size * (shard.rank + 1) // shard.world_size)
 
 
 def eval_indices(size: int, batch_size: int, shard: Shard) -> Iterator[Tensor]:
     """Yield int64 indices such that all ranks together see every example exactly once.
 
-    Nothing is padded or repeated: ranks may get different numbers of batches, a rank may get
-    none, and the last batch may be smaller. So no collective may run per evaluation batch.
-    `batch_size` is global as in training: a rank's batch has ceil(batch_size / world_size).
+    No example is repeated for padding. So ranks may get different numbers of batches, a rank may
+    get no batch, and the last batch may be smaller: never run a collective per evaluation batch.
+    `batch_size` is global as in training: a rank's batch has ceil(batch_size / world_size)
+    examples.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, got {batch_size}")

@@ -1,4 +1,4 @@
-"""What cannot be read in a data set: named, and left out where the user allows it."""
+"""Files and examples that cannot be read: they stop the run, or are left out and reported."""
 
 from dataclasses import dataclass, field
 
@@ -8,31 +8,35 @@ from kfac_bench.errors import UsageError
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A bad file (or a member of one), and why.
+    """A file, or a part of one, that cannot be used, and the reason.
 
-    Workers send it: an exception would arrive with a traceback in it.
+    Loader workers return this object instead of an exception, because an exception from a worker
+    arrives with a traceback in its message.
     """
 
     path: str
+    """The file; for a part of a file followed by a colon and the name of the part."""
     reason: str
 
 
 @dataclass
 class Faults:
-    """The bad files that were met, each once; unless `skip` says so none may be left out.
+    """The unreadable files of one dataset, each listed once.
 
-    With `skip`, batches lack the examples that cannot be read.
+    With `skip` the run goes on, and batches lack the examples that cannot be read. Without it the
+    first unreadable file is an error.
     """
 
     skip: bool = False
     new: list[Unreadable] = field(default_factory=list)
-    """Not yet taken."""
+    """Faults found since the last call of `take`."""
     left_out: int = 0
-    """Examples, each time one is."""
+    """Number of times that an example was left out."""
     _known: set[str] = field(default_factory=set)
+    """Paths of all faults found so far."""
 
     def add(self, fault: Unreadable) -> None:
-        """Note it. Raises UsageError naming the file, unless it may be left out."""
+        """Record a fault. Without `skip`, raise UsageError with the name of the file."""
         if not self.skip:
             raise UsageError(f"{fault.path} cannot be read: {fault.reason}")
         self.left_out += 1
@@ -40,18 +44,21 @@ class Faults:
             self._known.add(fault.path)
             self.new.append(fault)
 
-    def add_all(self, where: object, faults: list[Unreadable]) -> None:
-        """Note what was found before training. Raises UsageError naming the first, likewise."""
+    def add_all(self, root: object, faults: list[Unreadable]) -> None:
+        """Record the faults found before training in the dataset at `root`.
+
+        Without `skip`, raise UsageError with the names of the first three files.
+        """
         if faults and not self.skip:
-            said = "; ".join(f"{fault.path}: {fault.reason}" for fault in faults[:3])
+            first = "; ".join(f"{fault.path}: {fault.reason}" for fault in faults[:3])
             raise UsageError(
-                f"{counted(len(faults), 'bad file')} in {where}; {said}; mend what is bad, "
-                "or set data.on_error=skip"
+                f"{counted(len(faults), 'bad file')} in {root}: {first}. Repair or remove bad "
+                "files, or set data.on_error=skip to leave them out"
             )
         for fault in faults:
             self.add(fault)
 
     def take(self) -> list[Unreadable]:
-        """The new ones; they are new no longer."""
+        """Return the faults found since the last call and mark them as reported."""
         taken, self.new = self.new, []
         return taken

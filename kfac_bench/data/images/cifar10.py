@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kfac_bench.data.base.dataset import TensorData
+from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.images import cifar10_pickle
 from kfac_bench.errors import UsageError
 
@@ -28,7 +28,7 @@ Split = tuple[Tensor, Tensor]
 """uint8 images [n, 3, 32, 32] and int64 labels [n]."""
 
 
-def load(root: Path, augment: bool = True) -> TensorData:
+def load(root: Path, augment: bool = True) -> LabelledImages:
     """Return CIFAR-10 from `root`, normalised per channel; [3, 32, 32], 10 classes.
 
     `root` holds `cifar-10-batches-bin/` or `cifar-10-batches-py/`, or their archives
@@ -46,7 +46,7 @@ def load(root: Path, augment: bool = True) -> TensorData:
             splits.append(decode(files[name]))
         except ValueError as error:
             raise UsageError(f"CIFAR-10: {name} in {root} is damaged: {error}") from error
-    return TensorData(
+    return LabelledImages(
         "cifar10",
         (torch.cat([s[0] for s in splits[:-1]]), torch.cat([s[1] for s in splits[:-1]])),
         splits[-1],

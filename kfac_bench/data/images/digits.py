@@ -3,13 +3,13 @@
 import torch
 from torch.nn import functional
 
-from kfac_bench.data.base.dataset import TensorData
+from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.errors import UsageError
 
 EVAL_SIZE = 450
 
 
-def load(image_size: int = 8, normalize: bool = True) -> TensorData:
+def load(image_size: int = 8, normalize: bool = True) -> LabelledImages:
     """Return the 1797 digits, 1347 for training and 450 for evaluation, as [1, size, size].
 
     The stratified split is fixed and independent of any run's seed. Pixels are in [0, 1]
@@ -33,7 +33,7 @@ def load(image_size: int = 8, normalize: bool = True) -> TensorData:
         range(len(labels)), test_size=EVAL_SIZE, stratify=targets, random_state=0
     )
     std, mean = torch.std_mean(images[chosen].double())
-    return TensorData(
+    return LabelledImages(
         "digits",
         (images[chosen], labels[chosen]),
         (images[held_out], labels[held_out]),

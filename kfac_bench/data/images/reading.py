@@ -15,8 +15,9 @@ from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import Data, Looks, Normalize
+from kfac_bench.data.base.dataset import Data, Looks
 from kfac_bench.data.base.loader import Sample, load_batches
+from kfac_bench.data.base.normalize import Normalize
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.errors import UsageError

@@ -1,4 +1,4 @@
-"""Batches of any make: sizes, parts, devices."""
+"""Batches of tensors, lists and dictionaries: their size, parts and device."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def examples(n):
 
 
 @given(n=st.integers(0, 9), parts=st.integers(1, 6))
-def test_parts_are_consecutive_and_about_equal(n, parts):
+def test_parts_are_consecutive_and_of_equal_size(n, parts):
     made = split(examples(n), parts)
     sizes = [size(part) for part in made]
     assert len(made) == parts
@@ -28,11 +28,11 @@ def test_parts_are_consecutive_and_about_equal(n, parts):
 
 
 @pytest.mark.parametrize("first", [torch.zeros(3, 2), [1, 2, 3], {"a": torch.zeros(3)}])
-def test_the_first_thing_says_how_many(first):
+def test_the_first_element_determines_the_size(first):
     assert size((first, torch.zeros(3))) == 3
 
 
-def test_everything_moves():
+def test_all_tensors_move_to_the_device():
     images, targets, (tokens, labels) = to_device(examples(2), torch.device("meta"))
     moved = [*images, targets[1]["boxes"], *tokens.values(), labels]
     assert all(x.device.type == "meta" for x in moved)

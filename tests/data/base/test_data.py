@@ -1,3 +1,5 @@
+"""The order of examples, data in memory, CIFAR-10 and folders of images."""
+
 import io
 import pickle
 import random
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional
 
-from kfac_bench.data.base.dataset import TensorData
+from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import (
     Shard,
     epoch_order,
@@ -30,7 +32,7 @@ ALONE = Shard()
 
 
 def prepared(data, batches):
-    """As the trainer gives them to a model."""
+    """Return batches as the trainer passes them to a model."""
     return [data.prepare(batch) for batch in batches]
 
 
@@ -38,7 +40,7 @@ few = settings(max_examples=60, deadline=None)
 
 
 def equal(left, right):
-    """Whether two sequences of batches are bit-identical, and not both empty."""
+    """Return whether two sequences of batches are bit-identical. The first must not be empty."""
     left, right = list(left), list(right)
     assert left
     return len(left) == len(right) and all(
@@ -76,7 +78,7 @@ def test_ranks_share_each_global_batch_in_consecutive_parts(world, local, extra,
 
 @few
 @given(world=st.integers(1, 5), batch=st.integers(5, 20), size=st.integers(1, 70))
-def test_with_the_last_batch_every_example_is_seen_once(world, batch, size):
+def test_without_drop_last_every_example_is_seen_once(world, batch, size):
     parts = [
         list(train_indices(size, batch, 3, 1, 0, Shard(r, world), False)) for r in range(world)
     ]
@@ -91,7 +93,7 @@ def test_with_the_last_batch_every_example_is_seen_once(world, batch, size):
 
 @few
 @given(size=st.integers(8, 50), start=st.integers(0, 9), rank=st.integers(0, 1))
-def test_start_drops_that_many_batches(size, start, rank):
+def test_start_skips_the_first_batches(size, start, rank):
     all_steps = list(train_indices(size, 8, 7, 1, 0, Shard(rank, 2)))
     rest = list(train_indices(size, 8, 7, 1, start, Shard(rank, 2)))
     assert [b.tolist() for b in rest] == [b.tolist() for b in all_steps[start:]]
@@ -118,7 +120,7 @@ def test_orders_of_neighbouring_seeds_and_epochs_are_unrelated():
     assert mixed_seed(1, 12) != mixed_seed(11, 2)
 
 
-def test_batches_that_cannot_be_made_are_usage_errors():
+def test_impossible_batch_sizes_are_usage_errors():
     with pytest.raises(UsageError, match=r"64 .* 63"):
         train_indices(63, 64, 0, 0, 0, ALONE)
     with pytest.raises(UsageError, match=r"3 .* 4 ranks"):
@@ -138,7 +140,7 @@ def numbered(augment=None, dtype=torch.float64, **kwargs):
     """40 training and 5 evaluation images whose pixels and label are their number."""
     labels = torch.arange(45)
     images = labels.to(dtype).view(-1, 1, 1, 1).expand(-1, 2, 3, 4)
-    return TensorData(
+    return LabelledImages(
         "numbered",
         (images[:40], labels[:40]),
         (images[40:], labels[40:]),
@@ -149,7 +151,7 @@ def numbered(augment=None, dtype=torch.float64, **kwargs):
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.uint8, 255), (torch.float64, 1)])
-def test_images_are_scaled_normalised_and_stay_with_their_labels(dtype, scale):
+def test_images_are_scaled_and_normalised_and_keep_their_labels(dtype, scale):
     data = numbered(dtype=dtype, mean=[0.5, 2.0], std=[2.0, 0.25])
     assert data.shape == (2, 3, 4)
     assert (data.train_size, data.eval_size, data.num_classes) == (40, 5, 45)
@@ -402,7 +404,7 @@ def test_hostile_opcodes_are_refused(content):
     assert cifar10.decode_python(python2_file(pixels, labels))[1].tolist() == labels
 
 
-def test_an_archive_cannot_lead_out_of_itself(tmp_path):
+def test_members_outside_the_archive_folder_are_ignored(tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(binary_file(*cifar_content(0)))
     with tarfile.open(tmp_path / BINARY[1], "w:gz") as tar:
@@ -489,7 +491,7 @@ def test_image_batches_do_not_depend_on_workers_start_or_sharding(folders):
     assert not equal(full, here.train(4, 5, 2, 0, ALONE))
 
 
-def test_the_same_image_is_augmented_anew_in_each_epoch(folders):
+def test_each_epoch_augments_the_same_image_differently(folders):
     data = imagefolder.load(folders, image_size=16, workers=0)
     versions = []
     for epoch in range(3):

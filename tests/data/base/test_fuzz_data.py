@@ -1,9 +1,10 @@
-"""Data sets of anybody, damaged: one clear line, or examples left out and counted."""
+"""Damaged files of image and text datasets: one clear error, or examples left out and counted."""
 
 import io
 import pickle
-import resource
+import struct
 import tarfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ IMAGES = {kind: encoded(kind) for kind in ("JPEG", "PNG", "TIFF", "GIF", "BMP", 
 
 
 class OneImage:
-    """A source of one image."""
+    """A `Source` of one image."""
 
     labels = (0,)
 
@@ -47,14 +48,14 @@ class OneImage:
 
 
 @pytest.mark.parametrize("kind", sorted(IMAGES))
-def test_images_that_are_whole_can_be_read(kind):
+def test_intact_images_are_read(kind):
     assert reading.check(OneImage(IMAGES[kind]), 0) is None
 
 
 @pytest.mark.filterwarnings("ignore")
 @fuzz(150)
 @given(data=st.data())
-def test_damaged_images_are_read_or_counted(data):
+def test_damaged_images_are_read_or_reported_as_unreadable(data):
     content = data.draw(damaged(IMAGES[data.draw(st.sampled_from(sorted(IMAGES)))]))
     found = reading.load(OneImage(content), 0, 8)
     if isinstance(found, Unreadable):
@@ -67,7 +68,7 @@ def test_damaged_images_are_read_or_counted(data):
 @pytest.mark.filterwarnings("ignore")
 @fuzz(40)
 @given(content=damaged(IMAGES["PNG"]))
-def test_damaged_predictions_are_shown_or_not(tmp_path_factory, content):
+def test_damaged_prediction_images_are_left_out(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("run")
     (folder / "predictions" / "step-1").mkdir(parents=True)
     (folder / "predictions" / "step-1" / "00.png").write_bytes(content)
@@ -75,7 +76,7 @@ def test_damaged_predictions_are_shown_or_not(tmp_path_factory, content):
 
 
 def cifar_archive(python):
-    """Two images a file."""
+    """Return an archive of CIFAR-10 with two images per file."""
     out = io.BytesIO()
     names = cifar10.PYTHON if python else cifar10.BINARY
     folder = f"cifar-10-batches-{'py' if python else 'bin'}"
@@ -94,14 +95,14 @@ ARCHIVES = {"python": cifar_archive(True), "binary": cifar_archive(False)}
 
 
 @pytest.mark.parametrize("kind", sorted(ARCHIVES))
-def test_an_archive_that_is_whole_is_read(tmp_path, kind):
+def test_an_intact_archive_is_read(tmp_path, kind):
     (tmp_path / f"cifar-10-{kind}.tar.gz").write_bytes(ARCHIVES[kind])
     assert cifar10.load(tmp_path).train_size == 10
 
 
 @fuzz(30)
 @given(kind=st.sampled_from(sorted(ARCHIVES)), data=st.data())
-def test_damaged_archives(tmp_path_factory, kind, data):
+def test_a_damaged_cifar10_archive_is_read_or_refused(tmp_path_factory, kind, data):
     folder = tmp_path_factory.mktemp("cifar")
     (folder / f"cifar-10-{kind}.tar.gz").write_bytes(data.draw(damaged(ARCHIVES[kind])))
     refused_or(lambda: cifar10.load(folder))
@@ -109,8 +110,8 @@ def test_damaged_archives(tmp_path_factory, kind, data):
 
 @fuzz(100)
 @given(data=st.data())
-def test_damaged_files_of_an_archive(tmp_path_factory, data):
-    """As they lie in the folder: no checksum of gzip's catches what is wrong."""
+def test_a_damaged_cifar10_file_is_read_or_refused(tmp_path_factory, data):
+    """Files in a folder have no checksum, unlike the members of a gzip archive."""
     folder = tmp_path_factory.mktemp("cifar")
     good = pickle.dumps({"data": TWO, "labels": [0, 9]}, data.draw(st.integers(3, 5)))
     for name in cifar10.PYTHON:
@@ -121,7 +122,7 @@ def test_damaged_files_of_an_archive(tmp_path_factory, data):
 
 @fuzz(60)
 @given(data=st.data())
-def test_a_damaged_index_of_shards_is_made_anew(tmp_path_factory, data):
+def test_a_damaged_shard_index_is_rebuilt(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("shards")
     with pytest.MonkeyPatch.context() as patch, tarfile.open(folder / "train-0.tar", "w") as tar:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -143,7 +144,7 @@ def test_a_damaged_index_of_shards_is_made_anew(tmp_path_factory, data):
 
 @fuzz(60)
 @given(data=st.data())
-def test_damaged_shards_of_text(tmp_path_factory, data):
+def test_damaged_text_shards_are_refused_and_listed(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("text")
     shard = text_shards.Shard("text-8-train-00000.npy", 4, "")
     manifest = text_shards.Manifest(8, 30, "", {"train": (shard,), "eval": (shard,)}, {})
@@ -159,9 +160,14 @@ def test_damaged_shards_of_text(tmp_path_factory, data):
     assert text_shards.faults(folder, manifest)
 
 
-@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p2000000000\n"])
-def test_a_pickle_of_absurd_numbers_takes_no_memory(put):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match="has the number"):
-        cifar10_pickle.loads(b"\x80\x04N" + put + b".")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 500_000  # kB
+# Opcodes LONG_BINPUT and PUT, each with the memo number 8,000,000: a table of 128 MB if obeyed.
+@pytest.mark.parametrize("put", [b"r" + struct.pack("<I", 8_000_000), b"p8000000\n"])
+def test_a_pickle_with_a_huge_memo_number_allocates_no_memory(put):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="has the number"):
+            cifar10_pickle.loads(b"\x80\x04N" + put + b".")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000

@@ -1,4 +1,4 @@
-"""Processes that read ahead, and the signals that reach them: those of a whole job step."""
+"""Loader workers that read ahead, and the signals that they ignore or obey."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ BATCHES = 12
 
 
 class Numbers(Dataset):
-    """Each is itself."""
+    """A dataset whose samples are their own indices."""
 
     def __getitem__(self, index):
         return (torch.tensor(index),)
@@ -31,8 +31,9 @@ def batches(workers=1):
 
 @pytest.fixture
 def reading():
-    """Batches, of which one is read, and the process that reads the others."""
-    others = {process.pid for process in multiprocessing.active_children()}  # pools of ranks
+    """Yield batches, after the first one was read, and the worker that reads the others."""
+    # Rank pools of other tests are children of this process, too.
+    others = {process.pid for process in multiprocessing.active_children()}
     made = batches()
     next(made)
     (worker,) = (p for p in multiprocessing.active_children() if p.pid not in others)
@@ -42,24 +43,26 @@ def reading():
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
-def test_a_worker_lives_on_when_all_processes_get_a_signal(reading, name):
+def test_a_worker_survives_a_signal_from_another_process(reading, name):
     made, worker = reading
     for _ in range(2):
-        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # by none of its parents
+        # The program `kill` is not the worker's parent.
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
         time.sleep(0.1)
     assert worker.is_alive()
     assert [x.tolist() for (x,) in made] == [[2 * i, 2 * i + 1] for i in range(1, BATCHES)]
 
 
-def test_its_own_process_can_end_a_worker(reading):
+def test_sigterm_from_the_parent_ends_a_worker(reading):
     _, worker = reading
-    os.kill(worker.pid, signal.SIGTERM)  # as the loader does it with one that hangs
+    # The DataLoader does this to a worker that hangs.
+    os.kill(worker.pid, signal.SIGTERM)
     worker.join(20)
     assert worker.exitcode == 0
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_is_told_with_its_workers_saves_and_goes_on():
+def test_a_run_whose_workers_get_the_signal_too_saves_and_resumes():
     (fault,) = matrix.find(["loader"])
     outcomes = matrix.run([fault], [1, 2], ["SGD"], lambda line: None)
     assert [(o.wrong, o.again, o.lost_steps, o.identical) for o in outcomes] == [

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from kfac_bench.data.base.dataset import TensorData
+from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.images import cifar10, reading
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Trained
@@ -218,14 +218,14 @@ def test_the_share_of_time_spent_waiting_is_recorded(tmp_path, capsys):
 
 
 def test_a_slow_reader_is_what_a_run_waits_for(tmp_path, monkeypatch):
-    original = TensorData.train
+    original = LabelledImages.train
 
     def slow(self, *arguments):
         for batch in original(self, *arguments):
             time.sleep(0.2)
             yield batch
 
-    monkeypatch.setattr(TensorData, "train", slow)
+    monkeypatch.setattr(LabelledImages, "train", slow)
     _, path = train(tmp_path, "trainer.max_steps=4", "trainer.log_freq=2", "kfac=none")
     for event in of_kind(path, Trained):
         assert event.data_wait_share > 0.5
