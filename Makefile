@@ -1,12 +1,14 @@
 # Two commands on a fresh machine: make demo, make test. Both make .venv first.
 PYTHON ?= python3
 SEEDS  ?=
+WORKERS ?= 2
 BIN    := .venv/bin
 READY  := .venv/.ready
 HOROVOD := .venv/.horovod
+PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install-horovod demo tune bench bench-gpu test slurm-test browser faults soak support lint format clean
+.PHONY: help setup install-horovod demo tune bench bench-gpu test test-all slurm-test browser faults soak support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -40,8 +42,11 @@ bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their fl
 bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py
 
-test: setup install-horovod lint  ## linters and the whole test suite
-	$(BIN)/python -m pytest -q -rs --support=build/support.json
+test: setup install-horovod lint  ## linters and the quick tests; 8 minutes on two cores (WORKERS=4: on more)
+	$(PYTEST) -m "not slow"
+
+test-all: setup install-horovod lint  ## linters and every test, also the slow ones, as CI runs them; 20 minutes
+	$(PYTEST) --support=build/support.json
 	$(BIN)/python scripts/support_table.py --check build/support.json
 
 slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two nodes, here (as root: installs it)
@@ -58,7 +63,7 @@ soak: setup  ## train for long; memory, files and threads must not grow (ARGS="-
 	$(BIN)/python -m tests.reliability.soak $(ARGS)
 
 support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/distributed.md
-	$(BIN)/python -m pytest -q -m supports --support=build/support.json
+	$(PYTEST) -m supports --support=build/support.json
 	$(BIN)/python scripts/support_table.py build/support.json
 
 lint: setup  ## ruff, mypy --strict, import-linter

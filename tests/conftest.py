@@ -27,7 +27,7 @@ def double():
 
 
 _outcomes = defaultdict(set)
-"""By (backend, what it does): outcomes of the tests that show it."""
+"""Outcomes of the tests that show a feature, by (backend, feature)."""
 
 
 def pytest_addoption(parser):
@@ -37,21 +37,28 @@ def pytest_addoption(parser):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if report.when == "call" or report.outcome != "passed":
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        for mark in item.iter_markers("supports"):
-            backend, what = (arg.format(**params) for arg in mark.args)
-            _outcomes[backend, what].add(report.outcome)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    for mark in item.iter_markers("supports"):
+        # A user property travels with the report from a worker of pytest-xdist to the controller.
+        report.user_properties.append(("supports", [arg.format(**params) for arg in mark.args]))
     return report
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        for name, value in report.user_properties:
+            if name == "supports":
+                _outcomes[tuple(value)].add(report.outcome)
 
 
 def pytest_sessionfinish(session):
     path = session.config.getoption("--support")
-    if path is not None:
+    is_worker = hasattr(session.config, "workerinput")
+    if path is not None and not is_worker:
         table = defaultdict(dict)
-        for (backend, what), outcomes in _outcomes.items():
-            table[backend][what] = "passed" if outcomes == {"passed"} else "failed"
+        for (backend, feature), outcomes in _outcomes.items():
+            table[backend][feature] = "passed" if outcomes == {"passed"} else "failed"
             if outcomes == {"skipped"}:
-                table[backend][what] = "skipped"
+                table[backend][feature] = "skipped"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

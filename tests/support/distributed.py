@@ -2,11 +2,15 @@
 
 A function runs on every rank of the pool; an exception on any rank is raised in the test with
 that rank's traceback, and the pool, whose other ranks may hang in a message, is replaced.
+
+A rank is a fork of a server process that has imported torch (multiprocessing's forkserver): a
+fresh interpreter would spend three seconds on its imports. Each worker of pytest-xdist has pools of
+its own.
 """
 
 import atexit
+import multiprocessing
 import os
-import socket
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -15,6 +19,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from kfac_bench.benchmark import forked
+
+PRELOAD = (
+    *forked.PRELOAD,
+    "pytest",
+    "tests.reliability.faults.inject",
+    "tests.support.runs",
+    "tests.support.training",
+    "torch._dynamo",
+)
+"""What any test's forks need: a process has one fork server, and the first to start it decides."""
 TIMEOUT_S = 60
 _pools = {}
 
@@ -24,10 +39,15 @@ class RankFailed(AssertionError):
 
 
 def _worker(rank, world_size, port, pipe):
+    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in other processes
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo",
+        rank=rank,
+        world_size=world_size,
+        store=dist.TCPStore("127.0.0.1", port),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     try:
         while (job := pipe.recv()) is not None:
@@ -44,15 +64,15 @@ class Pool:
     """``world_size`` processes in one gloo group."""
 
     def __init__(self, world_size):
-        context = mp.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        # The store takes a free port and keeps it: two pools that start at once cannot collide.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_worker, args=(rank, world_size, port, theirs), daemon=True
+                target=_worker, args=(rank, world_size, self._store.port, theirs), daemon=True
             )
             process.start()
             theirs.close()

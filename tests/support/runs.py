@@ -10,7 +10,6 @@ import signal
 
 import torch
 
-from kfac_bench.config import compose
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ddp import DDP
@@ -20,6 +19,7 @@ from kfac_bench.tasks.reconstruction import Reconstruction
 from kfac_bench.training import run
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
+from tests.support.configs import quick_load
 
 CPU = torch.device("cpu")
 ALONE = Backend(Ranks(CPU))
@@ -40,7 +40,7 @@ METHODS = {
 
 
 def config_of(folder, *overrides, base=SMALL):
-    return compose.load([*base, f"runs_dir={folder}", *overrides])
+    return quick_load([*base, f"runs_dir={folder}", *overrides])
 
 
 def train(folder, *overrides, base=SMALL, backend=ALONE):
