@@ -81,9 +81,10 @@ def from_composed(composed: DictConfig) -> TrainConfig:
 
 def _refuse_additions(node: Any, prefix: str = "") -> None:
     """``+key=value`` adds what no code reads: say so instead of ignoring it."""
-    if not OmegaConf.is_dict(node) or OmegaConf.get_type(node) is dict:
+    schema = OmegaConf.get_type(node)
+    if not OmegaConf.is_dict(node) or schema is None or schema is dict:
         return
-    known = {field.name for field in dataclasses.fields(OmegaConf.get_type(node))}
+    known = {field.name for field in dataclasses.fields(schema)}
     for key in node:
         if key not in known:
             raise UsageError(f"{prefix}{key}: no such option{_did_you_mean(str(key), known)}")
