@@ -91,6 +91,7 @@ def tune(
     for search in searches:
         best, times = _final(tuning, search, runs_dir)
         path = out / f"{search.name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(experiment_yaml(tuning, search, best, times))
         say(f"{path}: {best}, median over seeds {score.bootstrap_median(times)[0]:.2f} s")
     for table in tables(benchmark, searches):
@@ -211,7 +212,11 @@ def experiment_yaml(
     if label := tuning.labels.get(search.point["optimizer"]):
         tree = {"label": label, **tree}
     parent: str = tuning.overrides[0].format(**search.point).removeprefix("experiment=")
-    defaults = [parent, *({f"override /{k}": v} for k, v in groups.items()), "_self_"]
+    defaults = [
+        f"/experiment/{parent}",
+        *({f"override /{k}": v} for k, v in groups.items()),
+        "_self_",
+    ]
     said = ", ".join("missed" if math.isinf(t) else f"{t:.2f} s" for t in times)
     header = (
         f"# Written by kfac-bench tune: the best of {len(tuning.seeds) * tuning.trials} trials, "

@@ -16,7 +16,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
 
   kfac-train model=resnet50 kfac.update_freq=500
   kfac-train model=resnet20 data=cifar10 data.root=DIR kfac=layer_wise trainer.target=0.92
-  kfac-train experiment=digits_autoencoder_kfac seed=1
+  kfac-train experiment=digits/autoencoder_kfac seed=1
   kfac-train experiment=kaisa_unet_lgg profile=smoke           (smoke|one_gpu|paper)
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (several ranks)
 

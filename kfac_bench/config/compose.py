@@ -140,10 +140,17 @@ def _describe_option(name: str, value: Any, meta: dict[str, Any]) -> str:
 
 
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
-    """Choices of a config group: ``options_of("model")``."""
-    places = [d / group for d in _folders(config_dir)]
-    files = {p.stem for place in places for p in place.glob("*.yaml")}
-    return sorted(files | {p.parent.name for place in places for p in place.glob("*/*.yaml")})
+    """Return the choices of a config group, such as ``options_of("model")``.
+
+    A folder of profiles is one choice; the files of any other folder are one choice each.
+    """
+    names = set()
+    for place in (d / group for d in _folders(config_dir)):
+        names |= {p.stem for p in place.glob("*.yaml")}
+        for path in place.glob("*/*.yaml"):
+            is_profile = path.stem in profiles.PROFILES
+            names.add(path.parent.name if is_profile else f"{path.parent.name}/{path.stem}")
+    return sorted(names)
 
 
 def _folders(config_dir: Path | None) -> list[Path]:
@@ -157,7 +164,11 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _choose(word: str, choices: Sequence[str]) -> str:
-    """What there is to choose from; where that is too much for a line, only what is like it."""
+    """Say what to choose from: every name, or only similar names where a line has no room."""
+    # Experiments had flat names before they got folders: digits_resnet is digits/resnet now.
+    moved = [c for c in choices if word in (c.replace("/", "_"), c.rpartition("/")[2])]
+    if moved:
+        return f"; did you mean {min(moved, key=lambda c: c.replace('/', '_') != word)}?"
     if len(choices) <= 40:
         known = ", ".join(choices) or "none: the folder is empty"
         return f"{_did_you_mean(word, choices)}; choose one of {known}"

@@ -26,8 +26,8 @@ def small(**changes):
     """Two tasks times two optimizers, without a tuning section."""
     options = {
         "title": "Small",
-        "axes": {"task": ["digits_resnet", "digits_autoencoder"], "optimizer": ["sgd", "adamw"]},
-        "overrides": ["experiment={task}", "optimizer={optimizer}", "logger=none"],
+        "axes": {"task": ["resnet", "autoencoder"], "optimizer": ["sgd", "adamw"]},
+        "overrides": ["experiment=digits/{task}", "optimizer={optimizer}", "logger=none"],
         "seeds": [0, 5],
     }
     return Benchmark(**(options | changes))
@@ -58,10 +58,10 @@ def write_run(cell, status="finished", step=10, value=0.9, hit_s=None, message="
 
 def test_points_are_every_combination_in_order():
     assert list(schema.points(small())) == [
-        {"task": "digits_resnet", "optimizer": "sgd"},
-        {"task": "digits_resnet", "optimizer": "adamw"},
-        {"task": "digits_autoencoder", "optimizer": "sgd"},
-        {"task": "digits_autoencoder", "optimizer": "adamw"},
+        {"task": "resnet", "optimizer": "sgd"},
+        {"task": "resnet", "optimizer": "adamw"},
+        {"task": "autoencoder", "optimizer": "sgd"},
+        {"task": "autoencoder", "optimizer": "adamw"},
     ]
 
 
@@ -69,15 +69,15 @@ def test_cells_are_points_times_seeds():
     """A slow hour of the machine must not slow one optimizer alone: the seeds are outside."""
     cells = grid.cells(small(), "some/where")
     assert [c.label for c in cells[:5]] == [
-        "digits_resnet sgd seed 0",
-        "digits_resnet adamw seed 0",
-        "digits_autoencoder sgd seed 0",
-        "digits_autoencoder adamw seed 0",
-        "digits_resnet sgd seed 5",
+        "resnet sgd seed 0",
+        "resnet adamw seed 0",
+        "autoencoder sgd seed 0",
+        "autoencoder adamw seed 0",
+        "resnet sgd seed 5",
     ]
     assert len(cells) == 8
     assert cells[5].overrides == (
-        *("experiment=digits_resnet", "optimizer=adamw", "logger=none"),
+        *("experiment=digits/resnet", "optimizer=adamw", "logger=none"),
         *("seed=5", "runs_dir=some/where"),
     )
     found = cells[5].config()
@@ -87,7 +87,7 @@ def test_cells_are_points_times_seeds():
 
 
 def test_seeds_can_be_given():
-    assert grid.cells(small(), "r", [7])[0].label == "digits_resnet sgd seed 7"
+    assert grid.cells(small(), "r", [7])[0].label == "resnet sgd seed 7"
     assert len(grid.cells(DEMO, "r")) == 2 * 3 * 3
     assert len(grid.cells(DEMO, "r", [0])) == 6
 
@@ -146,7 +146,7 @@ def test_a_finished_cell_is_not_run_again(tmp_path, started):
     assert grid.run_cells(cells, said.append) == 2
     named = [f"run_id={cell.path().name}" for cell in cells]
     assert started == [(*cells[i].overrides, named[i]) for i in (3, 4)]
-    assert said[0] == "[1/5] digits_resnet sgd seed 0: finished at step 10, 1.50 s (before)"
+    assert said[0] == "[1/5] resnet sgd seed 0: finished at step 10, 1.50 s (before)"
     assert "reached at step 7" in said[1]
     assert "failed at step 3" in said[2]
     assert "the loss is nan" in said[2]
@@ -236,7 +236,7 @@ def test_a_cell_that_runs_is_told_by_its_events(tmp_path, monkeypatch):
     monkeypatch.setattr(forked, "train", train)
     said = []
     assert grid.run_cells([cell], said.append) == 0
-    assert said == ["[1/1] digits_resnet sgd seed 0: reached at step 4, 1.50 s"]
+    assert said == ["[1/1] resnet sgd seed 0: reached at step 4, 1.50 s"]
 
 
 def test_what_torchrun_says_after_the_error_is_left_out(tmp_path, monkeypatch):

@@ -196,12 +196,12 @@ MC = ("kfac.fisher=mc", "kfac.method=inverse", "kfac.damping=0.03", "optimizer.l
     ("experiment", "overrides", "better"),
     [
         (
-            "pydoc_transformer",
+            "embedded/pydoc_transformer",
             ("model.width=16", "model.layers=1", "data.sequence_length=16"),
             lambda start, end: end < start - 0.3,
         ),
         (
-            "pictures_unet",
+            "embedded/pictures_unet",
             ("model.width=2", "model.depth=1", "data.image_size=8"),
             lambda start, end: end > start + 1,
         ),
@@ -219,7 +219,7 @@ def test_a_few_steps_with_kfac_and_the_models_own_fisher(tmp_path, experiment, o
     assert ("guessed: " if metric == "loss" else "dB; noisy, output, clean") in captions
 
 
-@pytest.mark.parametrize("experiment", ["pydoc_transformer", "pictures_unet"])
+@pytest.mark.parametrize("experiment", ["embedded/pydoc_transformer", "embedded/pictures_unet"])
 def test_a_dry_run_knows_them(experiment):
     config = compose.load([f"experiment={experiment}"])
     found = trace(config)

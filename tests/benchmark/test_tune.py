@@ -41,7 +41,7 @@ def test_what_the_embedded_optimizers_are_called_is_what_they_are():
     assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
     for point in schema.points(embedded):
         name = point["optimizer"]
-        found = compose.load([f"experiment=embedded_{point['task']}_{name}"])
+        found = compose.load([f"experiment=embedded/{point['task']}_{name}"])
         assert found.label == embedded.tuning.labels[name]
         assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
         assert (found.kfac.method == "identity") == (name == "clip")
@@ -74,7 +74,7 @@ def test_trials_are_within_their_ranges_and_cover_them(optimizer):
 
 def test_trials_of_any_space():
     space = {"x": {"optimizer": "sgd"}, "y": {"optimizer.lr": {"linear": [0, 1]}}}
-    tuning = Tuning(["experiment=digits_resnet"], 3, [1], space, "{task}_{optimizer}")
+    tuning = Tuning(["experiment=digits/resnet"], 3, [1], space, "digits/{task}_{optimizer}")
     assert tune.trial_settings(tuning, "x") == [{"optimizer": "sgd"}] * 3
     with pytest.raises(UsageError, match="neither log"):
         tune.trial_settings(tuning, "y")
@@ -94,10 +94,10 @@ def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     all_settings = tune.trial_settings(DEMO.tuning, optimizer)
     trials = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
     trials[4] = TuningTrial(all_settings[4], (1.25, 0.0))
-    search = Search(f"{task}_{optimizer}", point, {100: trials, 101: trials[:4]})
+    search = Search(f"digits/{task}_{optimizer}", point, {100: trials, 101: trials[:4]})
     text = tune.experiment_yaml(DEMO.tuning, search, trials[4], [1.25, math.inf])
     found = composed(tmp_path, "tuned", text)
-    parent = compose.load([f"experiment={task}"])
+    parent = compose.load([f"experiment=digits/{task}"])
     assert (found.trainer, found.model, found.data) == (parent.trainer, parent.model, parent.data)
     assert found.kfac.enabled == (optimizer == "kfac")
     assert found.optimizer.name == ("adam" if optimizer == "adam" else "sgd")
@@ -117,7 +117,9 @@ SPACE = {
     "sgd": {"optimizer": "sgd", "kfac": "none", "optimizer.lr": {"choice": [0.1, 0.2, 0.3]}},
     "adamw": {"optimizer": "adamw", "kfac": "none", "optimizer.lr": {"choice": [0.1, 0.2]}},
 }
-TUNING = Tuning(["experiment={task}", "logger=none"], 6, [1, 2], SPACE, "{task}_{optimizer}")
+TUNING = Tuning(
+    ["experiment=digits/{task}", "logger=none"], 6, [1, 2], SPACE, "digits/{task}_{optimizer}"
+)
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def tuned(tmp_path, monkeypatch):
     load = functools.lru_cache(None)(compose.load)
     out.mkdir()
 
-    def run(outcomes, only="digits_resnet_sgd", **changes):
+    def run(outcomes, only="digits/resnet_sgd", **changes):
         def train(overrides):
             cell = grid.Cell("trial", tuple(overrides))
             config = compose.load(overrides)
@@ -160,13 +162,15 @@ def test_the_winner_on_the_seeds_of_all_studies_becomes_the_experiment(tuned):
     outcomes |= {(0.2, 1): (0.98, 4.0), (0.2, 2): (0.98, 5.0)}
     outcomes |= {(0.3, 1): (0.99, 6.0), (0.3, 2): (0.99, 6.0)}
     assert tuned(outcomes) == 0.2
-    assert [p.name for p in tuned.out.iterdir()] == ["digits_resnet_sgd.yaml"]
-    text = (tuned.out / "digits_resnet_sgd.yaml").read_text()
+    assert [str(p.relative_to(tuned.out)) for p in tuned.out.rglob("*.yaml")] == [
+        "digits/resnet_sgd.yaml"
+    ]
+    text = (tuned.out / "digits/resnet_sgd.yaml").read_text()
     assert "best of 12 trials, 6 on each of the seeds" in text
     assert "on these seeds: 4.00 s, 5.00 s." in text
     assert "median over seeds 4.50 s" in "".join(tuned.said)
     table = next(line for line in tuned.said if line.startswith("**Tuning"))
-    assert "| digits_resnet | sgd | 3 | 1 | 5 |" in table  # the studies' bests: 1 s and 5 s
+    assert "| resnet | sgd | 3 | 1 | 5 |" in table  # the studies' bests: 1 s and 5 s
 
 
 def test_a_trial_stops_when_the_best_of_its_study_would_have_ended(tuned):
@@ -187,12 +191,12 @@ def test_what_stops_early_changes_no_result(tuned):
     tuned(outcomes)
     table = next(line for line in tuned.said if line.startswith("**Tuning"))
     # without stopping: the least of each seed, 2 and 1.5
-    assert "| digits_resnet | sgd | 1.75 | 1.5 | 2 |" in table
+    assert "| resnet | sgd | 1.75 | 1.5 | 2 |" in table
 
 
 def test_a_task_s_own_limit_holds(tuned):
     outcomes = {(lr, seed): (0.98, 9.0) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
-    limited = ["experiment={task}", "logger=none", "trainer.max_train_s=5"]
+    limited = ["experiment=digits/{task}", "logger=none", "trainer.max_train_s=5"]
     TUNING.overrides, before = limited, TUNING.overrides
     try:
         tuned(outcomes)
@@ -232,15 +236,17 @@ def test_where_all_miss_the_nearest_wins(tuned, best, others):
 def test_experiments_take_turns_and_profiles_are_told_of_several_tasks(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(forked, "train", lambda overrides: (1, "no data"))
-    tuning = Tuning(["experiment={task}", "logger=none"], 2, [1], SPACE, "{task}_{optimizer}")
+    tuning = Tuning(
+        ["experiment=digits/{task}", "logger=none"], 2, [1], SPACE, "digits/{task}_{optimizer}"
+    )
     tuning.labels = {"sgd": "SGD, ours"}
     tune.tune(small(tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
     assert [line.split()[1] for line in said if line.startswith("[1/2]")] == [
-        *("digits_resnet_sgd", "digits_resnet_adamw"),
-        *("digits_autoencoder_sgd", "digits_autoencoder_adamw"),
+        *("digits/resnet_sgd", "digits/resnet_adamw"),
+        *("digits/autoencoder_sgd", "digits/autoencoder_adamw"),
     ]
     assert "| SGD, ours | 0 | 0 | inf | inf |" in said[-1]
-    found = (tmp_path / "digits_resnet_sgd.yaml").read_text()
+    found = (tmp_path / "digits/resnet_sgd.yaml").read_text()
     assert yaml.safe_load(found)["label"] == "SGD, ours"
 
 
@@ -257,7 +263,7 @@ def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no such folder"):
         tune.tune(benchmark, "runs", tmp_path / "none", print)
     with pytest.raises(
-        UsageError, match="--only x: no name begins so; there are digits_resnet_sgd"
+        UsageError, match="--only x: no name begins so; there are digits/resnet_sgd"
     ):
         tune.tune(benchmark, "runs", tmp_path, print, "x")
     with pytest.raises(UsageError, match="no tuning section"):
@@ -272,16 +278,16 @@ def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
 
 def test_real_trials_run_in_forks_and_leave_an_experiment(tmp_path):
     """The one test here that trains: two trials of two studies, and winners on the other seed."""
-    easy = ["experiment={task}", "logger=none", "model.hidden=[16]", "trainer.target=8"]
+    easy = ["experiment=digits/{task}", "logger=none", "model.hidden=[16]", "trainer.target=8"]
     space = {"adam": {"optimizer": "adam", "optimizer.lr": {"log": [0.01, 0.03]}, "kfac": "none"}}
-    tuning = Tuning(easy, 2, [1, 2], space, "{task}_{optimizer}")
-    axes = {"task": ["digits_autoencoder"], "optimizer": ["adam"]}
+    tuning = Tuning(easy, 2, [1, 2], space, "digits/{task}_{optimizer}")
+    axes = {"task": ["autoencoder"], "optimizer": ["adam"]}
     said = []
     tune.tune(small(axes=axes, tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
-    text = (tmp_path / "digits_autoencoder_adam.yaml").read_text()
+    text = (tmp_path / "digits/autoencoder_adam.yaml").read_text()
     assert "missed" not in text
     assert len(list((tmp_path / "runs").iterdir())) == 2 * 2 + 2
-    own = compose.load(["experiment=digits_autoencoder"]).optimizer
+    own = compose.load(["experiment=digits/autoencoder"]).optimizer
     assert 0.01 <= yaml.safe_load(text)["optimizer"]["lr"] <= 0.03 != own.lr
 
 

@@ -140,7 +140,7 @@ def test_the_command_line_wins_over_an_experiment(name):
 
 
 def test_the_command_line_wins_over_a_group_chosen_by_an_experiment():
-    found = compose.load(["experiment=digits_resnet", "model=resnet20", "kfac=none"])
+    found = compose.load(["experiment=digits/resnet", "model=resnet20", "kfac=none"])
     assert found.model.name == "resnet20"
     assert not found.kfac.enabled
     assert found.trainer.max_steps == 120
@@ -153,7 +153,7 @@ def test_the_command_line_wins_over_a_group_chosen_by_an_experiment():
         ["model.hidden=[16,6]", "model=autoencoder", "kfac.skip=['fc','a: b']"],
         ["optimizer=adam", "optimizer.lr=1e-3", "kfac=none", "trainer.target=null", "seed=7"],
         ["experiment=kaisa_unet_lgg", "profile=smoke", "trainer.max_steps=3", "dry_run=true"],
-        ["experiment=digits_resnet", "trainer.max_steps=1", "trainer.max_steps=2", "run_id='007'"],
+        ["experiment=digits/resnet", "trainer.max_steps=1", "trainer.max_steps=2", "run_id='007'"],
     ],
 )
 def test_the_quick_composition_of_the_other_tests_is_the_composition(overrides):
@@ -194,7 +194,7 @@ def test_cells_of_the_demo_are_the_optimizers_they_are_called():
         found = cell.config()
         assert found.kfac.enabled == (optimizer == "kfac")
         assert found.optimizer.name == ("adam" if optimizer == "adam" else "sgd")
-        assert found.model.name == {"digits_resnet": "resnet8"}.get(task, "autoencoder")
+        assert found.model.name == {"resnet": "resnet8"}.get(task, "autoencoder")
 
 
 # ---- a folder of the user's own ----
@@ -208,13 +208,13 @@ def own(tmp_path):
 def test_own_experiments_compose_and_build_on_ours(own):
     own.write(
         "mine",
-        "# @package _global_\ndefaults:\n  - digits_resnet\n  - override /optimizer: adam\n"
+        "# @package _global_\ndefaults:\n  - digits/resnet\n  - override /optimizer: adam\n"
         "  - _self_\noptimizer:\n  lr: 0.002\ntrainer:\n  max_steps: 7\n",
     )
     found = own.load("experiment=mine", "trainer.log_freq=3")
     assert (found.optimizer.name, found.optimizer.lr) == ("adam", 0.002)
     assert (found.trainer.max_steps, found.trainer.log_freq) == (7, 3)
-    assert found.trainer.batch_size == own.load("experiment=digits_resnet").trainer.batch_size
+    assert found.trainer.batch_size == own.load("experiment=digits/resnet").trainer.batch_size
     assert found.model.name == "resnet8"
 
 

@@ -14,7 +14,9 @@ from kfac_bench.training import build
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if
 
-ROWS = sorted({p.parent.name for p in (compose.CONF_DIR / "experiment").glob("*/*.yaml")})
+FLAT = ("digits", "embedded", "lgg")
+"""Folders of conf/experiment/ whose files are experiments, not profiles of one experiment."""
+ROWS = sorted({p.parent.name for p in (compose.CONF_DIR / "experiment").glob("*/*.yaml")} - {*FLAT})
 
 
 @pytest.mark.parametrize("row", quick_if(ROWS[::4].__contains__, ROWS))
@@ -29,6 +31,21 @@ def test_every_row_has_all_profiles_and_its_smoke_needs_no_data(row):
     assert smoke != compose.load([f"experiment={row}", "profile=one_gpu"]) != paper
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"{folder}_{path.stem}", f"{folder}/{path.stem}")
+        for folder in FLAT
+        for path in (compose.CONF_DIR / "experiment" / folder).glob("*.yaml")
+    ]
+    + [(name, f"embedded/{name}") for name in ("pydoc_transformer", "pictures_unet")],
+)
+def test_a_name_from_before_the_folders_is_refused_with_the_new_name(old, new):
+    with pytest.raises(UsageError) as caught:
+        compose.load([f"experiment={old}"])
+    assert str(caught.value) == f"experiment={old}: no such experiment; did you mean {new}?"
+
+
 def test_options_beside_a_profile_have_the_last_word():
     config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke", "trainer.max_steps=3"])
     assert (config.trainer.max_steps, config.data.image_size) == (3, 64)
@@ -39,7 +56,7 @@ def test_options_beside_a_profile_have_the_last_word():
     [
         (["profile=smoke"], "profile=smoke: it is an experiment's: set experiment=NAME too"),
         (["experiment=kaisa_unet_lgg", "profile=smok"], "profile=smok: choose one of smoke, one"),
-        (["experiment=lgg_unet", "profile=smoke"], "experiment=lgg_unet has no profiles; leave"),
+        (["experiment=lgg/unet", "profile=smoke"], "experiment=lgg/unet has no profiles; leave"),
         (["experiment=mine", "profile=paper"], "no such profile; it has smoke"),
         (["experiment=kaisa_unet", "profile=smoke"], "no such experiment; did you mean kaisa_u"),
     ],
@@ -55,8 +72,8 @@ def test_bad_input(tmp_path, overrides, said):
 def test_sweeps_have_one_profile_for_all_experiments():
     given = ["experiment=a,b", "profile=smoke", "seed=1,2"]
     assert profiles.apply(given, []) == ["experiment=a,b", "seed=1,2"]  # unknown: Hydra says so
-    assert compose.with_profile(["experiment=kaisa_unet_lgg,lgg_unet"]) == [
-        "experiment=kaisa_unet_lgg/paper,lgg_unet"
+    assert compose.with_profile(["experiment=kaisa_unet_lgg,lgg/unet"]) == [
+        "experiment=kaisa_unet_lgg/paper,lgg/unet"
     ]
 
 

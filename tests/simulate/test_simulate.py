@@ -433,7 +433,7 @@ def test_help(capsys):
         (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: say strategies="),
         (["kfac.fisher=mc"], "kfac.fisher=empirical"),
         (["kfac.adaptive_damping=true"], "a fixed kfac.damping"),
-        (["experiment=digits_autoencoder_adam"], "K-FAC covers no layer"),
+        (["experiment=digits/autoencoder_adam"], "K-FAC covers no layer"),
         (["model=resnet5O"], "did you mean"),
         (["out=/proc/none/x.json", "world_size=1"], "out=/proc/none/x.json: cannot be written"),
     ],

@@ -79,7 +79,7 @@ def test_strong_scaling_keeps_the_batch():
 
 
 def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
-    words = ["experiment=digits_autoencoder_kfac", "world_size=2", "strategy=layer_wise"]
+    words = ["experiment=digits/autoencoder_kfac", "world_size=2", "strategy=layer_wise"]
     for cell in scaling_options._parse(words).cells:
         config = compose.load(cell.overrides)
         assert config.kfac.enabled == (cell.variant.strategy != "sgd")
