@@ -1,0 +1,190 @@
+"""List the ops of each stage of a step, given where the work of each layer is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kfac_bench.core.planning.buckets import Buckets, batches
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.ops import (
+    ComputeFactor,
+    ComputeSecondMoment,
+    Decompose,
+    GatherGradients,
+    Message,
+    Op,
+    Precondition,
+    ReduceFactors,
+    ReduceProducts,
+    ReduceScales,
+    ReduceSecondMoments,
+    ShareDecompositions,
+    ShareGradients,
+)
+from kfac_bench.core.planning.plan import Placement, Strategy
+from kfac_bench.core.planning.sizes import (
+    decomposition_numel,
+    factor_numel,
+    has_second_moment,
+    packed_numel,
+)
+from kfac_bench.core.planning.slices import Unit
+
+FactorMember = tuple[LayerSpec, Factor]
+RootAndRanks = tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StageOps:
+    """The ops that follow from the ``placements`` and the strategy; the planner joins them.
+
+    Layers are walked in reverse: backward reaches the last layer first, so its statistics can be
+    sent while those of earlier layers are still computed.
+    """
+
+    placements: Sequence[Placement]
+    strategy: Strategy
+    world_size: int
+    method: str
+    bucket_numel: int
+    batch_numel: int
+    itemsize: int
+
+    @property
+    def _world(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+    def factors(self) -> list[Op]:
+        """Return the ops that compute and reduce the statistics of A and G."""
+        ops = list(self._compute_and_reduce_factors())
+        if self.itemsize == 4 or not any(isinstance(op, Message) for op in ops):
+            return ops
+        # In half precision all ranks must agree on scales first, or sums overflow or vanish.
+        members = tuple((p.layer, f) for p in reversed(self.placements) for f in FACTORS)
+        return [
+            *(op for op in ops if not isinstance(op, Message)),
+            ReduceScales(self._world, 0, 2 * len(members), members),
+            *(op for op in ops if isinstance(op, Message)),
+        ]
+
+    def _compute_and_reduce_factors(self) -> Iterator[Op]:
+        def message(
+            root: int | None, index: int, numel: int, members: tuple[FactorMember, ...]
+        ) -> Message:
+            return ReduceFactors(self._world, index, numel, members, root, itemsize=self.itemsize)
+
+        buckets = Buckets[int | None, FactorMember](self.bucket_numel, message)
+        local = self.strategy.factors == "local"
+        weight_numel = 1 if self.itemsize == 4 else 0  # half precision sends it with the scales
+        for placement in reversed(self.placements):
+            spec = placement.layer
+            members_of: dict[int | None, list[FactorMember]] = {}
+            for f in FACTORS:
+                worker = placement.worker(f)
+                yield ComputeFactor((worker,) if local else self._world, spec, f)
+                root = None if self.strategy.factors == "all" else worker
+                members_of.setdefault(root, []).append((spec, f))
+            if self.world_size == 1 or local:
+                continue
+            for root, members in members_of.items():
+                numel = sum(packed_numel(*member) + weight_numel for member in members)
+                yield from buckets.add(root, numel, *members)
+        yield from buckets.close_all()
+
+    def second_moments(self) -> Iterator[Op]:
+        """Yield the ops that compute and reduce EKFAC's second moments."""
+
+        def message(_: None, index: int, numel: int, members: tuple[LayerSpec, ...]) -> Message:
+            return ReduceSecondMoments(self._world, index, numel, members)
+
+        buckets = Buckets[None, LayerSpec](self.bucket_numel, message)
+        for placement in reversed(self.placements):
+            spec = placement.layer
+            if has_second_moment(spec, self.method):
+                yield ComputeSecondMoment(self._world, spec)
+                if self.world_size > 1:
+                    yield from buckets.add(None, spec.grad_numel + 1, spec)
+        yield from buckets.close_all()
+
+    def slices(self, units_of_slices: Sequence[Sequence[Unit]]) -> tuple[tuple[Op, ...], ...]:
+        """Return, for each slice, the ops that decompose its factors and share the results."""
+
+        def message(
+            to: RootAndRanks, index: int, numel: int, members: tuple[FactorMember, ...]
+        ) -> Message:
+            root, ranks = to
+            return ShareDecompositions(ranks, index, numel, root, members, itemsize=self.itemsize)
+
+        # One object for all slices, because a message's name must be unique in the plan.
+        buckets = Buckets[RootAndRanks, FactorMember](self.bucket_numel, message)
+        return tuple(tuple(self._decompose(units, buckets)) for units in units_of_slices)
+
+    def _decompose(
+        self, units: Sequence[Unit], buckets: Buckets[RootAndRanks, FactorMember]
+    ) -> Iterator[Op]:
+        def by_all(spec: LayerSpec, factor: Factor) -> bool:
+            # Each gradient worker decomposes a diagonal itself: that is cheaper than a message.
+            return self.strategy.factors == "all" and spec.diagonal(factor)
+
+        def ranks(member: tuple[Placement, Factor]) -> tuple[int, ...]:
+            p, f = member
+            return p.grad_workers if by_all(p.layer, f) else (p.worker(f),)
+
+        for batch in batches(
+            [(p, f) for p, factors in units for f in factors],
+            key=lambda m: (ranks(m), m[0].grad_workers, m[0].layer.factor_shape(m[1])),
+            numel=lambda m: factor_numel(m[0].layer, m[1]),
+            full_numel=self.batch_numel,
+        ):
+            yield Decompose(ranks(batch[0]), tuple((p.layer, f) for p, f in batch))
+            for p, f in batch:
+                if len(p.grad_workers) > 1 and not by_all(p.layer, f):
+                    numel = decomposition_numel(p.layer, f, self.method, self.itemsize)
+                    yield from buckets.add((p.worker(f), p.grad_workers), numel, (p.layer, f))
+        yield from buckets.close_all()
+
+    def precondition(self) -> Iterator[Op]:
+        """Yield the ops that precondition gradients and send them along the rows of the grid."""
+
+        def message(root: int, index: int, numel: int, members: tuple[LayerSpec, ...]) -> Message:
+            first = root // width * width
+            return ShareGradients(tuple(range(first, first + width)), index, numel, root, members)
+
+        buckets = Buckets[int, LayerSpec](self.bucket_numel, message)
+        for batch in batches(
+            reversed(self.placements),
+            key=lambda p: (p.grad_workers, p.layer.factor_shape("A"), p.layer.factor_shape("G")),
+            numel=lambda p: p.layer.grad_numel,
+            full_numel=self.batch_numel,
+        ):
+            workers = batch[0].grad_workers
+            width = self.world_size // len(workers)  # ranks in a row of the grid
+            yield Precondition(workers, tuple(p.layer for p in batch))
+            if width > 1:
+                for p in batch:
+                    for root in workers:
+                        yield from buckets.add(root, p.layer.grad_numel, p.layer)
+        yield from buckets.close_all()
+
+    def gather_gradients(self) -> Iterator[Op]:
+        """Yield the messages that bring whole gradients to their gradient workers.
+
+        A single gradient worker is the root of its message; several get the sum as all ranks do.
+        """
+
+        def message(
+            root: int | None, index: int, numel: int, members: tuple[LayerSpec, ...]
+        ) -> Message:
+            return GatherGradients(self._world, index, numel, root, members)
+
+        buckets = Buckets[int | None, LayerSpec](self.bucket_numel, message)
+        for placement in reversed(self.placements):
+            workers, spec = placement.grad_workers, placement.layer
+            root = workers[0] if len(workers) == 1 else None
+            yield from buckets.add(root, spec.grad_numel, spec)
+        yield from buckets.close_all()
+
+    def reduce_products(self) -> Op:
+        """Return the message that sums <p, g>, <p, p> and <g, g> of each layer over ranks."""
+        return ReduceProducts(self._world, 0, 3 * len(self.placements))
