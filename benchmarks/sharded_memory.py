@@ -70,8 +70,9 @@ def measure(wrap: Callable[[nn.Sequential], nn.Module], strategy: str) -> list[f
         params = list(model.parameters())
         held = [size(params), size(p.grad for p in params if p.grad is not None)]
         optimizer.zero_grad()
-    store = kfac._executor.store
-    held += [size(sum(x.values(), ())) for x in (store.factors, store.decompositions)]
+    entries = [e for layer in kfac.state_dict()["layers"].values() for e in layer.values()]
+    held += [size(e["factor"] for e in entries if "factor" in e)]
+    held += [size(x for e in entries for x in e.get("inverse", ()))]
     kfac.detach()
     return held
 

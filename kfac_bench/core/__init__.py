@@ -1,12 +1,12 @@
-"""The shared K-FAC package: ``from kfac_bench.core import KFAC``.
+"""The K-FAC package; it knows nothing of the training harness.
 
-``plan`` and ``estimate`` need no torch, so the names below are loaded on first use.
+:class:`KFAC` is loaded on first use, because :mod:`.planning` must work without torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kfac_bench.core.preconditioner import KFAC as KFAC
+    from kfac_bench.core.preconditioner import KFAC
 
 __all__ = ["KFAC"]
 
@@ -17,3 +17,7 @@ def __getattr__(name: str) -> Any:
 
         return KFAC
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

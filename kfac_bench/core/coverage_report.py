@@ -1,4 +1,4 @@
-"""What a preconditioner covers and what it weighs, for people."""
+"""What a preconditioner covers and what it costs, as text for people and fields for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kfac_bench.core.planning.plan import Plan, Stage
 
 @dataclass(frozen=True)
 class Report:
-    """``print(preconditioner.report())``; the fields hold the same for programs."""
+    """The report of :meth:`KFAC.report`: ``print(preconditioner.report())``."""
 
     plan: Plan
     rank: int
@@ -23,19 +23,30 @@ class Report:
 
     @property
     def covered_params(self) -> int:
-        """Parameters whose gradients are preconditioned."""
+        """Number of parameters whose gradients are preconditioned."""
         return sum(layer.spec.grad_numel for layer in self.layers)
 
     @property
     def skipped_params(self) -> int:
-        """Parameters left to the optimizer alone."""
+        """Number of parameters that are left to the optimizer."""
         return sum(s.params for s in self.skipped)
+
+    @property
+    def largest_factor(self) -> int:
+        """Rows of the largest factor that is decomposed; diagonal factors do not count."""
+        specs = [layer.spec for layer in self.layers]
+        dims = [spec.dim(f) for spec in specs for f in FACTORS if not spec.diagonal(f)]
+        return max(dims, default=1)
+
+    def payload_bytes(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that all messages carry, by stage and kind of message."""
+        return {stage.value: payload_bytes(self.plan, stage) for stage in Stage}
 
     def __str__(self) -> str:
         return "\n".join([self.coverage(), *self._cost()])
 
     def coverage(self, *, by_layer: bool = True) -> str:
-        """What is covered and what not: each layer with its factors, or in all."""
+        """Return what is covered and what is not: one line a layer, or one line in all."""
         total = self.covered_params + self.skipped_params
         share = 100 * self.covered_params / total
         rows = [
@@ -60,11 +71,10 @@ class Report:
         rows = [
             f"strategy {plan.strategy}, method {plan.method}, {plan.world_size} rank(s)",
             f"memory of rank {self.rank}: "
-            + ", ".join(f"{kind} {_mb(n)}" for kind, n in memory.items()),
+            + ", ".join(f"{kind} {_megabytes(n)}" for kind, n in memory.items()),
         ]
-        for stage in Stage:
-            sent = payload_bytes(plan, stage)
-            rows += [f"sent per {stage.value} stage: {kind} {_mb(n)}" for kind, n in sent.items()]
+        for stage, sent in self.payload_bytes().items():
+            rows += [f"sent per {stage} stage: {k} {_megabytes(n)}" for k, n in sent.items()]
         return rows
 
 
@@ -73,5 +83,5 @@ def _factors(spec: LayerSpec) -> str:
     return ", ".join(each) + (f", {spec.groups} groups" if spec.groups > 1 else "")
 
 
-def _mb(n: float) -> str:
+def _megabytes(n: float) -> str:
     return f"{n / 1e6:.2f} MB"

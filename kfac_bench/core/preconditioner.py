@@ -1,19 +1,14 @@
 """K-FAC as a gradient preconditioner: the public face of the package.
 
-Usage::
-
-    preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100)
-    ...
-    loss.backward()
-    preconditioner.step()  # gradients are preconditioned in place
-    optimizer.step()
+``from kfac_bench import KFAC`` gives the class of this file. The class joins the parts: hooks
+collect statistics (:mod:`.capture`), the executor runs the plan (:mod:`.execution`), and schedules
+say what is due. docs/architecture.md follows one gradient through these files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -21,96 +16,157 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import state
+from kfac_bench.core import construction, state, validation
 from kfac_bench.core.capture import fisher as fishers
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
-from kfac_bench.core.distributed.collective import (
-    Collective,
-    check_same_on_all_ranks,
-    default_collective,
-)
+from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.execution.executor import Executor, Request
-from kfac_bench.core.execution.sharded_gradients import any_sharded
 from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
-from kfac_bench.core.planning.cost import measured_cost
-from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
-from kfac_bench.core.planning.plan import IDENTITY
-from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.core.schedule import Schedule, Schedules, Settings
-from kfac_bench.core.validation import (
-    check_apart,
-    check_choice,
-    check_sharded,
-    check_single,
-    check_stages,
-)
-
-WEIGHT_SHARING = ("expand", "reduce")
-BATCH_NUMEL = 1 << 22
-"""Elements of layers of one shape that a GPU preconditions, or decomposes, at once; on a CPU
-it gains nothing (docs/performance.md)."""
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KFAC:
-    """Preconditions ``.grad`` of the layers it covers by the Kronecker-factored Fisher.
+    """Kronecker-factored approximate curvature (K-FAC) as a preconditioner of gradients.
 
-    Call :meth:`step` between ``backward`` and ``optimizer.step``, with gradients already averaged
-    over ranks (DistributedDataParallel does so), unscaled if a GradScaler is used, and not yet
-    clipped. The loss must be a mean over the examples of the step; with gradient accumulation,
-    over all micro-batches. The learning rate is read from ``optimizer`` at each step.
+    K-FAC sees a layer as a linear map y = W a. For each layer it keeps two running averages: A,
+    the second moment of the inputs a, and G, the second moment of the gradients g with respect to
+    the outputs y. The Fisher matrix of W is approximately the Kronecker product of A and G (Martens
+    & Grosse 2015). :meth:`step` multiplies the gradient of W by the damped inverse of that product
+    and writes the result to ``.grad``. Any optimizer of torch can then use it. Layers that K-FAC
+    does not cover keep their gradients.
 
-    Keyword arguments; those marked * take a number or a function of the step:
+    Equation numbers are those of "Deep Neural Network Training With Distributed K-FAC" (TPDS
+    2022), called "the paper" below.
 
-    strategy: who computes what on several ranks: ``comm_opt`` (default), ``layer_wise``,
-        ``mem_opt``, ``hybrid_opt``, ``owner_reduce``, ``local_factors``; see
-        :mod:`kfac_bench.core.planning.plan`.
-    grad_worker_fraction: for ``hybrid_opt`` (None: 0.5), ``owner_reduce`` and ``local_factors``
-        (None: one rank), the share of ranks that precondition a layer.
-    colocate_factors: one rank decomposes both factors of a layer (True), or two may share them;
-        None: only ``comm_opt`` lets two.
-    balance: layers go to ranks so that these decompose for about as long (``compute``, by times
-        measured once: ``core/planning/cost.py``), or keep about as many bytes (``memory``).
-    overlap: start to send the statistics while backward still runs. Results are the same, bit by
-        bit. With gradient accumulation, run all backwards of a step but the last within
-        :meth:`accumulate` (or DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
-    method: ``eigen`` (eq. 11-13), ``inverse`` (eq. 9-10, by Cholesky), or ``ekfac``: eigen with
-        eigenvalues that are second moments of the gradients in the eigenbasis (George et al. 2018).
-        ``identity`` is a control: A = G = I, no statistics, of K-FAC only the KL clip.
-    damping*: gamma > 0, Tikhonov; of the Kronecker product (eigen), of each factor (inverse). A
-        :class:`LevenbergMarquardt` adapts itself; see :meth:`adapt_damping`.
-    factored_damping: split gamma between A and G by their mean eigenvalues (the pi of Martens &
-        Grosse 2015): A gets pi sqrt(gamma), G sqrt(gamma) / pi, whatever the method but ekfac.
-    kl_clip*: kappa of eq. 16; None for no clip.
-    update_freq*, factor_update_freq*: steps between decompositions, and between factor updates.
-    spread: decompose in slices, at different steps of an interval, so that no step is long; each
-        factor is still decomposed every ``update_freq`` steps. False: all at once, as the papers
-        do, so that ranks share the work. None (default): where one process does it alone.
-    factor_decay*: weight of the *old* factor in the running average, in [0, 1); averages are
-        debiased. The paper's xi (eq. 14-15) weighs the new one: xi = 0.95 is 0.05 here.
-    factor_convention: ``kfc``, ``sc20`` or ``kaisa``; see :data:`.kernels.conventions.CONVENTIONS`.
-    fisher: ``empirical`` uses the loss' own gradients; ``mc`` and ``type2`` those of labels drawn
-        from the model, and need :meth:`fisher_backward`; see :mod:`kfac_bench.core.capture.fisher`.
-    weight_sharing: positions that share a weight are further samples (``expand``), or a is
-        averaged and g summed over them first (``reduce``): Eschenhagen et al. 2023.
-    state_dtype: ``torch.bfloat16`` or ``torch.float16`` keep and send factors and decompositions
-        in half the bytes; sums, eigenvalues, damping and gradients stay in float32.
-    skip: regular expressions of modules (by name or class name) left to the optimizer.
-    max_dim: a factor of more rows is kept as a diagonal (the G of a vocabulary head).
-    layer_types: classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
-    collective: the communication backend; by default torch.distributed or Horovod where
-        initialised. It spans the ranks that hold these layers: all of a data-, fully sharded
-        (FSDP2) or tensor-parallel run, of a pipeline those of one stage.
-    model_parallel: one over the ranks that hold the *other* layers of the model, one per pipeline
-        stage: the sum of the KL clip goes over all layers. Every stage must pass it and cover a
-        layer.
+    Call :meth:`step` after ``backward`` and before ``optimizer.step``. At that moment gradients
+    must be
 
-    Raises ``ValueError`` for a value out of range, a model with nothing to precondition, or
-    parameters the optimizer does not know; ``RuntimeError`` if ranks disagree on the plan.
+    * averaged over ranks (DistributedDataParallel does that),
+    * unscaled, if a GradScaler scaled the loss,
+    * not clipped yet.
+
+    The loss must be a mean over the examples of the step. With gradient accumulation it must be
+    the mean over the examples of all micro-batches. K-FAC reads the learning rate from
+    ``optimizer`` at each step, so learning-rate schedules just work.
+
+    Example::
+
+        preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_function(model(inputs), targets).backward()
+            preconditioner.step()
+            optimizer.step()
+
+    A *schedule* below is a number, or a function from the step (0 is the first) to a number. On
+    several ranks, every rank must pass the same options.
+
+    Args:
+        model: The model, bare or wrapped (DistributedDataParallel, FSDP2, torch.compile). K-FAC
+            puts hooks on its layers; :meth:`detach` removes them.
+        optimizer: The optimizer, which must hold the weights of all covered layers.
+        strategy: Which rank computes what. One process does not need this option. The page
+            docs/distributed.md compares the strategies in time, memory and messages.
+
+            * ``comm_opt`` (default): every rank preconditions every layer. It sends least per
+              step and needs most memory.
+            * ``mem_opt``: one rank preconditions a layer and sends the result to the others. It
+              needs least memory of those that keep all factors.
+            * ``layer_wise``: like ``mem_opt``, but layers go to ranks in turn, whatever their
+              size (Osawa et al. 2019).
+            * ``hybrid_opt``: some ranks precondition a layer (KAISA). It lies between
+              ``comm_opt`` and ``mem_opt``; see ``grad_worker_fraction``.
+            * ``owner_reduce``: a factor is kept only on the rank that decomposes it.
+            * ``local_factors``: factors are not sent at all. A rank computes the factors of its
+              layers from its own part of the batch, so results depend on the number of ranks.
+        grad_worker_fraction: Share of the ranks that precondition a layer, in (0, 1]. Only
+            ``hybrid_opt`` (default 0.5), ``owner_reduce`` and ``local_factors`` (default: one
+            rank) use it. A larger share sends fewer gradients and needs more memory.
+        colocate_factors: Whether one rank decomposes both factors of a layer. By default
+            ``comm_opt`` gives them to two ranks, and the other strategies to one. Set True if an
+            option needs both factors on one rank; K-FAC raises an error that says so.
+        balance: What ranks get equal shares of: ``compute`` (default) is the measured time of
+            the decompositions (core/planning/cost.py), ``memory`` is bytes.
+        overlap: Whether to send statistics while backward still runs. Default False. Results are
+            the same, bit by bit. Try True if messages take long. With gradient accumulation, run
+            all backwards of a step but the last inside :meth:`accumulate` (or inside
+            DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
+        method: How the damped inverse is computed.
+
+            * ``eigen`` (default): eigendecompositions of A and G (eq. 11-13).
+            * ``inverse``: Cholesky inverses of A and G (eq. 9-10). They are several times
+              faster; the damping is then added to each factor instead of to their product.
+            * ``ekfac``: like ``eigen``, with eigenvalues replaced by second moments of the
+              gradients in the eigenbasis (George et al. 2018). They change at each factor update.
+            * ``identity``: a control for experiments. A and G are identities, so only the KL clip
+              remains.
+        damping: A schedule of gamma > 0 (Tikhonov damping, default 1e-3), or a
+            :class:`~kfac_bench.core.damping.LevenbergMarquardt`, which adapts itself (see
+            :meth:`adapt_damping`). It is the most important option: larger values are safer and
+            make K-FAC more like the plain optimizer. Try powers of 10 from 1e-4 to 1e-1.
+        factored_damping: Whether to split gamma between A and G by their mean eigenvalues (the pi
+            of Martens & Grosse 2015, section 6.3). A gets pi sqrt(gamma), G gets
+            sqrt(gamma) / pi. Default False. ``ekfac`` ignores it.
+        kl_clip: A schedule of kappa > 0 in eq. 16 (default 1e-3). The KL clip shrinks all
+            preconditioned gradients if the step would change the model's predictions too much.
+            None turns the clip off.
+        update_freq: A schedule: steps between two decompositions of a factor (default 100). Fewer
+            steps follow the curvature better and cost more time.
+        factor_update_freq: A schedule: steps between two updates of A and G (default 10).
+            ``update_freq`` should be a multiple of it.
+        spread: Whether to decompose in slices, at different steps of an interval, so that no
+            single step is long. Each factor is still decomposed every ``update_freq`` steps.
+            False decomposes everything in one step, as the papers do; ranks then share the work.
+            By default a single process spreads, and several ranks do not.
+        factor_decay: A schedule in [0, 1): the weight of the *old* factor in the running average
+            (default 0.95). Averages are debiased. The paper's xi (eq. 14-15) weighs the *new*
+            factor: xi = 0.95 is 0.05 here.
+        factor_convention: How batch statistics are scaled: ``kfc`` (default), ``sc20`` or
+            ``kaisa``. Papers scale differently, so the same damping means another algorithm. If
+            you copy a damping from a paper, set the paper's convention; see
+            :data:`~kfac_bench.core.kernels.conventions.CONVENTIONS`.
+        fisher: Which gradients make G. ``empirical`` (default) takes the gradients of the loss and
+            costs nothing extra. ``mc`` samples labels from the model's output. ``type2`` takes
+            the exact expectation over these labels, with one backward per class. ``mc`` and
+            ``type2`` need a call of :meth:`fisher_backward` in each step.
+        weight_sharing: What to do with positions that share a weight (pixels, tokens). ``expand``
+            (default) counts each position as a further sample. ``reduce`` first averages a and
+            sums g over the positions, which is faster (Eschenhagen et al. 2023).
+        state_dtype: ``torch.float32`` (default), ``torch.bfloat16`` or ``torch.float16``. The
+            latter two keep and send factors and decompositions in half the bytes. Sums,
+            eigenvalues, damping and gradients stay in float32.
+        skip: Regular expressions. A module whose name or class name matches one is left to the
+            optimizer. The default skips normalization and embedding layers, as the papers do;
+            ``[]`` covers them too.
+        max_dim: Largest number of rows of a factor (default 8192). Of a larger factor only the
+            diagonal is kept. The G of a vocabulary head would need gigabytes otherwise.
+        layer_types: Classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
+        collective: The communication backend. By default it is torch.distributed or Horovod if
+            one of them is initialized, else this process alone. It spans the ranks that hold the
+            layers of ``model``: all ranks, or in a pipeline the ranks of one stage.
+        model_parallel: A backend over the ranks that hold the *other* layers of the model, one
+            per pipeline stage. The KL clip then sums over all layers. Every stage must pass it
+            and must cover at least one layer.
+
+    Attributes:
+        plan: Who computes and sends what (:class:`~kfac_bench.core.planning.plan.Plan`), equal on
+            all ranks. Reports sum it.
+        collective: The communication backend in use.
+        fisher: The option ``fisher``.
+        steps: Number of finished calls of :meth:`step`.
+        track_cosine: Set True before a step to compute per-layer cosines in that step; read them
+            with :meth:`statistics`.
+        time_stages: Set True to wait for the GPU where a stage starts and ends. Otherwise
+            :attr:`stage_s` holds the time that the host waited.
+
+    Raises:
+        ValueError: An option is out of range, options do not fit together, the model has no layer
+            to precondition, or the optimizer does not hold the weights of a covered layer.
+        RuntimeError: Ranks made different plans.
     """
 
     def __init__(
@@ -141,64 +197,52 @@ class KFAC:
         collective: Collective | None = None,
         model_parallel: Collective | None = None,
     ) -> None:
-        check_choice("factor_convention", factor_convention, tuple(CONVENTIONS))
-        check_choice("fisher", fisher, fishers.FISHERS)
-        check_choice("weight_sharing", weight_sharing, WEIGHT_SHARING)
-        check_choice("state_dtype", state_dtype, STATE_DTYPES)
-        self.schedules = Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
+        # Step 1, validate: refuse what cannot work, before anything is built.
+        validation.check_options(
+            factor_convention=factor_convention,
+            fisher=fisher,
+            weight_sharing=weight_sharing,
+            state_dtype=state_dtype,
+            damping=damping,
+            is_pipeline=model_parallel is not None,
+        )
         self.fisher = fisher
-        self.steps = 0
-        self._decompose_now = False  # a loaded state lacked decompositions
-        self._sent_labels = False  # fisher_backward was called in this step
-        self.track_cosine = False
-        """Compute per-layer cosines in the next step; read them with :meth:`statistics`."""
-        self.time_stages = False
-        """Wait for a GPU where a stage starts and ends: else ``stage_s`` is what the host waits."""
+        self.collective = collective or default_collective()
+        self._schedules = Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
+        self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         self._model = unwrap(model)
         self._layers, self._skipped = find_layers(
             self._model, skip, layer_types=layer_types, max_dim=max_dim
         )
-        if not self._layers:
-            raise ValueError("the model has no layer to precondition")
+        world_size = self.collective.world_size
+        validation.check_layers(self._layers, self._model, world_size, strategy, overlap=overlap)
         self._write_back = WriteBack(self._layers, optimizer, model_parallel)
-        self.collective = collective or default_collective()
-        if self.collective.world_size > 1:
-            check_single(self._layers)
-        if any_sharded(self._layers):
-            check_sharded(self._model, strategy, overlap)
-        if model_parallel is not None:
-            check_stages(damping)
-        device = self._layers[0].weight.device
-        if spread is None:
-            spread = self.collective.world_size == 1
-        self.plan = make_plan(
-            [layer.spec for layer in self._layers],
-            self.collective.world_size,
+
+        # Step 2, plan: who computes and who sends what. Every rank makes the same plan.
+        self.plan = construction.plan_for(
+            self._layers,
+            world_size,
+            self._schedules,
             strategy=strategy,
             grad_worker_fraction=grad_worker_fraction,
             colocate_factors=colocate_factors,
             balance=balance,
-            method="inverse" if method == IDENTITY else method,
-            cost=measured_cost(method),
-            spread=self.schedules.most_slices(len(self._layers)) if spread else 1,
-            itemsize=state_dtype.itemsize,
-            batch_numel=BATCH_NUMEL if device.type == "cuda" else 0,
-            sharded=self.collective.world_size > 1 and any_sharded(self._layers),
+            method=method,
+            spread=spread,
+            state_dtype=state_dtype,
         )
-        if method == IDENTITY:
-            self.plan = replace(self.plan, method=IDENTITY, factors=(), slices=())
-        if not self.plan.colocated:
-            check_apart(method == "inverse" and factored_damping, damping)
-        adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
-        options = (
-            f"{self.schedules.at(0)} {adaptive} {factored_damping} {factor_convention} {fisher} "
-            f"{weight_sharing} {overlap}"
+        validation.check_plan(self.plan, damping, factored_damping=factored_damping)
+
+        # Step 3, connect: to the other ranks, to the tensors, and to the model.
+        construction.connect_ranks(
+            self.plan,
+            self.collective,
+            model_parallel,
+            options=f"{self._schedules.at(0)} {self._adaptive} {factored_damping} "
+            f"{factor_convention} {fisher} {weight_sharing} {overlap}",
+            device=self._device,
+            overlap=overlap,
         )
-        check_same_on_all_ranks(self.collective, f"{self.plan.digest()} {options}", device)
-        if model_parallel is not None:
-            model_parallel.prepare([tuple(range(model_parallel.world_size))])
-        groups = sorted({op.ranks for op in self.plan.ops() if len(op.ranks) > 1})
-        self.collective.prepare(groups, apart=overlap)
         self._executor = Executor(
             self.plan,
             self.collective,
@@ -208,41 +252,49 @@ class KFAC:
             factored_damping=factored_damping,
             state_dtype=state_dtype,
         )
-        self._capture: Capture | None = self._hook(ref(model), weight_sharing == "reduce", overlap)
-        self._trial: Trial | None = None
-
-    def _hook(self, wrapper: ref[nn.Module], reduce: bool, overlap: bool) -> Capture:
-        """On the layers whose statistics this rank computes."""
-        computed = {
-            op.layer.name
-            for op in self.plan.factors
-            if isinstance(op, ComputeFactor) and self.collective.rank in op.ranks
-        }
-        sends = any(isinstance(op, ReduceFactors) for op in self.plan.factors)
-        return Capture(
+        # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
+        wrapper = ref(model)
+        self._capture: Capture | None = construction.connect_layers(
             self._model,
-            [layer for layer in self._layers if layer.name in computed],
-            reduce=reduce,
-            sampled=self.fisher != "empirical",
-            eigenbasis=self._executor.store.eigenbasis,
-            on_complete=self._executor.begin_factors if overlap and sends else None,
-            # DistributedDataParallel's own flag, False within no_sync
+            self._executor,
+            weight_sharing=weight_sharing,
+            fisher=fisher,
+            overlap=overlap,
+            # DistributedDataParallel's own flag is False inside its no_sync().
             is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
         )
 
+        self.steps = 0
+        self.track_cosine = False
+        self.time_stages = False
+        self._decompose_now = False  # whether a loaded state lacked decompositions
+        self._sent_labels = False  # whether fisher_backward was called in this step
+        self._trial: Trial | None = None
+
     @torch.no_grad()
     def step(self, loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0) -> None:
-        """Update factors and decompositions where due; precondition all gradients in place.
+        """Precondition all gradients in place; first update factors and decompositions if due.
 
-        ``loss_scale`` is what multiplied the loss before backward: with a GradScaler, call
-        ``scaler.unscale_(optimizer)`` first and pass ``scaler.get_scale``; it is asked only when
-        factors are due. It must be the same on all ranks; see :attr:`loss_weight`.
+        All ranks of the collective must call it.
+
+        Args:
+            loss_scale: What multiplied the loss before backward, equal on all ranks. With a
+                GradScaler, call ``scaler.unscale_(optimizer)`` first and pass the method
+                ``scaler.get_scale``. K-FAC calls it only when factors are due. A weight that
+                differs between ranks belongs to :attr:`loss_weight`.
+
+        Raises:
+            RuntimeError: :meth:`detach` was called before, or ``fisher`` is not ``empirical`` and
+                :meth:`fisher_backward` was not called.
         """
         if self._capture is None:
-            raise RuntimeError("step() after detach(): the hooks are off the model")
-        settings = self.schedules.at(self.steps)
-        self._executor.settle = self._settle if self.time_stages else None
+            raise RuntimeError(
+                "step() after detach(): the hooks are off the model; build another KFAC"
+            )
+        settings = self._schedules.at(self.steps)
+        self._executor.settle = self._synchronize if self.time_stages else None
         self._begin_trial()
+        # If ranks hold parts of the gradients, the executor itself gathers them.
         grads = {} if self.plan.sharded else self._gradients()
         preconditioned = self._executor.run(self._request(settings, grads, loss_scale))
         stage_s = self._executor.stage_s
@@ -250,21 +302,28 @@ class KFAC:
         self._capture.seconds = 0.0
         with self._executor.timed("WriteBack"):
             self._write_back.write(
-                *(grads, preconditioned, self._executor.shards, settings.kl_clip),
+                grads,
+                preconditioned,
+                self._executor.shards,
+                settings.kl_clip,
                 track_cosine=self.track_cosine,
             )
         self._decompose_now = self._sent_labels = False
         self.steps += 1
-        self._capture.enabled = self.schedules.factors_due(self.steps)
+        self._capture.enabled = self._schedules.factors_due(self.steps)
 
-    def _settle(self) -> None:
-        device = self._layers[0].weight.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    @property
+    def _device(self) -> torch.device:
+        return self._layers[0].weight.device
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """By layer; those that backward did not reach are missing."""
-        return {n: g for n, g in ((x.name, x.get_grad()) for x in self._layers) if g is not None}
+        """Return gradients by layer [groups, g_dim, a_dim]; layers without one are missing."""
+        grads = {layer.name: layer.get_grad() for layer in self._layers}
+        return {name: grad for name, grad in grads.items() if grad is not None}
 
     def _request(
         self,
@@ -272,10 +331,10 @@ class KFAC:
         grads: Mapping[str, Tensor],
         loss_scale: float | Tensor | Callable[[], float | Tensor],
     ) -> Request:
-        """What is due, with what the hooks collected for it."""
+        """Return the stages that are due, with the statistics that the hooks collected."""
         plan, stages, collected = self.plan, [], {}
         scale: float | Tensor = 1.0
-        if plan.factors and self.schedules.factors_due(self.steps):
+        if plan.factors and self._schedules.factors_due(self.steps):
             stages.append(plan.factors)
             assert self._capture is not None
             collected = self._capture.pop()
@@ -287,7 +346,7 @@ class KFAC:
                     "forward and backward at each step"
                 )
         count = len(plan.slices)
-        due = range(count) if self._decompose_now else self.schedules.slices_due(self.steps, count)
+        due = range(count) if self._decompose_now else self._schedules.slices_due(self.steps, count)
         stages += [plan.slices[i] for i in due]
         stages.append(plan.precondition)
         return Request(stages, settings.damping, settings.factor_decay, collected, grads, scale)
@@ -301,28 +360,37 @@ class KFAC:
         mask: Tensor | None = None,
         curvature: float = 1.0,
     ) -> None:
-        """For ``fisher="mc"`` and ``"type2"``: call it with the model's output before ``backward``.
+        """Send labels of the model's own distribution backward, for ``fisher="mc"`` or ``"type2"``.
 
-        A backward of its own that reaches no ``.grad``; only when factors are due, else it returns
-        at once, as it does with ``fisher="empirical"``. ``likelihood`` is what the loss is the
-        negative logarithm of: ``categorical`` (cross entropy of logits, classes along ``dim``, mean
-        over all positions or those where ``mask`` is not 0), ``gaussian`` (``curvature / 2`` times
-        the squared error) or ``bernoulli`` (binary cross entropy of logits), both summed over all
-        dimensions but the first, mean over the first.
+        Call it between forward and ``backward`` in each step. It changes no ``.grad``. It returns
+        at once if no factors are due, or with ``fisher="empirical"``.
+
+        Args:
+            output: The model's output, still attached to its graph.
+            likelihood: The distribution whose negative logarithm is the loss.
+
+                * ``categorical``: cross entropy of logits, mean over all positions.
+                * ``gaussian``: ``curvature / 2`` times the squared error.
+                * ``bernoulli``: binary cross entropy of logits.
+
+                The latter two are sums over all dimensions but the first, mean over the first.
+            dim: The dimension of the classes, for ``categorical``.
+            mask: Shape of ``output`` without ``dim``. Positions with 0 are not in the loss.
+            curvature: Second derivative of the loss, for ``gaussian``.
         """
         if self._capture is None or not self._capture.enabled or self.fisher == "empirical":
             return
         self._sent_labels = True
-        made, magnitude = fishers.seeds(
+        seeds, magnitude = fishers.seeds(
             output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature
         )
-        self._capture.backward(output, made, magnitude)
+        self._capture.backward(output, seeds, magnitude)
 
     @property
     def loss_weight(self) -> float:
-        """What multiplies this rank's loss beside the loss scale; set it before backward.
+        """What multiplies this rank's loss beside the loss scale. Set it before ``backward``.
 
-        1, unless ranks that have unequal shares of a batch weigh their means by them.
+        It is 1 unless ranks have unequal shares of a batch and weigh their mean losses by them.
         """
         return self._executor.fresh.loss_weight
 
@@ -332,7 +400,7 @@ class KFAC:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around a backward that is not the last before :meth:`step`; only ``overlap`` asks."""
+        """Wrap each backward of a step but the last one; only ``overlap=True`` needs it."""
         capture = self._capture
         if capture is not None:
             capture.accumulating = True
@@ -343,20 +411,22 @@ class KFAC:
                 capture.accumulating = False
 
     def _begin_trial(self) -> None:
-        """Where an adaptive damping wants to know what this step brings, remember what was."""
-        damping = self.schedules.damping
+        """Remember weights and gradients if the adaptive damping will judge this step."""
         self._trial = None
-        if isinstance(damping, LevenbergMarquardt) and damping.is_due(self.steps):
-            self._trial = Trial(self._model, damping)
+        if self._adaptive is not None and self.will_adapt_damping:
+            self._trial = Trial(self._model, self._adaptive)
 
     @torch.no_grad()
     def adapt_damping(self, loss: Tensor, loss_after: Callable[[], Tensor]) -> None:
-        """For ``damping=LevenbergMarquardt(...)``: call it after ``optimizer.step()``.
+        """Let ``damping=LevenbergMarquardt(...)`` judge the step; call it after ``optimizer.step``.
 
-        ``loss`` is the step's loss, unscaled; ``loss_after`` computes it anew, on the same batch:
-        it is called every few steps, and not at all with other dampings. On a model in training
-        mode it moves batch norm's running averages once more. A loss that is no number lets the
-        damping grow.
+        Other dampings ignore the call. In training mode, ``loss_after`` moves the running averages
+        of batch norm once more. A loss that is not finite makes the damping grow.
+
+        Args:
+            loss: The loss of the step, unscaled.
+            loss_after: Computes the loss of the same batch again, with the new weights. It is
+                called every few steps; see :attr:`will_adapt_damping`.
         """
         if self._trial is not None:
             store = self._executor.store
@@ -368,75 +438,113 @@ class KFAC:
             self._trial = None
 
     def statistics(self) -> dict[str, Any]:
-        """Figures of the last step, on the host.
+        """Return metrics of the last step. The call waits for the device.
 
-        ``nu`` of eq. 16 (None: no clip), ``cosine`` by layer (empty unless ``track_cosine`` was
-        set), ``stage_s`` seconds by kind of op.
+        Returns:
+            ``nu``: the factor of the KL clip (eq. 16), None without a clip.
+            ``cosine``: by layer, the cosine between the gradient and the preconditioned gradient;
+            empty unless :attr:`track_cosine` was set.
+            ``stage_s``: as :attr:`stage_s`.
         """
         return self._write_back.statistics() | {"stage_s": self.stage_s}
 
     @property
     def stage_s(self) -> dict[str, float]:
-        """Seconds of the last step by kind of op; waits for no device."""
+        """Seconds of the last step by kind of op; reading it waits for no device."""
         return dict(self._executor.stage_s)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """All keys that :attr:`stage_s` can have, sorted; equal on all ranks."""
+        # The hooks' time counts as ComputeFactor, even where the plan has no such op.
+        kinds = {type(op).__name__ for op in self.plan.ops()}
+        return sorted(kinds | {"ComputeFactor", "WriteBack"})
 
     @property
     def damping(self) -> float:
         """The damping of the next step."""
-        return self.schedules.at(self.steps).damping
+        return self._schedules.at(self.steps).damping
+
+    @property
+    def update_freq(self) -> int:
+        """Steps between two decompositions of a factor, as of the next step."""
+        return self._schedules.at(self.steps).update_freq
+
+    @property
+    def will_decompose_all(self) -> bool:
+        """Whether the next step decomposes all factors at once, and so takes long."""
+        return len(self.plan.slices) == 1 and bool(self._schedules.slices_due(self.steps, 1))
+
+    @property
+    def will_adapt_damping(self) -> bool:
+        """Whether :meth:`adapt_damping` has work to do after the next step."""
+        return self._adaptive is not None and self._adaptive.is_due(self.steps)
 
     @property
     def failed_decompositions(self) -> int:
-        """Decompositions that failed on this rank, in float32 and float64, since the start."""
+        """Decompositions on this rank that failed in float32 and in float64, since the start."""
         return self._executor.solver.failed
 
     @property
     def dropped_statistics(self) -> int:
-        """Statistics of this rank that were not finite and left out, since the start."""
+        """Statistics of this rank that were left out because they were not finite."""
         dropped = self._executor.fresh.dropped
         return 0 if dropped is None else int(dropped)
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return values, by name, that must be equal on all ranks after each step."""
+        return {"K-FAC plan": self.plan.digest(), "damping": self.damping.hex()}
+
     def report(self) -> Report:
-        """What is covered and what not, and why; what it weighs on this rank. Printable."""
+        """Return what is covered, what is not and why, and what it costs on this rank.
+
+        ``print`` it, or read its fields.
+        """
         return Report(self.plan, self.collective.rank, self._layers, self._skipped)
 
     def detach(self) -> None:
-        """Take all hooks off the model; the preconditioner is of no use after that."""
+        """Remove all hooks from the model. The preconditioner cannot be used afterwards."""
         if self._capture is not None:
             self._capture.remove()
             self._capture = None
 
     def state_dict(self, *, shard: bool = False) -> dict[str, Any]:
-        """State per layer, independent of wrapper, world size and strategy; no communication.
+        """Return the state by layer, without communication.
 
-        All that this rank holds: running factors, and decompositions where it is a gradient
-        worker. ``shard=True``: only what this rank decomposes, so that the ranks' shards
-        together hold everything once. Save every rank's and give all to
-        :meth:`load_state_dict` to go on bit-exactly; with one rank's dict alone, missing
-        decompositions are made anew from the factors at the next step. Where no rank keeps all
-        factors (``owner_reduce``, ``local_factors``), one rank's dict is not enough.
+        The state does not depend on wrappers of the model, the number of ranks or the strategy. By
+        default it is everything that this rank holds: running factors, and decompositions of the
+        layers that it preconditions. To continue bit by bit, save the shards of all ranks and pass
+        all of them to :meth:`load_state_dict`. With the state of one rank, missing decompositions
+        are computed again at the next step. One state is not enough if no rank keeps all factors
+        (``owner_reduce``, ``local_factors``).
+
+        Args:
+            shard: Return only what this rank decomposes. The shards of all ranks together hold
+                everything once.
         """
         layers = state.layers_state(self._executor, shard=shard)
         saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
-        if isinstance(self.schedules.damping, LevenbergMarquardt):
-            saved["damping"] = self.schedules.damping.value
+        if self._adaptive is not None:
+            saved["damping"] = self._adaptive.value
         return saved
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """Take over the state of one or several :meth:`state_dict` (shards of all ranks).
+        """Take over one :meth:`state_dict`, or the shards of all ranks.
 
-        Raises ``ValueError`` if a layer is missing, unknown or of another shape; then nothing
-        has changed. Every rank must load the same dicts.
+        Every rank must load the same dicts.
+
+        Raises:
+            ValueError: A layer is missing, unknown or has another shape. Nothing has changed then.
         """
         merged, steps = state.merge(states), max(int(s["steps"]) for s in states)
         state.check(merged, self._executor, steps)
         complete = state.take(merged, self._executor)
         self.steps = steps
         self._decompose_now = steps > 0 and not complete
-        damping = self.schedules.damping
-        if isinstance(damping, LevenbergMarquardt) and "damping" in states[0]:
-            damping.value = float(states[0]["damping"])
+        if self._adaptive is not None and "damping" in states[0]:
+            self._adaptive.value = float(states[0]["damping"])
         if self._capture is not None:
+            # Statistics that were collected before belong to the old state.
             self._capture.pop()
             self._executor.abandon_factors()
-            self._capture.enabled = self.schedules.factors_due(steps)
+            self._capture.enabled = self._schedules.factors_due(steps)

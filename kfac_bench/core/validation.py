@@ -1,4 +1,4 @@
-"""What :class:`KFAC` refuses, each with a ``ValueError`` that says why and what to do."""
+"""What :class:`KFAC` refuses, each time with a ``ValueError`` that says why and what to do."""
 
 from __future__ import annotations
 
@@ -7,31 +7,69 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from kfac_bench.core.capture.fisher import FISHERS
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.dtensor import any_tensor_parallel
+from kfac_bench.core.execution.sharded_gradients import any_sharded
+from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.plan import Plan
+
+WEIGHT_SHARING = ("expand", "reduce")
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """A value that is none of the choices."""
+def check_options(
+    *,
+    factor_convention: str,
+    fisher: str,
+    weight_sharing: str,
+    state_dtype: torch.dtype,
+    damping: object,
+    is_pipeline: bool,
+) -> None:
+    """Check the options that depend on neither the model nor the plan.
+
+    ``is_pipeline`` says that other ranks hold further layers of the model.
+    """
+    _check_choice("factor_convention", factor_convention, tuple(CONVENTIONS))
+    _check_choice("fisher", fisher, FISHERS)
+    _check_choice("weight_sharing", weight_sharing, WEIGHT_SHARING)
+    _check_choice("state_dtype", state_dtype, STATE_DTYPES)
+    if is_pipeline and isinstance(damping, LevenbergMarquardt):
+        raise ValueError(
+            "damping=LevenbergMarquardt(...) needs all layers of the model on each rank. "
+            "With model_parallel, give a number or a function of the step."
+        )
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
 
 
-def check_single(layers: Sequence[Layer]) -> None:
-    """What ranks send each other is float32 at most: with float64 they would mix the two."""
+def check_layers(
+    layers: Sequence[Layer], model: nn.Module, world_size: int, strategy: str, *, overlap: bool
+) -> None:
+    """Check that the layers can be preconditioned on ``world_size`` ranks."""
+    if not layers:
+        raise ValueError(
+            "the model has no layer to precondition: check skip, and requires_grad of the weights"
+        )
     double = [layer.name for layer in layers if layer.weight.dtype == torch.float64]
-    if double:
+    if world_size > 1 and double:
+        # Messages are float32 at most, so ranks would mix float32 with their own float64.
         raise ValueError(
             f"layer {double[0]} has float64 weights: on several ranks K-FAC works in float32; "
             "use model.float()"
         )
-
-
-def check_sharded(model: nn.Module, strategy: str, overlap: bool) -> None:
-    """What needs whole gradients in backward, or leaves ranks out of a layer's statistics."""
+    if not any_sharded(layers):
+        return
     if overlap:
-        raise ValueError("overlap=True does not fit ranks that hold parts of parameters")
+        raise ValueError(
+            "overlap=True needs whole gradients, but ranks hold parts of the parameters; "
+            "use overlap=False"
+        )
     if strategy == "local_factors" and any_tensor_parallel(model):
         raise ValueError(
             "strategy=local_factors: ranks that share a tensor-parallel layer must all see it; "
@@ -39,16 +77,15 @@ def check_sharded(model: nn.Module, strategy: str, overlap: bool) -> None:
         )
 
 
-def check_apart(inverse_splits_damping: bool, damping: object) -> None:
-    """Options for which a rank that has one factor of a layer needs the other."""
-    what = "factored_damping" if inverse_splits_damping else "an adaptive damping"
-    if inverse_splits_damping or isinstance(damping, LevenbergMarquardt):
-        raise ValueError(
-            f"{what} needs both factors of a layer on one rank: leave colocate_factors=True"
-        )
-
-
-def check_stages(damping: object) -> None:
-    """What needs all layers of a model, of which other ranks hold some."""
-    if isinstance(damping, LevenbergMarquardt):
-        raise ValueError("model_parallel: an adaptive damping would need all layers of the model")
+def check_plan(plan: Plan, damping: object, *, factored_damping: bool) -> None:
+    """Check that a rank which decomposes one factor of a layer does not need the other one."""
+    if plan.colocated:
+        return
+    for name, needs_both in (
+        ("factored_damping", plan.method == "inverse" and factored_damping),
+        ("an adaptive damping", isinstance(damping, LevenbergMarquardt)),
+    ):
+        if needs_both:
+            raise ValueError(
+                f"{name} needs both factors of a layer on one rank: leave colocate_factors=True"
+            )

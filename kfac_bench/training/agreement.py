@@ -59,7 +59,7 @@ def fingerprint(model: nn.Module, kfac: KFAC | None) -> dict[str, object]:
     """By name: the K-FAC plan's digest and damping, a checksum of each parameter that is whole."""
     sums: dict[str, object] = {}
     if kfac is not None:
-        sums |= {"K-FAC plan": kfac.plan.digest(), "damping": kfac.damping.hex()}
+        sums |= kfac.fingerprint()
     whole = {name: p for name, p in model.named_parameters() if not _is_part(p)}
     if whole:
         with torch.no_grad():

@@ -14,9 +14,7 @@ from torch import nn
 
 from kfac_bench import distributed
 from kfac_bench.config import TrainConfig
-from kfac_bench.core.planning.estimate import payload_bytes
-from kfac_bench.core.planning.layer_spec import FACTORS
-from kfac_bench.core.planning.plan import IDENTITY, Stage
+from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
@@ -215,19 +213,18 @@ def _say_what_kfac_does(trainer: Trainer) -> None:
     """One line that also explains why a first step on a large model takes its time."""
     if trainer.kfac is None:
         return
-    report, update_freq = trainer.kfac.report(), trainer.kfac.schedules.at(0).update_freq
-    dims = [x.spec.dim(f) for x in report.layers for f in FACTORS if not x.spec.diagonal(f)]
-    largest = max(dims, default=1)
+    report = trainer.kfac.report()
+    largest = report.largest_factor
     total = report.covered_params + report.skipped_params
-    if trainer.kfac.plan.method == IDENTITY:
+    if report.plan.method == IDENTITY:
         trainer.say(
             f"identity factors: of K-FAC only the KL clip, over {len(report.layers)} layers"
         )
         return
     trainer.say(
         f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
-        f"parameters); every {update_freq} steps it decomposes {2 * len(report.layers)} factors, "
-        f"the largest {largest} x {largest}"
+        f"parameters); every {trainer.kfac.update_freq} steps it decomposes "
+        f"{2 * len(report.layers)} factors, the largest {largest} x {largest}"
     )
 
 
@@ -268,7 +265,7 @@ def _start(
 def _payload_bytes(trainer: Trainer) -> dict[str, dict[str, int]]:
     if trainer.kfac is None:
         return {}
-    return {stage.value: payload_bytes(trainer.kfac.plan, stage) for stage in Stage}
+    return trainer.kfac.report().payload_bytes()
 
 
 def _find(config: TrainConfig, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:

@@ -18,8 +18,7 @@ class StageTimes:
 
     def __init__(self, kfac: KFAC, ranks: Ranks) -> None:
         self._kfac, self._ranks = kfac, ranks
-        kinds = {type(op).__name__ for op in kfac.plan.ops()}
-        self._kinds = sorted(kinds | {"ComputeFactor", "WriteBack"})  # the same on all ranks
+        self._kinds = kfac.stage_names
         self._steps = 0
         self._total_s: dict[str, float] = defaultdict(float)
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
-from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.data.base.batch import Batch, size, split
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import UsageError
@@ -96,7 +95,7 @@ class Update:
 
     def step(self, batch: Batch, loss: Tensor) -> None:
         """K-FAC and the optimizer; ``batch`` and ``loss`` are those of :meth:`backward`."""
-        adapts = self._adapts_damping()
+        adapts = self._kfac is not None and self._kfac.will_adapt_damping
         scale = self.scaler.get_scale() if adapts else 0.0
         self.scaler.unscale_(self._optimizer)
         if self._kfac is not None:
@@ -109,16 +108,7 @@ class Update:
 
     def decomposes_all(self) -> bool:
         """Whether the next one decomposes all factors at once; equal on all ranks."""
-        if self._kfac is None or len(self._kfac.plan.slices) > 1:
-            return False
-        return bool(self._kfac.schedules.slices_due(self._kfac.steps, 1))
-
-    def _adapts_damping(self) -> bool:
-        """Whether the damping wants to know what this update brings."""
-        damping = None if self._kfac is None else self._kfac.schedules.damping
-        if self._kfac is None or not isinstance(damping, LevenbergMarquardt):
-            return False
-        return damping.is_due(self._kfac.steps)
+        return self._kfac is not None and self._kfac.will_decompose_all
 
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
         """Parts whose sizes differ by one at most, and their weights; 0 for one without examples.

@@ -13,7 +13,7 @@ from omegaconf import MISSING, OmegaConf
 
 from kfac_bench import config
 from kfac_bench.config import KFACConfig, TrainConfig, compose
-from kfac_bench.core import KFAC, preconditioner
+from kfac_bench.core import KFAC, validation
 from kfac_bench.core.capture import fisher
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.kernels import conventions
@@ -40,11 +40,11 @@ def test_kfac_defaults_are_those_of_the_core():
 def test_names_are_those_of_the_core():
     assert list(config.CONVENTIONS) == list(conventions.CONVENTIONS)
     assert config.FISHERS == fisher.FISHERS
-    assert config.WEIGHT_SHARING == preconditioner.WEIGHT_SHARING
+    assert config.WEIGHT_SHARING == validation.WEIGHT_SHARING
     assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP
     assert list(config.PRECISIONS) == list(update.DTYPES)
     assert list(config.PRECISIONS) == list(build.DTYPES)
-    assert tuple(build.DTYPES.values()) == preconditioner.STATE_DTYPES
+    assert tuple(build.DTYPES.values()) == validation.STATE_DTYPES
 
 
 @pytest.mark.parametrize(

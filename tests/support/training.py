@@ -165,7 +165,7 @@ def held_bytes(kfac):
 
 def after_step(kfac):
     """(nu, damping, reduction ratio)"""
-    damping = kfac.schedules.damping
+    damping = kfac._schedules.damping
     rho = damping.rho if isinstance(damping, LevenbergMarquardt) else 0.0
     return kfac.statistics()["nu"], kfac.damping, rho
 

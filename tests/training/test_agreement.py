@@ -73,7 +73,7 @@ def spoil(what):
         if trainer.ranks.rank != 1:
             return
         if what == "damping":
-            trainer.kfac.schedules.damping = 0.5
+            trainer.kfac._schedules.damping = 0.5
             return
         weights = [p for p in trainer._bare.parameters() if local(p).numel()]
         with torch.no_grad():

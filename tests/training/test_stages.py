@@ -64,7 +64,7 @@ def test_means_are_of_all_ranks_and_start_anew(tmp_path):
 
 def test_time_stages_waits_before_and_after_each_stage(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr(KFAC, "_settle", lambda self: waits.append(self.steps))
+    monkeypatch.setattr(KFAC, "_synchronize", lambda self: waits.append(self.steps))
     once = (*EVERY, "trainer.max_steps=1", "trainer.predictions=0")
     train(tmp_path / "a", *once)
     assert waits == []

@@ -1,0 +1,123 @@
+"""How a :class:`KFAC` is built after its options are valid: plan the work, then connect.
+
+``KFAC.__init__`` calls these functions. They decide nothing about the algorithm itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from kfac_bench.core.capture.hooks import Capture
+from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
+from kfac_bench.core.execution.executor import Executor
+from kfac_bench.core.execution.sharded_gradients import any_sharded
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.cost import measured_cost
+from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
+from kfac_bench.core.planning.plan import IDENTITY, Plan
+from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.core.schedule import Schedules
+
+BATCH_NUMEL = 1 << 22
+"""Most elements of equally shaped layers that a GPU preconditions, or decomposes, at once.
+
+A CPU gains nothing from batches (docs/performance.md).
+"""
+
+
+def plan_for(
+    layers: Sequence[Layer],
+    world_size: int,
+    schedules: Schedules,
+    *,
+    strategy: str,
+    grad_worker_fraction: float | None,
+    colocate_factors: bool | None,
+    balance: str,
+    method: str,
+    spread: bool | None,
+    state_dtype: torch.dtype,
+) -> Plan:
+    """Return who computes and who sends what, for all ranks; see :class:`KFAC` for the options.
+
+    Raises:
+        ValueError: an option has an unknown value, or options do not fit together.
+    """
+    if spread is None:
+        # One process wants short steps. Several ranks want a long step whose work they can share.
+        spread = world_size == 1
+    plan = make_plan(
+        [layer.spec for layer in layers],
+        world_size,
+        strategy=strategy,
+        grad_worker_fraction=grad_worker_fraction,
+        colocate_factors=colocate_factors,
+        balance=balance,
+        method="inverse" if method == IDENTITY else method,
+        cost=measured_cost(method),
+        spread=schedules.most_slices(len(layers)) if spread else 1,
+        itemsize=state_dtype.itemsize,
+        batch_numel=BATCH_NUMEL if layers[0].weight.device.type == "cuda" else 0,
+        sharded=world_size > 1 and any_sharded(layers),
+    )
+    if method == IDENTITY:
+        # The control keeps only the last stage: it has no statistics and no decompositions.
+        plan = replace(plan, method=IDENTITY, factors=(), slices=())
+    return plan
+
+
+def connect_ranks(
+    plan: Plan,
+    collective: Collective,
+    model_parallel: Collective | None,
+    *,
+    options: str,
+    device: torch.device,
+    overlap: bool,
+) -> None:
+    """Check that all ranks have the same plan and options, then make the groups of the plan.
+
+    The check comes first: ranks with different plans would wait for each other forever.
+
+    Raises:
+        PlansDifferError: a rank has another plan, or other ``options``, than rank 0.
+    """
+    check_same_on_all_ranks(collective, f"{plan.digest()} {options}", device)
+    if model_parallel is not None:
+        model_parallel.prepare([tuple(range(model_parallel.world_size))])
+    # Backends need the same groups in the same order on every rank, so the set is sorted.
+    groups = sorted({op.ranks for op in plan.ops() if len(op.ranks) > 1})
+    collective.prepare(groups, apart=overlap)
+
+
+def connect_layers(
+    model: nn.Module,
+    executor: Executor,
+    *,
+    weight_sharing: str,
+    fisher: str,
+    overlap: bool,
+    is_last: Callable[[], bool],
+) -> Capture:
+    """Put hooks on the layers whose statistics this rank computes.
+
+    ``is_last`` tells whether the running backward is the last one of the step.
+    """
+    plan, rank = executor.plan, executor.collective.rank
+    computed = {
+        op.layer.name for op in plan.factors if isinstance(op, ComputeFactor) and rank in op.ranks
+    }
+    sends = any(isinstance(op, ReduceFactors) for op in plan.factors)
+    return Capture(
+        model,
+        [layer for name, layer in executor.layers.items() if name in computed],
+        reduce=weight_sharing == "reduce",
+        sampled=fisher != "empirical",
+        eigenbasis=executor.store.eigenbasis,
+        on_complete=executor.begin_factors if overlap and sends else None,
+        is_last=is_last,
+    )
