@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from kfac_bench.core import preconditioner
+from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Resumed, Trained, read
@@ -455,7 +455,7 @@ def test_the_counts_are_those_of_all_ranks(tmp_path):
 def test_counts_are_read_only_when_they_are_recorded(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(
-        preconditioner.KFAC,
+        KFAC,
         "dropped_statistics",
         property(lambda self: reads.append(self.steps) or 0),
     )
