@@ -27,7 +27,12 @@ class DataConfig:
     )
     image_size: int = option(MISSING, "side of an input image in pixels", RESULT, at_least=1)
     workers: int = option(
-        0, "loader processes per rank (imagefolder, shards, lgg, coco)", PLACE, at_least=0
+        0,
+        "loader processes per rank (imagefolder, shards, lgg, coco)",
+        RESULT,
+        resumable=True,
+        per_node=True,
+        at_least=0,
     )
     augment: bool = option(
         True,

@@ -13,14 +13,25 @@ from kfac_bench.errors import UsageError
 
 
 class Role(Enum):
-    """What an option changes; run ids, the check at resume and the rows of tables follow."""
+    """What an option changes. Four decisions depend on it.
+
+    * **Run id**: a hash of the RESULT and PLACE options that are not at their defaults. So another
+      data folder is another run directory, and a new option of a later version changes no id.
+    * **Same run**: a run directory is continued only with the RESULT options that its run has,
+      except those that are ``resumable``. PLACE and RECORD options may change.
+    * **Rows of tables**: runs are one row if all RESULT options except the seed are equal.
+    * **Ranks of one run** have the same RESULT and RECORD options, except those that are
+      ``per_node``. PLACE options may differ.
+    """
 
     RESULT = "result"
-    """What is computed, or how long that takes: another value is another setting."""
+    """What is computed, or how long that takes. ``trainer.device``, ``trainer.threads``,
+    ``trainer.pin`` and ``data.workers`` are RESULT options, because tables compare seconds."""
     PLACE = "place"
-    """Where the run finds its data and its processors."""
+    """Where the run finds what it reads: its data, and the checkpoint that it starts from."""
     RECORD = "record"
-    """What is written, shown and kept of the run."""
+    """What is written, shown and checked, and where. Neither the weights nor the training seconds
+    of a run that succeeds depend on a RECORD option."""
 
 
 RESULT, PLACE, RECORD = Role.RESULT, Role.PLACE, Role.RECORD
@@ -32,6 +43,7 @@ def option(
     role: Role,
     *,
     resumable: bool = False,
+    per_node: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -44,7 +56,8 @@ def option(
         default: Value where neither YAML nor the command line sets one.
         help: Meaning, as ``kfac-train --help`` prints it.
         role: What the value changes; see :class:`Role`.
-        resumable: A run may be continued with another value of this result option.
+        resumable: A run may be continued with another value of this RESULT option.
+        per_node: The ranks of one run may have different values of this option.
         at_least: Smallest value that is allowed.
         above: The value must be greater than this.
         at_most: Largest value that is allowed.
@@ -55,7 +68,9 @@ def option(
     metadata = {
         "help": help,
         "role": role,
+        "default": default,
         "resumable": resumable,
+        "per_node": per_node,
         "bounds": {k: v for k, v in bounds.items() if v is not None},
         "choices": choices,
     }

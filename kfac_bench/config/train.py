@@ -141,17 +141,34 @@ class TrainerConfig:
         "images and the weights of convolutions with channels innermost; the same results",
         RESULT,
     )
-    device: str = option("auto", "where to train", PLACE, choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto",
+        "where to train",
+        RESULT,
+        resumable=True,
+        per_node=True,
+        choices=("auto", "cpu", "cuda"),
+    )
     threads: int | None = option(
-        None, "CPU threads per rank; null: torch decides", PLACE, at_least=1
+        None,
+        "CPU threads per rank; null: torch decides",
+        RESULT,
+        resumable=True,
+        per_node=True,
+        at_least=1,
     )
     pin: bool = option(
-        False, "keep a rank to trainer.threads cores of its own, where its node has enough", PLACE
+        False,
+        "keep a rank to trainer.threads cores of its own, where its node has enough",
+        RESULT,
+        resumable=True,
+        per_node=True,
     )
     time_stages: bool = option(
         False,
         "wait for the GPU at each of K-FAC's stages, so that their seconds are its own",
-        RECORD,
+        RESULT,
+        resumable=True,
     )
 
 
@@ -161,7 +178,7 @@ class BackendConfig:
 
     name: str = option(MISSING, "backend", RESULT, resumable=True, choices=BACKENDS)
     timeout_s: float = option(
-        600.0, "seconds that a rank waits for the others before it gives up (ddp)", PLACE, above=0
+        600.0, "seconds that a rank waits for the others before it gives up (ddp)", RECORD, above=0
     )
 
 
@@ -183,15 +200,18 @@ class DeepSpeedConfig(BackendConfig):
 class LoggerConfig:
     """Where the event stream is shown beside events.jsonl and the console."""
 
-    name: str = option("wandb", "view", RECORD, choices=("wandb", "tensorboard", "none"))
+    name: str = option(
+        "wandb", "view", RECORD, per_node=True, choices=("wandb", "tensorboard", "none")
+    )
     mode: str = option(
         "auto",
         "W&B: auto is online if a key is set and the network answers, else offline",
         RECORD,
+        per_node=True,
         choices=("auto", "online", "offline", "disabled"),
     )
-    project: str = option("kfac_bench", "W&B project", RECORD)
-    entity: str | None = option(None, "W&B user or team", RECORD)
+    project: str = option("kfac_bench", "W&B project", RECORD, per_node=True)
+    entity: str | None = option(None, "W&B user or team", RECORD, per_node=True)
 
 
 @dataclass
@@ -218,8 +238,8 @@ class TrainConfig:
     run_id: str | None = option(
         None, "name of the run directory; null: hash of the configuration", RECORD
     )
-    runs_dir: str = option("runs", "where run directories are made", PLACE)
-    resume: str | None = option(None, "run directory or checkpoint to start from", RECORD)
+    runs_dir: str = option("runs", "where run directories are made", RECORD, per_node=True)
+    resume: str | None = option(None, "run directory or checkpoint to start from", PLACE)
     dry_run: bool = option(False, "print what would be trained and what it costs, and stop", RECORD)
 
 
