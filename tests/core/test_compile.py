@@ -62,7 +62,10 @@ BACKENDS = [
     "aot_eager",
     pytest.param(
         "inductor",
-        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+        ],
     ),
 ]
 

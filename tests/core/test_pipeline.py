@@ -17,6 +17,7 @@ from kfac_bench.core.distributed.collective import SingleProcess, TorchCollectiv
 from kfac_bench.core.planning.plan import STRATEGIES
 from tests.support import ROOT
 from tests.support.distributed import run_ranks
+from tests.support.quick import quick_if
 from tests.support.training import (
     after_step,
     assert_close,
@@ -106,7 +107,10 @@ def test_two_stages_in_autocast_go_where_one_process_in_fp32_goes():
 
 
 @pytest.mark.supports("pipeline", "{strategy}")
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "local_factors"])
+@pytest.mark.parametrize(
+    "strategy",
+    quick_if(("comm_opt", "mem_opt").__contains__, [s for s in STRATEGIES if s != "local_factors"]),
+)
 def test_two_stages_on_two_ranks_each_equal_one_process(strategy):
     nus = run_ranks(4, train_stage, 2, ScheduleGPipe, strategy)
     assert all(n == nus[0] for n in nus)
@@ -129,6 +133,7 @@ def test_a_collective_over_a_group_counts_its_own_ranks():
     assert run_ranks(4, groups_on_rank) == [(0, 2, None), (0, 3, None), (1, 2, 2), (1, 3, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -21,6 +21,7 @@ from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.training import run
 from kfac_bench.training.optimizers import build_optimizer
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import CPU, SMALL, config_of, of_kind, steps_of, train
 from tests.support.training import (
     OPTIONS,
@@ -184,7 +185,7 @@ def check_equal(world, *args):
 
 @pytest.mark.ranks
 @pytest.mark.supports("apex", "{strategy}")
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("method", ["eigen", slow("inverse")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equals_one_process(stand_in, strategy, method):
     options = {"method": method, "spread": False}
@@ -228,7 +229,7 @@ def test_a_run_in_half_precision(stand_in, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.supports("apex", "resume on another world size")
-@pytest.mark.parametrize("optimizer", ["sgd", "fused_lamb"])
+@pytest.mark.parametrize("optimizer", [slow("sgd"), "fused_lamb"])
 def test_a_run_goes_on_elsewhere_and_comes_back(stand_in, tmp_path, optimizer):
     options = (f"optimizer={optimizer}", f"optimizer.lr={ {'sgd': 0.02}.get(optimizer, 0.002) }")
     run_ranks(2, run_here, stand_in, tmp_path, (*options, "run_id=r", "trainer.max_steps=5"))

@@ -23,6 +23,7 @@ from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint, run
 from tests.support import ROOT
 from tests.support.distributed import close_pools, run_ranks
+from tests.support.quick import slow
 from tests.support.runs import CPU, SMALL, config_of, here, of_kind, steps_of, train
 from tests.support.training import (
     STEPS,
@@ -45,7 +46,7 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.ranks
-STAGES = (0, 1, 2)
+STAGES = [slow(0), slow(1), 2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,7 +107,7 @@ def check_equal(world, *args):
 
 
 @pytest.mark.supports("deepspeed zero {stage}", "{strategy}")
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("method", ["eigen", slow("inverse")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_process(stage, strategy, method):
@@ -115,7 +116,7 @@ def test_equals_one_process(stage, strategy, method):
 
 
 @pytest.mark.supports("deepspeed zero {stage}", "gradient accumulation")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_batch_in_parts_equals_one_process(stage):
     check_equal(2, stage, "comm_opt", {"spread": False}, 4)
     check_equal(2, stage, "mem_opt", {"spread": False, "fisher": "type2"}, 2)
@@ -245,7 +246,7 @@ def test_fp16_leaves_out_updates_that_overflow(stage):
 
 @pytest.mark.supports("deepspeed zero {stage}", "resume on another world size")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [slow("sgd"), "adam"])
 def test_a_run_goes_on_elsewhere_and_comes_back(tmp_path, stage, optimizer):
     lr = {"sgd": 0.02, "adam": 0.002}[optimizer]
     options = (f"optimizer={optimizer}", f"optimizer.lr={lr}")
@@ -373,6 +374,7 @@ def example_on_rank():
         return runpy.run_path(str(ROOT / "examples/deepspeed_training.py"))["main"]()
 
 
+@pytest.mark.slow
 def test_the_example():
     accuracies = run_ranks(2, example_on_rank)
     assert accuracies[0] == accuracies[1] > 0.9
@@ -399,6 +401,7 @@ def command(folder, *options):
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.supports("deepspeed zero 2", "kfac-train")
 @pytest.mark.supports("deepspeed zero 2", "documented command")
 def test_the_documented_command(tmp_path):

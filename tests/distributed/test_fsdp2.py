@@ -19,6 +19,7 @@ from kfac_bench.models.cifar_resnet import cifar_resnet
 from kfac_bench.record.events import Evaluated, EventLog, Resumed, Trained
 from kfac_bench.training import checkpoint
 from tests.support.distributed import run_ranks
+from tests.support.quick import quick_if
 from tests.support.runs import (
     CPU,
     KFAC,
@@ -58,7 +59,10 @@ def figures(path):
 
 
 @pytest.mark.supports("fsdp2", "kfac-train")
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "local_factors"])
+@pytest.mark.parametrize(
+    "strategy",
+    quick_if(("comm_opt", "mem_opt").__contains__, [s for s in STRATEGIES if s != "local_factors"]),
+)
 def test_a_run_equals_one_process(tmp_path, strategy):
     options = (*STABLE, f"kfac={strategy}", "kfac.damping=0.1", "trainer.max_steps=10")
     run_ranks(2, train_here, tmp_path, *options, "run_id=sharded")
@@ -188,6 +192,7 @@ def test_blocks_are_the_members_of_the_outermost_lists():
     assert len(inside) == len(set(inside)), "a block in another"
 
 
+@pytest.mark.slow
 @pytest.mark.supports("fsdp2", "documented command")
 def test_the_documented_command(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

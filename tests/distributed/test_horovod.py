@@ -19,6 +19,7 @@ from kfac_bench.training import checkpoint
 from tests.support import horovod_ranks
 from tests.support.distributed import run_ranks as gloo_ranks
 from tests.support.horovod_ranks import BIN, here, run_ranks
+from tests.support.quick import slow
 from tests.support.runs import ALONE, SMALL, of_kind, steps_of, train, train_here
 from tests.support.runs import KFAC as KFAC_RUN
 from tests.support.training import (
@@ -46,7 +47,7 @@ pytestmark = [
         reason="Horovod is not installed: make install-horovod",
     ),
 ]
-METHODS = ["eigen", "inverse"]
+METHODS = ["eigen", slow("inverse")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,7 +133,7 @@ def equal(world, *strategies, data=(tiny_model, batch), tolerance=2e-4, how=None
 @pytest.mark.supports("horovod", "{strategy}")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_a_strategy_equals_one_process(world, strategy, method):
     equal(world, strategy, method=method)
     if world == 4 and strategy == "hybrid_opt":
@@ -145,12 +146,12 @@ def process_sets_here():
     return list(_basics._get_process_set_ids_and_ranks().values())
 
 
-@pytest.mark.parametrize(("strategy", "method"), [("comm_opt", "ekfac"), ("mem_opt", "eigen")])
+@pytest.mark.parametrize(("strategy", "method"), [("comm_opt", "ekfac"), slow("mem_opt", "eigen")])
 def test_every_kind_of_layer_equals_one_process(strategy, method):
     equal(2, strategy, data=(Mixed, sentences), method=method, skip=(), max_dim=10)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 @pytest.mark.parametrize("method", METHODS)
 def test_messages_in_half_precision(method, dtype):
     """One process keeps its state in half precision, too: apart are roundings only."""
@@ -158,7 +159,7 @@ def test_messages_in_half_precision(method, dtype):
 
 
 @pytest.mark.supports("horovod", "gradient accumulation")
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+@pytest.mark.parametrize("strategy", [slow("comm_opt"), "mem_opt"])
 def test_gradient_accumulation_equals_one_process(strategy):
     equal(2, strategy, method="eigen", how={"parts": 2})
 
@@ -359,7 +360,7 @@ def test_a_run_goes_on_without_horovod_and_with_it(tmp_path):
     assert_close(*momenta, 1e-3)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
 def test_a_run_in_parts_and_mixed_precision(tmp_path, precision):
     options = (*RUN, "run_id=r", "trainer.max_steps=4", "trainer.accumulate=3")
     run_ranks(2, run_here, tmp_path, (*options, f"trainer.precision={precision}"))
@@ -374,6 +375,7 @@ def horovodrun(*overrides, world=2):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.supports("horovod", "kfac-train")
 @pytest.mark.supports("horovod", "documented command")
 def test_the_documented_command(tmp_path):
@@ -389,6 +391,7 @@ def test_the_documented_command(tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_bad_input_is_said_once_though_rank_0_is_the_last_to_see_it(tmp_path, monkeypatch):
     late = "import os, time\nif os.environ.get('HOROVOD_RANK') == '0':\n    time.sleep(3)\n"
     (tmp_path / "sitecustomize.py").write_text(late)
@@ -401,6 +404,7 @@ def test_bad_input_is_said_once_though_rank_0_is_the_last_to_see_it(tmp_path, mo
     assert "Exit code: 2" in said
 
 
+@pytest.mark.slow
 def test_without_horovodrun_a_process_trains_alone(tmp_path):
     run = (*SMALL, f"runs_dir={tmp_path}", "run_id=r", "trainer.max_steps=2")
     command = [sys.executable, "-m", "kfac_bench", "backend=horovod", *run]

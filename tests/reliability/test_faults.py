@@ -18,10 +18,12 @@ from tests.reliability.faults.__main__ import main
 from tests.reliability.faults.matrix import Outcome
 from tests.reliability.faults.rows import Fault
 from tests.support import ROOT
+from tests.support.quick import quick_if
 
 PAGE = ROOT / "docs" / "reliability.md"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_runs_on_two_ranks_survive(tmp_path):
@@ -62,7 +64,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", quick_if(("a traceback", "other weights").__contains__, WRONG))
 def test_what_goes_wrong_is_noticed(wrong, tmp_path):
     (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
     assert wrong in outcome.wrong

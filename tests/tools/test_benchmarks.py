@@ -282,6 +282,7 @@ def speed_run(tmp_path_factory):
     return done, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_speed_writes_all_figures(speed_run):
     _, results = speed_run
     assert results["machine"]["hardware"]["threads"] == 1
@@ -301,6 +302,7 @@ def test_speed_writes_all_figures(speed_run):
         assert [len(i["seconds"]["eigen"]) for i in entry["intervals"]] == [5, 9]
 
 
+@pytest.mark.slow
 def test_speed_combines_its_own_medians(speed_run):
     _, results = speed_run
     for entry in results["models"]:
@@ -312,6 +314,7 @@ def test_speed_combines_its_own_medians(speed_run):
             assert found["ratio"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_speed_prints_the_tables_of_its_file(speed_run):
     done, results = speed_run
     assert done.stdout.strip() == tables.render(results).strip()
@@ -395,6 +398,7 @@ def gpu_run(tmp_path_factory):
     return json.loads((path / "gpu.json").read_text()), (path / "docs" / "gpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_gpu_checks_and_measures_one_configuration_of_each_model(gpu_run):
     results, _ = gpu_run
     assert [e["name"] for e in results["models"]] == ["resnet50", "bert_base", "resnet32"]
@@ -407,6 +411,7 @@ def test_gpu_checks_and_measures_one_configuration_of_each_model(gpu_run):
     assert results["models"][0]["memory_bytes"].keys() == {"sgd", "eigen", "inverse"}
 
 
+@pytest.mark.slow
 def test_gpu_page_has_the_goal_and_the_machine(gpu_run):
     results, page = gpu_run
     assert [g["what"].rpartition(" ")[2] for g in results["goal"]] == ["eigen", "inverse"]

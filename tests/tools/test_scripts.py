@@ -11,6 +11,7 @@ from kfac_bench.simulate import hardware
 from scripts import measure_hardware, validate_local
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_measured_machine_is_one_that_the_simulation_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure_hardware, "LEAST_S", 0.02)

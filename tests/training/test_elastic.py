@@ -110,6 +110,7 @@ def wait_for_checkpoint(path, step):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "documented command")
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
@@ -137,6 +138,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     assert not list(path.glob("checkpoints/.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "resume on another world size")
 def test_a_lost_node_leaves_the_others_training(tmp_path):

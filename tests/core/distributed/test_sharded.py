@@ -22,6 +22,7 @@ from kfac_bench.core.distributed.dtensor import full, local, shard_like
 from kfac_bench.core.planning.ops import GatherGradients
 from kfac_bench.core.planning.plan import METHODS, STRATEGIES
 from tests.support.distributed import run_ranks
+from tests.support.quick import quick_if, slow
 from tests.support.training import (
     Mixed,
     adaptive,
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.ranks
 
 ALL_CHOICES = [(s, m) for s in STRATEGIES for m in METHODS if m != "ekfac" or s == "comm_opt"]
 CHOICES = [(s, m) for s, m in ALL_CHOICES if s != "local_factors"]
+IS_QUICK = [(s, m) for s, m in ALL_CHOICES if m != "inverse"].__contains__
 
 
 class Attention(nn.Module):
@@ -146,8 +148,8 @@ def test_fsdp2_covers_all_kinds_of_layers(strategy, method):
 
 
 @pytest.mark.supports("fsdp2", "{strategy}")
-@pytest.mark.parametrize(("strategy", "method"), ALL_CHOICES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("strategy", "method"), quick_if(IS_QUICK, ALL_CHOICES))
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_fsdp2_equals_one_process(world, strategy, method):
     run_ranks(world, fsdp_on_rank, tiny_model, batch, strategy, {"method": method})
 
@@ -193,8 +195,8 @@ def tensor_parallel_on_rank(strategy, options, sequence):
 
 
 @pytest.mark.supports("tensor parallel", "{strategy}")
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(("strategy", "method"), CHOICES)
+@pytest.mark.parametrize("sequence", [slow(False), True])
+@pytest.mark.parametrize(("strategy", "method"), quick_if(IS_QUICK, CHOICES))
 def test_tensor_parallel_equals_one_process(strategy, method, sequence):
     run_ranks(2, tensor_parallel_on_rank, strategy, ALL | {"method": method}, sequence)
 
@@ -223,9 +225,9 @@ def grid_on_rank(strategy, options, sequence, data_parallel):
     compare(model, Transformer, make_batch, options, strategy, data)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
-@pytest.mark.parametrize("data_parallel", ["fsdp2", "by hand"])
+@pytest.mark.parametrize("sequence", [slow(False), True])
+@pytest.mark.parametrize("strategy", [slow("comm_opt"), "mem_opt"])
+@pytest.mark.parametrize("data_parallel", ["fsdp2", slow("by hand")])
 def test_tensor_parallel_beside_data_parallel_equals_one_process(strategy, data_parallel, sequence):
     run_ranks(4, grid_on_rank, strategy, ALL, sequence, data_parallel)
 
@@ -435,7 +437,7 @@ def go_on_on_rank(kind, strategy, weights, states):
         for kind in ("fsdp2", "tensor parallel")
     ],
 )
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+@pytest.mark.parametrize("strategy", [slow("comm_opt"), "mem_opt"])
 def test_state_is_that_of_whole_layers(kind, strategy):
     """Two ranks, then one process, then ranks that hold other parts."""
     (weights, first, want), (_, second, _) = run_ranks(2, save_on_rank, kind, strategy)

@@ -61,6 +61,7 @@ def test_sigterm_from_the_parent_ends_a_worker(reading):
     assert worker.exitcode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_whose_workers_get_the_signal_too_saves_and_resumes():
     (fault,) = matrix.find(["loader"])
