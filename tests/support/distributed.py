@@ -3,13 +3,11 @@
 A function runs on every rank of the pool; an exception on any rank is raised in the test with
 that rank's traceback, and the pool, whose other ranks may hang in a message, is replaced.
 
-A rank is a fork of a server process that has imported torch (multiprocessing's forkserver): a
-fresh interpreter would spend three seconds on its imports. Each worker of pytest-xdist has pools of
-its own.
+Ranks are forks of a process that has imported torch (:mod:`tests.support.forks`). Each worker of
+pytest-xdist has pools of its own.
 """
 
 import atexit
-import multiprocessing
 import os
 import traceback
 from datetime import timedelta
@@ -17,19 +15,9 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from kfac_bench.benchmark import forked
+from tests.support import forks
 
-PRELOAD = (
-    *forked.PRELOAD,
-    "pytest",
-    "tests.reliability.faults.inject",
-    "tests.support.runs",
-    "tests.support.training",
-    "torch._dynamo",
-)
-"""What any test's forks need: a process has one fork server, and the first to start it decides."""
 TIMEOUT_S = 60
 _pools = {}
 
@@ -39,7 +27,7 @@ class RankFailed(AssertionError):
 
 
 def _worker(rank, world_size, port, pipe):
-    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in other processes
+    forks.prepare()
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group(
@@ -64,8 +52,7 @@ class Pool:
     """``world_size`` processes in one gloo group."""
 
     def __init__(self, world_size):
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context = forks.server()
         # The store takes a free port and keeps it: two pools that start at once cannot collide.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
