@@ -107,8 +107,8 @@ def test_a_real_run_goes_up_whole_with_its_pictures_and_once(tmp_path, capsys):
 
 KILLED = """
 import contextlib, os, pathlib, signal, sys, time
-from kfac_bench.events import read
-from kfac_bench.sinks.wandb import WandbSink
+from kfac_bench.record.events import read
+from kfac_bench.record.sinks.wandb import WandbSink
 path = pathlib.Path(sys.argv[1])
 sink = WandbSink(path, "killed", "mine", None, {}, "offline", metric="accuracy",
                  higher_is_better=True)

@@ -7,7 +7,7 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from kfac_bench.environment import keep_freed_memory
+from kfac_bench.training.environment import keep_freed_memory
 
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit(3)

@@ -20,8 +20,8 @@ from tests.support import ROOT
 
 RUN = """
     import sys
-    from kfac_bench.events import *
-    from kfac_bench.sinks.console import ConsoleSink
+    from kfac_bench.record.events import *
+    from kfac_bench.record.sinks.console import ConsoleSink
     sink = ConsoleSink(metric="acc[red]", higher_is_better=True, total_steps=40, target=0.9)
     sink.write(RunStarted(0, 0.0, "run [bold]x[/bold] \\x1b[2J \\u00e9", "acc[red]", True, {}, {}))
     sink.say("decomposing 108 factors, largest 4608")

@@ -327,8 +327,8 @@ def test_dead_or_hung_service_never_stops_training(tmp_path, signal):
     """In a process of its own, because what happens at its exit counts too."""
     script = f"""
         import contextlib, os, pathlib, signal, time
-        from kfac_bench.events import RunEnded, Trained
-        from kfac_bench.sinks import wandb as sink_module
+        from kfac_bench.record.events import RunEnded, Trained
+        from kfac_bench.record.sinks import wandb as sink_module
         sink_module.FINISH_S = 0.5
         sink = sink_module.WandbSink(
             pathlib.Path({str(tmp_path)!r}), "r", "p", None, {{}}, "offline",
