@@ -1,4 +1,4 @@
-"""NVIDIA Apex's DistributedDataParallel, on GPUs, started by torchrun; and its FusedLAMB."""
+"""NVIDIA Apex: its DistributedDataParallel on GPUs, and a lookup of its classes."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ SOURCE = "git clone -b {} https://github.com/NVIDIA/apex, then build it as its R
 
 
 class Apex(Backend):
-    """Gradients are averaged while backward runs."""
+    """The backend that averages gradients with Apex while backward runs."""
 
     def collective(self) -> Collective:
-        """See :meth:`Backend.collective`."""
+        """See `Backend.collective`."""
         return TorchCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """See :meth:`Backend.wrap`."""
+        """See `Backend.wrap`."""
         wrapper = find("apex.parallel", "DistributedDataParallel")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # it is deprecated: docs/distributed.md
+            # Apex warns that this class is deprecated: see docs/distributed.md.
+            warnings.simplefilter("ignore", FutureWarning)
             wrapped: nn.Module = wrapper(model)
         return wrapped, optimizer
 
     def bare(self, model: nn.Module) -> nn.Module:
-        """See :meth:`Backend.bare`."""
+        """See `Backend.bare`."""
         inner = getattr(model, "module", model)
         assert isinstance(inner, nn.Module)
         return inner
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Backend.part`."""
+        """See `Backend.part`."""
         return nullcontext() if last else _alone(model)
 
 
 @contextmanager
 def _alone(model: Any) -> Iterator[None]:
-    """Forward and backward of this rank only: what torch calls ``no_sync``."""
+    """Send no messages in forward and backward inside the block, like torch's `no_sync`."""
     model.disable_allreduce()
     try:
         yield
@@ -63,7 +64,7 @@ def _alone(model: Any) -> Iterator[None]:
 
 @contextmanager
 def join(config: BackendConfig, device: str) -> Iterator[Backend]:
-    """The ranks that torchrun started."""
+    """Join the ranks that torchrun or srun started."""
     find("apex.parallel", "DistributedDataParallel")
     if local_device(device).type != "cuda":
         raise UsageError("backend=apex: Apex averages gradients on GPUs only; use backend=ddp")
@@ -72,10 +73,15 @@ def join(config: BackendConfig, device: str) -> Iterator[Backend]:
 
 
 def find(module: str, name: str) -> Any:
-    """A class of NVIDIA Apex. Raises :class:`UsageError` that says what is there instead."""
+    """Return the class `name` of NVIDIA Apex.
+
+    Raises:
+        UsageError: If Apex or the class is missing. The message says what is installed instead.
+    """
     spec = importlib.util.find_spec("apex")
     if spec is None:
         raise UsageError(f"NVIDIA Apex is not installed: {SOURCE.format(LAST)}")
+    # The package index has an unrelated project named apex. Only NVIDIA's has this folder.
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
         raise UsageError(

@@ -1,4 +1,8 @@
-"""What a training run asks of whoever connects its ranks: torch, Horovod, DeepSpeed, ..."""
+"""The backend: what a training run asks of the library that connects its ranks.
+
+This file has the backend of a single process. The trainer calls the methods; DDP, FSDP2, Horovod,
+DeepSpeed and Apex override them.
+"""
 
 from __future__ import annotations
 
@@ -18,54 +22,61 @@ from kfac_bench.errors import OneRankError, UsageError
 
 
 class Backend:
-    """How the ranks of a run train one model together; this one: a process alone.
+    """The way in which the ranks of a run train one model. This class serves a single process.
 
-    The order of a run: :meth:`shard`, then the optimizer and K-FAC are made (with a
-    :meth:`collective`), then :meth:`wrap`. Of an update: within :meth:`part` forward and
-    :meth:`backward`, for each part of the batch; :meth:`synchronize`; K-FAC; :meth:`step`.
+    A run calls `shard`, makes the optimizer and K-FAC (with a `collective`), and calls `wrap`. An
+    update runs forward and `backward` within `part`, once for each part of the batch. Then it calls
+    `synchronize`, steps K-FAC, and calls `step`.
     """
 
     lockstep = False
-    """Whether a forward is a message between ranks: all must then run equally many."""
+    """Whether a forward pass sends messages, so that all ranks must run equally many."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
     def collective(self) -> Collective:
-        """A new one for K-FAC's messages."""
+        """Return a new collective for K-FAC's messages."""
         return SingleProcess()
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Before the optimizer is made: parameters may become parts of themselves."""
+        """Return the model with its parameters split over ranks, if the backend splits them."""
         return model
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """What is trained, equal on all ranks: gradients are averaged over them from here on."""
+        """Return model and optimizer for training.
+
+        All ranks start with equal weights. From now on the backend averages gradients over ranks.
+        """
         return model, optimizer
 
     def bare(self, model: nn.Module) -> nn.Module:
-        """The model without its wrapper: checkpoints and evaluation know nothing of it."""
+        """Return the model without its wrapper, for checkpoints and evaluation."""
         return model
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one part of the batch; ranks meet at the last one."""
+        """Return the context for forward and backward of one part of the batch.
+
+        Only in the last part do the ranks average gradients.
+        """
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Of one part's loss, scaled."""
+        """Run backward for the scaled loss of one part."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def synchronize(self, optimizer: Optimizer) -> None:
-        """When this returns, gradients are averaged over ranks."""
+        """Wait until the gradients are averaged over ranks."""
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the weights by the gradients as they are now."""
+        """Update the weights with the present gradients."""
         scaler.step(optimizer)
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """What this rank adds to a checkpoint; all ranks call it.
+        """Return what this rank adds to a checkpoint. All ranks call this method together.
 
-        On rank 0 ``model`` and ``optimizer``, whole, as one process would save them.
+        On rank 0 this is `model` and `optimizer`, complete, as a single process would save them. On
+        other ranks it is empty.
         """
         if not self.ranks.is_main:
             return {}
@@ -74,21 +85,32 @@ class Backend:
     def load(
         self, model: nn.Module, optimizer: Optimizer, shards: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Take over what :meth:`state` gave, on any number of ranks and of any backend.
+        """Load what `state` returned, with any backend on any number of ranks.
 
-        Raises ``RuntimeError`` for another model, ``ValueError`` for another optimizer.
+        Raises:
+            RuntimeError: If the state belongs to another model.
+            ValueError: If the state belongs to another optimizer.
         """
         self.bare(model).load_state_dict(shards[0]["model"])
         optimizer.load_state_dict(shards[0]["optimizer"])
 
 
 def find_device(name: str, local_rank: int) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda`` as a device of this process."""
+    """Return this process's device.
+
+    Args:
+        name: The option trainer.device: `auto`, `cpu` or `cuda`.
+        local_rank: The number of this rank on its node, which is the number of its GPU.
+
+    Raises:
+        UsageError: If this process has no GPU but needs one.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("trainer.device=cuda: torch sees no GPU here; use trainer.device=cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    # Slurm may show each task its own GPU only, always under the number 0.
     if count == 1 and slurm_rank.has_its_own_gpus(count):
         local_rank = 0
     if local_rank >= count:

@@ -1,4 +1,7 @@
-"""PyTorch's DistributedDataParallel, started by torchrun or srun: gloo on CPUs, NCCL on GPUs."""
+"""PyTorch's DistributedDataParallel, and the process group that DDP, FSDP2, DeepSpeed and Apex use.
+
+torchrun or srun starts the ranks. Messages go through gloo on CPUs and through NCCL on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +30,24 @@ from kfac_bench.errors import LostRanksError
 
 
 class DDP(Backend):
-    """Gradients are averaged while backward runs."""
+    """The backend that averages gradients with PyTorch's DDP while backward runs."""
 
     def collective(self) -> Collective:
-        """See :meth:`Backend.collective`."""
+        """See `Backend.collective`."""
         return TorchCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """See :meth:`Backend.wrap`."""
+        """See `Backend.wrap`."""
         device = self.ranks.device
         on = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=on), optimizer
 
     def bare(self, model: nn.Module) -> nn.Module:
-        """See :meth:`Backend.bare`."""
+        """See `Backend.bare`."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Backend.part`."""
+        """See `Backend.part`."""
         assert isinstance(model, DistributedDataParallel)
         return nullcontext() if last else model.no_sync()
 
@@ -53,7 +56,13 @@ class DDP(Backend):
 def launched(
     config: BackendConfig, device: str, make: Callable[[Ranks], Backend]
 ) -> Iterator[Backend]:
-    """``make`` of the ranks that torchrun (or anything that sets its variables) started."""
+    """Join the ranks that torchrun or srun started, and yield their backend.
+
+    Args:
+        config: The options of the backend.
+        device: The option trainer.device.
+        make: Makes the backend if there are several ranks.
+    """
     on = local_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Backend(Ranks(on))
@@ -63,7 +72,7 @@ def launched(
 
 
 def local_device(device: str) -> torch.device:
-    """The one of this rank on its machine."""
+    """Return this rank's device on its node."""
     return find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -72,10 +81,10 @@ join = partial(launched, make=DDP)
 
 @contextmanager
 def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
-    """torch.distributed's default group, left at exit.
+    """Make torch.distributed's default process group, and leave it at exit.
 
-    A message that waits longer than ``timeout_s`` seconds fails. Raises :class:`LostRanksError`
-    for that, and where another rank has gone.
+    Raises:
+        LostRanksError: If another rank is gone, or a message waits longer than `timeout_s` seconds.
     """
     cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_s)
@@ -91,22 +100,26 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
         )
         yield Ranks(device, TorchCollective())
     except RuntimeError as error:
+        # NCCL raises DistError, but gloo raises a plain RuntimeError with its name in the text.
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             line = str(error).splitlines()[0].partition(". This is typically")[0]
+            # gloo begins with the place in its C++ source, which tells a user nothing.
             raise LostRanksError(re.sub(r"\[\S*/\S*:\d+\] ", "", line)) from error
         raise
     finally:
-        # Without it a gloo process now and then aborts at exit, its work done.
+        # Otherwise gloo's threads outlive the interpreter, and now and then abort the process at
+        # exit, after its work is done.
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
-    """Where the ranks of this start find each other, and nothing of an earlier one.
+    """Return a store in which only the ranks of this start find each other.
 
-    torchrun's store outlives a restart, with the addresses of ranks that are gone, and its count
-    of restarts differs between nodes. So rank 0 makes up a name, and gives it to each rank that
-    says a word which nobody can have said before.
+    torchrun's store outlives a restart and keeps the addresses of ranks that are gone. torchrun's
+    count of restarts cannot tell the starts apart, because it differs between nodes. Rank 0
+    therefore invents a name for this start. Each other rank asks for the name with a random word,
+    so no rank can mistake an answer of an earlier start for an answer to itself.
     """
     if rank > 0:
         word = uuid.uuid4().hex
@@ -120,7 +133,9 @@ def _of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -
         if time.monotonic() > deadline:
             raise LostRanksError(f"ranks {missing} did not come within {timeout_s:g} s")
         for other in missing:
-            if store.check([f"kfac/word/{other}"]):  # perhaps of an earlier start: then again
+            # The word may be left from an earlier start. Then the answer reaches nobody, and this
+            # loop answers again once the rank has set its new word.
+            if store.check([f"kfac/word/{other}"]):
                 word = store.get(f"kfac/word/{other}").decode()
                 store.set(f"kfac/name/{word}", name)
         missing = [r for r in missing if not store.check([f"kfac/{name}/{r}"])]

@@ -1,4 +1,4 @@
-"""DeepSpeed with ZeRO stages 0 to 2, started by torchrun or by the deepspeed launcher."""
+"""DeepSpeed with ZeRO stages 0 to 2, started by torchrun, srun or the deepspeed launcher."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 
 BUCKET_NUMEL = 1 << 25
-"""Elements of gradients that ZeRO reduces at once; it allocates as much (DeepSpeed's own: 2 GB)."""
+"""Gradient elements in one message of ZeRO, which allocates them (DeepSpeed's default: 2 GB)."""
 
-_NO_SETTINGS = ("params", "step")
-"""Of a parameter group; some optimizers count their steps there."""
+_NOT_SETTINGS = ("params", "step")
+"""Entries of a parameter group that are no settings. Some optimizers count their steps there."""
 
 
 class DeepSpeed(Backend):
-    """The engine works on a copy of the optimizer, whose parameters ZeRO replaces by parts.
+    """The backend that trains with DeepSpeed's engine.
 
-    So the optimizer that the run and K-FAC know keeps whole parameters and says the learning
-    rate; its ``step`` is the engine's. The model runs outside of the engine, which is given the
-    loss alone: it would turn autocast off, and take ``fisher_backward`` for its own backward.
+    ZeRO replaces an optimizer's parameters by parts of them. The engine therefore gets a copy of
+    the optimizer. The run and K-FAC keep the original, which has whole parameters and the learning
+    rate, and whose `step` calls the engine's.
+
+    The model runs outside the engine, which sees the loss alone. Otherwise the engine would turn
+    autocast off, and would take K-FAC's `fisher_backward` for its own backward.
     """
 
     def __init__(self, ranks: Ranks, zero_stage: int) -> None:
@@ -46,12 +49,13 @@ class DeepSpeed(Backend):
         self._engine: Any = None
 
     def collective(self) -> Collective:
-        """See :meth:`Backend.collective`."""
+        """See `Backend.collective`."""
         return TorchCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """See :meth:`Backend.wrap`."""
-        self._parts = copy.copy(optimizer)  # torch drops what a subclass keeps beside its state
+        """See `Backend.wrap`."""
+        self._parts = copy.copy(optimizer)
+        # torch's copy of an optimizer drops the attributes of a subclass, so add them again.
         vars(self._parts).update(
             {k: v for k, v in vars(optimizer).items() if k not in vars(self._parts)}
         )
@@ -64,7 +68,8 @@ class DeepSpeed(Backend):
             optimizer=self._parts,
             config={
                 "train_micro_batch_size_per_gpu": 1,
-                "gradient_clipping": 0.0,  # 1 if nothing is said
+                # The engine would clip at norm 1 by default.
+                "gradient_clipping": 0.0,
                 "zero_optimization": stage,
                 "zero_allow_untested_optimizer": True,
             },
@@ -73,27 +78,27 @@ class DeepSpeed(Backend):
         return model, optimizer
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Backend.part`; ZeRO 2, which keeps no whole gradient, meets at each part."""
+        """See `Backend.part`. ZeRO 2 keeps no whole gradient, so its ranks meet at each part."""
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """See :meth:`Backend.backward`."""
+        """See `Backend.backward`."""
         self._engine.backward(self._engine(loss), scale_wrt_gas=False)
 
     def synchronize(self, optimizer: Optimizer) -> None:
-        """See :meth:`Backend.synchronize`."""
+        """See `Backend.synchronize`."""
         deepspeed_zero.gather_gradients(self._engine)
 
     def _step(self, optimizer: Optimizer) -> None:
-        """Before ``optimizer.step()``, which then finds no gradient."""
+        """Step the engine. A hook calls this before `optimizer.step()`, which finds no gradient."""
         for whole, parts in zip(optimizer.param_groups, self._parts.param_groups, strict=True):
-            parts.update({k: v for k, v in whole.items() if k not in _NO_SETTINGS})
+            parts.update({k: v for k, v in whole.items() if k not in _NOT_SETTINGS})
         deepspeed_zero.scatter_gradients(self._engine)
         self._engine.step()
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """See :meth:`Backend.state`."""
+        """See `Backend.state`."""
         whole = optimizer.state_dict()
         whole["state"] = self._whole_state(optimizer)
         for group, parts in zip(whole["param_groups"], self._parts.param_groups, strict=True):
@@ -101,7 +106,7 @@ class DeepSpeed(Backend):
         return {"model": model.state_dict(), "optimizer": whole} if self.ranks.is_main else {}
 
     def _whole_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        """Of the optimizer by number of the parameter; all ranks call it."""
+        """Return the optimizer's state by number of the parameter. All ranks call it together."""
         if self._stage == 0:
             return dict(self._parts.state_dict()["state"])
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -111,10 +116,12 @@ class DeepSpeed(Backend):
         state = {}
         for group, part in self._groups(optimizer):
             for p in group if part in self._parts.state else []:
+                # An entry that is no part is a count of steps. Each parameter gets its own copy,
+                # because the whole optimizer would count up a shared one several times.
                 state[numbers[p]] = {
                     key: safe_get_full_optimizer_state(p, key)
                     if _is_part(value, part)
-                    else copy.deepcopy(value)  # a count of steps: each parameter has its own
+                    else copy.deepcopy(value)
                     for key, value in self._parts.state[part].items()
                 }
         return state
@@ -122,12 +129,13 @@ class DeepSpeed(Backend):
     def load(
         self, model: nn.Module, optimizer: Optimizer, shards: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See :meth:`Backend.load`."""
+        """See `Backend.load`."""
         super().load(model, optimizer, shards)
         if self._stage == 0:
             self._parts.load_state_dict(optimizer.state_dict())
         else:
-            self._engine.optimizer.refresh_fp32_params()  # from the model's
+            # ZeRO trains its own copy of the weights: take the loaded ones over.
+            self._engine.optimizer.refresh_fp32_params()
             for group, part in self._groups(optimizer):
                 self._load_part(group, part, optimizer.state)
         optimizer.state.clear()
@@ -135,7 +143,7 @@ class DeepSpeed(Backend):
     def _load_part(
         self, group: Sequence[nn.Parameter], part: Tensor, state: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Of the whole ``state`` of a group's parameters, this rank's part."""
+        """Keep this rank's part of the whole `state` of a group's parameters."""
         from deepspeed.utils import (
             lazy_init_hp_params_optimizer_state,
             safe_set_full_optimizer_state,
@@ -156,12 +164,12 @@ class DeepSpeed(Backend):
                     safe_set_full_optimizer_state(p, value, key)
 
     def _groups(self, optimizer: Optimizer) -> Iterator[tuple[list[nn.Parameter], Tensor]]:
-        """Parameters that ZeRO trains, and this rank's part of them: one flat tensor a group."""
+        """Yield the trained parameters of each group, and this rank's part as one flat tensor."""
         for whole, parts in zip(optimizer.param_groups, self._parts.param_groups, strict=True):
             yield [p for p in whole["params"] if p.requires_grad], parts["params"][0]
 
     def close(self) -> None:
-        """Before the process group goes: else gloo now and then aborts at exit."""
+        """Destroy the engine, before the process group ends: else gloo sometimes aborts at exit."""
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
@@ -169,24 +177,27 @@ class DeepSpeed(Backend):
 
 
 class _Loss(nn.Module):
-    """What the engine sees: the parameters of a model, and a loss that passes through."""
+    """A module for the engine: it has a model's parameters and passes a loss through."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, loss: Tensor) -> Tensor:
-        """The loss as a tensor of its own, for the engine's hooks."""
+        """Return the loss as a new tensor, on which the engine can put its hooks."""
         return loss.clone()
 
 
 def _is_part(value: object, of: Tensor) -> bool:
-    """Whether an entry of the state is a number for each of a tensor's; a count of steps is not."""
+    """Return whether an entry of the state has one number per element of the tensor `of`.
+
+    A count of steps has not.
+    """
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape == of.shape
 
 
 def _initialize(**arguments: Any) -> Any:
-    """``deepspeed.initialize``: the engine; without what it says of any optimizer but Adam."""
+    """Return the engine of `deepspeed.initialize`, without its warnings about the optimizer."""
     import deepspeed
 
     log = logging.getLogger("DeepSpeed")
@@ -201,7 +212,7 @@ def _initialize(**arguments: Any) -> Any:
 
 @contextmanager
 def join(config: BackendConfig, device: str) -> Iterator[Backend]:
-    """The ranks that torchrun or the deepspeed launcher started."""
+    """Join the ranks that torchrun, srun or the deepspeed launcher started."""
     assert isinstance(config, DeepSpeedConfig)
     if importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
@@ -215,7 +226,7 @@ def join(config: BackendConfig, device: str) -> Iterator[Backend]:
         return DeepSpeed(ranks, stage)
 
     with launched(config, device, make) as backend, warnings.catch_warnings():
-        # torch's deprecations of what DeepSpeed calls
+        # DeepSpeed calls functions of torch that are deprecated.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
         try:
             yield backend
@@ -225,9 +236,9 @@ def join(config: BackendConfig, device: str) -> Iterator[Backend]:
 
 
 def prepare(device: torch.device) -> None:
-    """Before DeepSpeed is first used: tell it the device.
+    """Tell DeepSpeed the device, before its first use.
 
-    On CPUs it would compile, for a minute or two, a message that only its inference sends.
+    On CPUs it would otherwise compile an operation for a minute or two that only inference needs.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed.ops

@@ -21,34 +21,38 @@ from kfac_bench.distributed.ddp import launched
 
 
 class FSDP2(Backend):
-    """Parameters are whole while their block computes, gradients averaged into parts."""
+    """The backend in which each rank holds a part of every parameter.
+
+    A block's parameters are whole only while the block computes.
+    """
 
     lockstep = True
 
     def collective(self) -> Collective:
-        """See :meth:`Backend.collective`."""
+        """See `Backend.collective`."""
         return TorchCollective()
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """See :meth:`Backend.shard`: blocks are gathered one by one, the rest with the root."""
+        """See `Backend.shard`. Each block is gathered alone, the other parameters together."""
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        # PyTorch warns of outputs that are views, for one that is changed in place has no gradient.
-        # Those of the whole model go to a loss, which changes nothing; those of blocks are told of.
+        # PyTorch warns if a wrapped module returns a view, because a view that is changed in place
+        # gets no gradient. The model's own output goes to a loss, which changes nothing in place.
+        # The warning stays for outputs of blocks.
         root = f"FSDP2-wrapped module ({type(model).__name__}) returned a view"
         warnings.filterwarnings("ignore", re.escape(root), UserWarning)
         return model
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Backend.part`."""
+        """See `Backend.part`."""
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """See :meth:`Backend.state`: tensor by tensor put together, and kept by rank 0 alone."""
+        """See `Backend.state`. One tensor after the other is gathered; only rank 0 keeps it."""
         kept = optimizer.state_dict()
         states = {
             i: {k: self._whole(v) for k, v in entry.items()} for i, entry in kept["state"].items()
@@ -60,16 +64,17 @@ class FSDP2(Backend):
         return saved if self.ranks.is_main else {}
 
     def _whole(self, x: Any) -> Any:
-        """A tensor on the CPU; elsewhere than on rank 0 nothing is kept of it."""
+        """Return `x`; a tensor comes back whole and on the CPU, on rank 0 only."""
         if not isinstance(x, Tensor):
             return x
+        # All ranks take part in gathering a tensor, also those that do not keep it.
         whole = full(x.detach())
         return whole.cpu() if self.ranks.is_main else None
 
     def load(
         self, model: nn.Module, optimizer: Optimizer, shards: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See :meth:`Backend.load`: every rank has read the whole and keeps its part."""
+        """See `Backend.load`. Every rank has read the whole state and keeps its part."""
         now, saved = model.state_dict(), shards[0]["model"]
         model.load_state_dict(
             {k: shard_like(v, now[k]) if k in now else v for k, v in saved.items()}
@@ -85,7 +90,7 @@ class FSDP2(Backend):
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Members of the outermost lists and sequences of modules, if they have parameters."""
+    """Yield the members of the outermost lists of modules, if they have parameters."""
     for child in model.children():
         if not _is_list(model) or _is_list(child):
             yield from blocks(child)

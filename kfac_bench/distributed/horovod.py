@@ -26,19 +26,20 @@ from kfac_bench.errors import LostRanksError, OneRankError, UsageError
 
 
 class Horovod(Backend):
-    """``hvd.DistributedOptimizer`` averages gradients while backward runs."""
+    """The backend that averages gradients with `hvd.DistributedOptimizer` during backward."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
-        self._averaging: Any = None  # the optimizer in Horovod's wrapper
-        self._plain: Optimizer | None = None  # the one that K-FAC reads learning rates from
+        # The optimizer in Horovod's wrapper, and the one from which K-FAC reads learning rates.
+        self._averaging: Any = None
+        self._plain: Optimizer | None = None
 
     def collective(self) -> Collective:
-        """See :meth:`Backend.collective`."""
+        """See `Backend.collective`."""
         return HorovodCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """See :meth:`Backend.wrap`."""
+        """See `Backend.wrap`."""
         hvd, collective = _import(), self.collective()
         everyone = tuple(range(collective.world_size))
         with torch.no_grad():
@@ -53,57 +54,62 @@ class Horovod(Backend):
         return model, self._averaging
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Backend.part`."""
-        # How many backwards from now on a gradient waits for before it is sent.
+        """See `Backend.part`."""
+        # Horovod counts backward passes and sends a gradient after this many. 2 means "not yet".
         self._averaging.set_backward_passes_per_step(1 if last else 2)
         return nullcontext()
 
     def synchronize(self, optimizer: Optimizer) -> None:
-        """See :meth:`Backend.synchronize`."""
+        """See `Backend.synchronize`."""
         self._averaging.synchronize()
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """See :meth:`Backend.step`."""
+        """See `Backend.step`."""
         with self._averaging.skip_synchronize():
             scaler.step(optimizer)
 
     def load(
         self, model: nn.Module, optimizer: Optimizer, shards: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See :meth:`Backend.load`."""
+        """See `Backend.load`."""
         super().load(model, optimizer, shards)
         assert self._plain is not None
-        self._plain.param_groups = optimizer.param_groups  # loading has made new ones
+        # Loading made new groups, but both optimizers must share them.
+        self._plain.param_groups = optimizer.param_groups
 
 
 @contextmanager
 def join(config: BackendConfig, device: str) -> Iterator[Backend]:
-    """The ranks that horovodrun or srun started."""
+    """Join the ranks that horovodrun or srun started."""
     hvd = _import()
-    task = slurm_rank.Task.of(os.environ)
+    task = slurm_rank.SlurmTask.of(os.environ)
     if task is not None and "HOROVOD_RANK" not in os.environ:
-        _meet(task, config.timeout_s)
-    hvd.init(process_sets="dynamic")  # groups are known when K-FAC has seen the model
+        _replace_horovodrun(task, config.timeout_s)
+    # dynamic: groups of ranks are known only after K-FAC has seen the model.
+    hvd.init(process_sets="dynamic")
     on = find_device(device, hvd.local_rank())
     if hvd.size() == 1:
         yield Backend(Ranks(on))
         return
     if on.type == "cuda" and not hvd.nccl_built():
         raise UsageError(
-            "backend=horovod: Horovod was built for CPUs here: HVD_CUDA=1 make install-horovod, "
-            "or trainer.device=cpu"
+            "backend=horovod: Horovod was built for CPUs here; run HVD_CUDA=1 make "
+            "install-horovod, or set trainer.device=cpu"
         )
-    # Not shut down at exit: Horovod does that itself, and ranks could not meet again (--multirun).
+    # No hvd.shutdown() at the end: ranks could not meet again for the next run of --multirun, and
+    # Horovod shuts itself down when the process ends.
     try:
         yield Horovod(Ranks(on, HorovodCollective()))
-    except hvd.HorovodInternalError as error:  # another rank is gone
+    except hvd.HorovodInternalError as error:
+        # Another rank is gone.
         raise LostRanksError(str(error).splitlines()[0]) from error
 
 
-def _meet(task: slurm_rank.Task, timeout_s: float) -> None:
-    """What horovodrun does: a server on rank 0's node where ranks find each other, and variables.
+def _replace_horovodrun(task: slurm_rank.SlurmTask, timeout_s: float) -> None:
+    """Do what horovodrun does: start a server where ranks find each other, and set variables.
 
-    Groups of ranks that come later meet there, too: it is there as long as rank 0.
+    The server runs in rank 0's process until this ends. Groups of ranks that are made later meet at
+    the server too.
     """
     http = importlib.import_module("horovod.runner.http.http_server")
     hosts = importlib.import_module("horovod.runner.common.util.hosts")
@@ -112,7 +118,10 @@ def _meet(task: slurm_rank.Task, timeout_s: float) -> None:
     slots = hosts.get_host_assignments(nodes, task.world_size)
     mine = slots[task.rank]
     if (mine.hostname, mine.local_rank) != (f"node{task.node}", task.local_rank):
-        raise OneRankError("backend=horovod: ranks fill node after node: srun --distribution=block")
+        raise OneRankError(
+            "backend=horovod: Slurm did not fill node after node; start with srun "
+            "--distribution=block"
+        )
     if task.rank == 0:
         server = http.RendezvousHTTPServer(("", task.port), http.RendezvousHandler, 0)
         server.init(slots)
@@ -143,5 +152,5 @@ def _import() -> Any:
         return importlib.import_module("horovod.torch")
     except ModuleNotFoundError:
         raise UsageError(
-            "backend=horovod: Horovod is not installed here: make install-horovod"
+            "backend=horovod: Horovod is not installed here; run make install-horovod"
         ) from None

@@ -1,4 +1,4 @@
-"""The processes of one run: who am I, and the few small agreements the trainer needs."""
+"""The ranks of a run: a process's place among the others, and small agreements between them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process among others; all ranks call every method together."""
+    """One process among the others of a run. All ranks call every method together."""
 
     device: torch.device
     collective: Collective = field(default_factory=SingleProcess)
 
     @property
     def rank(self) -> int:
-        """0 for the first."""
+        """The number of this process, from 0."""
         return self.collective.rank
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return self.collective.world_size
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 writes events, configuration and manifests."""
+        """Whether this is rank 0, which writes events, configuration and manifests."""
         return self.rank == 0
 
     @property
@@ -43,41 +43,47 @@ class Ranks:
         return tuple(range(self.world_size))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum `x` over ranks in place, and return it."""
         if self.world_size > 1:
             self.collective.all_reduce(x, self._all, "ranks/sum").wait()
         return x
 
     def max(self, value: float) -> float:
-        """Largest of the ranks' values."""
+        """Return the largest of the ranks' values."""
         if self.world_size == 1:
             return value
+        # A sum over one place per rank needs no other operation of the collective than all_reduce.
         each = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
         each[self.rank] = value
         return float(self.sum(each).max())
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says yes."""
+        """Return whether `flag` is true on any rank."""
         return self.max(float(flag)) > 0
 
     def together(self, action: Callable[[], T]) -> T:
-        """What it returns on this rank; a :class:`UsageError` on one rank is raised on all."""
-        done: list[T] = []
-        said = b""
+        """Run `action` on each rank, and return this rank's result.
+
+        Raises:
+            UsageError: On all ranks, if one rank raised it. Otherwise the other ranks would wait
+                for messages of a rank that has ended.
+        """
+        results: list[T] = []
+        problem = ""
         try:
-            done.append(action())
+            results.append(action())
         except UsageError as error:
             if self.world_size == 1:
                 raise
-            said = str(error).encode()
-        for rank, heard in enumerate(self.gather(said)):
-            if heard:
-                message = heard.decode()
+            problem = str(error)
+        for rank, content in enumerate(self.gather(problem.encode())):
+            if content:
+                message = content.decode()
                 raise UsageError(message if rank == 0 else f"rank {rank}: {message}")
-        return done[0]
+        return results[0]
 
     def gather(self, content: bytes) -> list[bytes]:
-        """What each rank brings, by rank, on all of them."""
+        """Return the content of every rank, in the order of ranks, on every rank."""
         if self.world_size == 1:
             return [content]
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
@@ -93,14 +99,15 @@ class Ranks:
         return gathered
 
     def unlike_main(self, what: str) -> list[int]:
-        """Ranks whose ``what`` is not that of rank 0."""
+        """Return the ranks whose `what` differs from rank 0's."""
         each = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        # 12 hexadecimal digits are 48 bits, which a sum in int64 cannot overflow.
         each[self.rank] = int(hashlib.sha256(what.encode()).hexdigest()[:12], 16)
         self.sum(each)
         return (each != each[0]).nonzero().flatten().tolist()
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Rank 0's buffers everywhere: batch-norm statistics drift between ranks."""
+        """Copy rank 0's buffers to all ranks: batch-norm statistics drift between ranks."""
         if self.world_size > 1:
             for buffer in model.buffers():
                 self.collective.broadcast(buffer, 0, self._all, "ranks/buffer").wait()

@@ -1,4 +1,8 @@
-"""A task of srun knows its place among the others from Slurm's variables; no launcher is needed."""
+"""A rank's place among the others, from the variables that its launcher set.
+
+A task that srun started finds its place in Slurm's own variables, so Slurm needs no other launcher.
+This file imports no torch: the commands use it before they know what the user wants.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +13,35 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Self
 
+# Linux hands out ports from 32768 upwards by itself, so our ports stay below.
 FIRST_PORT, PORTS = 12000, 20000
-"""Below 32768, from where on Linux hands out ports by itself."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """One of several tasks of a job step: a rank."""
+class SlurmTask:
+    """One of several tasks of a Slurm job step. Each task is a rank."""
 
     rank: int
     world_size: int
     local_rank: int
     per_node: tuple[int, ...]
-    """Tasks of each node."""
+    """Number of tasks on each node."""
     node: int
-    """Which of them this one is."""
+    """Index of this task's node."""
     address: str
-    """The first node: rank 0 is there."""
+    """Name of the first node, where rank 0 runs."""
     port: int
-    """A function of cluster, job and step: ranks agree on it, neighbouring jobs on others."""
+    """Port of rank 0. All ranks compute the same port; neighbouring jobs compute other ports."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """None outside of srun, and in a step of one task.
-
-        The shell of a batch script has most of these variables too, but is no step.
-        """
+        """Return this process's task, or None outside of srun and in a step of one task."""
+        # A batch script's shell has most of these variables too, but it is no job step.
         world_size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if world_size == 1:
             return None
-        cluster = environ.get("SLURM_CLUSTER_NAME", "")  # a machine may be a node of two
+        # One machine may be a node of two clusters, whose job numbers may be equal.
+        cluster = environ.get("SLURM_CLUSTER_NAME", "")
         step = f"{cluster}.{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
         return cls(
             int(environ["SLURM_PROCID"]),
@@ -52,11 +55,11 @@ class Task:
 
 
 def adopt(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that torchrun would have set, unless it or horovodrun did.
+    """Set torchrun's variables from Slurm's, unless torchrun or horovodrun started this process.
 
-    MASTER_ADDR and MASTER_PORT that the user has set are left alone.
+    MASTER_ADDR and MASTER_PORT stay as they are if the user has set them.
     """
-    task = Task.of(environ)
+    task = SlurmTask.of(environ)
     if task is None or "RANK" in environ or "HOROVOD_RANK" in environ:
         return
     environ["RANK"] = str(task.rank)
@@ -67,18 +70,33 @@ def adopt(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("MASTER_PORT", str(task.port))
 
 
-def has_its_own_gpus(visible: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether Slurm hides the GPUs of the node's other tasks (``--gpus-per-task``, ``--gpu-bind``).
+def from_launcher(name: str, alone: str) -> str:
+    """Return a variable of torchrun, or the same variable of horovodrun.
 
-    ``visible`` is how many the process sees; each such task counts its own from 0.
+    Args:
+        name: Torchrun's name: RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE.
+        alone: The value of a process that no launcher started.
+    """
+    horovod_name = "HOROVOD_" + name.replace("WORLD_", "")
+    return os.environ.get(horovod_name) or os.environ.get(name) or alone
+
+
+def has_its_own_gpus(visible: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Slurm hides the GPUs of the node's other tasks from this task.
+
+    Slurm does so with `--gpus-per-task` and `--gpu-bind`. Each task then counts its GPUs from 0.
+
+    Args:
+        visible: The number of GPUs that this process sees.
+        environ: The variables of this process.
     """
     return "SLURM_STEP_ID" in environ and int(environ.get("SLURM_GPUS_ON_NODE", "0")) > visible
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a list in Slurm's short form: ``gpu[02-04,7],x`` is ``gpu02``.
+    """Return the first name of a node list in Slurm's short form: `gpu[02-04,7],x` gives `gpu02`.
 
-    Containers have no scontrol that would say it.
+    Slurm's own `scontrol` does the same, but it is missing in containers.
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
@@ -87,7 +105,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """``2(x3),1``, as Slurm writes it, is (2, 2, 2, 1)."""
+    """Return the number of tasks of each node: Slurm writes (2, 2, 2, 1) as `2(x3),1`."""
     counts: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(times or 1)

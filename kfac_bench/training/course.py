@@ -1,4 +1,4 @@
-"""How far a run goes, and where in it a step is: counting, the same on all ranks."""
+"""How long a run is, in steps, epochs and examples: plain counting, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from kfac_bench.config import TrainerConfig
 from kfac_bench.data.base.order import steps_per_epoch
 
 DEFAULT_EPOCHS = 20
-"""Where neither trainer.max_epochs nor trainer.max_steps is set."""
+"""Length of a run that sets neither trainer.max_epochs nor trainer.max_steps."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """Batches and examples are those of all ranks together; ``step`` is of updates done."""
+    """The length of a run. A `step` is a number of updates done.
+
+    Batches and examples are counted over all ranks together.
+    """
 
     train_size: int
     """Examples of an epoch."""
@@ -24,22 +27,22 @@ class Course:
 
     @classmethod
     def of(cls, config: TrainerConfig, train_size: int) -> Course:
-        """The course of a run over so many examples."""
+        """Return the course of a run over `train_size` examples."""
         per_epoch = steps_per_epoch(train_size, config.batch_size, config.drop_last)
         return cls(train_size, config.batch_size, per_epoch, _max_steps(config, per_epoch))
 
     def epoch(self, step: int) -> float:
-        """Passes over the data."""
+        """Return how often the run has passed over the data."""
         return step / self.steps_per_epoch
 
     def examples_seen(self, step: int) -> int:
-        """In all updates."""
+        """Return the number of examples in all updates so far."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         per_epoch = min(self.steps_per_epoch * self.batch_size, self.train_size)
         return epochs * per_epoch + steps * self.batch_size
 
     def next_batch_size(self, step: int) -> int:
-        """Of the update after ``step``: the last of an epoch may be smaller."""
+        """Return the size of the batch after `step`. The last batch of an epoch may be smaller."""
         start = step % self.steps_per_epoch * self.batch_size
         return min(self.batch_size, self.train_size - start)
 

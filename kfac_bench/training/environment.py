@@ -1,4 +1,7 @@
-"""What a result depends on beside the configuration: code, versions, hardware."""
+"""The environment of a run: versions, hardware, memory and processor cores.
+
+A result depends on it beside the configuration, so `run.json` and the first event record it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from typing import Any
 
 import torch
 
+from kfac_bench.distributed.slurm_rank import from_launcher
+
 PACKAGES = ("torch", "torchvision", "hydra-core", "wandb", "numpy", "scikit-learn")
 
 
 def describe() -> dict[str, Any]:
-    """Plain strings and numbers, for ``run.json`` and the first event."""
+    """Return code version, package versions, hardware and command as plain strings and numbers."""
     import kfac_bench
 
     versions = {"kfac_bench": kfac_bench.__version__, "python": platform.python_version()}
@@ -37,38 +42,38 @@ def describe() -> dict[str, Any]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep what is freed instead of handing it back and faulting it in anew.
+    """Tell glibc to keep freed memory, and return whether glibc is there and agreed.
 
-    A K-FAC step on a CPU frees and takes tens of megabytes (docs/performance.md). Returns whether
-    there is a glibc that took it.
+    By default glibc returns freed memory to the system, and each new use costs page faults. A K-FAC
+    step on a CPU frees and takes tens of megabytes (docs/performance.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:
         return False
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    trim_threshold, mmap_threshold = -1, -3
     return bool(mallopt(trim_threshold, 1 << 30) and mallopt(mmap_threshold, 1 << 30))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has held: allocated on a GPU by torch, on a CPU resident."""
+    """Return this process's peak memory: allocated by torch on a GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+    # Linux counts ru_maxrss in kilobytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def pin(threads: int) -> bool:
-    """Keep this process, and threads that it starts, to ``threads`` cores that no other rank has.
+    """Keep this process and its later threads on `threads` cores that no other rank has.
 
-    By the launcher's local rank. Whether there were enough cores for all ranks of the node; if not,
-    or if somebody else (srun) has pinned the ranks, nothing is changed.
+    The launcher's local rank chooses the cores. Nothing changes if the cores do not suffice for all
+    ranks of the node, or if a launcher such as srun has pinned the ranks before.
+
+    Returns:
+        Whether this process has cores of its own now.
     """
-    rank, ranks = (
-        int(os.environ.get(f"HOROVOD_{horovodrun}") or os.environ.get(torchrun) or alone)
-        for horovodrun, torchrun, alone in (
-            ("LOCAL_RANK", "LOCAL_RANK", 0),
-            ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", 1),
-        )
-    )
+    rank = int(from_launcher("LOCAL_RANK", "0"))
+    ranks = int(from_launcher("LOCAL_WORLD_SIZE", "1"))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks * threads:
         return False
@@ -98,12 +103,16 @@ def _cpu_name() -> str:
 
 
 def _git_commit() -> str:
-    """Commit of the checkout the package lies in, ``+changes`` if it differs; empty if none."""
+    """Return the commit of the checkout that holds this package, or an empty string.
+
+    `+changes` follows the commit if files differ from it.
+    """
     here = Path(__file__).parents[1]
     git = ["git", "-C", str(here)]
     try:
         top = _run([*git, "rev-parse", "--show-toplevel"])
-        if Path(top) != here.parent:  # installed into somebody else's repository
+        # The package may be installed inside another project's repository.
+        if Path(top) != here.parent:
             return ""
         commit = _run([*git, "rev-parse", "HEAD"])
         return commit + ("+changes" if _run([*git, "status", "--porcelain", "-uno"]) else "")

@@ -1,4 +1,4 @@
-"""A run's weights as one safetensors file, which any program can read and none can run."""
+"""Export: a run's weights as one safetensors file, which holds data and no code."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ from kfac_bench.training.weights import SAFETENSORS
 
 
 def export(run: Path, out: Path | None = None, *, best: bool = False) -> list[str]:
-    """Write the weights of a run's newest good checkpoint, or of its best; lines that say what.
+    """Write the weights of a run's newest good checkpoint to a file.
 
-    ``run`` is a run directory, its ``checkpoints`` or one checkpoint; ``out`` a file
-    (RUN/model.safetensors). Parameters and buffers have the model's own names. The metadata are
-    strings: ``format``, ``step``, ``checkpoint``, and of a run directory ``run_id`` and ``config``,
-    which is JSON. Raises :class:`UsageError` if there is no such run or no good checkpoint.
+    Parameters and buffers keep the model's names. The file's metadata are strings: `format`, `step`
+    and `checkpoint`; for a run directory also `run_id` and `config` (JSON).
+
+    Args:
+        run: A run directory, its `checkpoints` folder, or one checkpoint.
+        out: The file to write. The default is RUN/model.safetensors.
+        best: Take the best kept checkpoint, not the newest.
+
+    Returns:
+        Lines for the user: damaged checkpoints that were passed over, and what the file holds.
+
+    Raises:
+        UsageError: If the run or a good checkpoint is missing, or the file cannot be written.
     """
     if not run.exists():
-        raise UsageError(f"{run}: no such run")
+        raise UsageError(f"{run} does not exist; give a run directory or a checkpoint")
     saved, bad = checkpoint.find_best(run) if best else checkpoint.find(run)
     if saved is None:
         what = "checkpoint of evaluated weights" if best else "checkpoint"
-        raise UsageError("; ".join([f"{run}: no good {what} there", *bad]))
+        raise UsageError("; ".join([f"{run} has no good {what}", *bad]))
     path = out or (run if run.is_dir() else Path()) / SAFETENSORS
-    weights = _weights(saved)
+    # The format knows no tied weights, so each tensor gets memory of its own.
+    weights = {
+        name: t.clone(memory_format=torch.contiguous_format) for name, t in saved.weights().items()
+    }
     _write(weights, {"format": "pt", **_about(run, saved)}, path)
     numel = sum(t.numel() for t in weights.values())
-    said = f"{path}: {len(weights)} tensors, {numel:,} numbers, of step {saved.step}"
-    return [*(f"passed over: {line}" for line in bad), said]
-
-
-def _weights(saved: Checkpoint) -> dict[str, Tensor]:
-    model = saved.shards[0].get("model")
-    if not isinstance(model, Mapping) or not all(
-        isinstance(name, str) and isinstance(t, Tensor) for name, t in model.items()
-    ):
-        raise UsageError(f"{saved.path}: it holds no model")
-    # Each in memory of its own: the format knows no tied weights.
-    return {name: t.clone(memory_format=torch.contiguous_format) for name, t in model.items()}
+    summary = f"{path}: {len(weights)} tensors with {numel:,} numbers, from step {saved.step}"
+    return [*(f"passed over: {line}" for line in bad), summary]
 
 
 def _about(run: Path, saved: Checkpoint) -> dict[str, str]:
     about = {"step": str(saved.step), "checkpoint": saved.path.name}
     try:
         events = read(run)
-    except UsageError:  # a checkpoint alone
+    except UsageError:
+        # A single checkpoint has no event file.
         return about
     started = next((e for e in events if isinstance(e, RunStarted)), None)
     if started is not None:
@@ -72,6 +75,7 @@ def _write(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Pat
     try:
         save_file(dict(weights), partial, metadata=dict(metadata))
         os.replace(partial, path)
-    except Exception as error:  # its writer raises its own for a full disk
+    except Exception as error:
+        # safetensors raises an exception type of its own, for example for a full disk.
         partial.unlink(missing_ok=True)
         raise UsageError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None

@@ -1,4 +1,4 @@
-"""Which batches a rank reads: to train on, to evaluate, to look at."""
+"""The feed: which batches a rank reads to train, to evaluate and to show."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kfac_bench.training import predictions
 from kfac_bench.training.course import Course
 from kfac_bench.training.stop import Stop
 
-STAND_INS = 100
-"""Examples that a rank without one tries to read before it gives up."""
+MOST_TRIED = 100
+"""Number of examples to try before a rank that needs any one readable example gives up."""
 
 
 class Feed:
-    """Batches of this rank, as the data gives them: on the CPU, not prepared."""
+    """The batches of this rank as the dataset gives them: on the CPU, not prepared."""
 
     def __init__(
         self, data: Data, config: TrainerConfig, seed: int, backend: Backend, course: Course
@@ -30,9 +30,9 @@ class Feed:
         self._shard = Shard(self._ranks.rank, self._ranks.world_size)
 
     def train(self, step: int) -> Iterator[Batch]:
-        """From the update after ``step`` to the end of its epoch.
+        """Yield the training batches after `step`, up to the end of the epoch.
 
-        The order is a function of seed, epoch and rank alone.
+        Their order depends on seed, epoch and rank alone.
         """
         epoch, start = divmod(step, self._course.steps_per_epoch)
         config = self._config
@@ -41,33 +41,35 @@ class Feed:
         )
 
     def evaluate(self, stop: Stop) -> Iterator[tuple[Batch, bool]]:
-        """The evaluation set's, and whether they count; none after ``stop``.
+        """Yield evaluation batches, each with whether it counts, until `stop` has a signal.
 
-        In lockstep, as many as the rank with the most has: others repeat an example.
+        A backend in lockstep needs equally many forward passes on all ranks. A rank without further
+        batches therefore repeats one example, which does not count.
         """
         batches = filter(size, self._data.evaluate(self._config.eval_batch_size, self._shard))
         while True:
             batch = None if stop.signal else next(batches, None)
             if not self._lockstep and batch is None:
                 return
+            # All ranks must ask each other here, also those that still have a batch.
             if self._lockstep and not self._ranks.any(batch is not None):
                 return
             yield batch or self._first(self._data.evaluate(1, Shard())), batch is not None
 
     def show(self) -> Iterator[Batch]:
-        """The evaluation set's, the same on all ranks, of what goes through a model at once."""
-        a_ranks = -(-self._config.eval_batch_size // self._ranks.world_size)
-        return filter(size, self._data.evaluate(min(a_ranks, predictions.POOL), Shard()))
+        """Yield evaluation batches for predictions, the same ones on all ranks."""
+        per_rank = -(-self._config.eval_batch_size // self._ranks.world_size)
+        return filter(size, self._data.evaluate(min(per_rank, predictions.POOL), Shard()))
 
     def first_example(self) -> Batch:
-        """Of the training set: for a rank that has none."""
+        """Return a training example, for a rank whose part of a batch is empty."""
         return self._first(self._data.train(1, self._seed, 0, 0, Shard()))
 
     def _first(self, batches: Iterator[Batch]) -> Batch:
-        """The first that has an example; those passed over do not count as left out."""
+        """Return the first batch with an example. Unreadable examples before it do not count."""
         left_out = self._data.faults.left_out
-        batch = next(filter(size, islice(batches, STAND_INS)), None)
+        batch = next(filter(size, islice(batches, MOST_TRIED)), None)
         self._data.faults.left_out = left_out
         if batch is None:
-            raise UsageError(f"none of the first {STAND_INS} examples can be read")
+            raise UsageError(f"none of the first {MOST_TRIED} examples can be read")
         return batch

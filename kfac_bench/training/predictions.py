@@ -1,7 +1,7 @@
-"""Predictions of a run for people to look at: ``RUN/predictions/step-<n>/``.
+"""Predictions of a run, for people to look at: `RUN/predictions/step-<n>/`.
 
-Pictures are PNG files, ``captions.txt`` beside them says what is seen. The event of the run names
-them relative to the run directory.
+Pictures are PNG files; `captions.txt` describes them. The run's event names the files relative to
+the run directory. The trainer writes them here, and pages and dashboards read them here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-if TYPE_CHECKING:  # pages of runs are made without torch
+# Reports and dashboards read pictures without torch.
+if TYPE_CHECKING:
     from torch import nn
 
     from kfac_bench.data.base.batch import Batch
@@ -24,21 +25,22 @@ if TYPE_CHECKING:  # pages of runs are made without torch
     from kfac_bench.tasks.task import Task
 
 POOL = 256
-"""Of so many examples those to be shown are chosen, if as many fit in an evaluation batch."""
+"""Number of examples from which a task chooses what to show, if an evaluation batch holds them."""
 
 MOST_BYTES, MOST_SIDE = 2 * 2**20, 2048
-"""Of a picture that is read: more is none of ours."""
+"""Largest file and largest side in pixels of a picture to read. A run writes smaller ones."""
 
 _NAME = re.compile(r"predictions/step-[0-9]{1,20}/[0-9]{1,6}\.png")
 
 
 def choose(task: Task, model: nn.Module, batches: Iterable[Batch], count: int) -> list[Prediction]:
-    """At most ``count`` examples of the first batches, as the task shows them."""
+    """Return at most `count` examples of the first batches, as the task shows them."""
     from kfac_bench.data.base.batch import size
 
     shown: list[Prediction] = []
     seen = 0
-    for batch in filter(size, batches):  # none is left where all were unreadable
+    # A batch is empty if none of its examples could be read.
+    for batch in filter(size, batches):
         shown += task.show(model, batch, count - len(shown))
         seen += size(batch)
         if len(shown) >= count or seen >= max(POOL, count):
@@ -49,10 +51,12 @@ def choose(task: Task, model: nn.Module, batches: Iterable[Batch], count: int) -
 def write(
     directory: Path, step: int, shown: Sequence[Prediction]
 ) -> tuple[list[PredictedItem], str | None]:
-    """Write the pictures of ``step`` below the run's ``directory``.
+    """Write the pictures of `step` below the run's `directory`.
 
-    Returns the items of the event, and what went wrong, if anything did: from there on items have
-    no file. What is shown is not worth a run.
+    A failure does not end the run: the remaining items have no file.
+
+    Returns:
+        The items of the run's event, and a complaint if a file could not be written.
     """
     folder = Path("predictions") / f"step-{step}"
     items: list[PredictedItem] = []
@@ -72,15 +76,16 @@ def write(
 
 
 def read(directory: Path, name: object) -> bytes | None:
-    """The PNG file that an item of an event file names, from below ``directory`` alone.
+    """Return the PNG file that an item of an event file names, from below `directory` alone.
 
-    None if it is missing, no picture of ours (another name or format, too large) or not really
-    there (a link): the event file may be somebody else's.
+    The event file may come from somebody else. The answer is therefore None for every file that a
+    run does not write: one with another name or format, one that is too large, or a link.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return None
     try:
         path = directory.resolve(strict=True) / name
+        # The two paths differ if any part of the path is a link.
         if path.resolve(strict=True) != path or not path.is_file():
             return None
         with path.open("rb") as file:
@@ -91,7 +96,8 @@ def read(directory: Path, name: object) -> bytes | None:
             if max(image.size) > MOST_SIDE:
                 return None
             image.load()
-    except Exception:  # a damaged file makes Pillow raise nearly anything
+    except Exception:
+        # Pillow raises nearly any exception type for a damaged file.
         return None
     return content
 
@@ -103,7 +109,7 @@ def _png(picture: Picture) -> bytes:
 
 
 def _keep(path: Path, content: bytes) -> str | None:
-    """Write the whole file or none; what went wrong."""
+    """Write the whole file or none, and return what went wrong."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

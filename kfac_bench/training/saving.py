@@ -1,4 +1,4 @@
-"""When a run is saved, and that it ends if it cannot be."""
+"""Saving: when a run writes a checkpoint, and that it ends if a checkpoint cannot be written."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from kfac_bench.config import TrainerConfig
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
-from kfac_bench.training.checkpoint import Figure, Writer, Written
+from kfac_bench.training.checkpoint import SavedCheckpoint, ValidationMetric, Writer
 
 CHECKPOINT_INTERVAL_S = 60.0
-"""Between checkpoints at epoch ends: epochs of a demo last milliseconds."""
+"""Least time between checkpoints at epoch ends: an epoch of a demo lasts milliseconds."""
 
 
 class Saving:
-    """Checkpoints of a run in ``directory``; steps between them are trained while one is written.
+    """The checkpoints of a run in `directory`. Training goes on while one is being written.
 
-    All ranks call :meth:`is_due`, :meth:`start` and :meth:`finish`; those two raise
-    :class:`RunFailedError` on all of them if one cannot write.
+    All ranks call `is_due`, `start` and `finish` together. If one rank cannot write, `start` and
+    `finish` raise `RunFailedError` on all ranks.
     """
 
     def __init__(
@@ -31,51 +31,52 @@ class Saving:
         self._freq, self._steps_per_epoch = config.checkpoint_freq, steps_per_epoch
         self._writer = Writer(directory, ranks, config.keep_last, config.keep_best)
         self.step = -1
-        """Of the newest checkpoint, on disk or on its way."""
+        """Step of the newest checkpoint, complete or in flight."""
         self._started_s = time.monotonic()
-        self._figure: tuple[int, Figure] | None = None  # the last, and its step
+        self._metric: tuple[int, ValidationMetric] | None = None  # the newest, with its step
 
-    def judge(self, step: int, figure: Figure) -> None:
-        """The weights after ``step`` have that figure: trainer.keep_best goes by it."""
-        self._figure = (step, figure)
+    def set_metric(self, step: int, metric: ValidationMetric) -> None:
+        """Note the metric of the weights after `step`. trainer.keep_best compares metrics."""
+        self._metric = (step, metric)
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time for a checkpoint."""
+        """Return whether it is time for a checkpoint."""
         if self._freq is not None:
             return step % self._freq == 0
         if step % self._steps_per_epoch:
             return False
+        # Clocks of ranks differ, and a checkpoint needs all ranks: they decide together.
         return self._ranks.any(time.monotonic() - self._started_s > CHECKPOINT_INTERVAL_S)
 
     def start(self, step: int, shard: dict[str, Any]) -> None:
-        """Begin one with this rank's ``shard``; the one before is complete then."""
-        figure = self._figure[1] if self._figure and self._figure[0] == step else None
-        with _failing():
-            self._writer.start(step, shard, figure)
+        """Begin a checkpoint with this rank's `shard`, once the previous one is complete."""
+        metric = self._metric[1] if self._metric and self._metric[0] == step else None
+        with _ending_the_run():
+            self._writer.start(step, shard, metric)
         self.step, self._started_s = step, time.monotonic()
 
     def finish(self) -> None:
-        """Wait for the one on its way."""
-        with _failing():
+        """Wait for the checkpoint in flight."""
+        with _ending_the_run():
             self._writer.finish()
 
-    def written(self) -> Written | None:
-        """On rank 0: one that is complete by now and was not asked for before."""
-        return self._writer.written()
+    def pop_saved(self) -> SavedCheckpoint | None:
+        """Return, on rank 0, the oldest complete checkpoint that no call has returned before."""
+        return self._writer.pop_saved()
 
     @property
-    def failed(self) -> bool:
-        """Whether this rank could not write: then all must be told, and :meth:`finish`."""
-        return self._writer.failed
+    def has_failed(self) -> bool:
+        """Whether this rank could not write. All ranks must learn of it and call `finish`."""
+        return self._writer.has_failed
 
     def close(self) -> None:
-        """After an error of this rank, when others may be gone: complete what can be."""
+        """Complete what can be completed, after an error of this rank: other ranks may be gone."""
         self._writer.close()
 
 
 @contextmanager
-def _failing() -> Iterator[None]:
-    """A checkpoint that cannot be written, on every rank, ends the run."""
+def _ending_the_run() -> Iterator[None]:
+    """Turn the failure to write a checkpoint, which all ranks see, into the end of the run."""
     try:
         yield
     except OSError as error:

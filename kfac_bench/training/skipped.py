@@ -1,4 +1,4 @@
-"""Examples left out because their files cannot be read: counted and named, over all ranks."""
+"""Examples left out because their files cannot be read: counted and reported over all ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from kfac_bench.record.events import EventLog, SampleSkipped
 
 
 @dataclass
-class Skipped:
-    """Where ``data.on_error=skip``; else there is nothing to do. All ranks call every method."""
+class SkippedExamples:
+    """The examples that `data.on_error=skip` left out. All ranks call every method together."""
 
     ranks: Ranks
     faults: Faults
     least: int = 1
-    """Examples of a batch that a rank needs, if it has any at all."""
-    _told: set[str] = field(default_factory=set)
-    """Paths: each gets one event, whichever ranks meet it."""
+    """Smallest non-empty part of a batch that a rank can train on."""
+    _reported: set[str] = field(default_factory=set)
+    """Paths with an event: one event is enough if several ranks meet the same file."""
 
     def count(self, batch: Batch, step: int) -> tuple[int, bool, str]:
-        """Examples of the batches of all ranks; whether there is anything to :meth:`tell`.
+        """Count the examples of one update over all ranks.
 
-        And why there cannot be an update ``step`` of them, if so.
+        Returns:
+            The number of examples, whether `report` has something to report, and why the update
+            `step` is impossible (empty if it is possible).
         """
         too_few = 0 < size(batch) < self.least
         mine = [size(batch), len(self.faults.new), int(too_few)]
@@ -39,26 +41,31 @@ class Skipped:
             problem = f"no example of batch {step} can be read, on any rank"
         elif ranks:
             problem = (
-                f"of a part of batch {step} one example alone can be read, and batch norm "
-                "needs two: mend the files, or set a larger trainer.batch_size"
+                f"only one example of a part of batch {step} can be read, and batch norm needs "
+                "two: repair the files, or set a larger trainer.batch_size"
             )
         return int(examples), new > 0, problem
 
-    def left_out(self, since: int, there: bool) -> int:
-        """Examples that all ranks have left out since this one had left out so many.
+    def left_out(self, since: int, has_examples: bool) -> int:
+        """Return how many examples of the evaluation set all ranks have left out together.
 
-        ``there``: whether this rank could read any. Raises :class:`RunFailedError` if none could.
+        Args:
+            since: This rank's count before the evaluation.
+            has_examples: Whether this rank could read any example.
+
+        Raises:
+            RunFailedError: If no rank could read any example.
         """
-        if not self.ranks.any(there):
+        if not self.ranks.any(has_examples):
             raise RunFailedError("no example of the evaluation set can be read, on any rank")
         mine = torch.tensor(float(self.faults.left_out - since), dtype=torch.float64)
         return int(self.ranks.sum(mine.to(self.ranks.device)).item())
 
-    def tell(self, log: EventLog, step: int, train_s: float) -> None:
-        """An event for each bad file that a rank has met since the last time."""
+    def report(self, log: EventLog, step: int, train_s: float) -> None:
+        """Emit an event for each unreadable file that a rank has met since the last call."""
         mine = [(fault.path, fault.reason) for fault in self.faults.take()]
-        for rank, heard in enumerate(self.ranks.gather(json.dumps(mine).encode())):
-            for path, reason in json.loads(heard):
-                if path not in self._told:
-                    self._told.add(path)
-                    log.emit(SampleSkipped(step, train_s, path, reason, rank, len(self._told)))
+        for rank, content in enumerate(self.ranks.gather(json.dumps(mine).encode())):
+            for path, reason in json.loads(content):
+                if path not in self._reported:
+                    self._reported.add(path)
+                    log.emit(SampleSkipped(step, train_s, path, reason, rank, len(self._reported)))

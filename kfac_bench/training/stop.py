@@ -1,4 +1,4 @@
-"""A run is told to stop by a signal."""
+"""Stop: a signal asks a run to save and end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from dataclasses import dataclass
 
 @dataclass
 class Stop:
-    """Set by SIGTERM, SIGUSR1 (a batch system's notice) and SIGINT.
+    """The signal that asked this rank to stop.
 
-    Ranks agree on it once a step; an evaluation is cut short by it.
+    The trainer reads the number between batches. Ranks agree once per step whether one of them must
+    stop; an evaluation ends early.
     """
 
     signal: int = 0
+    """SIGTERM, SIGINT, or SIGUSR1 (the notice of a batch system). 0 means none."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals inside the block."""
+        """Handle the signals inside the block, and restore the old handlers at its end."""
 
         def note(number: int, frame: object) -> None:
+            # A second Ctrl-C means "now", without a checkpoint.
             if self.signal == number == signal.SIGINT:
-                raise KeyboardInterrupt  # a second Ctrl-C means now
+                raise KeyboardInterrupt
+            # The handler only notes the number: it may run in the middle of any statement, where
+            # neither a message between ranks nor a checkpoint is possible.
             self.signal = number
 
         signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

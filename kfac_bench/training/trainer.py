@@ -32,12 +32,12 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.tasks.task import Task, reached
 from kfac_bench.training import agreement, learning_rate, predictions
-from kfac_bench.training.checkpoint import Checkpoint, Figure
+from kfac_bench.training.checkpoint import Checkpoint, ValidationMetric
 from kfac_bench.training.course import Course
 from kfac_bench.training.feed import Feed
 from kfac_bench.training.meter import Meter
 from kfac_bench.training.saving import Saving
-from kfac_bench.training.skipped import Skipped
+from kfac_bench.training.skipped import SkippedExamples
 from kfac_bench.training.state import State, weights_sha256
 from kfac_bench.training.stop import Stop
 from kfac_bench.training.update import Update, has_batch_norm
@@ -85,7 +85,7 @@ class Trainer:
             kfac.time_stages = config.time_stages
         self._meter = Meter(kfac, self.ranks, self.clock)
         least = 2 * config.accumulate if has_batch_norm(self.model) else 1
-        self._skipped = Skipped(self.ranks, self.data.faults, least)
+        self._skipped = SkippedExamples(self.ranks, self.data.faults, least)
         self._state = State(self.model, self.optimizer, kfac, self._update.scaler, backend)
         self._saving = Saving(
             self.directory / "checkpoints", self.ranks, config, self.course.steps_per_epoch
@@ -182,7 +182,7 @@ class Trainer:
     def tell_of_faults(self) -> None:
         """An event for each file that cannot be read and was not told of; all ranks call it."""
         if self.data.faults.skip:
-            self._skipped.tell(self.log, self.step, self.clock.train_s())
+            self._skipped.report(self.log, self.step, self.clock.train_s())
 
     def _examples_there(self, batch: Batch) -> int:
         """Of the next update, over all ranks: without those that cannot be read, told of here."""
@@ -205,7 +205,7 @@ class Trainer:
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
         loss = self._update.backward(batch, self._examples_there(batch))
-        trouble = self._saving.failed or self.log.problem is not None
+        trouble = self._saving.has_failed or self.log.problem is not None
         flags = loss.new_tensor([float(bool(self.stop.signal)), float(trouble)])
         total, stops, troubles = self.ranks.sum(torch.cat([loss.reshape(1), flags])).tolist()
         mean = total / self.ranks.world_size
@@ -279,8 +279,8 @@ class Trainer:
             epoch = self.course.epoch(self.step)
             self.log.emit(Evaluated(self.step, train_s, epoch, metrics, left_out))
             value, target = metrics[self.task.metric], self.config.target
-            figure = Figure(self.task.metric, value, self.task.higher_is_better)
-            self._saving.judge(self.step, figure)
+            metric = ValidationMetric(self.task.metric, value, self.task.higher_is_better)
+            self._saving.set_metric(self.step, metric)
             if target is None or not reached(self.task, value, target):
                 return False
             self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
@@ -345,7 +345,7 @@ class Trainer:
 
     def _tell_of_checkpoint(self) -> None:
         """An event, once it is on disk."""
-        if (saved := self._saving.written()) is not None:
+        if (saved := self._saving.pop_saved()) is not None:
             self.log.emit(
                 Checkpointed(
                     saved.step, self.clock.train_s(), str(saved.path), saved.waited_s, saved.cpu_s

@@ -1,4 +1,7 @@
-"""A rank that makes no progress says where it hangs, and ends; its launcher then ends the rest."""
+"""The watchdog: a rank without progress reports where it hangs, and ends.
+
+The launcher then ends the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ TICKS = 10
 
 
 class Watchdog:
-    """Ends this process if nobody calls :meth:`beat` for ``seconds``; None: never.
+    """A thread that ends this process after `seconds` without a call of `beat`.
 
-    The stacks of all threads go to ``folder``. A process that was stopped for a while (a
-    suspended job) is given its time again.
+    Before the end it writes the stacks of all threads into `folder`. With `seconds=None` it does
+    nothing. Time in which the process was suspended does not count.
     """
 
     def __init__(self, seconds: float | None, folder: Path, rank: int) -> None:
@@ -26,7 +29,7 @@ class Watchdog:
         self._beats = 0
 
     def beat(self) -> None:
-        """There is progress."""
+        """Report progress."""
         self._beats += 1
 
     @contextmanager
@@ -45,9 +48,8 @@ class Watchdog:
 
     def _watch(self, done: threading.Event, seconds: float) -> None:
         beats, quiet = self._beats, 0
-        while not done.wait(
-            seconds / TICKS
-        ):  # ticks, not the clock, which runs while we are stopped
+        # Count ticks instead of reading the clock: the clock runs on while a job is suspended.
+        while not done.wait(seconds / TICKS):
             quiet = quiet + 1 if beats == self._beats else 0
             beats = self._beats
             if quiet >= TICKS:
@@ -66,4 +68,6 @@ class Watchdog:
                 f"(trainer.watchdog_s){where}\n"
             )
             sys.stderr.flush()
+        # sys.exit would end this thread only. The main thread hangs, perhaps in C code, and cannot
+        # run exit handlers.
         os._exit(1)

@@ -1,4 +1,7 @@
-"""Weights to start from, of a run of ours or in transformers' layout; an optimizer starts anew."""
+"""Weights to start a run from: another run's, or a file in transformers' layout.
+
+The optimizer's state is not taken over. `resume` continues a run with its whole state.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,25 @@ from kfac_bench.errors import UsageError
 from kfac_bench.training import checkpoint
 
 SAFETENSORS = "model.safetensors"
-_MUST_BE_THERE = "bert."
-_MAY_BE_NEW = "bert.pooler."
-"""Of the encoder: a model that answers questions has none."""
+_ENCODER, _POOLER = "bert.", "bert.pooler."
 
 
 def load(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Take over ``model.weights``, if it is set; lines that say what came from where.
+    """Copy the weights that `model.weights` names into `model`, if the option is set.
 
-    All must be there, in the shapes of this model. Of BERT, all of the encoder: a head that is not
-    there stays as it was made, and one that this model lacks is not used. Raises
-    :class:`UsageError` otherwise.
+    All weights of the model must be there, in the same shapes. BERT needs its encoder only: a head
+    that the file lacks keeps its initial weights, and a head that the model lacks is ignored.
+
+    Returns:
+        Lines for the user: what was loaded, what stays new, and what was not used.
+
+    Raises:
+        UsageError: If a weight is missing or has another shape.
     """
     if config.weights is None:
         return []
     path = Path(config.weights)
-    said, theirs = _read(path)
+    source, theirs = _read(path)
     if isinstance(config, BertConfig):
         theirs = _renamed(theirs)
     own = model.state_dict(keep_vars=True)
@@ -36,28 +42,29 @@ def load(model: nn.Module, config: ModelConfig) -> list[str]:
     new = sorted(own.keys() - common)
     what, missing = config.name, new
     if isinstance(config, BertConfig):
-        what, missing = "BERT", [n for n in new if _must_be_there(n)]
+        what, missing = "BERT", [n for n in new if _is_required_of_bert(n)]
     if missing:
-        raise UsageError(f"model.weights={path}: no weights of {what} ({missing[0]} is not there)")
+        raise UsageError(f"model.weights={path}: no weights of {what} ({missing[0]} is missing)")
     for name in sorted(common):
         if own[name].shape != theirs[name].shape:
             raise UsageError(
-                f"model.weights={path}: {name} is {list(theirs[name].shape)}, in model="
-                f"{config.name} with this data {list(own[name].shape)}"
+                f"model.weights={path}: {name} has shape {list(theirs[name].shape)}, but model="
+                f"{config.name} with this data needs {list(own[name].shape)}"
             )
     with torch.no_grad():
         for name in common:
             own[name].copy_(theirs[name])
     unused = sorted(theirs.keys() - common)
     return [
-        f"weights of {said}: {len(common)} tensors"
+        f"weights of {source}: {len(common)} tensors"
         + (f"; new: {_names(new)}" if new else "")
         + (f"; not used: {_names(unused)}" if unused else "")
     ]
 
 
-def _must_be_there(name: str) -> bool:
-    return name.startswith(_MUST_BE_THERE) and not name.startswith(_MAY_BE_NEW)
+def _is_required_of_bert(name: str) -> bool:
+    # A model that answers questions has no pooler, so a file of such a model lacks the pooler too.
+    return name.startswith(_ENCODER) and not name.startswith(_POOLER)
 
 
 def _names(names: list[str]) -> str:
@@ -65,22 +72,18 @@ def _names(names: list[str]) -> str:
 
 
 def _read(path: Path) -> tuple[str, Mapping[str, Tensor]]:
-    """What it is, and tensors by name."""
+    """Return what `path` is, in words, and its tensors by name."""
     file = path if path.suffix == ".safetensors" else path / SAFETENSORS
-    if (
-        file.is_file() and not (path / "checkpoints").is_dir()
-    ):  # else an export of ours, perhaps old
+    # In a run directory the file is an export, which may be older than the checkpoints.
+    if file.is_file() and not (path / "checkpoints").is_dir():
         return str(file), _safetensors(file)
     saved, bad = checkpoint.find(path)
     if saved is None:
-        said = f" ({bad[0]})" if bad else ""
+        reason = f" ({bad[0]})" if bad else ""
         raise UsageError(
-            f"model.weights={path}: no good checkpoint and no {SAFETENSORS} there{said}"
+            f"model.weights={path}: no good checkpoint and no {SAFETENSORS} there{reason}"
         )
-    model = saved.shards[0].get("model")
-    if not isinstance(model, Mapping) or not all(isinstance(t, Tensor) for t in model.values()):
-        raise UsageError(f"model.weights={path}: {saved.path} holds no model")
-    return f"{path}, step {saved.step}", model
+    return f"{path}, step {saved.step}", saved.weights()
 
 
 def _safetensors(file: Path) -> Mapping[str, Tensor]:
@@ -91,14 +94,19 @@ def _safetensors(file: Path) -> Mapping[str, Tensor]:
             f"{file}: reading it needs safetensors: pip install 'kfac-bench[language]'"
         ) from None
     try:
-        found: Mapping[str, Tensor] = load_file(file)
-    except Exception as error:  # of a damaged file, its reader raises its own
+        tensors: Mapping[str, Tensor] = load_file(file)
+    except Exception as error:
+        # safetensors raises an exception type of its own for a damaged file.
         raise UsageError(f"{file}: cannot be read ({str(error).splitlines()[0][:100]})") from None
-    return found
+    return tensors
 
 
 def _renamed(theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The first published files call a norm's weight and bias gamma and beta; some lack `bert.`."""
+    """Return the tensors under today's names.
+
+    The first published files call a norm's weight and bias gamma and beta. Some lack the prefix
+    `bert.`.
+    """
     endings = {".gamma": ".weight", ".beta": ".bias"}
     prefix = "" if any(n.startswith(("bert.", "cls.")) for n in theirs) else "bert."
     renamed = {}

@@ -14,7 +14,7 @@ def test_without_horovod_the_error_says_how_to_install_it():
     missing = {"horovod": None, "horovod.torch": None}
     with (
         mock.patch.dict(sys.modules, missing),
-        pytest.raises(UsageError, match="not installed here: make install-horovod"),
+        pytest.raises(UsageError, match="not installed here; run make install-horovod"),
         distributed.join(BackendConfig("horovod")),
     ):
         pass

@@ -300,7 +300,7 @@ def test_fine_tuning_takes_the_encoder_and_a_new_head(root, questions, tmp_path)
     for name, value in model.bert.state_dict().items():
         assert torch.equal(value, saved[f"bert.{name}"])
     other = refused(train, tmp_path, f"data.root={questions}", f"model.weights={first}", base=QA)
-    assert "word_embeddings.weight is [500, 16], in model=bert_tiny with this data" in other
+    assert "word_embeddings.weight has shape [500, 16], but model=bert_tiny" in other
 
 
 @pytest.mark.parametrize("names", ["now", "first published", "encoder alone"])
@@ -334,7 +334,7 @@ def test_weights_in_transformers_layout(tmp_path, batch, names):
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "cannot be read"),
         (
             lambda folder: save_file({"fc.weight": torch.ones(2)}, folder / "model.safetensors"),
-            "no weights of BERT (bert.embeddings.LayerNorm.bias is not there)",
+            "no weights of BERT (bert.embeddings.LayerNorm.bias is missing)",
         ),
         (
             lambda folder: torch.save({"a": torch.ones(2)}, folder / "pytorch_model.bin"),

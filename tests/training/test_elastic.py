@@ -36,7 +36,9 @@ from tests.support.runs import (
 
 STABLE = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
 LONG = (
-    *("trainer.max_steps=400", "trainer.log_freq=1", "trainer.eval_freq=400"),
+    "trainer.max_steps=400",
+    "trainer.log_freq=1",
+    "trainer.eval_freq=400",
     "trainer.checkpoint_freq=50",
 )
 """Some seconds: enough to be killed in between."""
@@ -146,9 +148,20 @@ def test_a_lost_node_leaves_the_others_training(tmp_path):
     options = (*SMALL, *calm, "run_id=elastic")
     port = free_port()
     elastic = [
-        *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "job"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
-        *("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"),
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+        "--rdzv-id",
+        "job",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--rdzv-conf",
+        "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]
     path = tmp_path / "runs" / "elastic"
     first = start(tmp_path, *torchrun(*elastic), *options)
@@ -176,7 +189,10 @@ def by_hand(folder, *options, env=()):
     return [
         start(
             folder,
-            *("-m", "kfac_bench", *SMALL, *options),
+            "-m",
+            "kfac_bench",
+            *SMALL,
+            *options,
             env=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(env),
         )
         for rank in range(2)

@@ -1,11 +1,11 @@
-"""What the process asks of the machine."""
+"""`keep_freed_memory` spares a process page faults."""
 
 import subprocess
 import sys
 
 import pytest
 
-FAULTS = """
+PROGRAM = """
 import resource, sys, torch
 from kfac_bench.training.environment import keep_freed_memory
 
@@ -14,14 +14,14 @@ if sys.argv[1] == "keep" and not keep_freed_memory():
 for round in range(12):
     if round == 4:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    x = [torch.ones(1 << 24) for _ in range(4)]  # 64 MiB each: mapped anew by default
+    x = [torch.ones(1 << 24) for _ in range(4)]  # 64 MiB each, mapped again by default
     del x
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(how):
-    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True)
+def page_faults(how):
+    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True)
     if done.returncode == 3:
         pytest.skip("no glibc")
     assert done.returncode == 0, done.stderr
@@ -29,4 +29,4 @@ def faults(how):
 
 
 def test_freed_memory_is_kept():
-    assert faults("keep") < 0.1 * faults("do not")
+    assert page_faults("keep") < 0.1 * page_faults("do not")

@@ -1,4 +1,4 @@
-"""kfac-bench export: weights as safetensors, which load back; and model.weights for any model."""
+"""`kfac-bench export` writes weights as safetensors, and `model.weights` loads them."""
 
 import json
 from dataclasses import asdict
@@ -24,12 +24,12 @@ def bench(*arguments):
 
 
 def model_of(folder, *overrides, **keywords):
-    """A model as a run would start with."""
+    """Return a model with the initial weights of a run."""
     return trainer_of(folder, *overrides, **keywords)._bare
 
 
 @pytest.mark.parametrize("base", [None, RESNET])
-def test_what_is_exported_loads_back(tmp_path, capsys, base):
+def test_exported_weights_load_back(tmp_path, capsys, base):
     base = {} if base is None else {"base": base}
     _, path = train(tmp_path, *OPTIONS, "run_id=r", **base)
     file = tmp_path / "elsewhere.safetensors"
@@ -45,31 +45,31 @@ def test_what_is_exported_loads_back(tmp_path, capsys, base):
     assert json.loads(about["config"]) == asdict(config_of(tmp_path, *OPTIONS, "run_id=r", **base))
 
 
-def test_the_best_is_exported_and_the_newest(tmp_path):
+def test_export_takes_the_best_or_the_newest_checkpoint(tmp_path):
     worse = ("kfac=none", "optimizer.lr=1", "trainer.max_steps=12", "trainer.keep_last=1")
     _, path = train(tmp_path, *worse, "trainer.eval_freq=3", "trainer.checkpoint_freq=3")
     errors = {e.step: e.metrics["squared_error"] for e in of_kind(path, Evaluated) if e.step}
     best = min(errors, key=errors.get)
-    assert best != 12, "the last one is the best: the test shows nothing"
-    assert f"of step {best}" in export.export(path, best=True)[-1]
+    assert best != 12, "the last checkpoint is the best, so this test shows nothing"
+    assert f"from step {best}" in export.export(path, best=True)[-1]
     with safetensors.safe_open(path / "model.safetensors", "pt") as opened:
         assert opened.metadata()["step"] == str(best)
         first = opened.get_tensor(next(iter(opened.keys())))
-    assert "of step 12" in export.export(path)[-1]
+    assert "from step 12" in export.export(path)[-1]
     with safetensors.safe_open(path / "model.safetensors", "pt") as opened:
         assert not torch.equal(opened.get_tensor(next(iter(opened.keys()))), first)
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path):
     _, path = train(tmp_path, *OPTIONS, "trainer.keep_last=9", "trainer.checkpoint_freq=4")
     newest = path / "checkpoints" / "step-00000012" / "rank0.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
     said = export.export(path)
     assert "rank0.pt: damaged" in said[0]
-    assert "of step 8" in said[1]
+    assert "from step 8" in said[1]
 
 
-def test_tied_weights_are_both_there(tmp_path):
+def test_both_tied_weights_are_exported(tmp_path):
     tied = torch.arange(6.0)
     writer = checkpoint.Writer(tmp_path, trainer_of(tmp_path).ranks, 1)
     writer.start(1, {"model": {"a": tied, "b": tied, "c": tied.view(2, 3).T}})
@@ -80,13 +80,13 @@ def test_tied_weights_are_both_there(tmp_path):
     assert torch.equal(back["c"], tied.view(2, 3).T)
 
 
-def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
+def test_a_failed_export_is_one_line(tmp_path, capsys):
     _, path = train(tmp_path, *OPTIONS)
     (tmp_path / "empty").mkdir()
     for arguments, said in (
-        ([tmp_path / "typo"], "typo: no such run"),
-        ([tmp_path / "empty"], "no good checkpoint there"),
-        ([tmp_path / "empty", "--best"], "no good checkpoint of evaluated weights there"),
+        ([tmp_path / "typo"], "typo does not exist"),
+        ([tmp_path / "empty"], "empty has no good checkpoint"),
+        ([tmp_path / "empty", "--best"], "has no good checkpoint of evaluated weights"),
         ([path, "--out", tmp_path / "no" / "such" / "f.safetensors"], "cannot be written"),
     ):
         assert bench("export", *arguments) == 2
@@ -99,7 +99,10 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
 def test_weights_that_do_not_fit_are_one_line(tmp_path):
     _, path = train(tmp_path, *OPTIONS, "run_id=r")
     for more, said in (
-        (["model.hidden=[16,5]"], "is [16, 6], in model=autoencoder with this data [16, 5]"),
+        (
+            ["model.hidden=[16,5]"],
+            "[16, 6], but model=autoencoder with this data needs [16, 5]",
+        ),
         (["model.hidden=[16,6,3]"], "no weights of autoencoder ("),
     ):
         with pytest.raises(UsageError) as caught:

@@ -1,4 +1,4 @@
-"""Predictions that a run leaves: which, where, at whose cost; and those of somebody else's run."""
+"""Predictions of a run: what is shown, where the files are, and which files may be read."""
 
 import io
 import os
@@ -38,7 +38,7 @@ SHORT = ("trainer.max_steps=5", "run_id=r", "kfac=none")
 PICTURE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 
 
-def test_a_run_ends_with_the_worst_of_its_first_held_out_examples(tmp_path):
+def test_a_run_shows_the_worst_of_its_first_evaluation_examples(tmp_path):
     _, path = train(tmp_path, "trainer.max_steps=8", "run_id=r", "kfac=none", base=RESNET)
     [event] = of_kind(path, Predicted)
     assert (event.step, event.path) == (8, str(path / "predictions" / "step-8"))
@@ -63,7 +63,7 @@ def test_a_run_ends_with_the_worst_of_its_first_held_out_examples(tmp_path):
     ]
 
 
-def test_a_reached_target_ends_with_predictions_too_and_a_count_may_be_chosen(tmp_path, capsys):
+def test_a_run_that_reaches_its_target_shows_the_chosen_number_of_predictions(tmp_path, capsys):
     status, path = train(tmp_path, *SHORT, "trainer.target=100", "trainer.predictions=3")
     assert status == "reached"
     [event] = of_kind(path, Predicted)
@@ -71,7 +71,7 @@ def test_a_reached_target_ends_with_predictions_too_and_a_count_may_be_chosen(tm
     assert f"3 predictions in {path}/predictions/step-5" in capsys.readouterr().out
 
 
-def test_predictions_change_nothing_else_and_cost_no_training_time(tmp_path, monkeypatch):
+def test_predictions_change_no_weights_and_cost_no_training_time(tmp_path, monkeypatch):
     _, without = train(tmp_path, "trainer.max_steps=5", "run_id=none", "trainer.predictions=0")
     show = Reconstruction.show
 
@@ -90,7 +90,7 @@ def test_predictions_change_nothing_else_and_cost_no_training_time(tmp_path, mon
 
 
 @pytest.mark.parametrize("how", ["interrupted", "failed"])
-def test_a_run_that_did_not_end_well_has_none(tmp_path, how):
+def test_an_interrupted_or_failed_run_has_no_predictions(tmp_path, how):
     spoil = before_step(3, terminate) if how == "interrupted" else loss_is(float("nan"), 3)
     with spoil:
         status, path = train(tmp_path, *SHORT)
@@ -101,7 +101,7 @@ def test_a_run_that_did_not_end_well_has_none(tmp_path, how):
         assert steps_of(path, Predicted) == [5]
 
 
-def test_a_full_disk_costs_the_pictures_and_one_line(tmp_path, capsys):
+def test_a_full_disk_loses_the_pictures_but_not_the_run(tmp_path, capsys):
     folder = tmp_path / "r" / "predictions" / "step-5"
     folder.mkdir(parents=True)
     (folder / "02.png").symlink_to("/dev/full")
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_the_pictures_and_one_line(tmp_path, capsys):
     assert isinstance(read(path)[-1], RunEnded)
 
 
-def test_no_folder_for_pictures_costs_one_line(tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "predictions").write_text("a file")
     status, path = train(tmp_path, *SHORT)
@@ -141,7 +141,7 @@ def sharded_or_not(folder, backend, *overrides):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_ranks_show_what_one_process_shows(tmp_path, backend):
+def test_ranks_show_the_same_predictions_as_one_process(tmp_path, backend):
     stable = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "trainer.max_steps=5")
     _, alone = train(tmp_path, *stable, "run_id=alone")
     ended = run_ranks(2, sharded_or_not, tmp_path, backend, *stable, "run_id=r")
@@ -163,7 +163,7 @@ class Lists:
         return [Prediction(x, text=f"asked\n{x}") for x in batch[0][:count]]
 
 
-def test_small_batches_are_shown_until_there_are_enough():
+def test_examples_come_from_several_batches_until_there_are_enough():
     batches = [([],), (["a", "b", "c"],), (["d", "e"],), (["never"],)]
     assert [x.caption for x in predictions.choose(Lists(), None, batches, 4)] == list("abcd")
     assert len(predictions.choose(Lists(), None, batches, 9)) == 6
@@ -177,7 +177,7 @@ def test_small_batches_are_shown_until_there_are_enough():
     assert len(list(read_ahead)) == 1000 - predictions.POOL
 
 
-def test_text_needs_no_picture(tmp_path):
+def test_a_prediction_of_text_has_no_picture(tmp_path):
     items, complaint = predictions.write(tmp_path, 7, Lists().show(None, (["a\ud800", "b"],), 2))
     assert complaint is None
     assert items[1] == {"caption": "b", "file": None, "text": "asked\nb"}
@@ -190,7 +190,7 @@ NAME = "predictions/step-1/00.png"
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with one picture, beside a picture that is none of it."""
+    """Make a run with one picture, and other pictures that do not belong to the run."""
     (tmp_path / "run").mkdir()
     predictions.write(tmp_path / "run", 1, [Prediction("x", PICTURE)])
     Image.fromarray(PICTURE).save(tmp_path / "00.png")
@@ -199,7 +199,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_picture_is_read_as_it_was_written(run):
+def test_a_picture_reads_back_as_it_was_written(run):
     content = predictions.read(run, NAME)
     assert content == (run / NAME).read_bytes()
     assert (np.asarray(Image.open(io.BytesIO(content))) == PICTURE).all()
@@ -209,27 +209,31 @@ def test_a_picture_is_read_as_it_was_written(run):
 @pytest.mark.parametrize(
     "name",
     [
-        *("../../etc/passwd", "/etc/passwd", "../00.png", "00.png", "predictions/step-1/99.png"),
-        *(
-            f"{NAME}.png",
-            "predictions/step-1/../../00.png",
-            f"./{NAME}",
-            f"{NAME}\n",
-            f"{NAME}\0",
-            "",
-            None,
-            7,
-        ),
-        *(["x"], "predictions/step-1/captions.txt", "predictions/step-" + "1" * 5000 + "/00.png"),
+        "../../etc/passwd",
+        "/etc/passwd",
+        "../00.png",
+        "00.png",
+        "predictions/step-1/99.png",
+        f"{NAME}.png",
+        "predictions/step-1/../../00.png",
+        f"./{NAME}",
+        f"{NAME}\n",
+        f"{NAME}\0",
+        "",
+        None,
+        7,
+        ["x"],
+        "predictions/step-1/captions.txt",
+        "predictions/step-" + "1" * 5000 + "/00.png",
     ],
 )
-def test_names_of_somebody_else_read_nothing(run, name):
+def test_a_foreign_name_reads_nothing(run, name):
     assert predictions.read(run, name) is None
     if isinstance(name, str) and name.startswith("../0"):
-        assert (run / name).is_file()  # or this test would show nothing
+        assert (run / name).is_file()  # otherwise this test shows nothing
 
 
-def test_absolute_names_read_nothing(run):
+def test_an_absolute_name_reads_nothing(run):
     assert predictions.read(run, str(run / NAME)) is None
 
 
@@ -268,17 +272,26 @@ def replaced(run, how):
 @pytest.mark.parametrize(
     "how",
     [
-        *("link to a file", "link within the run", "link to itself", "linked folder", "pipe"),
-        *("folder", "torn", "text", "JPEG", "long", "wide"),
+        "link to a file",
+        "link within the run",
+        "link to itself",
+        "linked folder",
+        "pipe",
+        "folder",
+        "torn",
+        "text",
+        "JPEG",
+        "long",
+        "wide",
     ],
 )
-def test_what_is_no_picture_of_the_run_is_not_read(run, how):
+def test_a_file_that_no_run_writes_is_not_read(run, how):
     replaced(run, how)
     assert predictions.read(run, NAME) is None
 
 
-def test_pictures_of_every_size_that_a_run_writes_are_read(tmp_path):
-    """The largest there are: of noise, side by side."""
+def test_the_largest_picture_that_a_run_writes_is_read(tmp_path):
+    """Two pictures of noise side by side compress worst."""
     noise = torch.randint(0, 256, (512, 1028, 3), dtype=torch.uint8).numpy()
     items, _ = predictions.write(tmp_path, 1, [Prediction("x", noise)])
     assert predictions.read(tmp_path, items[0]["file"]) is not None

@@ -1,4 +1,4 @@
-"""data.on_error=skip: files that cannot be read while training are left out, counted and named."""
+"""`data.on_error=skip` leaves unreadable files out of training, counts them and reports them."""
 
 import numpy as np
 import pytest
@@ -21,11 +21,24 @@ from tests.support.runs import CPU, end, of_kind, train, train_here, trainer_of
 
 BATCH, TRAIN, EVAL = 8, 32, 6
 BASE = (
-    *("model=autoencoder", "model.hidden=[12,4]", "data=imagefolder", "data.image_size=4"),
-    *("data.workers=0", "logger=none", "trainer.threads=1", f"trainer.batch_size={BATCH}"),
-    *("trainer.log_freq=1", "trainer.eval_freq=1", "trainer.checkpoint_freq=100"),
-    *("trainer.max_steps=6", "data.on_error=skip", "optimizer.lr=0.02", "kfac.damping=0.1"),
-    *("kfac.update_freq=2", "kfac.factor_update_freq=1", "kfac.spread=false"),
+    "model=autoencoder",
+    "model.hidden=[12,4]",
+    "data=imagefolder",
+    "data.image_size=4",
+    "data.workers=0",
+    "logger=none",
+    "trainer.threads=1",
+    f"trainer.batch_size={BATCH}",
+    "trainer.log_freq=1",
+    "trainer.eval_freq=1",
+    "trainer.checkpoint_freq=100",
+    "trainer.max_steps=6",
+    "data.on_error=skip",
+    "optimizer.lr=0.02",
+    "kfac.damping=0.1",
+    "kfac.update_freq=2",
+    "kfac.factor_update_freq=1",
+    "kfac.spread=false",
 )
 
 
@@ -42,12 +55,12 @@ def root(tmp_path):
 
 
 def files(root, split="train"):
-    """By index."""
+    """Return the files of a split in the order of their indices."""
     return sorted((root / split).glob("*/*"))
 
 
 def in_epoch(step, shard=None):
-    """Indices of a part of a batch of the first epoch."""
+    """Return the indices of a batch of the first epoch, or of a rank's part of this batch."""
     return list(train_indices(TRAIN, BATCH, 0, 0, 0, shard or Shard()))[step].tolist()
 
 
@@ -62,7 +75,7 @@ def named(path):
     return [event.path for event in of_kind(path, SampleSkipped)]
 
 
-def test_the_loss_is_the_mean_over_those_that_are_there(root, tmp_path):
+def test_the_loss_is_the_mean_over_the_readable_examples(root, tmp_path):
     bad = in_epoch(0)[2:4]
     paths = spoil(root, bad)
     options = (f"data.root={root}", "data.on_error=skip")
@@ -82,10 +95,14 @@ def test_the_loss_is_the_mean_over_those_that_are_there(root, tmp_path):
 
 
 @pytest.mark.ranks
-def test_ranks_leave_out_what_one_process_leaves_out(root, tmp_path):
-    bad = [*in_epoch(1, Shard(1, 2)), in_epoch(2, Shard(0, 2))[0]]  # all that rank 1 has, and one
+def test_ranks_leave_out_the_same_examples_as_one_process(root, tmp_path):
+    bad = [*in_epoch(1, Shard(1, 2)), in_epoch(2, Shard(0, 2))[0]]  # all of rank 1, one of rank 0
     paths = spoil(root, bad)
-    options = (*BASE, f"data.root={root}", "trainer.max_steps=12")  # files meet other ranks
+    options = (
+        *BASE,
+        f"data.root={root}",
+        "trainer.max_steps=12",
+    )  # in later epochs other ranks read the files
     _, alone = train(tmp_path, "run_id=alone", base=options)
     done = run_ranks(2, train_here, tmp_path, ("run_id=ranks",), options)
     assert [status for status, _, _ in done] == ["finished"] * 2
@@ -104,7 +121,7 @@ def test_ranks_leave_out_what_one_process_leaves_out(root, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_batch_of_which_nothing_can_be_read_ends_the_run(root, tmp_path, world):
+def test_a_batch_without_a_readable_example_ends_the_run(root, tmp_path, world):
     paths = spoil(root, in_epoch(2))
     options = (*BASE, f"data.root={root}", "run_id=run")
     if world == 1:
@@ -118,14 +135,17 @@ def test_a_batch_of_which_nothing_can_be_read_ends_the_run(root, tmp_path, world
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world", "parts"), [(1, 1), (2, 1), (1, 2)])
-def test_batch_norm_with_one_example_left_ends_the_run_in_a_line(root, tmp_path, world, parts):
-    """Alone, on one of two ranks, in one of two parts."""
+def test_one_readable_example_for_batch_norm_ends_the_run(root, tmp_path, world, parts):
+    """Cover one process, one of two ranks, and one of two accumulated parts."""
     part = in_epoch(2, Shard(world - 1, world))
     left = 3 if parts == 2 else 1
     spoil(root, part[left:])
     options = (
         *(o for o in BASE if not o.startswith("model")),
-        *("model=resnet8", "run_id=run", f"data.root={root}", f"trainer.accumulate={parts}"),
+        "model=resnet8",
+        "run_id=run",
+        f"data.root={root}",
+        f"trainer.accumulate={parts}",
         "data.image_size=8",
     )
     if world == 1:
@@ -133,26 +153,26 @@ def test_batch_norm_with_one_example_left_ends_the_run_in_a_line(root, tmp_path,
     else:
         done = run_ranks(world, train_here, tmp_path, ("seed=0",), options)
         assert [status for status, _, _ in done] == ["failed"] * world
-    assert "batch 3 one example alone can be read" in end(tmp_path / "run").message
+    assert "only one example of a part of batch 3 can be read" in end(tmp_path / "run").message
     assert end(tmp_path / "run").step == 2
 
 
 @pytest.mark.ranks
-def test_evaluation_is_of_those_that_are_there(root, tmp_path):
+def test_evaluation_covers_the_readable_examples(root, tmp_path):
     options = (*BASE, f"data.root={root}", "trainer.max_steps=1")
     part = next(eval_indices(EVAL, 1000, Shard(1, 2))).tolist()
     trainer = trainer_of(tmp_path / "by_hand", base=options)
     images = torch.cat([trainer._to_device(b)[0] for b in trainer.data.evaluate(2, Shard())])
     good = [i for i in range(EVAL) if i not in part]
     error = (trainer.model(images) - images).square().flatten(1).sum(1)[good].mean().item()
-    paths = spoil(root, part, "val")  # all that rank 1 has
+    paths = spoil(root, part, "val")  # all of rank 1
     _, alone = train(tmp_path, "run_id=alone", base=options)
     run_ranks(2, train_here, tmp_path, ("run_id=ranks",), options)
     for path in (alone, tmp_path / "ranks"):
         evaluated = of_kind(path, Evaluated)
         assert [e.left_out for e in evaluated] == [len(part)] * 2
         assert evaluated[0].metrics["squared_error"] == pytest.approx(error, rel=1e-5)
-        assert sorted(named(path)) == sorted(paths)  # once, although each evaluation meets them
+        assert sorted(named(path)) == sorted(paths)  # once, although each evaluation reads them
     spoil(root, good, "val")
     status, path = train(tmp_path, "run_id=none", base=options)
     assert status == "failed"
@@ -164,9 +184,9 @@ def train_sharded(folder, *options):
 
 
 @pytest.mark.ranks
-def test_ranks_whose_forwards_are_messages_stay_in_step(root, tmp_path):
-    """Rank 1 has no example to evaluate, rank 0 not the first, which would stand in for it."""
-    spoil(root, [*in_epoch(1, Shard(1, 2)), in_epoch(0)[0]])  # ... for a training step
+def test_a_rank_without_examples_keeps_pace_in_lockstep(root, tmp_path):
+    """Rank 1 has no readable example, and the first example, its usual stand-in, is unreadable."""
+    spoil(root, [*in_epoch(1, Shard(1, 2)), in_epoch(0)[0]])
     part = next(eval_indices(EVAL, 1000, Shard(1, 2))).tolist()
     spoil(root, [0, *part], "val")
     options = (*BASE, f"data.root={root}", "trainer.max_steps=3", "backend=fsdp2")
@@ -182,7 +202,7 @@ def test_ranks_whose_forwards_are_messages_stay_in_step(root, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_resumes_after_what_was_left_out(root, tmp_path, workers):
+def test_a_run_with_left_out_examples_resumes_exactly(root, tmp_path, workers):
     spoil(root, [*in_epoch(0)[:3], *in_epoch(2)[1:3]])
     options = (*BASE, f"data.root={root}", f"data.workers={workers}")
     _, whole = train(tmp_path, "run_id=whole", base=options)
@@ -197,7 +217,7 @@ def test_without_skip_the_first_bad_file_ends_the_run(root, tmp_path):
         train(tmp_path, f"data.root={root}", "data.on_error=fatal", base=BASE)
 
 
-def test_a_file_is_named_once_and_each_example_counted():
+def test_a_file_is_reported_once_and_each_example_is_counted():
     faults = Faults(skip=True)
     for path in ("a", "b", "a"):
         faults.add(Unreadable(path, "torn"))
@@ -209,7 +229,7 @@ def test_a_file_is_named_once_and_each_example_counted():
         Faults().add(Unreadable("a", "torn"))
 
 
-def test_the_console_names_some_and_the_dashboard_counts_all(capsys):
+def test_the_console_names_20_files_and_the_dashboard_counts_all(capsys):
     sink = ConsoleSink(metric="accuracy", higher_is_better=True)
     for i in range(1, 31):
         event = SampleSkipped(3, 1.0, f"/data/{i}.JPEG", "torn\x1b[2J", 1, i)

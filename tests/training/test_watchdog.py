@@ -1,4 +1,4 @@
-"""A process that hangs ends by itself and says where; one that works, or was stopped, goes on."""
+"""The watchdog ends a process that hangs, and leaves a working or suspended process alone."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def start(folder, what):
     )
 
 
-def test_a_process_that_hangs_says_where_and_ends(tmp_path):
+def test_a_process_that_hangs_reports_where_and_ends(tmp_path):
     process = start(tmp_path, "hang")
     out, said = process.communicate(timeout=60)
     stacks = tmp_path / "stacks-rank3.txt"
@@ -50,7 +50,7 @@ def test_a_process_that_hangs_says_where_and_ends(tmp_path):
     assert "in waits_for_a_message" in stacks.read_text()
 
 
-def test_a_process_that_was_stopped_for_a_while_goes_on(tmp_path):
+def test_a_process_that_was_suspended_goes_on(tmp_path):
     process = start(tmp_path, "work")
     time.sleep(1)
     os.kill(process.pid, signal.SIGSTOP)
@@ -61,7 +61,7 @@ def test_a_process_that_was_stopped_for_a_while_goes_on(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nothing_can_be_written_it_ends_all_the_same(tmp_path):
+def test_a_process_that_hangs_ends_even_if_no_stacks_can_be_written(tmp_path):
     process = start(tmp_path / "missing", "hang")
     assert process.communicate(timeout=60)[1].endswith("(trainer.watchdog_s)\n")
     assert process.returncode == 1

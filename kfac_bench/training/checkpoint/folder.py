@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds, by names and manifests alone: no shard is read here."""
+"""A folder of checkpoints, seen through file names and manifests: no shard is read here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Figure:
-    """The validation figure of a checkpoint's weights."""
+class ValidationMetric:
+    """The value of the task's metric for a checkpoint's weights."""
 
     name: str
     value: float
@@ -23,52 +23,63 @@ class Figure:
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the folder of the checkpoint of `step`."""
     return directory / f"step-{step:08d}"
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending."""
+    """Return the steps of the checkpoints in a folder, in ascending order."""
     names = [p.name for p in directory.iterdir()] if directory.is_dir() else []
     return sorted(int(m[1]) for n in names if (m := re.fullmatch(r"step-(\d{1,18})", n)))
 
 
 def manifest(path: Path) -> dict[str, Any]:
-    """Of one checkpoint. Raises ``OSError`` or ``ValueError``."""
+    """Return the manifest of one checkpoint.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file holds no JSON object.
+    """
     try:
-        found = json.loads((path / MANIFEST).read_text())
+        content = json.loads((path / MANIFEST).read_text())
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
-    return found
+    return content
 
 
 def best_first(directory: Path) -> list[int]:
-    """Steps of the checkpoints whose weights were evaluated, the best first; of equals the newer.
+    """Return the steps of the checkpoints whose weights were evaluated, the best first.
 
-    Better is what the newest manifest with a figure says.
+    The newest manifest with a metric decides which metric counts and whether higher is better. If
+    two values are equal, the newer checkpoint comes first.
     """
-    figures: dict[int, tuple[str, float, bool]] = {}
+    metrics: dict[int, ValidationMetric] = {}
     for step in steps(directory):
         try:
-            said = manifest(path_of(directory, step))["figure"]
-            value = float(said["value"])
+            # Manifests of older versions have the key too, so it keeps its name.
+            saved = manifest(path_of(directory, step))["figure"]
+            value = float(saved["value"])
             if math.isfinite(value):
-                figures[step] = (str(said["name"]), value, bool(said["higher_is_better"]))
+                metrics[step] = ValidationMetric(
+                    str(saved["name"]), value, bool(saved["higher_is_better"])
+                )
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             continue
-    if not figures:
+    if not metrics:
         return []
-    name, _, higher = figures[max(figures)]
-    alike = [step for step in figures if figures[step][0] == name]
-    return sorted(alike, key=lambda s: (figures[s][1] * (-1 if higher else 1), -s))
+    newest = metrics[max(metrics)]
+    comparable = [step for step in metrics if metrics[step].name == newest.name]
+    sign = -1 if newest.higher_is_better else 1
+    return sorted(comparable, key=lambda step: (sign * metrics[step].value, -step))
 
 
 def remove_old(directory: Path, step: int, keep_last: int, keep_best: int) -> None:
-    """Keep the last checkpoints up to the one of ``step`` just written, and the best ones.
+    """Remove all but the last checkpoints up to `step`, which was just written, and the best ones.
 
-    Later ones were passed over as damaged when the run was taken up: they are void.
+    A checkpoint of a later step is removed too. When the run continued, that checkpoint was damaged
+    and passed over, so the run now takes another course.
     """
     so_far = [s for s in steps(directory) if s <= step]
     best = [s for s in best_first(directory) if s <= step][:keep_best]

@@ -1,4 +1,4 @@
-"""Checkpoints are found, verified and read; what they hold is data, never code."""
+"""Reading: find, verify and load checkpoints, which hold data and never code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kfac_bench.errors import UsageError
 from kfac_bench.training.checkpoint import folder
@@ -17,19 +18,38 @@ from kfac_bench.training.checkpoint.folder import MANIFEST
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory: rank 0's part and all ranks' shards, in rank order."""
+    """A checkpoint in memory: the shards of all ranks, in the order of ranks."""
 
     path: Path
     step: int
     shards: list[dict[str, Any]]
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model's parameters and buffers by name.
+
+        Raises:
+            UsageError: If the checkpoint holds no model.
+        """
+        model = self.shards[0].get("model")
+        if not isinstance(model, dict) or not all(
+            isinstance(name, str) and isinstance(t, Tensor) for name, t in model.items()
+        ):
+            raise UsageError(f"{self.path} holds no model; give a checkpoint of kfac-train")
+        return model
+
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint directory. Raises :class:`UsageError` naming what is bad."""
+    """Read and verify one checkpoint folder.
+
+    Raises:
+        UsageError: If a file is missing or damaged. The message names the file.
+    """
     try:
         manifest = folder.manifest(path)
         step, files = int(manifest["step"]), dict(manifest["sha256"])
-        world_size = min(int(manifest["world_size"]), len(files) + 1)  # one that is not there
+        # A damaged manifest may claim any number of ranks. One file more than the manifest lists is
+        # enough to report a missing file.
+        world_size = min(int(manifest["world_size"]), len(files) + 1)
         if world_size < 1:
             raise ValueError("it lists no ranks")
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -41,24 +61,31 @@ def load(path: Path) -> Checkpoint:
 def _read(file: Path, sha256: object) -> dict[str, Any]:
     try:
         good = file.is_file() and _sha256(file) == sha256
-    except OSError as error:  # a disk that fails
+    except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
     if not good:
         raise UsageError(f"{file}: damaged (its SHA-256 is not the manifest's)")
+    # weights_only: a pickle could run code, and the hash protects against damage only, because
+    # whoever changes a shard can change the manifest.
     try:
         shard = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file that somebody made may raise anything
-        said = (str(error).splitlines() or [type(error).__name__])[0][:100]
-        raise UsageError(f"{file}: not a checkpoint of ours ({said})") from None
+    except Exception as error:
+        # torch.load raises nearly any exception type for a file that another program made.
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
+        raise UsageError(f"{file}: not a checkpoint of ours ({reason})") from None
     if not isinstance(shard, dict):
         raise UsageError(f"{file}: not a checkpoint of ours (it holds no dictionary)")
     return shard
 
 
 def find(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest good checkpoint under a run directory, and a line on each bad one passed over.
+    """Return the newest good checkpoint, and a line for each damaged one that was passed over.
 
-    ``path`` may also be one checkpoint, or the ``checkpoints`` folder.
+    Args:
+        path: A run directory, its `checkpoints` folder, or one checkpoint.
+
+    Raises:
+        UsageError: If `path` is one checkpoint and this checkpoint is damaged.
     """
     if (path / MANIFEST).exists():
         return load(path), []
@@ -67,9 +94,9 @@ def find(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_best(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """As :func:`find`: the best good one, by the validation figures in the manifests.
+    """Return the best good checkpoint by the metrics in the manifests; otherwise like `find`.
 
-    None if no checkpoint there was of evaluated weights.
+    The checkpoint is None if no checkpoint holds evaluated weights.
     """
     directory = _directory(path)
     return _first_good(directory, folder.best_first(directory))

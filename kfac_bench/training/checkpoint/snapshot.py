@@ -1,47 +1,46 @@
-"""A copy of a state that the training does not touch: what is written while it goes on."""
+"""Snapshots: copies of a state, which are written to disk while training changes the original."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
-
-Key = tuple[Any, ...]
 
 
 def snapshot(state: Any) -> Any:
-    """Tensors on the host, apart from ``state``'s; equal views of one memory stay one tensor.
+    """Return a copy of `state` whose tensors are on the CPU and share no memory with `state`.
 
-    A view is copied alone: ``torch.save`` would write all of the memory that it looks at.
+    Two tensors that are the same view of one memory (tied weights) stay one tensor.
     """
     return _copy(state, {})
 
 
-def _copy(x: Any, seen: dict[Key, Tensor]) -> Any:
+def _copy(x: Any, seen: dict[tuple[Any, ...], Tensor]) -> Any:
     if isinstance(x, Tensor):
-        key = (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype)
-        if key not in seen:
-            made = x.detach().to("cpu", copy=True)
-            seen[key] = made
-        return seen[key]
+        view = (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype)
+        if view not in seen:
+            # A copy of the view alone: torch.save writes the whole memory behind a tensor, which
+            # may be much larger than the view.
+            seen[view] = x.detach().to("cpu", copy=True)
+        return seen[view]
     if isinstance(x, dict):
-        made_dict = copy.copy(x)  # of its own type, with what hangs on it: versions of modules
+        # copy.copy keeps the dict's own type and attributes: state_dict() keeps versions there.
+        copied = copy.copy(x)
         for k, v in x.items():
-            made_dict[k] = _copy(v, seen)
-        return made_dict
+            copied[k] = _copy(v, seen)
+        return copied
     if isinstance(x, list | tuple):
         return type(x)(_copy(v, seen) for v in x)
     return copy.deepcopy(x)
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of all tensors in a snapshot, each once."""
+    """Return the bytes of all tensors in a snapshot. A tensor that occurs twice counts once."""
     return sum({id(t): t.nbytes for t in _tensors(state)}.values())
 
 
-def _tensors(x: Any) -> list[torch.Tensor]:
+def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()

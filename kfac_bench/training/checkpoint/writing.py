@@ -1,8 +1,12 @@
-"""Writing beside the training: each rank copies its part in the step, a thread does the rest.
+"""Writing checkpoints while training goes on.
 
-A rank's file gets its SHA-256 as the end of its name once it is whole and synced. Rank 0's thread
-waits for all of them, writes the manifest and renames the folder into place. Threads use no
-messages, which belong to the training; ranks agree where they meet anyway (:class:`Writer`).
+Each rank copies its shard within the training step. A thread of each rank then writes the copy to
+disk. When a rank's file is complete and synced, its SHA-256 becomes the end of the file's name.
+Rank 0's thread waits for the files of all ranks, writes the manifest and renames the folder.
+
+The threads send no messages between ranks: messages must have the same order on all ranks, and the
+training sends its own at the same time. Threads see each other's files instead. The ranks agree on
+failures in `Writer.start` and `Writer.finish`, where all of them meet.
 """
 
 from __future__ import annotations
@@ -26,18 +30,18 @@ import torch
 
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.training.checkpoint import folder
-from kfac_bench.training.checkpoint.folder import MANIFEST, Figure
+from kfac_bench.training.checkpoint.folder import MANIFEST, ValidationMetric
 from kfac_bench.training.checkpoint.snapshot import nbytes, snapshot
 
 POLL_S = 0.02
 OTHERS_S = 5.0
-"""How long a rank that ends by an error waits for the parts of others, which may be gone."""
+"""How long a rank that ends by an error waits for the files of other ranks, which may be gone."""
 OVERHEAD_BYTES = 1 << 16
-"""Of a file over its tensors, about: names, headers, alignment."""
+"""Approximate size of a file beyond its tensors: names, headers, alignment."""
 
 
 @dataclass(frozen=True)
-class Written:
+class SavedCheckpoint:
     """A checkpoint that is complete on disk."""
 
     path: Path
@@ -45,99 +49,113 @@ class Written:
     waited_s: float
     """Seconds that the training waited for it."""
     cpu_s: float
-    """Processor seconds of the thread that wrote rank 0's part, beside the training."""
+    """Processor seconds of the thread that wrote rank 0's file beside the training."""
 
 
 @dataclass
-class _Job:
+class _InFlight:
     """A checkpoint on its way to disk."""
 
     step: int
     final: Path
     partial: Path
-    figure: Figure | None
+    metric: ValidationMetric | None
     shard: dict[str, Any] | None
     waited_s: float = 0.0
     cpu_s: float = 0.0
     error: Exception | None = None
-    own: threading.Event = field(default_factory=threading.Event)
-    """This rank's part is written, or never will be."""
-    given_up: threading.Event = field(default_factory=threading.Event)
-    """The parts of other ranks are waited for no longer."""
+    own_is_done: threading.Event = field(default_factory=threading.Event)
+    """Set when this rank's file is written, or never will be."""
+    is_given_up: threading.Event = field(default_factory=threading.Event)
+    """Set when the thread must no longer wait for the files of other ranks."""
 
 
 class Writer:
-    """Checkpoints of one run, at most one at a time on its way.
+    """The checkpoints of one run, with at most one in flight.
 
-    All ranks call :meth:`start` and :meth:`finish` together; all else is this rank's own. An older
+    All ranks call `start` and `finish` together. Each rank calls the other methods alone. An older
     checkpoint is removed only after a newer one is complete.
     """
 
     def __init__(self, directory: Path, ranks: Ranks, keep_last: int, keep_best: int = 0) -> None:
         self._directory, self._ranks = directory, ranks
         self._keep_last, self._keep_best = keep_last, keep_best
-        self._word = ""  # of this start: what an earlier one has left is not taken for ours
-        self._job: _Job | None = None
+        # A name that all ranks of this start share: a thread must not take the files that a killed
+        # process has left behind for the files of this start.
+        self._start_name = ""
+        self._in_flight: _InFlight | None = None
         self._thread = threading.Thread()
-        self._complete: deque[_Job] = deque()
+        # Filled by the thread and emptied by the training: a deque needs no lock for this.
+        self._complete: deque[_InFlight] = deque()
 
-    def start(self, step: int, shard: dict[str, Any], figure: Figure | None = None) -> None:
-        """Copy ``shard`` and begin to write it, once the one before is complete.
+    def start(
+        self, step: int, shard: dict[str, Any], metric: ValidationMetric | None = None
+    ) -> None:
+        """Copy `shard` and begin to write the copy, once the previous checkpoint is complete.
 
-        Raises ``OSError`` on every rank if that failed on one, or if the disk has no room.
+        Raises:
+            OSError: On every rank, if the previous checkpoint failed on one rank, or if the disk
+                has no room.
         """
         self.finish()
         began = time.perf_counter()
         final, copied = folder.path_of(self._directory, step), snapshot(shard)
         self._check_space(final, nbytes(copied))
-        self._word = self._word or self._ranks.gather(uuid.uuid4().hex[:8].encode())[0].decode()
-        partial = self._directory / f".{final.name}.{self._word}.partial"
-        job = self._job = _Job(step, final, partial, figure, copied)
-        self._thread = threading.Thread(target=self._write, args=(job,), daemon=True)
+        if not self._start_name:
+            self._start_name = self._ranks.gather(uuid.uuid4().hex[:8].encode())[0].decode()
+        partial = self._directory / f".{final.name}.{self._start_name}.partial"
+        saving = self._in_flight = _InFlight(step, final, partial, metric, copied)
+        self._thread = threading.Thread(target=self._write, args=(saving,), daemon=True)
         self._thread.start()
-        job.waited_s = time.perf_counter() - began
+        saving.waited_s = time.perf_counter() - began
 
     @property
-    def failed(self) -> bool:
-        """Whether this rank could not write: then all must be told, and :meth:`finish`."""
-        return self._job is not None and self._job.error is not None
+    def has_failed(self) -> bool:
+        """Whether this rank could not write. All ranks must learn of it and call `finish`."""
+        return self._in_flight is not None and self._in_flight.error is not None
 
-    def written(self) -> Written | None:
-        """On rank 0: a checkpoint that is complete by now and was not asked for before."""
+    def pop_saved(self) -> SavedCheckpoint | None:
+        """Return, on rank 0, the oldest complete checkpoint that no call has returned before."""
         if not self._complete:
             return None
-        job = self._complete.popleft()
-        return Written(job.final, job.step, job.waited_s, job.cpu_s)
+        saved = self._complete.popleft()
+        return SavedCheckpoint(saved.final, saved.step, saved.waited_s, saved.cpu_s)
 
     def finish(self) -> None:
-        """Wait until all is on disk. Raises ``OSError`` on every rank if one could not write."""
-        if self._job is None:
+        """Wait until the checkpoint in flight is on disk.
+
+        Raises:
+            OSError: On every rank, if one rank could not write.
+        """
+        if self._in_flight is None:
             return
-        job, began = self._job, time.perf_counter()
-        job.own.wait()
-        failed = self._ranks.any(job.error is not None)
-        if failed:
-            job.given_up.set()
+        saving, began = self._in_flight, time.perf_counter()
+        # Rank 0's thread waits for the files of all ranks. If one rank failed, its file will never
+        # come. So the ranks tell each other about their own files before they join the threads.
+        saving.own_is_done.wait()
+        if self._ranks.any(saving.error is not None):
+            saving.is_given_up.set()
         self._thread.join()
-        self._job = None
-        failed = self._ranks.any(job.error is not None)
-        job.waited_s += time.perf_counter() - began
-        if failed:
+        self._in_flight = None
+        # Rank 0 may have failed after its own file was done: the manifest and the rename follow.
+        has_failed = self._ranks.any(saving.error is not None)
+        saving.waited_s += time.perf_counter() - began
+        if has_failed:
             self._complete.clear()
             if self._ranks.is_main:
-                shutil.rmtree(job.partial, ignore_errors=True)
-            said = self._ranks.gather(_line(job.error).encode())
-            rank, line = next((r, line.decode()) for r, line in enumerate(said) if line)
-            raise OSError(f"checkpoint {job.final}: {f'rank {rank}: ' if rank else ''}{line}")
+                shutil.rmtree(saving.partial, ignore_errors=True)
+            lines = self._ranks.gather(_line(saving.error).encode())
+            rank, line = next((r, line.decode()) for r, line in enumerate(lines) if line)
+            raise OSError(f"checkpoint {saving.final}: {f'rank {rank}: ' if rank else ''}{line}")
 
     def close(self) -> None:
-        """After an error of this rank, when others may be gone: complete what can be."""
-        if self._job is None:
+        """Complete what can be completed, after an error of this rank: other ranks may be gone."""
+        if self._in_flight is None:
             return
-        job, self._job = self._job, None
-        job.own.wait()
+        saving, self._in_flight = self._in_flight, None
+        saving.own_is_done.wait()
         self._thread.join(OTHERS_S)
-        job.given_up.set()
+        saving.is_given_up.set()
         self._thread.join()
 
     def _check_space(self, final: Path, own_bytes: int) -> None:
@@ -145,66 +163,81 @@ class Writer:
             float(own_bytes + OVERHEAD_BYTES), dtype=torch.float64, device=self._ranks.device
         )
         needed, free = self._ranks.sum(mine).item(), math.inf
-        with suppress(OSError):  # then writing will say it
-            there = next(p for p in (self._directory, *self._directory.parents) if p.exists())
-            free = shutil.disk_usage(there).free
+        # If the disk cannot be asked, writing will report what is wrong with it.
+        with suppress(OSError):
+            existing = next(p for p in (self._directory, *self._directory.parents) if p.exists())
+            free = shutil.disk_usage(existing).free
         if self._ranks.any(self._ranks.is_main and free < needed):
             raise OSError(
                 f"checkpoint {final}: it needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"
             )
 
-    def _write(self, job: _Job) -> None:
-        """The thread."""
+    def _write(self, saving: _InFlight) -> None:
+        """Write this rank's file, and on rank 0 the rest. The thread runs this method."""
         try:
             if self._ranks.is_main:
-                for left in self._directory.glob(".step-*.partial"):  # by a process that was killed
-                    if not left.name.endswith(f".{self._word}.partial"):
-                        shutil.rmtree(left, ignore_errors=True)
-            job.partial.mkdir(parents=True, exist_ok=True)
-            _write_synced(job.partial / f"rank{self._ranks.rank}.pt", job.shard)
-            job.shard = None
-            job.own.set()
-            if self._ranks.is_main and (files := self._wait_for_parts(job)):
-                self._commit(job, files)
+                self._remove_leftovers()
+            saving.partial.mkdir(parents=True, exist_ok=True)
+            _write_synced(saving.partial / f"rank{self._ranks.rank}.pt", saving.shard)
+            # Free the copy's memory before rank 0 waits for the other ranks.
+            saving.shard = None
+            saving.own_is_done.set()
+            if self._ranks.is_main and (files := self._wait_for_files(saving)):
+                self._commit(saving, files)
         except Exception as error:
-            job.error = error
+            saving.error = error
         finally:
-            job.cpu_s = time.thread_time()
-            if self._ranks.is_main and job.error is None and not job.given_up.is_set():
-                self._complete.append(job)
-            job.own.set()
+            saving.cpu_s = time.thread_time()
+            if self._ranks.is_main and saving.error is None and not saving.is_given_up.is_set():
+                self._complete.append(saving)
+            saving.own_is_done.set()
 
-    def _wait_for_parts(self, job: _Job) -> dict[str, str]:
-        """SHA-256 by file, of all ranks; nothing if they are not waited for any longer."""
+    def _remove_leftovers(self) -> None:
+        """Remove the unfinished checkpoints of processes that were killed."""
+        for leftover in self._directory.glob(".step-*.partial"):
+            if not leftover.name.endswith(f".{self._start_name}.partial"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _wait_for_files(self, saving: _InFlight) -> dict[str, str]:
+        """Return the SHA-256 of each rank's file, or nothing if the checkpoint is given up."""
         while True:
-            found = (re.fullmatch(r"(rank\d+\.pt)\.(\w{64})", n) for n in os.listdir(job.partial))
-            files = {m[1]: m[2] for m in found if m}
+            names = os.listdir(saving.partial)
+            matches = (re.fullmatch(r"(rank\d+\.pt)\.(\w{64})", name) for name in names)
+            files = {m[1]: m[2] for m in matches if m}
             if len(files) == self._ranks.world_size:
                 return files
-            if job.given_up.wait(POLL_S):
+            if saving.is_given_up.wait(POLL_S):
                 return {}
 
-    def _commit(self, job: _Job, files: dict[str, str]) -> None:
-        """Write the manifest, rename the folder into place, let old ones go."""
+    def _commit(self, saving: _InFlight, files: dict[str, str]) -> None:
+        """Write the manifest, rename the folder into place, and remove old checkpoints."""
         for name, digest in files.items():
-            (job.partial / f"{name}.{digest}").rename(job.partial / name)
-        manifest = {"step": job.step, "world_size": len(files), "sha256": files}
-        if job.figure is not None:
-            manifest["figure"] = asdict(job.figure)
-        with (job.partial / MANIFEST).open("w") as file:
+            (saving.partial / f"{name}.{digest}").rename(saving.partial / name)
+        manifest = {"step": saving.step, "world_size": len(files), "sha256": files}
+        if saving.metric is not None:
+            manifest["figure"] = asdict(saving.metric)
+        with (saving.partial / MANIFEST).open("w") as file:
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        _sync_directory(job.partial)
-        shutil.rmtree(job.final, ignore_errors=True)
-        job.partial.rename(job.final)
+        # The order is what makes a checkpoint atomic: first the files and their names reach the
+        # disk, then the folder gets its name, then this name reaches the disk. A power cut at any
+        # point leaves either the whole checkpoint or a folder that does not count.
+        _sync_directory(saving.partial)
+        # A damaged checkpoint of the same step may be there: the run was continued before it.
+        shutil.rmtree(saving.final, ignore_errors=True)
+        saving.partial.rename(saving.final)
         _sync_directory(self._directory)
         with suppress(OSError):
-            folder.remove_old(self._directory, job.step, self._keep_last, self._keep_best)
+            folder.remove_old(self._directory, saving.step, self._keep_last, self._keep_best)
 
 
-class _Hashing:
-    """A file that knows the SHA-256 of what was meant to be in it, and why a write failed."""
+class _HashingFile:
+    """A file that computes the SHA-256 of what it should contain, and notes why a write failed.
+
+    Hashing here instead of reading the file again means that the hash also protects against a disk
+    that did not store what was written.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -212,7 +245,7 @@ class _Hashing:
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
-        """Write all."""
+        """Write and hash `data`."""
         self.sha256.update(data)
         try:
             return self._file.write(data)
@@ -221,17 +254,18 @@ class _Hashing:
             raise
 
     def flush(self) -> None:
-        """``torch.save`` calls it at the end."""
+        """Flush the file. `torch.save` calls this method at its end."""
         self._file.flush()
 
 
 def _write_synced(path: Path, state: dict[str, Any] | None) -> None:
-    """Write, sync, and add the hash to the name."""
+    """Write and sync the file, then add its hash to its name."""
     with path.open("wb") as raw:
-        file = _Hashing(raw)
+        file = _HashingFile(raw)
         try:
             torch.save(state, file)  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch's own after a failed write: that its file is cut off
+        except RuntimeError as error:
+            # After a failed write torch only says that its file is cut off. The cause says more.
             raise (file.error or error) from None
         raw.flush()
         os.fsync(raw.fileno())

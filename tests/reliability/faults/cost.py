@@ -40,7 +40,7 @@ def _measure(megabytes: int) -> tuple[float, float]:
             writer.start(step, state)
             step_s = time.thread_time() - began
             writer.finish()
-            written = writer.written()
+            written = writer.pop_saved()
             assert written is not None
             thread_s = written.cpu_s
     return step_s, thread_s

@@ -277,7 +277,8 @@ def _slowly(trainer: Trainer, now: int) -> None:
     due = (now - 1) // every * every
     there = trainer.directory / "checkpoints" / f"step-{due:08d}" / MANIFEST
     deadline = time.monotonic() + WRITES_S
-    while due and now - due > WRITES_STEPS and not there.exists() and not trainer._saving.failed:
+    saving = trainer._saving
+    while due and now - due > WRITES_STEPS and not there.exists() and not saving.has_failed:
         if time.monotonic() > deadline:
             return
         time.sleep(0.01)

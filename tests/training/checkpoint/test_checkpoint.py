@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, verified when read, never a reason to lose an older one."""
+"""Checkpoints are complete or absent, verified when read, and never cost an older checkpoint."""
 
 import hashlib
 import json
@@ -32,15 +32,15 @@ def shard(step):
     }
 
 
-def write(directory, step, state, ranks=ALONE, keep_last=9, keep_best=0, figure=None):
-    """One checkpoint, complete; where it is."""
+def write(directory, step, state, ranks=ALONE, keep_last=9, keep_best=0, metric=None):
+    """Write one checkpoint and return its path."""
     writer = checkpoint.Writer(directory, ranks, keep_last, keep_best)
-    writer.start(step, state, figure)
+    writer.start(step, state, metric)
     writer.finish()
-    written = writer.written()
-    assert (written is None) == (ranks.rank > 0)
-    assert writer.written() is None, "told twice"
-    return written and written.path
+    saved = writer.pop_saved()
+    assert (saved is None) == (ranks.rank > 0)
+    assert writer.pop_saved() is None, "returned twice"
+    return saved and saved.path
 
 
 def save(directory, *steps, keep_last=9):
@@ -65,7 +65,7 @@ def folder(tmp_path):
 # ---- round trip ----
 
 
-def test_what_is_saved_is_what_is_loaded(folder):
+def test_a_loaded_checkpoint_equals_the_saved_state(folder):
     path = save(folder, 12)
     assert path == folder / "step-00000012"
     loaded = checkpoint.load(path)
@@ -85,15 +85,15 @@ def test_the_manifest_holds_the_hash_of_every_file(folder):
     assert names(folder) == ["step-00000003"], "something partial is left"
 
 
-def test_newest_is_found_from_run_directory_folder_and_itself(folder):
-    newest = save(folder, 9, 10, 100_000_000)  # not the last in the order of names
+def test_find_accepts_a_run_directory_a_checkpoints_folder_and_a_checkpoint(folder):
+    newest = save(folder, 9, 10, 100_000_000)  # the newest is not the last by name
     for path in (folder.parent, folder, newest):
         found, bad = checkpoint.find(path)
         assert (found.step, found.path, bad) == (100_000_000, newest, [])
     assert checkpoint.find(folder / "step-00000009")[0].step == 9
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path):
+def test_find_returns_none_for_an_empty_or_missing_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "no_such", tmp_path / "empty" / "checkpoints"):
         assert checkpoint.find(path) == (None, [])
@@ -111,7 +111,7 @@ def test_leftovers_of_a_killed_writer_do_not_count(folder):
     partial = folder / ".step-00000010.partial"
     partial.mkdir()
     (partial / "rank0.pt").write_bytes(b"half")
-    (folder / "step-00000020").mkdir()  # renamed by hand: no manifest
+    (folder / "step-00000020").mkdir()  # no manifest
     (folder / "notes").mkdir()
     found, bad = checkpoint.find(folder)
     assert found.path == good
@@ -148,15 +148,15 @@ DAMAGE = {
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
     "torn manifest": (lambda p: (p / "manifest.json").write_text('{"step": 3'), "manifest.json"),
     "manifest of another kind": (lambda p: (p / "manifest.json").write_text("[]"), "manifest"),
-    "a rank's part is missing": (edit_manifest(world_size=2), "rank1.pt: damaged"),
-    "a part is not listed": (edit_manifest(sha256={}), "rank0.pt: damaged"),
+    "a rank's file is missing": (edit_manifest(world_size=2), "rank1.pt: damaged"),
+    "a file is not listed": (edit_manifest(sha256={}), "rank0.pt: damaged"),
     "no ranks": (edit_manifest(world_size=0), "manifest.json"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_damage_is_named_and_the_newest_good_one_used(folder, kind):
+def test_a_damaged_checkpoint_is_reported_and_the_newest_good_one_is_used(folder, kind):
     damage, said = DAMAGE[kind]
     path = save(folder, 1, 2, 3)
     damage(path)
@@ -178,7 +178,7 @@ def test_damage_is_named_and_the_newest_good_one_used(folder, kind):
 
 
 class Evil:
-    """Creates a file if it is ever unpickled."""
+    """An object that creates a file if it is ever unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -188,13 +188,13 @@ class Evil:
 
 
 def sign(path):
-    """Make the manifest fit what lies there, as an attacker would."""
+    """Make the manifest fit the changed file, as an attacker would."""
     digest = hashlib.sha256((path / "rank0.pt").read_bytes()).hexdigest()
     edit_manifest(sha256={"rank0.pt": digest})(path)
 
 
 @pytest.mark.parametrize("content", ["pickle", "garbage", "empty"])
-def test_a_signed_file_that_is_no_checkpoint_is_refused_and_not_run(folder, tmp_path, content):
+def test_code_in_a_file_with_a_valid_hash_is_refused_and_not_run(folder, tmp_path, content):
     path, touched = save(folder, 1, 2), tmp_path / "touched"
     if content == "pickle":
         torch.save({"model": Evil(touched)}, path / "rank0.pt")
@@ -209,10 +209,10 @@ def test_a_signed_file_that_is_no_checkpoint_is_refused_and_not_run(folder, tmp_
     assert not touched.exists(), "code from a checkpoint was run"
 
 
-# ---- which ones are kept ----
+# ---- old checkpoints ----
 
 
-def test_the_last_ones_are_kept(folder):
+def test_keep_last_keeps_the_newest_checkpoints(folder):
     for step in (1, 2, 3, 4):
         save(folder, step, keep_last=2)
     assert names(folder) == ["step-00000003", "step-00000004"]
@@ -221,8 +221,8 @@ def test_the_last_ones_are_kept(folder):
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_new_checkpoint_is_kept_beside_damaged_later_ones(folder, keep_last):
-    """After a fall back to an older one, steps are counted from there again."""
+def test_a_new_checkpoint_is_kept_when_damaged_later_ones_exist(folder, keep_last):
+    """After a run falls back to an older checkpoint, it counts steps from there again."""
     save(folder, 10, 20, 30)
     flip(folder / "step-00000020")
     flip(folder / "step-00000030")
@@ -256,13 +256,13 @@ def test_a_failed_write_leaves_older_checkpoints_alone(folder, monkeypatch, fail
     assert names(folder) == ["step-00000001", "step-00000002"]
 
 
-def test_where_no_folder_can_be_made_it_is_an_os_error(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         save(tmp_path / "file" / "checkpoints", 1)
 
 
-def test_without_room_nothing_is_written(folder, monkeypatch):
+def test_nothing_is_written_if_the_disk_has_too_little_room(folder, monkeypatch):
     save(folder, 1, 2)
     needed = sum(t.nbytes for t in (*shard(3)["model"].values(), torch.get_rng_state()))
     usage = shutil.disk_usage(folder)
@@ -274,12 +274,12 @@ def test_without_room_nothing_is_written(folder, monkeypatch):
     save(folder, 3)
 
 
-# ---- beside the training ----
+# ---- in flight ----
 
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Nothing is synced before it is opened."""
+    """Block every fsync until the test opens the gate."""
     gate, sync = threading.Event(), os.fsync
 
     def wait(descriptor):
@@ -291,33 +291,34 @@ def gate(monkeypatch):
     gate.set()
 
 
-def test_it_is_written_while_the_training_goes_on(folder, gate):
+def test_a_checkpoint_is_written_while_training_goes_on(folder, gate):
     writer, state = checkpoint.Writer(folder, ALONE, 9), shard(7)
     before = state["model"]["w"].clone()
     writer.start(7, state)
-    state["model"]["w"].zero_()  # the next step
-    assert (writer.written(), writer.failed) == (None, False)
-    assert checkpoint.find(folder)[0] is None, "it counts before it is complete"
+    # The next training step changes the weights in place.
+    state["model"]["w"].zero_()
+    assert (writer.pop_saved(), writer.has_failed) == (None, False)
+    assert checkpoint.find(folder)[0] is None, "an incomplete checkpoint counts"
     gate.set()
     writer.finish()
-    written = writer.written()
-    assert (written.step, written.path) == (7, folder / "step-00000007")
-    assert 0 < written.waited_s < 20
-    assert 0 < written.cpu_s < 20
+    saved = writer.pop_saved()
+    assert (saved.step, saved.path) == (7, folder / "step-00000007")
+    assert 0 < saved.waited_s < 20
+    assert 0 < saved.cpu_s < 20
     assert torch.equal(checkpoint.find(folder)[0].shards[0]["model"]["w"], before)
 
 
-def test_one_is_complete_before_the_next_begins(folder, gate):
+def test_a_checkpoint_is_complete_before_the_next_one_begins(folder, gate):
     writer = checkpoint.Writer(folder, ALONE, 9)
     writer.start(1, shard(1))
     threading.Timer(0.3, gate.set).start()
     writer.start(2, shard(2))
     assert (folder / "step-00000001" / "manifest.json").exists()
-    first = writer.written()
+    first = writer.pop_saved()
     writer.finish()
-    second = writer.written()
+    second = writer.pop_saved()
     assert (first.step, second.step) == (1, 2)
-    assert first.waited_s > 0.2, "the training waited for it"
+    assert first.waited_s > 0.2, "waiting time is not counted"
 
 
 def test_a_failure_is_known_before_the_next_checkpoint(folder, monkeypatch):
@@ -325,16 +326,16 @@ def test_a_failure_is_known_before_the_next_checkpoint(folder, monkeypatch):
     writer = checkpoint.Writer(folder, ALONE, 9)
     writer.start(1, shard(1))
     deadline = time.monotonic() + 20
-    while not writer.failed:
+    while not writer.has_failed:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(OSError, match="step-00000001: No space left on device"):
         writer.finish()
-    assert (writer.failed, writer.written(), names(folder)) == (False, None, [])
+    assert (writer.has_failed, writer.pop_saved(), names(folder)) == (False, None, [])
     writer.finish()
 
 
-def test_an_error_of_the_training_does_not_cost_the_checkpoint_on_its_way(folder, gate):
+def test_an_error_in_training_does_not_lose_the_checkpoint_in_flight(folder, gate):
     writer = checkpoint.Writer(folder, ALONE, 9)
     writer.start(1, shard(1))
     threading.Timer(0.3, gate.set).start()
@@ -342,8 +343,8 @@ def test_an_error_of_the_training_does_not_cost_the_checkpoint_on_its_way(folder
     assert checkpoint.find(folder)[0].step == 1
 
 
-def test_a_part_of_an_earlier_start_is_not_taken_for_one_of_this(folder):
-    """Rank 1 was killed after it had written its part of step 5, rank 0 before."""
+def test_a_leftover_file_of_an_earlier_start_is_not_used(folder):
+    """An earlier start was killed after one rank had written its file of step 5."""
     stale = folder / ".step-00000005.0badcafe.partial"
     stale.mkdir(parents=True)
     (stale / f"rank0.pt.{'0' * 64}").write_bytes(b"of other weights")
@@ -353,7 +354,7 @@ def test_a_part_of_an_earlier_start_is_not_taken_for_one_of_this(folder):
     assert checkpoint.load(path).shards[0]["train_s"] == 5 / 7
 
 
-def test_views_are_saved_alone_and_what_is_one_stays_one(folder):
+def test_views_are_saved_without_their_base_and_tied_weights_stay_tied(folder):
     whole = torch.arange(100_000.0)
     module = torch.nn.BatchNorm1d(3)
     state = {"part": whole[5:9], "tied": [whole[5:9], (whole[:4].view(2, 2),)]}
@@ -367,39 +368,39 @@ def test_views_are_saved_alone_and_what_is_one_stays_one(folder):
     assert back["model"]._metadata == module.state_dict()._metadata
 
 
-# ---- the best ones ----
+# ---- the best checkpoints ----
 
 
-def evaluated(folder, figures, higher=True, keep_last=1, keep_best=1):
-    for step, value in figures.items():
-        figure = None if value is None else checkpoint.Figure("figure", value, higher)
-        write(folder, step, shard(step), keep_last=keep_last, keep_best=keep_best, figure=figure)
+def evaluated(folder, values, higher=True, keep_last=1, keep_best=1):
+    for step, value in values.items():
+        metric = None if value is None else checkpoint.ValidationMetric("loss", value, higher)
+        write(folder, step, shard(step), keep_last=keep_last, keep_best=keep_best, metric=metric)
     return [int(name.removeprefix("step-")) for name in names(folder)]
 
 
-def test_the_best_is_never_removed(folder):
+def test_the_best_checkpoint_is_never_removed(folder):
     assert evaluated(folder, {1: 0.2, 2: 0.9, 3: None, 4: 0.5, 5: math.nan, 6: 0.3}) == [2, 6]
     assert checkpoint.find(folder)[0].step == 6
     assert checkpoint.find_best(folder.parent)[0].step == 2
-    assert evaluated(folder, {7: 0.9}) == [7], "of equals the newer one"
+    assert evaluated(folder, {7: 0.9}) == [7], "the newer of two equal values"
 
 
-def test_of_an_error_the_least_is_the_best(folder):
-    figures = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.inf}
-    assert evaluated(folder, figures, higher=False, keep_best=2) == [2, 3, 4]
+def test_the_lowest_value_is_best_if_lower_is_better(folder):
+    values = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.inf}
+    assert evaluated(folder, values, higher=False, keep_best=2) == [2, 3, 4]
     flip(folder / "step-00000002")
     best, bad = checkpoint.find_best(folder)
     assert (best.step, len(bad)) == (3, 1)
     assert "step-00000002" in bad[0]
 
 
-def test_without_figures_there_is_no_best(folder):
+def test_without_metrics_there_is_no_best_checkpoint(folder):
     assert evaluated(folder, {1: None, 2: None}) == [2]
     assert checkpoint.find_best(folder) == (None, [])
 
 
 @pytest.mark.parametrize("said", ["[]", '{"figure": 3}', '{"figure": {"name": 1}}', "[" * 100_000])
-def test_a_strange_manifest_is_no_best_and_no_harm(folder, said):
+def test_a_malformed_manifest_is_ignored_when_choosing_the_best(folder, said):
     evaluated(folder, {1: 0.5}, keep_last=9)
     (folder / "step-00000002").mkdir()
     (folder / "step-00000002" / "manifest.json").write_text(said)
@@ -410,11 +411,11 @@ def test_a_strange_manifest_is_no_best_and_no_harm(folder, said):
     assert "step-00000002" in bad[0]
 
 
-# ---- on ranks ----
+# ---- on several ranks ----
 
 
 def saved_on_ranks(rank_of_failure, stage, directory):
-    """Save 1, then 2 with a failure on one rank; runs on every rank. What became of it."""
+    """Save step 1, then step 2 with a failure on one rank, and return the outcome of step 2."""
 
     ranks = Ranks(CPU, TorchCollective())
     write(directory, 1, {"rank": ranks.rank}, ranks)
@@ -442,7 +443,7 @@ def saved_on_ranks(rank_of_failure, stage, directory):
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(8)
-    assert outcome, "hangs: another rank has given up"
+    assert outcome, "this rank hangs after another rank failed"
     return outcome[0]
 
 
@@ -467,7 +468,7 @@ def test_two_ranks_save_or_fail_together(folder, rank, stage):
 
 
 def slow_on_rank_1(directory):
-    """Rank 0 is done long before; the checkpoint is not, and the training goes on."""
+    """Write a checkpoint whose rank 1 is late, while training goes on."""
     ranks, sync, gate = Ranks(CPU, TorchCollective()), os.fsync, threading.Event()
     writer = checkpoint.Writer(directory, ranks, 9)
     if ranks.rank == 1:
@@ -476,8 +477,8 @@ def slow_on_rank_1(directory):
         writer.start(3, {"rank": ranks.rank})
         if ranks.is_main:
             time.sleep(0.3)
-        seen = checkpoint.find(directory)[0] is not None, writer.written()
-        ranks.any(False)  # a step
+        seen = checkpoint.find(directory)[0] is not None, writer.pop_saved()
+        ranks.any(False)  # stands for the messages of a training step
         gate.set()
         writer.finish()
     finally:
@@ -486,23 +487,23 @@ def slow_on_rank_1(directory):
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_counts_when_all_ranks_have_written(folder):
+def test_a_checkpoint_counts_only_when_all_ranks_have_written(folder):
     assert run_ranks(2, slow_on_rank_1, folder) == [((False, None), 2)] * 2
 
 
 def left_alone(directory):
-    """Rank 1 ends by an error before it writes; rank 0 does not wait for it for long."""
+    """Let rank 1 end by an error before it writes; rank 0 must soon give up."""
     ranks = Ranks(CPU, TorchCollective())
     writer = checkpoint.Writer(directory, ranks, 9)
     writing.OTHERS_S = 0.2
     if ranks.rank == 1:
-        writer._write = lambda job: job.own.set()
+        writer._write = lambda saving: saving.own_is_done.set()
     writer.start(4, {"rank": ranks.rank})
     began = time.monotonic()
     writer.close()
-    return time.monotonic() - began < 4, writer.written(), checkpoint.find(directory)[0]
+    return time.monotonic() - began < 4, writer.pop_saved(), checkpoint.find(directory)[0]
 
 
 @pytest.mark.ranks
-def test_a_rank_that_lost_the_others_does_not_wait_for_their_parts(folder):
+def test_a_rank_that_lost_the_others_does_not_wait_for_their_files(folder):
     assert run_ranks(2, left_alone, folder) == [(True, None, None)] * 2

@@ -170,8 +170,12 @@ def plain(tree):
 
 TENSORS = st.sampled_from(
     [
-        *(torch.zeros(0), torch.zeros(()), torch.full((3, 2), torch.nan), torch.empty(0, 5)),
-        *(torch.zeros(2, dtype=torch.int8), torch.zeros(1, 1, 1, dtype=torch.complex64)),
+        torch.zeros(0),
+        torch.zeros(()),
+        torch.full((3, 2), torch.nan),
+        torch.empty(0, 5),
+        torch.zeros(2, dtype=torch.int8),
+        torch.zeros(1, 1, 1, dtype=torch.complex64),
         torch.zeros(4, 4).to_sparse(),
     ]
 )
