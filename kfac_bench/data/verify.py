@@ -30,8 +30,8 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
     if (root / "annotations").is_dir():
         from kfac_bench.data.coco import coco_dataset
 
-        counts, faults = coco_dataset.scan(root)
-        return f"coco: {_by_split(counts, 'image')}", faults
+        counts, unreadable = coco_dataset.scan(root)
+        return f"coco: {_by_split(counts, 'image')}", [(Path(x.path), x.reason) for x in unreadable]
     if (root / "train").is_dir() or (root / "val").is_dir():
         from kfac_bench.data.images import imagefolder  # torchvision, which the others do without
 

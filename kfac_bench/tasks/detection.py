@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import UNKNOWN, Looks
-from kfac_bench.data.coco.coco_annotations import Picture
+from kfac_bench.data.coco.coco_annotations import CocoImage
 from kfac_bench.data.coco.coco_masks import decode, encode, to_rle
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.tasks import pictures
@@ -55,7 +55,7 @@ class Detection:
 
     def __init__(
         self,
-        truth: Sequence[Picture],
+        truth: Sequence[CocoImage],
         num_classes: int,
         bbox_goal: float | None = None,
         segm_goal: float | None = None,
@@ -185,7 +185,7 @@ def found_in(image_id: int, output: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _evaluate(
-    truth: Sequence[Picture], num_classes: int, found: Sequence[dict[str, Any]], kind: str
+    truth: Sequence[CocoImage], num_classes: int, found: Sequence[dict[str, Any]], kind: str
 ) -> dict[str, float]:
     """Figures of COCO's evaluator for boxes (bbox) or masks (segm)."""
     from pycocotools.coco import COCO
@@ -210,7 +210,7 @@ def _evaluate(
     return {f"{kind}_{name}": value for name, value in stats if value >= 0}  # -1: nothing there
 
 
-def _true_annotations(truth: Sequence[Picture], kind: str) -> list[dict[str, Any]]:
+def _true_annotations(truth: Sequence[CocoImage], kind: str) -> list[dict[str, Any]]:
     """As the evaluator takes them; ids from 1 on, for it takes a match with 0 for none."""
     return [
         {

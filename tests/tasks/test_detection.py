@@ -10,7 +10,7 @@ from kfac_bench.config import compose
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.coco import coco_masks
-from kfac_bench.data.coco.coco_annotations import Instance, Picture
+from kfac_bench.data.coco.coco_annotations import CocoImage, Instance
 from kfac_bench.data.demo import demo_coco
 from kfac_bench.distributed.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
@@ -81,7 +81,7 @@ def world(seed, pictures=6):
                 )
         if rng.random() < 0.5:
             found.append(([1, 1, 8, 8], 2, mask_of(1, 1, 7, 7)))
-        truth.append(Picture(id, None, SIZE, SIZE, things))
+        truth.append(CocoImage(id, None, SIZE, SIZE, things))
         outputs.append(
             {
                 "boxes": torch.tensor([b for b, _, _ in found], dtype=torch.float32).view(-1, 4),
@@ -204,7 +204,7 @@ def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
         "scores": torch.tensor([0.5, 0.9]),
         "masks": torch.from_numpy(masks)[:, None].float(),
     }
-    figures = Detection([Picture(3, None, 64, 64, [thing])], 2).figures([found_in(3, output)])
+    figures = Detection([CocoImage(3, None, 64, 64, [thing])], 2).figures([found_in(3, output)])
     for name in ("bbox_mAP", "segm_mAP", "segm_AP_small"):
         assert figures[name] == pytest.approx(0.5)
     assert figures["bbox_AP_small"] == pytest.approx(1)
@@ -245,7 +245,7 @@ def test_what_is_found_and_what_is_there_is_drawn_and_named():
         "masks": torch.from_numpy(np.stack([np.rot90(mask, 2)] * 2))[:, None].float(),
     }
     looks = Looks((0.0,) * 3, (1.0,) * 3, ("nothing", "cat", "dog"))
-    task = Detection([Picture(3, None, 32, 32, [there])], 3, looks=looks)
+    task = Detection([CocoImage(3, None, 32, 32, [there])], 3, looks=looks)
     batch = ([torch.zeros(3, 32, 32)] * 3, [{"image_id": torch.tensor(3)}] * 3)
     shown = task.show(lambda images: [found], batch, 2)
     assert len(shown) == 2

@@ -18,6 +18,11 @@ class Unreadable:
     """The file; for a part of a file followed by a colon and the name of the part."""
     reason: str
 
+    @classmethod
+    def because(cls, path: object, error: Exception) -> "Unreadable":
+        """Return the fault that an exception describes, with its message on one line."""
+        return cls(str(path), " ".join(str(error).split()) or type(error).__name__)
+
 
 @dataclass
 class Faults:

@@ -1,1 +1,1 @@
-"""Object detection in the layout of COCO."""
+"""Object detection datasets in the layout of COCO."""

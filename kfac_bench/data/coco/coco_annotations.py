@@ -1,4 +1,7 @@
-"""``instances_*.json`` of COCO: what is in the pictures; nothing in it is trusted."""
+"""Reading COCO's annotation files `instances_*.json`: which objects are in which image.
+
+Every value of a file is checked. Entries with errors are left out and reported.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +12,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.coco.coco_masks import RLE, BadMaskError, Polygons, read
 from kfac_bench.errors import UsageError
 
 LAYOUT = "annotations/instances_{train,val}<year>.json and the folders train<year>, val<year>"
 LARGEST = 1 << 15
-"""Pixels along a side: more is no picture but a mistake."""
+"""Pixels along a side of an image. A larger number in a file is an error."""
 LEAST = 0.01
-"""Pixels along the side of a box: less has no area in float32."""
-
-Fault = tuple[Path, str]
+"""Pixels along a side of a box. The area of a smaller box can round to 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One thing in a picture, or a crowd of them."""
+    """One annotated object in an image, or a crowd of objects."""
 
     bbox: tuple[float, float, float, float]
-    """x, y, width, height in pixels, as the file has it."""
+    """x, y, width, height in pixels, as in the file."""
     label: int
-    """From 1 on, in the order of the categories' ids; 0 is what is no thing."""
+    """Number of the category from 1 on, in the order of the category ids; 0 is the background."""
     area: float
-    """Of the mask in pixels, as the file has it."""
+    """Pixels of the mask, as in the file."""
     crowd: bool
-    """Left out of training; the evaluator does not mind what is found in it."""
+    """Whether it is a crowd. Training leaves it out; the evaluator ignores detections in it."""
     segmentation: Polygons | RLE
 
     def corners(self, height: int, width: int) -> tuple[float, float, float, float]:
-        """x1, y1, x2, y2 of the part that is inside an image of that size."""
+        """Return x1, y1, x2, y2 of the part of the box that is inside an image of this size."""
         x, y, w, h = self.bbox
         return max(x, 0.0), max(y, 0.0), min(x + w, float(width)), min(y + h, float(height))
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """One image file, and what is in it."""
+class CocoImage:
+    """One image file and the objects in it."""
 
     id: int
     path: Path
@@ -52,67 +54,85 @@ class Picture:
     instances: list[Instance]
 
     @property
-    def things(self) -> list[Instance]:
-        """To learn from: no crowds."""
+    def objects(self) -> list[Instance]:
+        """The objects to learn from: all but crowds."""
         return [x for x in self.instances if not x.crowd]
 
 
 @dataclass
-class Split:
-    """One annotation file; faulty images and annotations are left out and named."""
+class AnnotationFile:
+    """The content of one annotation file, without the entries that have errors."""
 
     file: Path
     categories: dict[int, str]
-    """Names by id, in the order of the ids."""
-    pictures: list[Picture]
+    """Names of the categories by id, in the order of the ids."""
+    images: list[CocoImage]
     """In the order of their ids."""
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Unreadable] = field(default_factory=list)
+    """The entries with errors."""
+
+    def add_fault(self, entry: str, reason: str) -> None:
+        """Record an entry that is left out."""
+        self.faults.append(Unreadable(f"{self.file}: {entry}", reason))
 
 
 def find(root: Path, split: str, year: int | None = None) -> tuple[Path, Path]:
-    """Annotation file and image folder of ``split`` (train, val); raises :class:`UsageError`."""
-    said = str(year or "")
+    """Return the annotation file and the image folder of a split.
+
+    Args:
+        root: Folder of the dataset.
+        split: `train` or `val`.
+        year: Which year to take, if the folder has several.
+
+    Raises:
+        UsageError: The file or folder is missing, or the year must be chosen.
+    """
     folder = root / "annotations"
     names = os.listdir(folder) if folder.is_dir() else []
-    pattern = rf"instances_{split}({said or '[0-9]*'})\.json"
+    pattern = rf"instances_{split}({year or '[0-9]*'})\.json"
     years = sorted(m[1] for name in names if (m := re.fullmatch(pattern, name)))
     if not years:
-        raise UsageError(f"no {folder}/instances_{split}{said}.json: COCO's layout is {LAYOUT}")
+        file = f"{folder}/instances_{split}{year or ''}.json"
+        raise UsageError(f"no {file}: COCO's layout is {LAYOUT}")
     if len(years) > 1:
-        raise UsageError(f"{folder} has {split} of {', '.join(years)}: set data.year=YEAR")
+        raise UsageError(f"{folder} has {split} of {', '.join(years)}: set data.year")
     images = root / f"{split}{years[0]}"
     if not images.is_dir():
         raise UsageError(f"no folder {images}: COCO's layout is {LAYOUT}")
     return folder / f"instances_{split}{years[0]}.json", images
 
 
-def load(file: Path, images: Path) -> Split:
-    """Read one annotation file, whose pictures are in the folder ``images``.
+def load(file: Path, folder: Path) -> AnnotationFile:
+    """Read one annotation file, whose images are in `folder`.
 
-    Raises :class:`UsageError` where it is no such file at all; single entries that are wrong
-    become the result's ``faults``: an image that is named twice, has no size or is not there; an
-    annotation of an unknown image or category, without a box, an area or a mask, or of zero area.
+    These entries become `faults` of the result: an image that has the id of another image, has no
+    size or has no file; an annotation of an unknown image or category, without a box, an area or
+    a mask, or of zero area.
+
+    Raises:
+        UsageError: The file as a whole is not an annotation file.
     """
     tables = _tables(file)
     categories = _categories(file, tables["categories"])
     labels = {id: label for label, id in enumerate(categories, start=1)}
-    split = Split(file, categories, [])
-    present = set(os.listdir(images))
-    pictures: dict[int, Picture] = {}
+    content = AnnotationFile(file, categories, [])
+    # One listing of the folder is faster than a question to the file system for each image.
+    present = set(os.listdir(folder))
+    images: dict[int, CocoImage] = {}
     for number, entry in enumerate(tables["images"]):
-        picture = _picture(entry, images, present)
-        if isinstance(picture, Picture) and picture.id in pictures:
-            picture = f"id {picture.id} is another image's, too"
-        if isinstance(picture, str):
-            split.faults.append((file, f"image {_id(entry, number)}: {picture}"))
+        image = _image(entry, folder, present)
+        if isinstance(image, CocoImage) and image.id in images:
+            image = f"another image has the id {image.id}, too"
+        if isinstance(image, str):
+            content.add_fault(f"image {_id(entry, number)}", image)
         else:
-            pictures[picture.id] = picture
+            images[image.id] = image
     for number, entry in enumerate(tables["annotations"]):
-        fault = _add_instance(entry, pictures, labels)
-        if fault is not None:
-            split.faults.append((file, f"annotation {_id(entry, number)}: {fault}"))
-    split.pictures = [pictures[id] for id in sorted(pictures)]
-    return split
+        reason = _add_instance(entry, images, labels)
+        if reason is not None:
+            content.add_fault(f"annotation {_id(entry, number)}", reason)
+    content.images = [images[id] for id in sorted(images)]
+    return content
 
 
 def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
@@ -122,25 +142,25 @@ def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         reason = str(error) or "too deeply nested"
-        raise UsageError(f"{file} is damaged, it is not JSON: {reason[:200]}") from None
+        raise UsageError(f"{file} is not JSON: {reason[:200]}") from None
     tables = {}
     for name in ("images", "annotations", "categories"):
         table = content.get(name) if isinstance(content, dict) else None
         if not isinstance(table, list) or not all(isinstance(entry, dict) for entry in table):
-            raise UsageError(f"{file} is not COCO's: it has no list of objects {name!r}")
+            raise UsageError(f"{file} is not in COCO's format: it has no list of objects {name!r}")
         tables[name] = table
     return tables
 
 
 def _categories(file: Path, table: list[dict[str, Any]]) -> dict[int, str]:
-    found: dict[int, Any] = {e["id"]: e.get("name") for e in table if _is_id(e.get("id"))}
-    if not found or len(found) < len(table) or not all(isinstance(n, str) for n in found.values()):
+    names: dict[int, Any] = {e["id"]: e.get("name") for e in table if _is_id(e.get("id"))}
+    if not names or len(names) < len(table) or not all(isinstance(n, str) for n in names.values()):
         raise UsageError(f"{file}: every category needs an id of its own and a name")
-    return {id: str(found[id]) for id in sorted(found)}
+    return {id: str(names[id]) for id in sorted(names)}
 
 
-def _picture(entry: dict[str, Any], folder: Path, present: set[str]) -> Picture | str:
-    """Or what is wrong with it."""
+def _image(entry: dict[str, Any], folder: Path, present: set[str]) -> CocoImage | str:
+    """Return the image of an entry, or the reason why the entry cannot be used."""
     id, name = entry.get("id"), entry.get("file_name")
     height, width = entry.get("height"), entry.get("width")
     if not _is_id(id):
@@ -149,19 +169,19 @@ def _picture(entry: dict[str, Any], folder: Path, present: set[str]) -> Picture 
         return "it has no height and width"
     if not isinstance(name, str) or name not in present:
         return f"there is no file {str(name)[:100]!r} in {folder}"
-    return Picture(id, folder / name, height, width, [])
+    return CocoImage(id, folder / name, height, width, [])
 
 
 def _add_instance(
-    entry: dict[str, Any], pictures: dict[int, Picture], labels: dict[int, int]
+    entry: dict[str, Any], images: dict[int, CocoImage], labels: dict[int, int]
 ) -> str | None:
-    """Put an annotation into its picture; or what is wrong with it."""
-    image, category = entry.get("image_id"), entry.get("category_id")
-    if not _is_id(image) or image not in pictures:
-        return "of an unknown image"
+    """Add an annotation to its image, or return the reason why it cannot be used."""
+    image_id, category = entry.get("image_id"), entry.get("category_id")
+    if not _is_id(image_id) or image_id not in images:
+        return "its image is unknown"
     if not _is_id(category) or category not in labels:
-        return "of an unknown category"
-    picture, bbox, area = pictures[image], entry.get("bbox"), entry.get("area")
+        return "its category is unknown"
+    image, bbox, area = images[image_id], entry.get("bbox"), entry.get("area")
     if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(_is_number, bbox)):
         return "it has no box"
     if not _is_number(area) or not area > 0:
@@ -169,29 +189,30 @@ def _add_instance(
     if entry.get("iscrowd", 0) not in (0, 1):
         return "iscrowd is neither 0 nor 1"
     try:
-        segmentation = read(entry.get("segmentation"), picture.height, picture.width)
+        segmentation = read(entry.get("segmentation"), image.height, image.width)
     except BadMaskError as error:
         return str(error)
     x, y, w, h = map(float, bbox)
     crowd = bool(entry.get("iscrowd", 0))
-    made = Instance((x, y, w, h), labels[category], float(area), crowd, segmentation)
-    x1, y1, x2, y2 = made.corners(picture.height, picture.width)
+    instance = Instance((x, y, w, h), labels[category], float(area), crowd, segmentation)
+    x1, y1, x2, y2 = instance.corners(image.height, image.width)
     if x2 - x1 < LEAST or y2 - y1 < LEAST:
-        return "its box has no area inside of the image"
-    picture.instances.append(made)
+        return "its box has no area inside the image"
+    image.instances.append(instance)
     return None
 
 
 def _is_id(value: object) -> TypeGuard[int]:
+    # bool is a subclass of int, and ids must fit into an int64 tensor.
     return type(value) is int and abs(value) < 1 << 62
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Also not infinite and not NaN."""
+    """Return whether the value is a finite number, and not absurdly large."""
     return isinstance(value, int | float) and type(value) is not bool and -1e9 < value < 1e9
 
 
 def _id(entry: dict[str, Any], number: int) -> str:
-    """How an entry is named in a fault."""
+    """Return the name of an entry for a fault."""
     id = entry.get("id")
-    return str(id) if _is_id(id) else f"number {number}, without an id"
+    return str(id) if _is_id(id) else f"number {number} (without an id)"

@@ -1,4 +1,4 @@
-"""Pictures with boxes and masks of the things in them, in COCO's layout.
+"""Images with boxes and masks of the objects in them, in COCO's layout.
 
 `annotations/instances_{train,val}<year>.json` and the image folders `train<year>/`, `val<year>/`.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Generator, Tensor
 from torch.nn import functional
@@ -21,14 +22,16 @@ from kfac_bench.data.base.dataset import Data, Looks
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.coco.coco_annotations import Fault, Picture, Split, find
-from kfac_bench.data.coco.coco_annotations import load as load_split
+from kfac_bench.data.coco.coco_annotations import AnnotationFile, CocoImage, find
+from kfac_bench.data.coco.coco_annotations import load as load_annotations
 from kfac_bench.data.coco.coco_masks import api, decode
 from kfac_bench.errors import UsageError
 
 Target = dict[str, Tensor]
-"""``image_id``; in training also ``boxes`` float32 [n, 4] (x1, y1, x2, y2 in pixels), ``labels``
-int64 [n] from 1 on, ``masks`` uint8 [n, H, W] of 0 and 1."""
+"""What is in one image: `image_id`, and in training the n objects.
+
+The objects are `boxes` float32 [n, 4] (x1, y1, x2, y2 in pixels), `labels` int64 [n] from 1 on, and
+`masks` uint8 [n, H, W] of 0 and 1."""
 
 
 def load(
@@ -42,34 +45,41 @@ def load(
     on_error: str = "fatal",
     year: int | None = None,
 ) -> COCO:
-    """Open the training and the validation set below ``root``; no image is read yet.
+    """Open the training and the validation set in `root`; no image is read yet.
 
-    Training images are resized so that their shorter side has one of ``min_sizes`` (drawn anew
-    each epoch; empty: ``image_size``) pixels, or as many as leave ``max_size`` for the longer one;
-    ``augment`` mirrors half of them. Evaluation images keep their size: the model resizes them to
-    ``image_size`` and ``max_size``, which are the ``shape``, and its findings back. Crowds are left
-    out of training, and with them images that have nothing else.
+    Training leaves out crowds, and images that have nothing else. Evaluation images keep their
+    size: the model resizes them to `image_size` and `max_size`, and its detections back.
 
-    What is wrong with single images and annotations (:func:`coco_annotations.load`) is, with
-    ``on_error`` "fatal", a UsageError; with "skip" it is left out of both sets and named in
-    ``faults``. So is an image that cannot be decoded, when its turn comes; what is in it stays
-    in the truth, where it is never found.
+    Args:
+        root: Folder of the dataset.
+        image_size: Shorter side of an image in pixels.
+        max_size: Largest longer side in pixels; a longer image gets a smaller shorter side.
+        workers: Processes per rank that read ahead.
+        min_sizes: Shorter sides in training. Each epoch draws one of them for each image. Empty
+            means `image_size`.
+        augment: Mirror half of the training images.
+        on_error: What happens to images and annotations with errors (see `coco_annotations.load`)
+            and to images that cannot be decoded. "fatal": UsageError. "skip": they are left out of
+            both sets and listed in `faults`. The evaluator still counts the objects of an image
+            that cannot be decoded, as not detected.
+        year: Which year to take, if the folder has several.
     """
-    api()  # or pycocotools is missed hours later
+    # Without this call a missing pycocotools would be noticed only hours later.
+    api()
     least = min((image_size, *min_sizes))
     if least < 1 or max_size < max((image_size, *min_sizes)) or workers < 0:
         raise UsageError(
             f"data.image_size and data.min_sizes must be between 1 and data.max_size={max_size}, "
-            f"workers at least 0, got {[image_size, *min_sizes]} and {workers}"
+            f"data.workers at least 0; got {[image_size, *min_sizes]} and {workers}"
         )
-    train, evaluation = (load_split(*find(root, split, year)) for split in ("train", "val"))
+    train, evaluation = (load_annotations(*find(root, split, year)) for split in ("train", "val"))
     if train.categories != evaluation.categories:
-        raise UsageError(f"{train.file} and {evaluation.file} have other categories")
-    faults, found = Faults(skip=on_error == "skip"), [*train.faults, *evaluation.faults]
-    faults.add_all(root, [_named(*fault) for fault in found])
-    used = [p for p in train.pictures if p.things]
-    unused = len(train.pictures) - len(used)
-    if not used or not any(p.things for p in evaluation.pictures):
+        raise UsageError(f"{train.file} and {evaluation.file} have different categories")
+    faults = Faults(skip=on_error == "skip")
+    faults.add_all(root, train.faults + evaluation.faults)
+    used = [image for image in train.images if image.objects]
+    unused = len(train.images) - len(used)
+    if not used or not any(image.objects for image in evaluation.images):
         raise UsageError(f"{root}: training and evaluation need an image with annotations each")
     return COCO(
         used,
@@ -79,61 +89,57 @@ def load(
         workers,
         augment,
         faults,
-        [f"{unused} images of {train.file} have nothing to learn from: left out"] if unused else [],
+        [f"{unused} images of {train.file} have no objects to learn from: left out"]
+        if unused
+        else [],
     )
 
 
-def _named(file: Path, fault: str) -> Unreadable:
-    """A name of its own for each entry of an annotation file."""
-    entry, _, reason = fault.partition(": ")
-    return Unreadable(f"{file}: {entry}", reason)
+def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unreadable]]:
+    """Decode every image. Return the number of good images by split, and all faults.
 
-
-def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Fault]]:
-    """Decode every image: how many of each set are good, and (file, fault) of all that is not.
-
-    Raises UsageError as :func:`load` does.
+    Raises:
+        UsageError: As in `load`.
     """
     counts: dict[str, int] = {}
-    faults: list[Fault] = []
-    for name in ("train", "val"):
-        split = load_split(*find(root, name, year))
-        read = (_decode(picture) for picture in split.pictures)
-        bad = [(Path(x.path), x.reason) for x in read if isinstance(x, Unreadable)]
-        counts[name] = len(split.pictures) - len(bad)
-        faults += [*split.faults, *bad]
+    faults: list[Unreadable] = []
+    for split in ("train", "val"):
+        content = load_annotations(*find(root, split, year))
+        decoded = (_decode(image) for image in content.images)
+        bad = [x for x in decoded if isinstance(x, Unreadable)]
+        counts[split] = len(content.images) - len(bad)
+        faults += content.faults + bad
     return counts, faults
 
 
-def _decode(picture: Picture) -> Any:
-    """uint8 [H, W, 3], or why there is none."""
+def _decode(image: CocoImage) -> NDArray[np.uint8] | Unreadable:
+    """Return the pixels [H, W, 3] of an image, or the reason why it cannot be read."""
     try:
-        with Image.open(picture.path) as file:
+        with Image.open(image.path) as file:
             pixels = np.array(file.convert("RGB"))
-    except Exception as error:  # a damaged file makes Pillow raise nearly anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return Unreadable(str(picture.path), reason)
-    if pixels.shape[:2] != (picture.height, picture.width):
+    # Pillow raises exceptions of many types for a damaged file.
+    except Exception as error:
+        return Unreadable.because(image.path, error)
+    if pixels.shape[:2] != (image.height, image.width):
         height, width = pixels.shape[:2]
         return Unreadable(
-            str(picture.path),
-            f"it has {width} x {height} pixels, its annotations say "
-            f"{picture.width} x {picture.height}",
+            str(image.path),
+            f"it has {width} x {height} pixels, its annotations say {image.width} x {image.height}",
         )
     return pixels
 
 
 class COCO(Data):
-    """The two sets as `Data`: batches are (list of images, list of targets).
+    """The dataset. Batches are (list of images, list of targets).
 
-    Images are float32 [3, H, W] in [0, 1], each of its own size; a target is a :data:`Target`.
-    ``truth`` is what the evaluator compares with.
+    Images are float32 [3, H, W] in [0, 1], each of its own size. Targets are of type `Target`.
+    `truth` are the evaluation images with their objects, for the evaluator.
     """
 
     def __init__(
         self,
-        train: Sequence[Picture],
-        evaluation: Split,
+        train: Sequence[CocoImage],
+        evaluation: AnnotationFile,
         shape: tuple[int, ...],
         min_sizes: Sequence[int],
         workers: int,
@@ -145,8 +151,8 @@ class COCO(Data):
         self.shape = shape
         self.num_classes = 1 + len(evaluation.categories)
         self.train_size = len(train)
-        self.eval_size = len(evaluation.pictures)
-        self.truth: Sequence[Picture] = evaluation.pictures
+        self.eval_size = len(evaluation.images)
+        self.truth: Sequence[CocoImage] = evaluation.images
         self.looks = Looks((0.0,) * 3, (1.0,) * 3, ("nothing", *evaluation.categories.values()))
         self.faults = faults
         self.notes = notes
@@ -156,16 +162,15 @@ class COCO(Data):
         self._augment = augment
 
     def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
-        """Yield (images, targets); size and mirroring of an image depend on key and index alone."""
-        sizes = self._min_sizes, self.shape[2]
-        samples = _TrainingSamples(self._train, *sizes, self._augment, key)
+        """Yield (images, targets); size and mirroring of an image depend only on key and index."""
+        samples = _TrainingSamples(self._train, self._min_sizes, self.shape[2], self._augment, key)
         return load_batches(samples, indices, self._workers, ([], []), self.faults, _lists)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
-        """Yield this rank's images and their ids; see Data.evaluate.
+        """Yield this rank's images and their ids; see `Data.evaluate`.
 
-        One at a time, whatever `batch_size`: together they would be padded to one size, and what is
-        found in one would depend on the others.
+        A rank's batch has one image, whatever `batch_size` says. Several images would be padded to
+        a common size, and the detections in one image would depend on the others.
         """
         indices = eval_indices(self.eval_size, shard.world_size, shard)
         samples = _EvaluationSamples(self.truth)
@@ -178,68 +183,71 @@ def _lists(samples: list[Any]) -> Batch:
 
 
 class _EvaluationSamples(Dataset[Sample]):
-    """(image, target) as they are on disk."""
+    """Samples (image, target) of the size on disk."""
 
-    def __init__(self, pictures: Sequence[Picture]) -> None:
-        self.pictures = pictures
+    def __init__(self, images: Sequence[CocoImage]) -> None:
+        self.images = images
 
     def __getitem__(self, index: int) -> Sample:
-        pixels = _decode(self.pictures[index])
+        pixels = _decode(self.images[index])
         if isinstance(pixels, Unreadable):
             return pixels
-        return _to_tensor(pixels), {"image_id": torch.tensor(self.pictures[index].id)}
+        return _to_tensor(pixels), {"image_id": torch.tensor(self.images[index].id)}
 
 
 class _TrainingSamples(Dataset[Sample]):
-    """(image, target) resized and perhaps mirrored: a pure function of key and index."""
+    """Samples (image, target), resized and perhaps mirrored as a function of key and index."""
 
     def __init__(
         self,
-        pictures: Sequence[Picture],
+        images: Sequence[CocoImage],
         min_sizes: Sequence[int],
         max_size: int,
         augment: bool,
         key: tuple[int, int],
     ) -> None:
-        self.pictures, self.min_sizes, self.max_size = pictures, min_sizes, max_size
+        self.images, self.min_sizes, self.max_size = images, min_sizes, max_size
         self.augment, self.key = augment, key
 
     def __getitem__(self, index: int) -> Sample:
-        picture = self.pictures[index]
-        pixels = _decode(picture)
+        record = self.images[index]
+        pixels = _decode(record)
         if isinstance(pixels, Unreadable):
             return pixels
-        height, width, things = picture.height, picture.width, picture.things
-        masks = torch.from_numpy(decode([x.segmentation for x in things], height, width))
-        boxes = torch.tensor([x.corners(height, width) for x in things], dtype=torch.float32)
+        height, width, objects = record.height, record.width, record.objects
+        masks = torch.from_numpy(decode([x.segmentation for x in objects], height, width))
+        boxes = torch.tensor([x.corners(height, width) for x in objects], dtype=torch.float32)
         generator = keyed_generator(*self.key, index)
         image, boxes, masks = self._augmented(_to_tensor(pixels), boxes, masks, generator)
         return image, {
-            "image_id": torch.tensor(picture.id),
+            "image_id": torch.tensor(record.id),
             "boxes": boxes,
-            "labels": torch.tensor([x.label for x in things]),
+            "labels": torch.tensor([x.label for x in objects]),
             "masks": masks,
         }
 
     def _augmented(
         self, image: Tensor, boxes: Tensor, masks: Tensor, generator: Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # Both numbers are always drawn: `augment` does not change the sizes.
         draw, mirror = torch.rand(2, generator=generator).tolist()
         size = self.min_sizes[int(draw * len(self.min_sizes))]
-        resized_to = resized(image, boxes, masks, size, self.max_size)
-        return mirrored(*resized_to) if self.augment and mirror < 0.5 else resized_to
+        sample = resize(image, boxes, masks, size, self.max_size)
+        return flip(*sample) if self.augment and mirror < 0.5 else sample
 
 
-def _to_tensor(pixels: Any) -> Tensor:
+def _to_tensor(pixels: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
 
 
-def resized(
+def resize(
     image: Tensor, boxes: Tensor, masks: Tensor, min_size: int, max_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[C, H, W] with boxes and masks: its shorter side ``min_size``, none above ``max_size``.
+    """Resize an image [C, H, W] with its boxes and masks.
 
-    Bilinear, masks by the nearest pixel, sizes rounded down: as torchvision's detectors do.
+    The shorter side becomes `min_size`, or less, so that the longer side is at most `max_size`.
+    As in torchvision's detectors, images are interpolated bilinearly, masks take the nearest
+    pixel, and sizes are rounded down.
     """
     height, width = image.shape[-2:]
     scale = min(min_size / min(height, width), max_size / max(height, width))
@@ -251,8 +259,8 @@ def resized(
     return image, boxes * ratio, masks
 
 
-def mirrored(image: Tensor, boxes: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Left becomes right."""
+def flip(image: Tensor, boxes: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mirror an image with its boxes and masks horizontally."""
     x1, y1, x2, y2 = boxes.unbind(1)
     width = image.shape[-1]
     return image.flip(-1), torch.stack([width - x2, y1, width - x1, y2], 1), masks.flip(-1)

@@ -1,4 +1,7 @@
-"""Masks of COCO: polygons and run lengths, checked before C code sees them."""
+"""COCO's notations of masks: polygons and run lengths, and conversion between them.
+
+Every segmentation from a file is checked here, because the C code of pycocotools does not check.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kfac_bench.errors import UsageError
 
-Mask = np.ndarray[Any, np.dtype[np.uint8]]
+Mask = NDArray[np.uint8]
 """[H, W] of 0 and 1."""
 RLE = dict[str, Any]
-"""``size`` [H, W] and ``counts``: lengths of runs of 0 and 1 in turn, down the columns; in
-COCO's own compression, as bytes."""
+"""Run lengths of a mask: `size` [H, W], and `counts`, bytes in COCO's compression.
+
+The runs are of 0 and 1 in turn and go down the columns."""
 Polygons = tuple["array[float]", ...]
-"""Each x1, y1, x2, y2, ... in pixels; a mask is what any of them covers."""
+"""Polygons x1, y1, x2, y2, ... in pixels. The mask covers what at least one polygon covers."""
 
 
 def api() -> Any:
-    """pycocotools.mask, which not everybody needs."""
+    """Return the module pycocotools.mask, which only detection needs."""
     try:
         from pycocotools import mask
     except ImportError:
@@ -31,11 +36,11 @@ def api() -> Any:
 
 
 class BadMaskError(ValueError):
-    """A segmentation that is none, and why."""
+    """A segmentation is invalid; the message is the reason."""
 
 
 def read(segmentation: object, height: int, width: int) -> Polygons | RLE:
-    """What an annotation file has as ``segmentation``, checked; raises :class:`BadMaskError`."""
+    """Check and convert the `segmentation` of an annotation; raise BadMaskError."""
     if isinstance(segmentation, list):
         return _polygons(segmentation, height, width)
     if not isinstance(segmentation, dict):
@@ -44,9 +49,9 @@ def read(segmentation: object, height: int, width: int) -> Polygons | RLE:
         raise BadMaskError("its mask has another size than its image")
     runs = segmentation.get("counts")
     if isinstance(runs, str):
-        runs = _uncompressed(runs, height * width)
+        runs = _uncompressed(runs)
     if not isinstance(runs, list) or not all(type(n) is int and n >= 0 for n in runs):
-        raise BadMaskError("its mask is no list of run lengths")
+        raise BadMaskError("its mask is not a list of run lengths")
     if sum(runs) != height * width:
         raise BadMaskError("its mask's run lengths do not add up to its image")
     rle: RLE = api().frPyObjects({"size": [height, width], "counts": runs}, height, width)
@@ -59,19 +64,21 @@ def _polygons(polygons: list[object], height: int, width: int) -> Polygons:
         if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
             raise BadMaskError("a polygon needs three points, x and y of each")
         for values, size in ((polygon[::2], width), (polygon[1::2], height)):
-            # C code walks along the edges: a point far away would take minutes and all memory
+            # pycocotools walks along the edges pixel by pixel: a distant point would take minutes
+            # and all memory.
             if not all(type(v) in (int, float) and -size <= v <= 2 * size for v in values):
-                raise BadMaskError("a polygon's point is no number, or far outside of its image")
+                raise BadMaskError("a point of a polygon is not a number, or far outside the image")
         read.append(array("d", polygon))
     if not read:
         raise BadMaskError("it has no segmentation")
     return tuple(read)
 
 
-def _uncompressed(text: str, pixels: int) -> list[int]:
-    """Run lengths from COCO's compression: six bits a character, five of them a number's.
+def _uncompressed(text: str) -> list[int]:
+    """Decode run lengths from COCO's compression.
 
-    From the third on, a run is given by its difference to the one before the last.
+    A character has six bits: five bits of a number, and one that says whether the number goes on.
+    From the fourth run on, the number is the difference to the run two places before.
     """
     runs: list[int] = []
     value = shift = 0
@@ -93,7 +100,7 @@ def _uncompressed(text: str, pixels: int) -> list[int]:
 
 
 def to_rle(segmentation: Polygons | RLE, height: int, width: int) -> RLE:
-    """One mask of an image of that size, compressed."""
+    """Return the compressed run lengths of one mask of an image of this size."""
     if isinstance(segmentation, dict):
         return segmentation
     mask = api()
@@ -102,7 +109,7 @@ def to_rle(segmentation: Polygons | RLE, height: int, width: int) -> RLE:
 
 
 def decode(segmentations: Sequence[Polygons | RLE], height: int, width: int) -> Mask:
-    """[n, height, width] of 0 and 1."""
+    """Return the masks [n, height, width] of 0 and 1."""
     if not segmentations:
         return np.zeros((0, height, width), np.uint8)
     masks = api().decode([to_rle(s, height, width) for s in segmentations])
@@ -110,6 +117,6 @@ def decode(segmentations: Sequence[Polygons | RLE], height: int, width: int) -> 
 
 
 def encode(masks: Mask) -> list[RLE]:
-    """[n, H, W] of 0 and 1, each compressed."""
+    """Return the compressed run lengths of each mask [n, H, W] of 0 and 1."""
     encoded: list[RLE] = api().encode(np.asfortranarray(masks.transpose(1, 2, 0)))
     return encoded

@@ -1,4 +1,4 @@
-"""COCO's layout: what is read, what is refused, which sample is seen when."""
+"""COCO's layout: reading, refusing and leaving out entries, and the samples of an epoch."""
 
 import copy
 import json
@@ -80,7 +80,7 @@ TINY = {
 
 
 def write(root, train=TINY, val=TINY, year=2017):
-    """A folder with these annotations, and the images of TINY."""
+    """Write a folder with these annotations and the images of TINY."""
     (root / "annotations").mkdir(parents=True, exist_ok=True)
     for split, content in (("train", train), ("val", val)):
         text = content if isinstance(content, str | bytes) else json.dumps(content)
@@ -96,7 +96,7 @@ def write(root, train=TINY, val=TINY, year=2017):
 
 
 def changed(**tables):
-    """TINY with one entry changed: annotations=(0, {"bbox": None}); ... drops a key."""
+    """Return TINY with changed entries; annotations=(0, {"bbox": ...}) drops the key bbox."""
     content = copy.deepcopy(TINY)
     for table, (number, change) in tables.items():
         entry = content[table][number] | change
@@ -104,14 +104,14 @@ def changed(**tables):
     return content
 
 
-def test_categories_are_numbered_by_their_ids_and_crowds_are_for_the_evaluator(tmp_path):
+def test_labels_follow_the_category_ids_and_training_leaves_out_crowds(tmp_path):
     data = opened(write(tmp_path), augment=False)
     assert data.looks.classes == ("nothing", "dog", "cat")
     assert data.num_classes == 3
     assert (data.train_size, data.eval_size) == (2, 3)
     assert data.notes == [
-        f"1 images of {tmp_path}/annotations/instances_train2017.json have nothing to learn from: "
-        "left out",
+        f"1 images of {tmp_path}/annotations/instances_train2017.json have no objects to learn "
+        "from: left out",
     ]
     assert [p.id for p in data.truth] == [2, 7, 9]
     assert [(x.label, x.crowd, x.area) for x in data.truth[1].instances] == [
@@ -137,7 +137,7 @@ def test_categories_are_numbered_by_their_ids_and_crowds_are_for_the_evaluator(t
     torch.testing.assert_close(target["boxes"], torch.tensor([[3.0, 3, 5, 5]]) * 64 / 5)  # clipped
 
 
-def test_evaluation_images_are_as_on_disk(tmp_path):
+def test_evaluation_images_keep_their_size(tmp_path):
     data = opened(write(tmp_path))
     batches = list(data.evaluate(1000, Shard()))
     assert [len(images) for images, _ in batches] == [1, 1, 1]
@@ -156,29 +156,29 @@ FAULTS = [
     ({"annotations": (0, {"bbox": [8, 1, 4, 3]})}, "annotation 1: its box has no area inside"),
     ({"annotations": (0, {"area": 0})}, "annotation 1: it has no area"),
     ({"annotations": (0, {"area": "12"})}, "annotation 1: it has no area"),
-    ({"annotations": (0, {"image_id": 8})}, "annotation 1: of an unknown image"),
-    ({"annotations": (0, {"category_id": [4]})}, "annotation 1: of an unknown category"),
+    ({"annotations": (0, {"image_id": 8})}, "annotation 1: its image is unknown"),
+    ({"annotations": (0, {"category_id": [4]})}, "annotation 1: its category is unknown"),
     ({"annotations": (0, {"iscrowd": 2})}, "annotation 1: iscrowd is neither 0 nor 1"),
     ({"annotations": (0, {"segmentation": ...})}, "annotation 1: it has no segmentation"),
     ({"annotations": (0, {"segmentation": []})}, "annotation 1: it has no segmentation"),
     ({"annotations": (0, {"segmentation": [[1, 1, 2, 2]]})}, "a polygon needs three points"),
     ({"annotations": (0, {"segmentation": [[1, 1, 2, 2, 3, 1e9]]})}, "far outside"),
-    ({"annotations": (0, {"segmentation": [[1, 1, 2, 2, 3, "3"]]})}, "no number"),
+    ({"annotations": (0, {"segmentation": [[1, 1, 2, 2, 3, "3"]]})}, "not a number"),
     ({"annotations": (1, {"segmentation": {"size": [8, 6], "counts": [48]}})}, "another size"),
     ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": [50]}})}, "do not add up"),
-    ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": [49, -1]}})}, "no list of"),
+    ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": [49, -1]}})}, "not a list of"),
     ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": "a\x7f"}})}, "damaged"),
     ({"images": (1, {"height": 0})}, "image 2: it has no height and width"),
     ({"images": (1, {"width": 10**9})}, "image 2: it has no height and width"),
     ({"images": (1, {"file_name": "../train2017/a.png"})}, "image 2: there is no file"),
     ({"images": (1, {"file_name": "gone.png"})}, "image 2: there is no file 'gone.png' in"),
-    ({"images": (1, {"id": 7})}, "image 7: id 7 is another image's, too"),
-    ({"images": (1, {"id": 1.5})}, "image number 1, without an id: it has no id"),
+    ({"images": (1, {"id": 7})}, "image 7: another image has the id 7, too"),
+    ({"images": (1, {"id": 1.5})}, "image number 1 (without an id): it has no id"),
 ]
 
 
 @pytest.mark.parametrize(("change", "said"), FAULTS)
-def test_a_faulty_entry_is_named_and_fatal_or_left_out(tmp_path, change, said):
+def test_an_entry_with_errors_is_fatal_or_left_out_and_reported(tmp_path, change, said):
     write(tmp_path, train=changed(**change))
     with pytest.raises(UsageError) as refused:
         opened(tmp_path)
@@ -194,18 +194,21 @@ def test_a_faulty_entry_is_named_and_fatal_or_left_out(tmp_path, change, said):
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ("", "it is not JSON"),
-        ("[" * 100_000, "it is not JSON: "),
-        (b"\xff\xfe\x00", "it is not JSON"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON: "),
+        (b"\xff\xfe\x00", "is not JSON"),
         ("[]", "no list of objects 'images'"),
         ('{"images": [], "annotations": [3], "categories": []}', "objects 'annotations'"),
         (TINY | {"categories": []}, "every category needs an id"),
         (TINY | {"categories": TINY["categories"] * 2}, "every category needs an id"),
-        (TINY | {"categories": [{"id": 4, "name": "dog"}, {"id": 11, "name": "x"}]}, "other cat"),
+        (
+            TINY | {"categories": [{"id": 4, "name": "dog"}, {"id": 11, "name": "x"}]},
+            "different cat",
+        ),
         (TINY | {"annotations": []}, "need an image with annotations each"),
     ],
 )
-def test_a_file_that_is_no_annotation_file_is_refused(tmp_path, train, said):
+def test_an_invalid_annotation_file_is_refused(tmp_path, train, said):
     write(tmp_path, train=train)
     with pytest.raises(UsageError) as refused:
         opened(tmp_path, on_error="skip")
@@ -213,7 +216,7 @@ def test_a_file_that_is_no_annotation_file_is_refused(tmp_path, train, said):
     assert "\n" not in str(refused.value)
 
 
-def test_folders_that_are_not_there_and_years_to_choose_from(tmp_path):
+def test_missing_folders_and_ambiguous_years_are_refused(tmp_path):
     with pytest.raises(UsageError, match="COCO's layout is annotations/instances_"):
         opened(tmp_path)
     write(tmp_path, year=2014)
@@ -251,7 +254,7 @@ PLACES = [
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(changes=st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3))
-def test_whatever_a_file_says_it_is_read_or_refused_in_one_line(tmp_path, changes):
+def test_any_value_in_a_file_is_read_or_refused_in_one_line(tmp_path, changes):
     content = copy.deepcopy(TINY)
     for (table, number, key), value in changes:
         content[table][number][key] = value
@@ -279,7 +282,7 @@ def test_compressed_run_lengths_are_read_or_refused(text):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_masks_survive_every_notation(height, width, seed):
+def test_a_mask_is_the_same_in_every_notation(height, width, seed):
     masks = (np.random.default_rng(seed).random((3, height, width)) < 0.4).astype(np.uint8)
     rles = coco_masks.encode(masks)
     assert np.array_equal(coco_masks.decode(rles, height, width), masks)
@@ -296,12 +299,20 @@ def test_masks_survive_every_notation(height, width, seed):
 
 def flat(batch):
     images, targets = batch
-    return [*images, *(t[k] for t in targets for k in sorted(t))]
+    return images + [t[k] for t in targets for k in sorted(t)]
 
 
 def same(one, two):
     pairs = zip(flat(one), flat(two), strict=True)
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def images_by_id(batches):
+    return {
+        int(target["image_id"]): image
+        for images, targets in batches
+        for image, target in zip(images, targets, strict=True)
+    }
 
 
 SIZES = {"min_sizes": [48, 56, 64]}
@@ -320,21 +331,17 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(demo):
         parts = [rank[step] for rank in ranks]
         together = [[x for part in parts for x in part[i]] for i in (0, 1)]
         assert same(batch, together)
-    by_id = {
-        int(t["image_id"]): i
-        for images, targets in alone
-        for i, t in zip(images, targets, strict=True)
-    }
-    other = next(data.train(44, 1, 3, 0, Shard(), drop_last=False))
-    differ = [
-        not torch.equal(image, by_id[int(t["image_id"])])
-        for image, t in zip(*other, strict=True)
-        if int(t["image_id"]) in by_id
-    ]
-    assert sum(differ) > len(differ) / 2
+    by_id = images_by_id(alone)
+    # If the draws ignored the index, all images of an epoch would get the same shorter side.
+    shorter = [min(image.shape[1:]) for image in by_id.values()]
+    assert max(shorter) - min(shorter) > 8
+    for seed, epoch in [(1, 3), (2, 2)]:
+        other = images_by_id(data.train(6, seed, epoch, 0, Shard()))
+        both = by_id.keys() & other.keys()
+        assert sum(not torch.equal(by_id[i], other[i]) for i in both) > len(both) / 2
 
 
-def test_sizes_are_drawn_and_half_of_the_images_mirrored(demo):
+def test_sizes_are_drawn_and_half_of_the_images_are_mirrored(demo):
     data, plain = (opened(demo, max_size=90, augment=a, **SIZES) for a in (True, False))
     shorter, mirrored = [], []
     for epoch in range(3):
@@ -358,7 +365,7 @@ def test_sizes_are_drawn_and_half_of_the_images_mirrored(demo):
     assert 0.3 < sum(mirrored) / len(mirrored) < 0.7
 
 
-def test_boxes_are_around_their_masks(demo):
+def test_boxes_enclose_their_masks(demo):
     images, targets = next(opened(demo, **SIZES).train(30, 0, 0, 0, Shard()))
     for target in targets:
         for box, mask in zip(target["boxes"], target["masks"], strict=True):
@@ -368,7 +375,7 @@ def test_boxes_are_around_their_masks(demo):
     assert all(i.min() >= 0 and i.max() <= 1 for i in images)
 
 
-def test_a_damaged_image_is_named_when_its_turn_comes(tmp_path, demo):
+def test_a_damaged_image_is_reported_when_it_is_read(tmp_path, demo):
     write(tmp_path)
     (tmp_path / "train2017" / "a.png").write_bytes(b"\x89PNG no more")
     for workers in (0, 1):
@@ -384,7 +391,7 @@ def test_a_damaged_image_is_named_when_its_turn_comes(tmp_path, demo):
         list(opened(tmp_path).train(2, 0, 0, 0, Shard()))
 
 
-def test_without_pycocotools_one_line_says_what_to_install(monkeypatch, demo):
+def test_without_pycocotools_the_error_names_the_package_to_install(monkeypatch, demo):
     monkeypatch.setitem(sys.modules, "pycocotools", None)
     with pytest.raises(UsageError) as refused:
         opened(demo)
@@ -394,27 +401,28 @@ def test_without_pycocotools_one_line_says_what_to_install(monkeypatch, demo):
 # ---- the demo and kfac-data ----
 
 
-def test_the_demo_has_true_masks_and_all_that_coco_has(demo):
-    split = coco_annotations.load(*coco_annotations.find(demo, "train"))
-    assert list(split.categories) == [1, 3, 8]
-    assert not split.faults
-    things = [(p, x) for p in split.pictures for x in p.instances]
-    assert any(x.crowd for _, x in things)
-    assert {isinstance(x.segmentation, dict) for _, x in things} == {True, False}
-    assert any(not p.instances for p in split.pictures)
-    for picture, thing in things:
-        rle = coco_masks.to_rle(thing.segmentation, picture.height, picture.width)
-        assert abs(pycocotools_mask.area(rle) - thing.area) <= 0.06 * thing.area + 3
+def test_the_demo_has_correct_masks_and_all_features_of_coco(demo):
+    content = coco_annotations.load(*coco_annotations.find(demo, "train"))
+    assert list(content.categories) == [1, 3, 8]
+    assert not content.faults
+    instances = [(image, x) for image in content.images for x in image.instances]
+    assert any(x.crowd for _, x in instances)
+    assert {isinstance(x.segmentation, dict) for _, x in instances} == {True, False}
+    assert any(not image.instances for image in content.images)
+    for image, x in instances:
+        rle = coco_masks.to_rle(x.segmentation, image.height, image.width)
+        assert abs(pycocotools_mask.area(rle) - x.area) <= 0.06 * x.area + 3
         box = pycocotools_mask.toBbox(rle)
-        assert np.abs(box - thing.bbox).max() <= 2
-    for picture in split.pictures:  # what covers another is not in its mask
+        assert np.abs(box - x.bbox).max() <= 2
+    # The masks of two objects hardly overlap: each pixel belongs to the object in front.
+    for image in content.images:
         masks = coco_masks.decode(
-            [x.segmentation for x in picture.instances], picture.height, picture.width
+            [x.segmentation for x in image.instances], image.height, image.width
         )
-        assert (masks.sum(0) > 1).sum() <= 0.02 * picture.height * picture.width
+        assert (masks.sum(0) > 1).sum() <= 0.02 * image.height * image.width
 
 
-def test_the_demo_is_the_same_each_time(tmp_path, demo):
+def test_the_demo_is_reproducible(tmp_path, demo):
     demo_coco.make(tmp_path / "again", train=44, val=11, size=64)
     for file in (f for f in demo.rglob("*") if f.is_file()):
         assert (tmp_path / "again" / file.relative_to(demo)).read_bytes() == file.read_bytes()
@@ -422,7 +430,7 @@ def test_the_demo_is_the_same_each_time(tmp_path, demo):
         demo_coco.make(tmp_path / "again")
 
 
-def test_kfac_data_knows_coco(capsys, tmp_path):
+def test_kfac_data_makes_and_verifies_coco(capsys, tmp_path):
     root = tmp_path / "demo"
     assert run(capsys, "make-demo", "coco", root)[0] == 0
     code, out, _ = run(capsys, "verify", root)
