@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.errors import UsageError
-from kfac_bench.models.cifar_resnet import cifar_resnet
-from kfac_bench.models.torchvision_resnet import torchvision_resnet
+from kfac_bench.models.networks.cifar_resnet import cifar_resnet
+from kfac_bench.models.torchvision_resnet import TorchvisionResNetConfig
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _resnet32(size: Size, device: str) -> Workload:
 
 def _resnet50(size: Size, device: str) -> Workload:
     if not size.quick:
-        model = torchvision_resnet("resnet50", 1000, 3)
+        model = TorchvisionResNetConfig("resnet50").build((3, 224, 224), 1000, "")
         return _images(model, "resnet50", size.batch or 8, 224, 1000, device)
     from torchvision.models.resnet import Bottleneck, ResNet
 
@@ -157,7 +157,7 @@ def _bert_base(size: Size, device: str) -> Workload:
 
 def _maskrcnn(size: Size, device: str) -> Workload:
     """Random images of 800 x 1216 with seven things each; only the heads are K-FAC's."""
-    from kfac_bench.models.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
+    from kfac_bench.models.networks.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
 
     batch, height, width = size.batch or 1, 800, 1216
     if size.quick:

@@ -29,7 +29,7 @@ from kfac_bench.config import compose
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.simulate import workload
-from kfac_bench.training import build, environment
+from kfac_bench.training import environment
 
 ALL_REDUCES = (1 << 12, 1 << 18, 1 << 22)
 """Elements of fp32."""
@@ -75,7 +75,7 @@ class ResNet20:
         environment.keep_freed_memory()  # as kfac-train does
         config = compose.load(["model=resnet20", "data=cifar10", f"trainer.batch_size={EXAMPLES}"])
         self.work = workload.of_config(config)
-        self.model = build.build_model(config.model, (3, 32, 32), 10).to(device)
+        self.model = config.model.build((3, 32, 32), 10, "classification").to(device)
         self._x = torch.randn(EXAMPLES, 3, 32, 32, device=device)
         self._device = device
 

@@ -26,7 +26,7 @@ from kfac_bench.core.planning.plan import Stage
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.step import step_time
 from kfac_bench.simulate.sweep import Variant, plan_of
-from kfac_bench.training import build, environment
+from kfac_bench.training import environment
 
 FACTORS, DECOMPOSE, STEPS = 3, 9, 37
 BATCH = 32
@@ -47,7 +47,7 @@ def _rank(rank: int, world_size: int, model_name: str, path: str, results: str) 
     try:
         torch.manual_seed(0)
         config = compose.load(overrides(model_name))
-        bare = build.build_model(config.model, (3, 32, 32), 10)
+        bare = config.model.build((3, 32, 32), 10, "classification")
         model = DistributedDataParallel(bare) if world_size > 1 else bare
         optimizer = torch.optim.SGD(bare.parameters(), lr=0.01)
         kfac = KFAC(

@@ -29,7 +29,7 @@ from kfac_bench.config import TrainConfig, compose
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.sweep import SGD, Intervals, sweep, variant
-from kfac_bench.training import build, dry_run
+from kfac_bench.training import dry_run
 
 _OWN = (*OWN, "budget_gb", "hardware", "optimizer_copies", "global")
 _FEW, _MORE = 2, 6
@@ -38,10 +38,9 @@ _FEW, _MORE = 2, 6
 
 def saved_bytes(config: TrainConfig, examples: int) -> int:
     """What one forward pass of so many examples keeps for backward, parameters apart."""
-    shape, classes = dry_run.shape_of(config.data)
     with torch.device("meta"):
-        model = build.build_model(config.model, shape, classes, config.task.name)
-        inputs = build.example_inputs(config, shape, examples)
+        model = config.model.build(*config.data.shape(), config.task.name)
+        inputs = config.data.example_inputs(examples)
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 

@@ -12,25 +12,50 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench import config
-from kfac_bench.config import TrainConfig, profiles
+from kfac_bench.config import profiles
+from kfac_bench.config.checks import check
+from kfac_bench.config.kfac import KFACConfig
+from kfac_bench.config.options import options
+from kfac_bench.config.registry import TABLES, options_class
+from kfac_bench.config.train import LoggerConfig, TrainConfig, TrainerConfig
 from kfac_bench.errors import UsageError
 
 _PACKAGE = Path(__file__).parents[1]
 CONF_DIR = next(p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if p.is_dir())
 """conf/ of the wheel, or of the checkout."""
 
+
+class _Schemas(dict[str, ConfigNode]):
+    """The schemas of one group, as Hydra finds them; a row is imported when Hydra asks for it."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self._group = group
+
+    def __contains__(self, file: object) -> bool:
+        return str(file).removesuffix(".yaml") in TABLES[self._group]
+
+    def __missing__(self, file: str) -> ConfigNode:
+        name = file.removesuffix(".yaml")
+        schema = OmegaConf.structured(options_class(self._group, name))
+        self[file] = ConfigNode(file, schema, f"schema/{self._group}", None, None)
+        return self[file]
+
+
 _STORE = ConfigStore.instance()
 _STORE.store("train", TrainConfig, group="schema")
-for _group, _variants in config.VARIANTS.items():
-    for _name, _schema in _variants.items():
-        _STORE.store(_name, _schema, group=f"schema/{_group}")
+_STORE.store("base", KFACConfig, group="schema/kfac")
+_STORE.store("base", LoggerConfig, group="schema/logger")
+_STORE.repo["schema"] |= {group: _Schemas(group) for group in TABLES}
+
+GROUPS = (*TABLES, "kfac", "logger")
+"""Config groups that each have one choice in a run."""
 
 
 def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfig:
@@ -75,7 +100,7 @@ def from_composed(composed: DictConfig) -> TrainConfig:
     except OmegaConfBaseException as error:
         raise UsageError(_with_key(str(error))) from None
     assert isinstance(result, TrainConfig)
-    config.check(result)
+    check(result)
     return result
 
 
@@ -103,7 +128,7 @@ def shown(found: TrainConfig) -> str:
     They have one value only, as the size of images where the data are text.
     """
     tree = OmegaConf.create(to_yaml(found))
-    for name, _, meta in config.options(found):
+    for name, _, meta in options(found):
         bounds = meta.get("bounds", {})
         if "at least" in bounds and bounds["at least"] == bounds.get("at most"):
             group, _, option = name.rpartition(".")
@@ -115,17 +140,17 @@ def describe_options(config_dir: Path | None = None) -> str:
     """Every group with its choices and every option with its meaning, range and default."""
     lines = ["groups:"]
     for folder in sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir()):
-        if folder in (*config.VARIANTS, "experiment"):
+        if folder in (*GROUPS, "experiment"):
             choices = "| ".join(options_of(folder, config_dir))  # blanks: where a line may end
             wrapped = textwrap.wrap(f"  {folder}={choices}", 110, subsequent_indent=" " * 6)
             lines += [line.replace("| ", "|") for line in wrapped]
     lines.append("options:")
-    defaults = list(config.options(load([])))
+    defaults = list(options(load([])))
     lines += [_describe_option(*found) for found in defaults]
     shown = {name for name, *_ in defaults}
-    for group, variants in config.VARIANTS.items():
-        for schema in variants.values():  # those that another choice of the group has
-            for name, value, meta in config.options(schema(), f"{group}."):
+    for group, table in TABLES.items():  # options that only another choice of the group has
+        for choice in table:
+            for name, value, meta in options(options_class(group, choice)(), f"{group}."):
                 if name not in shown:
                     shown.add(name)
                     lines.append(_describe_option(name, value, meta))
@@ -249,9 +274,10 @@ def _full_key(text: str) -> str | None:
 
 
 def _known_keys(schema: str, parent: str) -> set[str]:
-    """Field names of a schema class by name, and the groups if it is the top one."""
-    cls = getattr(config, schema, None)
-    names = set(OmegaConf.structured(cls)) if isinstance(cls, type) else set()
+    """Return the options of a class of options by its name; at the top, the groups too."""
+    classes = [TrainConfig, TrainerConfig, KFACConfig, LoggerConfig]
+    classes += [options_class(group, name) for group, table in TABLES.items() for name in table]
+    names = {f.name for c in classes if c.__name__ == schema for f in dataclasses.fields(c)}
     return names | ({"experiment"} if not parent else set())
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kfac_bench.config.options import RESULT, option
+from kfac_bench.config.options import RESULT, Section, check_patterns, option
 from kfac_bench.core.planning.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
+from kfac_bench.errors import UsageError
+
+if TYPE_CHECKING:
+    from kfac_bench.config.train import TrainConfig
 
 # The core's own, which need torch; tests/config/test_config_schema.py holds them against it.
 CONVENTIONS = ("kfc", "sc20", "kaisa")
@@ -15,7 +20,7 @@ STATE_DTYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass
-class KFACConfig:
+class KFACConfig(Section):
     """K-FAC preconditioning; kfac=none turns it off."""
 
     enabled: bool = option(True, "precondition gradients", RESULT)
@@ -99,3 +104,18 @@ class KFACConfig:
         RESULT,
     )
     max_dim: int = option(8192, "a factor of more rows is kept as a diagonal", RESULT, at_least=1)
+
+    def check(self, config: TrainConfig) -> None:
+        """See :meth:`Section.check`."""
+        check_patterns("kfac.skip", self.skip)
+        if self.enabled and self.update_freq % self.factor_update_freq:
+            raise UsageError(
+                f"kfac.update_freq={self.update_freq} must be a multiple of "
+                f"kfac.factor_update_freq={self.factor_update_freq}: a decomposition follows a "
+                "factor update"
+            )
+        if self.enabled and self.factored_damping and self.method == "ekfac":
+            raise UsageError(
+                "kfac.factored_damping=true does not fit kfac.method=ekfac, whose eigenvalues are "
+                "not products of A's and G's"
+            )

@@ -1,15 +1,19 @@
-"""What an option is: a dataclass field with its meaning, its range and its default."""
+"""Options: dataclass fields with a meaning, a role, a range and a default."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfac_bench.errors import UsageError
+
+if TYPE_CHECKING:
+    from kfac_bench.config.train import TrainConfig
 
 
 class Role(Enum):
@@ -37,6 +41,16 @@ class Role(Enum):
 RESULT, PLACE, RECORD = Role.RESULT, Role.PLACE, Role.RECORD
 
 
+class Section:
+    """A group of options; the base of the options of every model, dataset, task and so on."""
+
+    def check(self, config: TrainConfig) -> None:
+        """Raise :class:`UsageError` if these options clash with other options of the run.
+
+        Each option alone is already known to be in its range.
+        """
+
+
 def option(
     default: Any,
     help: str,
@@ -48,7 +62,7 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
-    choices: tuple[str, ...] = (),
+    choices: Collection[str] = (),
 ) -> Any:
     """Return a dataclass field with its meaning, its role and its range.
 
@@ -108,3 +122,12 @@ def check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
         if not holds[word](bound) or value in (float("inf"), float("-inf")):
             said = " and ".join(f"{w} {b:g}" for w, b in bounds.items())
             raise UsageError(f"{name}={value}: must be {said} ({meta['help']})")
+
+
+def check_patterns(name: str, patterns: Sequence[str]) -> None:
+    """Raise :class:`UsageError` if one of the patterns is not a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"{name}: {pattern!r} is not a regular expression: {error}") from None

@@ -1,65 +1,80 @@
-"""The learning rate over time."""
+"""What all schedules have in common: the base class of a schedule's options, with the warm-up."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import RESULT, option
+from kfac_bench.config.options import RESULT, Section, option
+from kfac_bench.config.registry import SCHEDULES
+from kfac_bench.errors import UsageError
+
+if TYPE_CHECKING:
+    from kfac_bench.config.train import TrainConfig
 
 
 @dataclass
-class ScheduleConfig:
-    """``optimizer.lr`` times a factor, a function of the step alone."""
+class ScheduleConfig(Section):
+    """The learning rate over time: ``optimizer.lr`` times a factor.
 
-    name: str = option(
-        MISSING, "after the warm-up", RESULT, choices=("constant", "step", "cosine", "polynomial")
-    )
+    The factor is a pure function of the step, so a resumed run continues exactly.
+    """
+
+    name: str = option(MISSING, "shape after the warm-up", RESULT, choices=SCHEDULES)
     warmup_epochs: float = option(
         0.0, "epochs in which the rate rises linearly", RESULT, at_least=0
     )
     warmup_share: float = option(
-        0.0, "of all steps, in which the rate rises linearly", RESULT, at_least=0, below=1
+        0.0, "share of all steps in which the rate rises linearly", RESULT, at_least=0, below=1
     )
     warmup_start: float = option(
-        0.0, "factor that the rise starts from", RESULT, at_least=0, at_most=1
+        0.0, "factor at the start of the warm-up", RESULT, at_least=0, at_most=1
     )
     base_batch_size: int | None = option(
         None,
-        "examples per step that optimizer.lr is meant for: scaled linearly to trainer.batch_size; "
-        "null: taken as it is",
+        "batch size that optimizer.lr is meant for: the rate is scaled linearly to "
+        "trainer.batch_size; null: no scaling",
         RESULT,
         at_least=1,
     )
 
+    def factor(self, step: int, steps_per_epoch: int, max_steps: int, batch_size: int) -> float:
+        """Return what ``optimizer.lr`` is multiplied by in the update after ``step`` updates.
 
-@dataclass
-class StepScheduleConfig(ScheduleConfig):
-    """Falls at given epochs."""
+        The linear scaling with the batch size and the gradual warm-up follow Goyal et al. (2017),
+        sections 2.1 and 2.2. The n-th of n updates of the warm-up already has the full rate.
+        """
+        scale = 1.0 if self.base_batch_size is None else batch_size / self.base_batch_size
+        warmup = self.warmup_steps(steps_per_epoch, max_steps)
+        if step < warmup:
+            rise = (1 - self.warmup_start) * (step + 1) / warmup
+            return scale * (self.warmup_start + rise)
+        return scale * self.after_warmup(step, warmup, steps_per_epoch, max_steps)
 
-    milestones: list[float] = option(
-        [30.0, 60.0, 80.0], "epochs after which the rate is lower", RESULT
-    )
-    gamma: float = option(0.1, "factor at each milestone", RESULT, above=0, at_most=1)
+    def warmup_steps(self, steps_per_epoch: int, max_steps: int) -> int:
+        """Return the number of updates in which the rate rises."""
+        if self.warmup_share:
+            return round(self.warmup_share * max_steps)
+        return round(self.warmup_epochs * steps_per_epoch)
 
+    def after_warmup(self, step: int, warmup: int, steps_per_epoch: int, max_steps: int) -> float:
+        """Return the factor in the update after ``step`` updates, without the batch's scaling.
 
-@dataclass
-class DecayScheduleConfig(ScheduleConfig):
-    """Falls until the last step that trainer.max_steps and max_epochs allow, or before."""
+        Args:
+            step: Updates done, at least ``warmup``.
+            warmup: Updates of the warm-up.
+            steps_per_epoch: Updates of one epoch.
+            max_steps: Updates of the whole run.
+        """
+        raise NotImplementedError
 
-    end: float = option(0.0, "factor at the end", RESULT, at_least=0, at_most=1)
-    decay_until: float = option(
-        1.0,
-        "share of the run after which the fall is over and the rate stays",
-        RESULT,
-        above=0,
-        at_most=1,
-    )
-    decay_from: str = option(
-        "warmup",
-        "where the fall is counted from: its end, or the run's start (then the rate jumps there)",
-        RESULT,
-        choices=("warmup", "start"),
-    )
-    power: float = option(1.0, "that the curve from 1 to 0 is raised to", RESULT, above=0)
+    def check(self, config: TrainConfig) -> None:
+        """See :meth:`Section.check`."""
+        if self.warmup_epochs and self.warmup_share:
+            raise UsageError(
+                f"schedule.warmup_epochs={self.warmup_epochs:g} and "
+                f"schedule.warmup_share={self.warmup_share:g} both set the length of the warm-up: "
+                "set one of them to 0"
+            )

@@ -6,54 +6,21 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from kfac_bench.config.data import (
-    COCOConfig,
-    DataConfig,
-    LGGConfig,
-    PicturesConfig,
-    PydocConfig,
-    SquadConfig,
-    TextConfig,
-)
+from kfac_bench.config.backends import BackendConfig
+from kfac_bench.config.data import DataConfig
 from kfac_bench.config.kfac import KFACConfig
-from kfac_bench.config.models import (
-    AutoencoderConfig,
-    BertConfig,
-    DetectorConfig,
-    MaskRCNNConfig,
-    ModelConfig,
-    TransformerConfig,
-    UNetConfig,
-)
-from kfac_bench.config.optimizers import (
-    AdamConfig,
-    LAMBConfig,
-    LARSConfig,
-    MuonConfig,
-    OptimizerConfig,
-    SGDConfig,
-    ShampooConfig,
-    SOAPConfig,
-)
-from kfac_bench.config.options import PLACE, RECORD, RESULT, option
-from kfac_bench.config.schedules import (
-    DecayScheduleConfig,
-    ScheduleConfig,
-    StepScheduleConfig,
-)
-from kfac_bench.config.tasks import (
-    DetectionConfig,
-    QuestionAnsweringConfig,
-    SegmentationConfig,
-    TaskConfig,
-)
+from kfac_bench.config.models import ModelConfig
+from kfac_bench.config.optimizers import OptimizerConfig
+from kfac_bench.config.options import PLACE, RECORD, RESULT, Section, option
+from kfac_bench.config.schedules import ScheduleConfig
+from kfac_bench.config.tasks import TaskConfig
+from kfac_bench.errors import UsageError
 
-BACKENDS = ("ddp", "fsdp2", "horovod", "deepspeed", "apex")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Section):
     """The training loop."""
 
     batch_size: int = option(256, "examples per step over all ranks", RESULT, at_least=1)
@@ -171,33 +138,37 @@ class TrainerConfig:
         resumable=True,
     )
 
+    def check(self, config: TrainConfig) -> None:
+        """See :meth:`Section.check`."""
+        if self.accumulate > self.batch_size:
+            raise UsageError(
+                f"trainer.accumulate={self.accumulate} is more than "
+                f"trainer.batch_size={self.batch_size}: a part needs an example"
+            )
+        if self.channels_last and config.backend.cuts_weights:
+            raise UsageError(
+                f"trainer.channels_last=true does not fit backend={config.backend.name}, which "
+                "cuts weights up in the usual order; use backend=ddp"
+            )
+        if self.clock == "cpu":
+            self._check_cpu_clock(config.data.workers)
+
+    def _check_cpu_clock(self, workers: int) -> None:
+        """Allow one processor only: the seconds of a second one would not be counted."""
+        for name, value, must in (
+            ("trainer.threads", self.threads, 1),
+            ("data.workers", workers, 0),
+        ):
+            if value != must:
+                raise UsageError(
+                    f"trainer.clock=cpu does not fit {name}={'null' if value is None else value}: "
+                    "the clock counts the work of one processor; "
+                    f"set {name}={must}, or trainer.clock=wall"
+                )
+
 
 @dataclass
-class BackendConfig:
-    """Who connects the ranks of a run and averages their gradients."""
-
-    name: str = option(MISSING, "backend", RESULT, resumable=True, choices=BACKENDS)
-    timeout_s: float = option(
-        600.0, "seconds that a rank waits for the others before it gives up (ddp)", RECORD, above=0
-    )
-
-
-@dataclass
-class DeepSpeedConfig(BackendConfig):
-    """DeepSpeed's engine."""
-
-    zero_stage: int = option(
-        1,
-        "what ZeRO cuts up over ranks: 0 nothing, 1 optimizer state, 2 gradients too",
-        RESULT,
-        resumable=True,
-        at_least=0,
-        at_most=2,
-    )
-
-
-@dataclass
-class LoggerConfig:
+class LoggerConfig(Section):
     """Where the event stream is shown beside events.jsonl and the console."""
 
     name: str = option(
@@ -241,49 +212,3 @@ class TrainConfig:
     runs_dir: str = option("runs", "where run directories are made", RECORD, per_node=True)
     resume: str | None = option(None, "run directory or checkpoint to start from", PLACE)
     dry_run: bool = option(False, "print what would be trained and what it costs, and stop", RECORD)
-
-
-VARIANTS: dict[str, dict[str, type]] = {
-    "model": {
-        "base": ModelConfig,
-        "autoencoder": AutoencoderConfig,
-        "unet": UNetConfig,
-        "transformer": TransformerConfig,
-        "detector": DetectorConfig,
-        "maskrcnn": MaskRCNNConfig,
-        "bert": BertConfig,
-    },
-    "data": {
-        "base": DataConfig,
-        "pydoc": PydocConfig,
-        "pictures": PicturesConfig,
-        "lgg": LGGConfig,
-        "coco": COCOConfig,
-        "text": TextConfig,
-        "squad": SquadConfig,
-    },
-    "task": {
-        "base": TaskConfig,
-        "segmentation": SegmentationConfig,
-        "detection": DetectionConfig,
-        "question_answering": QuestionAnsweringConfig,
-    },
-    "optimizer": {
-        "sgd": SGDConfig,
-        "adam": AdamConfig,
-        "lars": LARSConfig,
-        "lamb": LAMBConfig,
-        "muon": MuonConfig,
-        "soap": SOAPConfig,
-        "shampoo": ShampooConfig,
-    },
-    "schedule": {
-        "base": ScheduleConfig,
-        "step": StepScheduleConfig,
-        "decay": DecayScheduleConfig,
-    },
-    "kfac": {"base": KFACConfig},
-    "backend": {"base": BackendConfig, "deepspeed": DeepSpeedConfig},
-    "logger": {"base": LoggerConfig},
-}
-"""Schema of each config group; a YAML file names the one it fills in."""

@@ -6,7 +6,6 @@ stays fast, and a missing Horovod, DeepSpeed or Apex disturbs only those who cho
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -28,6 +27,5 @@ def join(config: BackendConfig, device: str = "auto") -> Iterator[Backend]:
         UsageError: If `device`, or a package that the backend needs, is missing.
     """
     slurm_rank.adopt()
-    module = importlib.import_module(f"kfac_bench.distributed.{config.name}")
-    with module.join(config, device) as backend:
+    with config.join(device) as backend:
         yield backend

@@ -1,1 +1,1 @@
-"""Models that torchvision lacks, and the door to those that it has."""
+"""The models, one file for each family."""

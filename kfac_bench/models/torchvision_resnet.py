@@ -1,25 +1,33 @@
-"""torchvision's ResNets, for images of any number of channels."""
+"""torchvision's ResNets: resnet18, 34, 50, 101 and 152."""
 
-from torch import nn
+from __future__ import annotations
 
-from kfac_bench.errors import UsageError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+from kfac_bench.config.models import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def torchvision_resnet(name: str, num_classes: int, in_channels: int) -> nn.Module:
-    """Return torchvision's untrained ResNet `name`: [n, in_channels, H, W] to [n, num_classes].
+@dataclass
+class TorchvisionResNetConfig(ModelConfig):
+    """torchvision's ResNet of this name, untrained, for images of any number of channels."""
 
-    For other than 3 channels the first convolution is replaced by one of the same shape and
-    initialisation. Raises UsageError for an unknown name.
-    """
-    if name not in NAMES:
-        raise UsageError(f"unknown ResNet {name!r}: choose one of {', '.join(NAMES)}")
-    import torchvision  # takes a second: not for those who use another model
+    usual_data: ClassVar[str | None] = "imagefolder"
 
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes)
-    if in_channels != 3:
-        conv = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-        model.conv1 = conv
-    return model
+    def build(self, shape: tuple[int, ...], num_classes: int, task: str) -> nn.Module:
+        """See :meth:`ModelConfig.build`."""
+        import torchvision
+        from torch import nn
+
+        model: nn.Module = torchvision.models.get_model(
+            self.name, weights=None, num_classes=num_classes
+        )
+        if shape[0] != 3:
+            # A first convolution of the same size and initialisation, for other channels.
+            conv = nn.Conv2d(shape[0], 64, kernel_size=7, stride=2, padding=3, bias=False)
+            nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+            model.conv1 = conv
+        return model

@@ -1,79 +1,30 @@
-"""The U-Net of Ronneberger et al. 2015, with batch norm and made of plain convolutions only."""
+"""A U-Net, which gives each pixel a logit."""
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from __future__ import annotations
 
-from kfac_bench.errors import UsageError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
+from kfac_bench.config.models import ModelConfig
+from kfac_bench.config.options import RESULT, option
 
-class UNet(nn.Module):
-    """`depth` levels down, a bottom, and back up: [n, in_channels, H, W] to [n, classes, H, W].
-
-    Level i has `width` * 2^i channels at 1 / 2^i of the size; each level is two 3x3 convolutions
-    with batch norm and ReLU, and what the way down made is put beside what comes up. The output
-    is logits. width 32, depth 4 is the network of the LGG reference but for its way up.
-
-    On the way up a 1x1 convolution halves the channels and each pixel is repeated 2x2, in place of
-    a transposed convolution of size and stride 2: K-FAC then covers every weight but the norms',
-    with factors a quarter the size, and no tap makes a chessboard. Repeated and not interpolated,
-    because the backward of bilinear interpolation adds up in another order each time on a GPU,
-    and a resumed run must be the same to the bit; the 3x3 convolutions that follow smooth.
-
-    Weights are drawn after He et al. from torch's global generator. Raises UsageError for widths
-    and depths below 1, and in `forward` for an H or W that is no multiple of 2^depth.
-    """
-
-    def __init__(
-        self, in_channels: int = 3, classes: int = 1, width: int = 32, depth: int = 4
-    ) -> None:
-        super().__init__()
-        if min(in_channels, classes, width, depth) < 1:
-            raise UsageError(
-                "a U-Net needs channels, classes, a width and a depth of at least 1, not "
-                f"{in_channels}, {classes}, {width} and {depth}"
-            )
-        widths = [width * 2**i for i in range(depth + 1)]
-        self.depth = depth
-        self.down = nn.ModuleList()
-        for fan_in, fan_out in zip([in_channels, *widths], widths[:-1], strict=False):
-            self.down.append(_level(fan_in, fan_out))
-        self.bottom = _level(widths[-2], widths[-1])
-        self.halve = nn.ModuleList(nn.Conv2d(2 * w, w, 1) for w in reversed(widths[:-1]))
-        self.up = nn.ModuleList(_level(2 * w, w) for w in reversed(widths[:-1]))
-        self.head = nn.Conv2d(width, classes, 1)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images to logits of the same height and width."""
-        step = 2**self.depth
-        if x.shape[2] % step or x.shape[3] % step:
-            raise UsageError(
-                f"a U-Net of depth {self.depth} halves an image {self.depth} times: its sides, "
-                f"{x.shape[2]} x {x.shape[3]}, must be multiples of {step}; set data.image_size or "
-                "model.depth"
-            )
-        beside = []
-        for level in self.down:
-            x = level(x)
-            beside.append(x)
-            x = functional.max_pool2d(x, 2)
-        x = self.bottom(x)
-        for halve, level in zip(self.halve, self.up, strict=True):
-            x = functional.interpolate(halve(x), scale_factor=2, mode="nearest")
-            x = level(torch.cat([beside.pop(), x], dim=1))
-        logits: Tensor = self.head(x)
-        return logits
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def _level(fan_in: int, fan_out: int) -> nn.Sequential:
-    level = nn.Sequential()
-    for channels in (fan_in, fan_out):
-        level.append(nn.Conv2d(channels, fan_out, 3, padding=1, bias=False))
-        level.append(nn.BatchNorm2d(fan_out))
-        level.append(nn.ReLU(inplace=True))
-    return level
+@dataclass
+class UNetConfig(ModelConfig):
+    """A U-Net, which gives each pixel a logit."""
+
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation", "denoising")
+
+    width: int = option(
+        32, "channels of the first level; each further level has twice as many", RESULT, at_least=1
+    )
+    depth: int = option(4, "times that the image is halved", RESULT, at_least=1, at_most=10)
+
+    def build(self, shape: tuple[int, ...], num_classes: int, task: str) -> nn.Module:
+        """See :meth:`ModelConfig.build`."""
+        from kfac_bench.models.networks.unet import UNet
+
+        return UNet(shape[0], num_classes, self.width, self.depth)

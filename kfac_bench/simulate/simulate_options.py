@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kfac_bench.config import RESNETS, TrainConfig, compose
+from kfac_bench.config import TrainConfig, compose, registry
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, simulation_figure, simulation_report, workload
 from kfac_bench.simulate.simulation_report import Training
@@ -140,8 +140,9 @@ def _parse(words: Sequence[str], config_dir: Path | None) -> SimulationRequest:
         raise UsageError("trainer.batch_size is of all ranks: say per_rank_batch, of each")
     for name in sorted({"kfac", *_PLANS} & set(names)):
         raise UsageError(f"{name}={names[name]}: say strategies=, of which sgd is one")
-    if names.get("model") in RESNETS and not {"data", "experiment"} & set(names):
-        overrides.insert(0, "data=imagefolder")
+    if names.get("model") in registry.MODELS and not {"data", "experiment"} & set(names):
+        usual_data = registry.options_class("model", names["model"]).usual_data
+        overrides[:0] = [] if usual_data is None else [f"data={usual_data}"]
     batch = _whole("per_rank_batch", own["per_rank_batch"])
     config = compose.load([*overrides, f"trainer.batch_size={batch}"], config_dir)
     if config.kfac.fisher != "empirical" or config.kfac.adaptive_damping:

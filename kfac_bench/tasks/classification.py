@@ -1,77 +1,26 @@
-"""One class per image."""
+"""One class for each image."""
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from __future__ import annotations
 
-from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import UNKNOWN, Looks
-from kfac_bench.tasks import pictures
-from kfac_bench.tasks.evaluation import SummedTask
-from kfac_bench.tasks.prediction import Prediction
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kfac_bench.config.tasks import TaskConfig
+
+if TYPE_CHECKING:
+    from kfac_bench.data.base.dataset import Data
+    from kfac_bench.tasks.task import Task
 
 
-class Classification(SummedTask):
-    """Cross entropy of logits [n, num_classes] with labels [n], smoothed in training only.
+@dataclass
+class ClassificationConfig(TaskConfig):
+    """One class for each image; metric: accuracy."""
 
-    Metrics: `accuracy`, the fraction in [0, 1] of examples whose largest logit is their label's,
-    and `loss`, the mean cross entropy in nats WITHOUT smoothing, comparable between settings.
+    likelihood: ClassVar[str] = "categorical"
 
-    The likelihood is the softmax of the logits, smoothed labels or not: the Fisher is that of the
-    model's distribution, and smoothing does not change the loss' Hessian in the logits.
-    """
+    def build(self, data: Data) -> Task:
+        """See :meth:`TaskConfig.build`."""
+        from kfac_bench.tasks.objectives.classification import Classification
+        from kfac_bench.tasks.pictures import looks_of
 
-    def __init__(self, label_smoothing: float = 0.0, looks: Looks = UNKNOWN) -> None:
-        self.metric = "accuracy"
-        self.higher_is_better = True
-        self.num_totals = 3
-        self.likelihood = "categorical"
-        self.label_smoothing = label_smoothing
-        self.looks = looks
-
-    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the smoothed cross entropy, mean over the examples, in nats; and the logits."""
-        images, labels = batch
-        logits = model(images)
-        loss = functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        return loss, logits
-
-    @torch.no_grad()
-    def totals(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return [examples, correct ones, sum of cross entropies], float64."""
-        images, labels = batch
-        logits = model(images).double()
-        correct = (logits.argmax(dim=1) == labels).sum()
-        loss = functional.cross_entropy(logits, labels, reduction="sum")
-        return torch.stack([torch.full_like(loss, len(labels)), correct.double(), loss])
-
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return `accuracy` and `loss` over all examples that the totals count."""
-        examples, correct, loss = totals.tolist()
-        return {"accuracy": correct / examples, "loss": loss / examples}
-
-    @torch.no_grad()
-    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return the images with classes and the probability of the predicted one.
-
-        Wrong ones first; of these and of the others first where the true class is least likely.
-        """
-        images, labels = batch
-        probabilities = model(images).double().softmax(dim=1)
-        likeliest, predicted = probabilities.max(dim=1)
-        true = probabilities.gather(1, labels[:, None])[:, 0]
-        worst = (true + (predicted == labels)).argsort(stable=True)[:count]
-        return [
-            Prediction(
-                self._caption(int(labels[i]), int(predicted[i]), likeliest[i].item()),
-                pictures.fit(pictures.to_rgb(images[i], self.looks)),
-            )
-            for i in worst.tolist()
-        ]
-
-    def _caption(self, label: int, predicted: int, probability: float) -> str:
-        names = dict(enumerate(self.looks.classes))
-        true, said = (names.get(c, str(c)) for c in (label, predicted))
-        if label == predicted:
-            return f"right: {said} ({probability:.2f})"
-        return f"wrong: {said} ({probability:.2f}), true: {true}"
+        return Classification(self.label_smoothing, looks_of(data))

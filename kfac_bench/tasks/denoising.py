@@ -1,75 +1,27 @@
-"""The clean picture of a noisy one."""
+"""The clean image of a noisy one."""
+
+from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor, nn
+from kfac_bench.config.tasks import TaskConfig
 
-from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import UNKNOWN, Looks
-from kfac_bench.errors import UsageError
-from kfac_bench.tasks import pictures
-from kfac_bench.tasks.evaluation import SummedTask
-from kfac_bench.tasks.prediction import Prediction
+if TYPE_CHECKING:
+    from kfac_bench.data.base.dataset import Data
+    from kfac_bench.tasks.task import Task
 
 
-class Denoising(SummedTask):
-    """Squared error between the model's output and a clean image, both [n, C, H, W].
+@dataclass
+class DenoisingConfig(TaskConfig):
+    """The clean image of a noisy one; metric: PSNR."""
 
-    Metric `psnr`: 10 log10 of 1 over the mean squared error of all pixels of all images, in dB,
-    where pixels are in [0, 1]; higher is better. The training loss is half the squared error of
-    the normalised images, MEAN over pixels and examples. `pixels` is how many an image has
-    (C H W): the loss is the negative log likelihood of a Gaussian whose curvature is 1 / `pixels`.
-    """
+    likelihood: ClassVar[str] = "gaussian"
 
-    def __init__(self, pixels: int, looks: Looks = UNKNOWN) -> None:
-        self.metric = "psnr"
-        self.higher_is_better = True
-        self.num_totals = 2
-        self.likelihood = "gaussian"
-        self.curvature = 1 / pixels
-        self.looks = looks
-        self._scale = looks.std[0] ** 2 if looks.std else 1.0  # from normalised squares to pixels'
+    def build(self, data: Data) -> Task:
+        """See :meth:`TaskConfig.build`."""
+        from kfac_bench.tasks.objectives.denoising import Denoising
+        from kfac_bench.tasks.pictures import looks_of
 
-    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return half the mean squared error, and the images made."""
-        output = _output(model, batch)
-        return 0.5 * (output - batch[1]).square().mean(), output
-
-    @torch.no_grad()
-    def totals(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return [pixels, sum of squared errors], float64, of pixels in [0, 1]."""
-        error = (_output(model, batch).double() - batch[1].double()).square().sum() * self._scale
-        return torch.stack([torch.full_like(error, batch[1].numel()), error])
-
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return `psnr` over all pixels that the totals count."""
-        pixels, error = totals.tolist()
-        return {"psnr": 10 * math.log10(pixels / error) if error > 0 else math.inf}
-
-    @torch.no_grad()
-    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return noisy, made and clean images side by side; the largest errors first."""
-        noisy, clean, *_ = batch
-        output = _output(model, batch)
-        errors = (output - clean).double().square().flatten(1).mean(1) * self._scale
-        shown = []
-        for i in errors.argsort(descending=True, stable=True)[:count].tolist():
-            sides = [
-                pictures.fit(pictures.to_rgb(x[i].to(noisy), self.looks))
-                for x in (noisy, output, clean)
-            ]
-            psnr = -10 * math.log10(max(errors[i].item(), 1e-12))
-            picture = pictures.beside(pictures.beside(*sides[:2]), sides[2])
-            shown.append(Prediction(f"PSNR {psnr:.1f} dB; noisy, output, clean", picture))
-        return shown
-
-
-def _output(model: nn.Module, batch: Batch) -> Tensor:
-    output: Tensor = model(batch[0])
-    if output.shape != batch[1].shape:  # or broadcasting might make a number of it
-        raise UsageError(
-            "denoising needs a model whose output has the shape of the clean image: "
-            f"{list(batch[1].shape)}, not {list(output.shape)}"
-        )
-    return output
+        return Denoising(math.prod(data.shape), looks_of(data))

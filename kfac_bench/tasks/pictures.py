@@ -5,7 +5,7 @@ import torch
 from PIL import Image, ImageChops, ImageFilter
 from torch import Tensor
 
-from kfac_bench.data.base.dataset import Looks
+from kfac_bench.data.base.dataset import UNKNOWN, Data, Looks, Pictured
 from kfac_bench.tasks.prediction import Picture
 
 LEAST_SIDE, MOST_SIDE = 256, 512
@@ -69,3 +69,8 @@ def beside(left: Picture, right: Picture) -> Picture:
     """Two pictures of one height with a white gap between them."""
     gap = np.full((len(left), GAP, 3), 255, np.uint8)
     return np.concatenate([left, gap, right], axis=1)
+
+
+def looks_of(data: Data) -> Looks:
+    """Return how the images of a dataset are shown, if the dataset says so."""
+    return data.looks if isinstance(data, Pictured) else UNKNOWN

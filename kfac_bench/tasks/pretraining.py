@@ -1,105 +1,36 @@
-"""Which tokens were masked, and does the second stretch follow the first: BERT's pre-training."""
+"""BERT's pre-training: masked tokens and next sentences."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.text.masked_text import IGNORED
-from kfac_bench.tasks.evaluation import SummedTask
-from kfac_bench.tasks.prediction import Prediction
+from kfac_bench.config.tasks import TaskConfig
+from kfac_bench.errors import UsageError
 
-
-class Pretraining(SummedTask):
-    """Cross entropy of masked tokens, logits [n, P, V], plus that of next-sentence logits [n, 2].
-
-    The training loss is the MEAN over examples: an example's own mean over its masked tokens, plus
-    its next-sentence cross entropy. So ranks and parts of a batch add up to the whole, whatever
-    their numbers of masked tokens, and K-FAC has the mean that it relies on. (BERT's reference
-    takes one mean over all masked tokens of a part: there a token's weight depends on how the batch
-    is cut up. Both agree where all examples have equally many, as full sequences do.)
-
-    Metrics: `masked_lm_loss`, the mean cross entropy in nats over all masked TOKENS of the
-    evaluation set, lower is better; `masked_lm_accuracy` and `next_sentence_accuracy`, fractions in
-    [0, 1]; and `loss`, the training loss. All are exact sums, on any number of ranks.
-
-    The loss is that of two likelihoods at once, so `kfac.fisher` can only be empirical.
-    """
-
-    def __init__(self, tokens: Sequence[str] = ()) -> None:
-        self.metric = "masked_lm_loss"
-        self.higher_is_better = False
-        self.num_totals = 6
-        self.likelihood = "categorical"
-        self.tokens = tokens
-
-    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss, mean over the examples, in nats; and the logits of masked tokens."""
-        inputs, labels, random = batch
-        logits, next_logits = model(inputs)
-        per_token = _cross_entropies(logits, labels)
-        per_example = per_token.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
-        next_loss = functional.cross_entropy(next_logits, random)
-        return per_example.mean() + next_loss, logits
-
-    @torch.no_grad()
-    def totals(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return float64 sums, in the order of :meth:`metrics`."""
-        inputs, labels, random = batch
-        logits, next_logits = model(inputs)
-        per_token = _cross_entropies(logits.double(), labels)
-        masked = labels != IGNORED
-        right = ((logits.argmax(-1) == labels) & masked).sum()
-        next_loss = functional.cross_entropy(next_logits.double(), random, reduction="none")
-        losses = per_token.sum(1) / masked.sum(1).clamp_min(1) + next_loss
-        sums = (masked.sum(), per_token.sum(), right, (next_logits.argmax(-1) == random).sum())
-        return torch.stack(
-            [losses.new_tensor(len(labels)), *(x.double() for x in sums), losses.sum()]
-        )
-
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return the figures over all examples that the totals count."""
-        examples, masked, masked_loss, right, told, loss = totals.tolist()
-        return {
-            "masked_lm_loss": masked_loss / max(masked, 1),
-            "masked_lm_accuracy": right / max(masked, 1),
-            "next_sentence_accuracy": told / examples,
-            "loss": loss / examples,
-        }
-
-    @torch.no_grad()
-    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return texts as the model read them, with its words for what was masked; worst first."""
-        inputs, labels, random = batch
-        logits, next_logits = model(inputs)
-        masked = labels != IGNORED
-        losses = _cross_entropies(logits.double(), labels).sum(1) / masked.sum(1).clamp_min(1)
-        shown = []
-        for i in losses.argsort(descending=True, stable=True)[:count].tolist():
-            ids = inputs["input_ids"][i, inputs["attention_mask"][i]].tolist()
-            guesses = logits[i].argmax(-1)[masked[i]].tolist()
-            places = inputs["positions"][i, masked[i]].tolist()
-            pairs = zip(places, guesses, labels[i, masked[i]].tolist(), strict=True)
-            lines = [
-                f"{at}: {self._word(guess)}, true: {self._word(true)}" for at, guess, true in pairs
-            ]
-            told = "follows" if next_logits[i].argmax() == 0 else "does not follow"
-            right = "right" if next_logits[i].argmax() == random[i] else "wrong"
-            caption = f"masked-token loss {losses[i].item():.2f}; the second part {told}: {right}"
-            text = "\n".join([" ".join(map(self._word, ids)), *lines])
-            shown.append(Prediction(caption, text=text))
-        return shown
-
-    def _word(self, token: int) -> str:
-        return self.tokens[token] if token < len(self.tokens) else str(token)
+if TYPE_CHECKING:
+    from kfac_bench.config.train import TrainConfig
+    from kfac_bench.data.text.masked_text import Text
+    from kfac_bench.tasks.task import Task
 
 
-def _cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """By place [n, P], 0 where nothing is predicted; at least in float32."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    losses = functional.cross_entropy(
-        logits.to(dtype).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-    )
-    return losses.view_as(labels)
+@dataclass
+class PretrainingConfig(TaskConfig):
+    """BERT's pre-training: masked tokens and next sentences; metric: loss of masked tokens."""
+
+    likelihood: ClassVar[str] = "categorical"
+
+    def build(self, data: Text) -> Task:
+        """See :meth:`TaskConfig.build`."""
+        from kfac_bench.tasks.objectives.pretraining import Pretraining
+
+        return Pretraining(data.tokens)
+
+    def check(self, config: TrainConfig) -> None:
+        """See :meth:`Section.check`."""
+        if config.kfac.enabled and config.kfac.fisher != "empirical":
+            raise UsageError(
+                f"kfac.fisher={config.kfac.fisher} draws labels from one likelihood, but "
+                "task=pretraining has two (masked tokens and next sentences): use "
+                "kfac.fisher=empirical"
+            )

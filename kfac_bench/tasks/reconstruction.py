@@ -1,71 +1,26 @@
-"""The input is its own target."""
+"""The input as its own target."""
 
-import torch
-from torch import Tensor, nn
+from __future__ import annotations
 
-from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import UNKNOWN, Looks
-from kfac_bench.errors import UsageError
-from kfac_bench.tasks import pictures
-from kfac_bench.tasks.evaluation import SummedTask
-from kfac_bench.tasks.prediction import Prediction
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
+from kfac_bench.config.tasks import TaskConfig
 
-class Reconstruction(SummedTask):
-    """Squared error between an image and the model's output of the same shape.
-
-    Metric `squared_error`: the squared difference SUMMED over an image's pixels, mean over the
-    images, in squared units of the input; lower is better. The training loss is HALF of it: the
-    negative log likelihood of a Gaussian of unit variance around the output, for which the
-    Gauss-Newton matrix is the Fisher, so K-FAC approximates the right one without a stray factor.
-    """
-
-    def __init__(self, looks: Looks = UNKNOWN) -> None:
-        self.metric = "squared_error"
-        self.higher_is_better = False
-        self.num_totals = 2
-        self.likelihood = "gaussian"
-        self.looks = looks
-
-    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return half the squared error, mean over the examples; and the images made."""
-        images, _ = batch
-        output = _output(model, images)
-        return 0.5 * (output - images).square().sum() / len(images), output
-
-    @torch.no_grad()
-    def totals(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return [examples, sum of squared errors], float64."""
-        images, _ = batch
-        error = (_output(model, images).double() - images.double()).square().sum()
-        return torch.stack([torch.full_like(error, len(images)), error])
-
-    def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return `squared_error` over all examples that the totals count."""
-        examples, error = totals.tolist()
-        return {"squared_error": error / examples}
-
-    @torch.no_grad()
-    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return inputs beside outputs, on one grey scale; the largest errors first."""
-        images, _ = batch
-        output = _output(model, images)
-        errors = (output.double() - images.double()).square().flatten(1).sum(1)
-        shown = []
-        for i in errors.argsort(descending=True, stable=True)[:count].tolist():
-            both = pictures.to_rgb(torch.cat([images[i], output[i].to(images)], dim=2), self.looks)
-            width = images.shape[3]
-            sides = (pictures.fit(side) for side in (both[:, :width], both[:, width:]))
-            caption = f"squared error {errors[i].item():.3g}; input, output"
-            shown.append(Prediction(caption, pictures.beside(*sides)))
-        return shown
+if TYPE_CHECKING:
+    from kfac_bench.data.base.dataset import Data
+    from kfac_bench.tasks.task import Task
 
 
-def _output(model: nn.Module, images: Tensor) -> Tensor:
-    output: Tensor = model(images)
-    if output.shape != images.shape:  # or broadcasting might make a number of it
-        raise UsageError(
-            "reconstruction needs a model whose output has the shape of its input: "
-            f"{list(images.shape)} became {list(output.shape)}"
-        )
-    return output
+@dataclass
+class ReconstructionConfig(TaskConfig):
+    """The input as its own target; metric: squared error of an image."""
+
+    likelihood: ClassVar[str] = "gaussian"
+
+    def build(self, data: Data) -> Task:
+        """See :meth:`TaskConfig.build`."""
+        from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+        from kfac_bench.tasks.pictures import looks_of
+
+        return Reconstruction(looks_of(data))

@@ -2,77 +2,52 @@
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench.config import (
-    CIFAR_RESNETS,
-    AutoencoderConfig,
-    BertConfig,
-    COCOConfig,
     DataConfig,
-    DetectionConfig,
-    DetectorConfig,
     KFACConfig,
-    LGGConfig,
-    MaskRCNNConfig,
     ModelConfig,
+    OptimizerConfig,
+    TaskConfig,
+)
+from kfac_bench.config.data import (
+    COCOConfig,
+    LGGConfig,
     PicturesConfig,
     PydocConfig,
-    QuestionAnsweringConfig,
-    SegmentationConfig,
     SquadConfig,
-    TaskConfig,
     TextConfig,
-    TrainConfig,
-    TransformerConfig,
-    UNetConfig,
 )
+from kfac_bench.config.optimizers import Group
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import Collective, PlansDifferError
-from kfac_bench.data.base.dataset import UNKNOWN, Data, Pictured
-from kfac_bench.data.demo import demo_folder
-from kfac_bench.data.images import cifar10, digits, lgg, pictures
+from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.root import root_of
+from kfac_bench.data.images import lgg, pictures
 from kfac_bench.data.text import masked_text, pydoc, squad_windows
 from kfac_bench.errors import UsageError
-from kfac_bench.models.autoencoder import Autoencoder
-from kfac_bench.models.cifar_resnet import cifar_resnet
-from kfac_bench.models.torchvision_resnet import torchvision_resnet
-from kfac_bench.models.transformer import Transformer
-from kfac_bench.models.unet import UNet
-from kfac_bench.tasks.classification import Classification
-from kfac_bench.tasks.denoising import Denoising
-from kfac_bench.tasks.language_model import LanguageModel
-from kfac_bench.tasks.pretraining import Pretraining
-from kfac_bench.tasks.question_answering import QuestionAnswering
-from kfac_bench.tasks.reconstruction import Reconstruction
-from kfac_bench.tasks.segmentation import Segmentation
-from kfac_bench.tasks.task import Task
 from kfac_bench.training.update import has_batch_norm
 
 
 def build_data(config: DataConfig, task: TaskConfig) -> Data:
     """The data set; raises :class:`UsageError` naming a missing folder and its layout."""
-    if config.name == "digits":
-        return digits.load(config.image_size, normalize=task.name == "classification")
+    if type(config).build is not DataConfig.build:
+        built: Data = config.build(task.name)
+        return built
     if isinstance(config, PydocConfig):
         return pydoc.load(config.sequence_length)
     if isinstance(config, PicturesConfig):
         return pictures.load(config.image_size, config.noise)
-    if config.root is None:
-        raise UsageError(
-            f"data={config.name} is read from disk: set data.root=FOLDER (data.root=demo: a demo)"
-        )
-    root = demo_folder.folder(config.name) if config.root == "demo" else Path(config.root)
-    if config.name == "cifar10":
-        return cifar10.load(root, augment=config.augment)
+    root = root_of(config)
     if isinstance(config, LGGConfig):
         return lgg.load(
             root,
@@ -124,100 +99,28 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
     return imagefolder.load(root, config.image_size, config.workers, config.on_error)
 
 
-def build_task(config: TaskConfig, data: Data) -> Task:
-    """The task by name; its figures may depend on how the evaluation set is made up."""
-    looks = data.looks if isinstance(data, Pictured) else UNKNOWN
-    if config.name == "reconstruction":
-        return Reconstruction(looks)
-    if config.name == "denoising":
-        return Denoising(math.prod(data.shape), looks)
-    if config.name == "language_model":
-        return LanguageModel()
-    if isinstance(config, SegmentationConfig):
-        assert isinstance(data, lgg.LGG)  # or config.check would have refused
-        return Segmentation(data.eval_volumes, config.smooth, config.bce)
-    if isinstance(config, DetectionConfig):
-        from kfac_bench.data.coco.coco_dataset import COCO
-        from kfac_bench.tasks.detection import Detection
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    """Return the optimizer over all parameters that are trained.
 
-        assert isinstance(data, COCO)
-        return Detection(data.truth, data.num_classes, config.bbox_goal, config.segm_goal, looks)
-    if config.name == "pretraining":
-        assert isinstance(data, masked_text.Text)
-        return Pretraining(data.tokens)
-    if isinstance(config, QuestionAnsweringConfig):
-        assert isinstance(data, squad_windows.Squad)
-        return QuestionAnswering(data.eval_questions, config.max_answer_tokens)
-    return Classification(config.label_smoothing, looks)
-
-
-def build_model(
-    config: ModelConfig,
-    shape: tuple[int, ...],
-    num_classes: int,
-    task: str = "classification",
-) -> nn.Module:
-    """The network for the data's ``shape`` and ``num_classes``; works on the meta device.
-
-    ``task`` is the task's name: BERT has another head for each.
+    The ``initial_lr`` of its groups are the rates that a schedule scales.
     """
-    if isinstance(config, BertConfig):
-        return _build_bert(config, shape[0], num_classes, task)
-    if isinstance(config, AutoencoderConfig):
-        inputs = shape[0] * shape[1] * shape[2]
-        return Autoencoder(inputs, config.hidden, config.activation)
-    if isinstance(config, UNetConfig):
-        return UNet(shape[0], num_classes, config.width, config.depth)
-    if isinstance(config, TransformerConfig):
-        return Transformer(num_classes, shape[0], config.width, config.layers, config.heads)
-    if isinstance(config, DetectorConfig):
-        return _build_detector(config, shape, num_classes)
-    if config.name in CIFAR_RESNETS:
-        return cifar_resnet(int(config.name.removeprefix("resnet")), num_classes, shape[0])
-    return torchvision_resnet(config.name, num_classes, shape[0])
+    optimizer = config.build(_parameter_groups(config.no_decay, model), model)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
 
 
-def _build_detector(config: DetectorConfig, shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    from kfac_bench.models.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny  # slow to import
-
-    samples, detections = config.box_samples, config.detections
-    if isinstance(config, MaskRCNNConfig):
-        return maskrcnn_resnet50_fpn(
-            num_classes,
-            *shape[1:],
-            backbone_weights=config.backbone_weights,
-            box_samples=samples,
-            detections=detections,
-        )
-    return maskrcnn_tiny(num_classes, *shape[1:], box_samples=samples, detections=detections)
-
-
-def _build_bert(config: BertConfig, length: int, vocabulary_size: int, task: str) -> nn.Module:
-    try:
-        from kfac_bench.models import bert  # transformers, which the others do without
-    except ImportError:
-        raise UsageError(
-            f"model={config.name} needs transformers: pip install 'kfac-bench[language]'"
-        ) from None
-    if length > bert.MAX_POSITIONS:
-        raise UsageError(
-            f"data.sequence_length={length}: model={config.name} knows {bert.MAX_POSITIONS} "
-            "positions"
-        )
-    own = bert.config(config.name, vocabulary_size, config.dropout, config.hidden, config.layers)
-    return (bert.PretrainingBert if task == "pretraining" else bert.QuestionAnsweringBert)(own)
-
-
-def example_inputs(config: TrainConfig, shape: tuple[int, ...], n: int) -> Any:
-    """What the model takes, ``n`` examples of the data's ``shape``, on the default device."""
-    if isinstance(config.model, TransformerConfig):
-        return torch.zeros(n, *shape, dtype=torch.int64)
-    if not isinstance(config.model, BertConfig):
-        return torch.empty(n, *shape)
-    from kfac_bench.models import bert
-
-    predictions = config.data.max_predictions if isinstance(config.data, TextConfig) else None
-    return bert.example_inputs(n, shape[0], predictions)
+def _parameter_groups(no_decay: Sequence[str], model: nn.Module) -> list[Group]:
+    """Return the trained parameters with weight decay, and those without."""
+    groups: list[Group] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    seen: set[nn.Parameter] = set()  # tied weights have two names
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                found = (re.search(p, s) for p in no_decay for s in (name, type(module).__name__))
+                groups[any(found)]["params"].append(parameter)
+    return [group for group in groups if group["params"]]
 
 
 def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:

@@ -17,37 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
-from kfac_bench.config import (
-    COCOConfig,
-    DataConfig,
-    PydocConfig,
-    SquadConfig,
-    TextConfig,
-    TrainConfig,
-)
+from kfac_bench.config import TrainConfig
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import SingleProcess
 from kfac_bench.core.layers.base import Call, Layer
 from kfac_bench.core.planning.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.planning.ops import Op
-from kfac_bench.data.text import pydoc
 from kfac_bench.errors import UsageError
 from kfac_bench.training import build
-from kfac_bench.training.optimizers import build_optimizer
-
-_SHAPES = {
-    "digits": (1, 10),
-    "pictures": (1, 1),
-    "cifar10": (3, 10),
-    "imagefolder": (3, 1000),
-    "shards": (3, 1000),
-    "lgg": (3, 1),
-    "coco": (3, 81),
-}
-"""Channels and classes per data set: a dry run reads no data (ImageNet's for imagefolder)."""
-
-_VOCABULARY = 30522
-"""Tokens of a text's: that of the published uncased models."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +63,7 @@ class _Imagined(SingleProcess):
 
 def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     """Build the model and its plan, take one step; raises :class:`UsageError` as the run would."""
-    shape, classes = shape_of(config.data)
+    shape, classes = config.data.shape()
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     if batch < world_size:
         raise UsageError(
@@ -100,10 +77,10 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
             f"trainer.batch_size={batch} over {world_size} ranks"
         )
     with torch.device("meta"):
-        model = build.build_model(config.model, shape, classes, config.task.name)
-        inputs = build.example_inputs(config, shape, examples)
+        model = config.model.build(shape, classes, config.task.name)
+        inputs = config.data.example_inputs(examples)
     build.check_batch_norm(model, config.model, least // parts)
-    optimizer = build_optimizer(config.optimizer, model)
+    optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, _Imagined(world_size))
     report = None
     if kfac is not None:
@@ -133,22 +110,10 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
     )
 
 
-def shape_of(data: DataConfig) -> tuple[tuple[int, ...], int]:
-    """Of one input; and the classes, or the size of the vocabulary."""
-    if isinstance(data, TextConfig | SquadConfig):
-        return (data.sequence_length,), _VOCABULARY
-    if isinstance(data, PydocConfig):
-        return (data.sequence_length,), pydoc.SYMBOLS
-    channels, classes = _SHAPES[data.name]
-    longer = data.max_size if isinstance(data, COCOConfig) else data.image_size
-    return (channels, data.image_size, longer), classes
-
-
 def _seeds(config: TrainConfig, outputs: torch.Size) -> int:
     """Gradients that ``kfac.fisher`` sends back from the output beside the loss' own."""
     if config.kfac.fisher == "type2":
-        categorical = config.task.name in ("classification", "question_answering", "language_model")
-        one = outputs[-1:] if categorical else outputs[1:]
+        one = outputs[-1:] if config.task.likelihood == "categorical" else outputs[1:]
         return one.numel()
     return 1 if config.kfac.fisher == "mc" else 0
 

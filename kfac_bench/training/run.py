@@ -31,7 +31,6 @@ from kfac_bench.record.events import (
 from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.training import build, checkpoint, environment, weights
 from kfac_bench.training.checkpoint import Checkpoint
-from kfac_bench.training.optimizers import build_optimizer
 from kfac_bench.training.run_directory import RunDirectory, flat
 from kfac_bench.training.trainer import Trainer
 from kfac_bench.training.update import least_part
@@ -117,7 +116,7 @@ def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
 def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module, list[str]]:
     data = build.build_data(config.data, config.task)
     torch.manual_seed(config.seed)
-    model = build.build_model(config.model, data.shape, data.num_classes, config.task.name)
+    model = config.model.build(data.shape, data.num_classes, config.task.name)
     notes = weights.load(model, config.model)
     model = model.to(ranks.device)
     if config.trainer.channels_last:
@@ -136,11 +135,11 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
             f"ranks {others} read other data than rank 0: every node needs the same data set"
         )
     model = backend.shard(model)
-    optimizer = build_optimizer(config.optimizer, model)
+    optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
     model, optimizer = backend.wrap(model, optimizer)
     return Trainer(
-        build.build_task(config.task, data),
+        config.task.build(data),
         data,
         model,
         optimizer,

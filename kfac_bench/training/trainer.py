@@ -31,7 +31,7 @@ from kfac_bench.record.events import (
     Trained,
 )
 from kfac_bench.tasks.task import Task, reached
-from kfac_bench.training import agreement, learning_rate, predictions
+from kfac_bench.training import agreement, predictions
 from kfac_bench.training.checkpoint import Checkpoint, ValidationMetric
 from kfac_bench.training.course import Course
 from kfac_bench.training.feed import Feed
@@ -236,9 +236,8 @@ class Trainer:
     def _set_learning_rate(self) -> None:
         """Of the next update; K-FAC's clip (eq. 16) reads it as the optimizer does."""
         course = self.course
-        factor = learning_rate.factor(
-            *(self.schedule, self.step, course.steps_per_epoch, course.max_steps),
-            course.batch_size,
+        factor = self.schedule.factor(
+            self.step, course.steps_per_epoch, course.max_steps, course.batch_size
         )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor

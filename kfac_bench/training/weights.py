@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kfac_bench.config import BertConfig, ModelConfig
+from kfac_bench.config import ModelConfig
 from kfac_bench.errors import UsageError
+from kfac_bench.models.bert import BertConfig
 from kfac_bench.training import checkpoint
 
 SAFETENSORS = "model.safetensors"

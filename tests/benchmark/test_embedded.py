@@ -16,10 +16,10 @@ from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import pictures
 from kfac_bench.data.text import pydoc
 from kfac_bench.errors import UsageError
-from kfac_bench.models.transformer import Transformer
+from kfac_bench.models.networks.transformer import Transformer
 from kfac_bench.record.events import Evaluated
-from kfac_bench.tasks.denoising import Denoising
-from kfac_bench.tasks.language_model import LanguageModel
+from kfac_bench.tasks.objectives.denoising import Denoising
+from kfac_bench.tasks.objectives.language_model import LanguageModel
 from kfac_bench.training.dry_run import trace
 from tests.support.runs import of_kind, train
 
@@ -230,9 +230,12 @@ def test_a_dry_run_knows_them(experiment):
 @pytest.mark.parametrize(
     ("overrides", "fragment"),
     [
-        (("model=transformer", "data=digits"), "model=transformer, data=pydoc and task=language"),
-        (("model=resnet8", "data=pictures"), "model=unet, data=pictures and task=denoising"),
-        (("model=unet", "data=pictures"), "does not fit data=pictures and task=segmentation"),
+        (("model=transformer", "data=digits"), "data=digits does not fit task=language_model"),
+        (
+            ("model=resnet8", "data=pictures"),
+            "data=pictures is for task=denoising, with model=unet",
+        ),
+        (("model=unet", "data=pictures"), "data=pictures does not fit task=segmentation"),
         (("model=transformer", "task=denoising"), "does not fit"),
     ],
 )

@@ -20,7 +20,7 @@ from kfac_bench.core.planning.estimate import flops, rank_costs
 from kfac_bench.core.planning.plan import STRATEGIES, Stage
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.distributed.backend import Backend
-from kfac_bench.distributed.ddp import DDP
+from kfac_bench.distributed.backends.ddp import DDP
 from kfac_bench.distributed.ranks import Ranks
 from tests.support.distributed import run_ranks
 from tests.support.runs import CPU, child_seconds, trainer_of

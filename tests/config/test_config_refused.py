@@ -75,7 +75,7 @@ BAD = [
     ("trainer.precision=fp8", "trainer.precision=fp8: choose one of fp32, bf16, fp16"),
     ("trainer.accumulate=0", "trainer.accumulate=0: must be at least 1"),
     ("kfac.strategy=x", "choose one of comm_opt"),
-    ("model.name=resnet51", "model.name=resnet51: choose one of resnet18"),
+    ("model.name=resnet51", "model.name=resnet51: choose one of autoencoder"),
     ("trainer.device=tpu", "choose one of auto, cpu, cuda"),
     ("model.name='a\nb'", "model.name="),
     ("kfac.skip=['(']", "kfac.skip"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
 from kfac_bench import config
-from kfac_bench.config import KFACConfig, TrainConfig, compose
+from kfac_bench.config import KFACConfig, TrainConfig, compose, registry
 from kfac_bench.core import KFAC, validation
 from kfac_bench.core.capture import fisher
 from kfac_bench.core.damping import LevenbergMarquardt
@@ -87,7 +87,7 @@ def test_an_adaptive_damping_starts_from_damping(monkeypatch):
     assert {"adaptive_damping", "damping_freq", "enabled"}.isdisjoint(given)
 
 
-SCHEMAS = [c for variants in config.VARIANTS.values() for c in variants.values()]
+SCHEMAS = [registry.options_class(g, n) for g, table in registry.TABLES.items() for n in table]
 
 
 @pytest.mark.parametrize("schema", [*SCHEMAS, TrainConfig, config.TrainerConfig])

@@ -14,12 +14,12 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.core.layers.coverage import unwrap
 from kfac_bench.core.planning.plan import STRATEGIES
-from kfac_bench.distributed import apex
+from kfac_bench.distributed.backends import apex
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.training import run
-from kfac_bench.training.optimizers import build_optimizer
+from kfac_bench.training.build import build_optimizer
 from tests.support.distributed import run_ranks
 from tests.support.quick import slow
 from tests.support.runs import CPU, SMALL, config_of, of_kind, steps_of, train

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from kfac_bench import distributed
-from kfac_bench.config import BackendConfig
+from kfac_bench.distributed.horovod import HorovodConfig
 from kfac_bench.errors import UsageError
 
 
@@ -15,6 +15,6 @@ def test_without_horovod_the_error_says_how_to_install_it():
     with (
         mock.patch.dict(sys.modules, missing),
         pytest.raises(UsageError, match="not installed here; run make install-horovod"),
-        distributed.join(BackendConfig("horovod")),
+        distributed.join(HorovodConfig("horovod")),
     ):
         pass

@@ -59,7 +59,7 @@ def _ranks_of_our_own():
 @contextlib.contextmanager
 def deepspeed_here(stage):
     """This rank's backend in a pool, as ``join`` makes it."""
-    from kfac_bench.distributed import deepspeed
+    from kfac_bench.distributed.backends import deepspeed
 
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     deepspeed.prepare(CPU)

@@ -12,10 +12,10 @@ import torch
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.core.distributed.dtensor import is_sharded, local
 from kfac_bench.core.planning.plan import STRATEGIES
-from kfac_bench.distributed.fsdp2 import FSDP2, blocks
+from kfac_bench.distributed.backends.fsdp2 import FSDP2, blocks
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
-from kfac_bench.models.cifar_resnet import cifar_resnet
+from kfac_bench.models.networks.cifar_resnet import cifar_resnet
 from kfac_bench.record.events import Evaluated, EventLog, Resumed, Trained
 from kfac_bench.training import checkpoint
 from tests.support.distributed import run_ranks

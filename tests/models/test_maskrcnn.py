@@ -14,8 +14,8 @@ from torchvision.ops import FrozenBatchNorm2d, roi_align
 
 from kfac_bench.core import KFAC
 from kfac_bench.errors import UsageError
-from kfac_bench.models.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
-from kfac_bench.tasks.detection import LOSSES, Detection
+from kfac_bench.models.networks.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
+from kfac_bench.tasks.objectives.detection import LOSSES, Detection
 from tests.support.distributed import run_ranks
 
 HEADS = ("Norm", r"^backbone\.", r"^rpn\.")
@@ -342,8 +342,8 @@ def test_files_that_are_no_weights_are_refused_in_one_line(tmp_path, capsys):
 
 def test_other_models_do_not_import_it():
     code = (
-        "import sys; from kfac_bench.config import compose; from kfac_bench.training import build;"
-        "c = compose.load(['model=unet']); build.build_model(c.model, (3, 32, 32), 1);"
+        "import sys; from kfac_bench.config import compose;"
+        "c = compose.load(['model=unet']); c.model.build((3, 32, 32), 1, 'segmentation');"
         "assert not [m for m in sys.modules if 'pycocotools' in m or 'detection' in m]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from kfac_bench.errors import UsageError
-from kfac_bench.models.autoencoder import Autoencoder
-from kfac_bench.models.cifar_resnet import BasicBlock, cifar_resnet
-from kfac_bench.models.torchvision_resnet import torchvision_resnet
+from kfac_bench.models.networks.autoencoder import Autoencoder
+from kfac_bench.models.networks.cifar_resnet import BasicBlock, cifar_resnet
+from kfac_bench.models.torchvision_resnet import TorchvisionResNetConfig
 
 
 def parameters(model):
@@ -130,6 +130,10 @@ def test_autoencoder_refuses_what_it_cannot_build(hidden):
         Autoencoder(64, [3], activation="swish")
 
 
+def torchvision_resnet(name, num_classes, channels):
+    return TorchvisionResNetConfig(name).build((channels, 32, 32), num_classes, "classification")
+
+
 @pytest.mark.parametrize(("name", "expected"), [("resnet18", 11_689_512), ("resnet50", 25_557_032)])
 def test_torchvision_resnets(name, expected):
     with torch.device("meta"):
@@ -138,8 +142,6 @@ def test_torchvision_resnets(name, expected):
         assert model(torch.empty(2, 1, 32, 32)).shape == (2, 7)
     assert model.conv1.bias is None
     assert model.conv1.stride == (2, 2)
-    with pytest.raises(UsageError, match="resnet18, resnet34"):
-        torchvision_resnet("resnet9", 10, 3)
 
 
 def test_a_replaced_first_convolution_is_initialised_as_the_others():

@@ -12,11 +12,11 @@ from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.coco import coco_masks
 from kfac_bench.data.coco.coco_annotations import CocoImage, Instance
 from kfac_bench.data.demo import demo_coco
-from kfac_bench.distributed.fsdp2 import FSDP2
+from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Trained
-from kfac_bench.tasks.detection import FOUND, TRUE, Detection, found_in
+from kfac_bench.tasks.objectives.detection import FOUND, TRUE, Detection, found_in
 from kfac_bench.training import build, dry_run
 from kfac_bench.training.update import Update
 from tests.support.distributed import run_ranks
@@ -267,8 +267,8 @@ def test_what_is_found_and_what_is_there_is_drawn_and_named():
     [
         (["kfac.fisher=mc"], "kfac.fisher=mc does not fit task=detection"),
         (["kfac.fisher=type2"], "use kfac.fisher=empirical"),
-        (["data=digits"], "go together"),
-        (["task=classification"], "go together"),
+        (["data=digits"], "for task=detection choose data=coco"),
+        (["task=classification"], "model=maskrcnn_tiny is for task=detection"),
         (["data.max_size=0"], "data.max_size=0"),
         (["model.box_samples=3"], "model.box_samples=3"),
     ],
@@ -309,7 +309,7 @@ def test_the_outline_is_what_a_step_computes(demo):
     config = compose.load([*TINY, f"data.root={demo}"])
     data = build.build_data(config.data, config.task)
     torch.manual_seed(0)
-    model = build.build_model(config.model, data.shape, data.num_classes)
+    model = config.model.build(data.shape, data.num_classes, "detection")
     rows = {}
 
     def note(module, x, y):

@@ -10,10 +10,10 @@ from kfac_bench.data.base.dataset import UNKNOWN, Looks
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import cifar10, imagefolder
-from kfac_bench.tasks import pictures, segmentation
-from kfac_bench.tasks.classification import Classification
-from kfac_bench.tasks.reconstruction import Reconstruction
-from kfac_bench.tasks.segmentation import Segmentation
+from kfac_bench.tasks import pictures
+from kfac_bench.tasks.objectives.classification import Classification
+from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.objectives.segmentation import PREDICTED, TRUE, Segmentation
 
 IDENTITY = nn.Identity()
 AS_IT_IS = Looks([0.0], [1.0])
@@ -166,9 +166,9 @@ def test_segmentation_outlines_both_masks_and_shows_most_wrong_pixels_first():
         rows, columns = np.nonzero((picture == colour).all(-1))
         return [int(x) // 32 for x in (rows.min(), rows.max(), columns.min(), columns.max())]
 
-    assert where(shown[0].image, segmentation.TRUE)[:3] == [2, 5, 2]
-    assert where(shown[0].image, segmentation.PREDICTED) == [2, 5, 3, 6]
-    assert where(shown[1].image, segmentation.PREDICTED) == [0, 0, 0, 1]
-    assert where(shown[2].image, segmentation.PREDICTED) == [0, 5, 0, 5]
-    assert where(shown[2].image, segmentation.TRUE) == [0, 5, 0, 5]  # wider: seen beneath
+    assert where(shown[0].image, TRUE)[:3] == [2, 5, 2]
+    assert where(shown[0].image, PREDICTED) == [2, 5, 3, 6]
+    assert where(shown[1].image, PREDICTED) == [0, 0, 0, 1]
+    assert where(shown[2].image, PREDICTED) == [0, 5, 0, 5]
+    assert where(shown[2].image, TRUE) == [0, 5, 0, 5]  # wider: seen beneath
     assert (shown[2].image[16:176, 16:176] == 0).all()

@@ -10,7 +10,7 @@ from kfac_bench.data.demo import demo_lgg
 from kfac_bench.data.images import lgg
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Trained
-from kfac_bench.tasks.segmentation import Segmentation
+from kfac_bench.tasks.objectives.segmentation import Segmentation
 from tests.support.distributed import run_ranks
 from tests.support.runs import before_step, end, here, of_kind, terminate, train, trainer_of
 

@@ -8,8 +8,8 @@ from torch.nn import functional
 from kfac_bench.core.capture import fisher
 from kfac_bench.data.base.order import Shard, eval_indices
 from kfac_bench.errors import UsageError
-from kfac_bench.tasks.classification import Classification
-from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.tasks.objectives.classification import Classification
+from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.tasks.task import reached
 
 TASKS = [Classification(), Reconstruction()]

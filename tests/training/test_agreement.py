@@ -6,7 +6,7 @@ from torch import nn
 
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.core.distributed.dtensor import local
-from kfac_bench.distributed.fsdp2 import FSDP2
+from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.record.events import Evaluated
 from kfac_bench.training import agreement

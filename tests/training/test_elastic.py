@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from kfac_bench import distributed
-from kfac_bench.config import BackendConfig
 from kfac_bench.core.distributed.collective import TorchCollective
+from kfac_bench.distributed.ddp import DDPConfig
 from kfac_bench.errors import LostRanksError, UsageError
 from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.training import build
-from kfac_bench.training.optimizers import build_optimizer
+from kfac_bench.training.build import build_optimizer
 from tests.support import ROOT
 from tests.support.distributed import run_ranks
 from tests.support.runs import (
@@ -220,7 +220,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(monkeypatch,
     for name, value in (world | {"TORCHELASTIC_USE_AGENT_STORE": str(agent)}).items():
         monkeypatch.setenv(name, value)
     begin = time.monotonic()
-    with pytest.raises(LostRanksError), distributed.join(BackendConfig("ddp", timeout_s=1), "cpu"):
+    with pytest.raises(LostRanksError), distributed.join(DDPConfig("ddp", timeout_s=1), "cpu"):
         pass
     assert 0.5 < time.monotonic() - begin < 30
     del store
@@ -325,7 +325,7 @@ def test_ranks_that_see_other_checkpoints_stop(tmp_path):
 def another_model_here(folder):
     backend = here()
     config = config_of(folder, f"model.hidden=[{8 + backend.ranks.rank}]")
-    model = build.build_model(config.model, (1, 8, 8), 10)
+    model = config.model.build((1, 8, 8), 10, "classification")
     optimizer = build_optimizer(config.optimizer, model)
     with pytest.raises(UsageError, match=r"kfac: ranks \[1\] made another K-FAC plan than rank 0"):
         build.build_kfac(config.kfac, model, optimizer, TorchCollective())

@@ -4,11 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_bench.config import OF_WHOLE_WEIGHTS, compose
+from kfac_bench.config import compose, registry
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated
-from kfac_bench.training.optimizers import build_optimizer
+from kfac_bench.training.build import build_optimizer
 from tests.support.runs import before_step, end, of_kind, terminate, train
+
+NOT_ELEMENTWISE = [
+    name
+    for name in registry.OPTIMIZERS
+    if not registry.options_class("optimizer", name).is_elementwise
+]
 
 
 def parameters():
@@ -113,7 +119,7 @@ def test_muon():
     assert {g["initial_lr"] for g in optimizer.param_groups} == {0.1, 0.003}
 
 
-@pytest.mark.parametrize("name", OF_WHOLE_WEIGHTS)
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
     rate = {"lars": 1.0, "lamb": 0.01, "muon": 0.1, "soap": 0.01, "shampoo": 0.003}[name]
     run = (f"optimizer={name}", f"optimizer.lr={rate}", "kfac=none", "trainer.max_steps=24")
@@ -129,7 +135,7 @@ def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
     assert last < 0.8 * first
 
 
-@pytest.mark.parametrize("name", OF_WHOLE_WEIGHTS)
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_pieces_of_weights_are_refused(name):
     with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend.zero_stage=2"):
         compose.load([f"optimizer={name}", "backend=deepspeed", "backend.zero_stage=2"])

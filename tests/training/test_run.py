@@ -28,8 +28,8 @@ from kfac_bench.record.events import (
     Trained,
     read,
 )
-from kfac_bench.tasks.classification import Classification
-from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.tasks.objectives.classification import Classification
+from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.training import checkpoint, dry_run, run, saving
 from kfac_bench.training.run_directory import RunDirectory, run_id
 from kfac_bench.training.state import weights_sha256

@@ -291,7 +291,7 @@ def test_skipped_slices_are_named_on_the_console(root, tmp_path, capsys):
     "overrides", [["model=unet", "data=digits"], ["data=lgg"], ["task=segmentation"]]
 )
 def test_unet_lgg_and_segmentation_go_together(overrides):
-    with pytest.raises(UsageError, match="go together"):
+    with pytest.raises(UsageError, match="does not fit task="):
         compose.load(overrides)
     assert compose.load(["model=unet"]).task.name == "segmentation"
 

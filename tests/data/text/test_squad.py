@@ -18,7 +18,7 @@ from kfac_bench.data.text.squad_windows import NO_CHARACTER
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks import answers
-from kfac_bench.tasks.question_answering import QuestionAnswering, best_spans
+from kfac_bench.tasks.objectives.question_answering import QuestionAnswering, best_spans
 from tests.cli.test_kfac_data import run
 from tests.data.text.test_text import JSON, refused
 from tests.support.distributed import run_ranks

@@ -25,7 +25,7 @@ from torch import Tensor
 from kfac_bench.core.execution.batch_statistics import Fresh
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.planning.layer_spec import FACTORS
-from kfac_bench.tasks.reconstruction import Reconstruction
+from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.training.checkpoint import MANIFEST, writing
 from kfac_bench.training.trainer import Trainer
 from kfac_bench.training.update import Update

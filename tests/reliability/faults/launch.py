@@ -29,7 +29,7 @@ FORKS.set_forkserver_preload(
     [
         "tests.reliability.faults.inject",
         "kfac_bench.training.run",
-        "kfac_bench.distributed.ddp",
+        "kfac_bench.distributed.backends.ddp",
         "sklearn.datasets",
         "torch._dynamo",
     ]

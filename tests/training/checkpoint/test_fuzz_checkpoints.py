@@ -19,7 +19,7 @@ from torch import nn
 from kfac_bench.config.compose import load as compose
 from kfac_bench.data.images import cifar10, cifar10_pickle
 from kfac_bench.errors import UsageError
-from kfac_bench.models import maskrcnn
+from kfac_bench.models.networks import maskrcnn
 from kfac_bench.training import checkpoint, export, weights
 from kfac_bench.training.run import _build_trainer, _start
 from kfac_bench.training.run_directory import RunDirectory

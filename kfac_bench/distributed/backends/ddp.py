@@ -1,0 +1,143 @@
+"""PyTorch's DistributedDataParallel, and the process group that DDP, FSDP2, DeepSpeed and Apex use.
+
+torchrun or srun starts the ranks. Messages go through gloo on CPUs and through NCCL on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from kfac_bench.config import BackendConfig
+from kfac_bench.core.distributed.collective import Collective, TorchCollective
+from kfac_bench.distributed.backend import Backend, find_device
+from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.errors import LostRanksError
+
+
+class DDP(Backend):
+    """The backend that averages gradients with PyTorch's DDP while backward runs."""
+
+    def collective(self) -> Collective:
+        """See `Backend.collective`."""
+        return TorchCollective()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """See `Backend.wrap`."""
+        device = self.ranks.device
+        on = [device.index] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=on), optimizer
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        """See `Backend.bare`."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """See `Backend.part`."""
+        assert isinstance(model, DistributedDataParallel)
+        return nullcontext() if last else model.no_sync()
+
+
+@contextmanager
+def launched(
+    config: BackendConfig, device: str, make: Callable[[Ranks], Backend]
+) -> Iterator[Backend]:
+    """Join the ranks that torchrun or srun started, and yield their backend.
+
+    Args:
+        config: The options of the backend.
+        device: The option trainer.device.
+        make: Makes the backend if there are several ranks.
+    """
+    on = local_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Backend(Ranks(on))
+        return
+    with process_group(on, config.timeout_s) as ranks:
+        yield make(ranks)
+
+
+def local_device(device: str) -> torch.device:
+    """Return this rank's device on its node."""
+    return find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+join = partial(launched, make=DDP)
+
+
+@contextmanager
+def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
+    """Make torch.distributed's default process group, and leave it at exit.
+
+    Raises:
+        LostRanksError: If another rank is gone, or a message waits longer than `timeout_s` seconds.
+    """
+    cuda = device.type == "cuda"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=_of_this_start(store, rank, world_size, timeout_s),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+        yield Ranks(device, TorchCollective())
+    except RuntimeError as error:
+        # NCCL raises DistError, but gloo raises a plain RuntimeError with its name in the text.
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            line = str(error).splitlines()[0].partition(". This is typically")[0]
+            # gloo begins with the place in its C++ source, which tells a user nothing.
+            raise LostRanksError(re.sub(r"\[\S*/\S*:\d+\] ", "", line)) from error
+        raise
+    finally:
+        # Otherwise gloo's threads outlive the interpreter, and now and then abort the process at
+        # exit, after its work is done.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
+    """Return a store in which only the ranks of this start find each other.
+
+    torchrun's store outlives a restart and keeps the addresses of ranks that are gone. torchrun's
+    count of restarts cannot tell the starts apart, because it differs between nodes. Rank 0
+    therefore invents a name for this start. Each other rank asks for the name with a random word,
+    so no rank can mistake an answer of an earlier start for an answer to itself.
+    """
+    if rank > 0:
+        word = uuid.uuid4().hex
+        store.set(f"kfac/word/{rank}", word)
+        name = store.get(f"kfac/name/{word}").decode()
+        store.set(f"kfac/{name}/{rank}", "here")
+        return PrefixStore(name, store)
+    name, missing = uuid.uuid4().hex, list(range(1, world_size))
+    deadline = time.monotonic() + timeout_s
+    while missing:
+        if time.monotonic() > deadline:
+            raise LostRanksError(f"ranks {missing} did not come within {timeout_s:g} s")
+        for other in missing:
+            # The word may be left from an earlier start. Then the answer reaches nobody, and this
+            # loop answers again once the rank has set its new word.
+            if store.check([f"kfac/word/{other}"]):
+                word = store.get(f"kfac/word/{other}").decode()
+                store.set(f"kfac/name/{word}", name)
+        missing = [r for r in missing if not store.check([f"kfac/{name}/{r}"])]
+        time.sleep(0.01)
+    return PrefixStore(name, store)

@@ -1,0 +1,1 @@
+"""The code of the networks; the file of a model's options imports it when the model is built."""

@@ -1,0 +1,82 @@
+"""BERT (Devlin et al. 2019) from transformers, with the heads and the inputs of our tasks.
+
+Names of parameters are those of transformers' own checkpoints.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertForPreTraining, BertForQuestionAnswering
+
+SIZES = {"bert_tiny": (2, 128), "bert_base": (12, 768), "bert_large": (24, 1024)}
+"""Layers and hidden size; heads of 64, and four times the hidden size in between."""
+
+MAX_POSITIONS = 512
+
+Inputs = Mapping[str, Tensor]
+"""int64 `input_ids` and `token_type_ids` [n, L], bool `attention_mask` [n, L]."""
+
+
+def config(
+    name: str, vocabulary_size: int, dropout: float, width: int | None, depth: int | None
+) -> BertConfig:
+    """That of a size by name; `width` and `depth` are other ones (tests)."""
+    layers, hidden = SIZES[name]
+    layers, hidden = depth or layers, width or hidden
+    made = BertConfig(
+        vocab_size=vocabulary_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        intermediate_size=4 * hidden,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        max_position_embeddings=MAX_POSITIONS,
+    )
+    made._attn_implementation = "sdpa"  # which takes masks of True and False
+    return made
+
+
+class PretrainingBert(nn.Module):
+    """Masked-token logits [n, P, V] at `positions` (int64 [n, P]), and next-sentence logits [n, 2].
+
+    The head looks at these places alone: all others would be most of the memory and the time.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        made = BertForPreTraining(config)
+        self.bert, self.cls = made.bert, made.cls
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Logits; of the next sentence, [0] is that it follows."""
+        hidden, pooled = _encode(self.bert, inputs)
+        places = inputs["positions"][..., None].expand(-1, -1, hidden.shape[-1])
+        logits, next_logits = self.cls(hidden.gather(1, places), pooled)
+        return logits, next_logits
+
+
+class QuestionAnsweringBert(nn.Module):
+    """Logits [n, 2, L] of where an answer begins and ends."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        made = BertForQuestionAnswering(config)
+        self.bert, self.qa_outputs = made.bert, made.qa_outputs
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.qa_outputs(_encode(self.bert, inputs)[0])
+        return logits.transpose(1, 2)
+
+
+def _encode(bert: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Hidden states [n, L, H]; and the first one's after the pooler, if there is one."""
+    encoded = bert(
+        inputs["input_ids"],
+        token_type_ids=inputs["token_type_ids"],
+        # of four dimensions it is taken as it is: nothing waits for what a mask holds
+        attention_mask=inputs["attention_mask"][:, None, None, :],
+    )
+    return encoded.last_hidden_state, encoded.pooler_output

@@ -1,0 +1,24 @@
+"""AdamW: Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kfac_bench.config.optimizers import Group
+from kfac_bench.optimizers.adam import AdamConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass
+class AdamWConfig(AdamConfig):
+    """AdamW: Adam with decoupled weight decay."""
+
+    def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
+        """See :meth:`OptimizerConfig.build`."""
+        from torch.optim import AdamW
+
+        return AdamW(groups, **self.settings())

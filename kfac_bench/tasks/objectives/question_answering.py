@@ -1,0 +1,125 @@
+"""Where in a paragraph the answer to a question is."""
+
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kfac_bench.data.base.batch import Batch
+from kfac_bench.data.text.squad import Question
+from kfac_bench.data.text.squad_windows import NO_CHARACTER
+from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.tasks.answers import exact_match, f1
+from kfac_bench.tasks.prediction import Prediction
+
+Found = tuple[float, int, int]
+"""Score, first character and last character + 1 of an answer."""
+
+
+class QuestionAnswering:
+    """Cross entropy of logits [n, 2, L]: of the places where an answer begins and ends.
+
+    The training loss is the mean of both, over the examples (windows of paragraphs).
+
+    Metrics, in PERCENT as SQuAD's own script prints them: `f1` and `exact_match` over all questions
+    of the evaluation set, one without an answer of ours counting 0. The answer to a question is the
+    stretch of at most `max_answer_tokens` tokens with the highest sum of both logits, over all its
+    windows; all stretches are looked at, which is what a search of n-best lists comes near to.
+    """
+
+    def __init__(self, questions: Sequence[Question] = (), max_answer_tokens: int = 30) -> None:
+        self.metric = "f1"
+        self.higher_is_better = True
+        self.likelihood = "categorical"
+        self.questions = questions
+        self.max_answer_tokens = max_answer_tokens
+
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy, mean over the examples and both ends, nats; and the logits."""
+        inputs, spans = batch[:2]
+        logits = model(inputs)
+        return functional.cross_entropy(logits.flatten(0, 1), spans.flatten()), logits
+
+    def evaluation(self) -> "Answers":
+        """A pass that keeps the best answer to each question."""
+        return Answers(self.questions, self.max_answer_tokens)
+
+    @torch.no_grad()
+    def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
+        """Return questions with true answers and those of the windows at hand; worst first."""
+        found = Answers(self.questions, self.max_answer_tokens)
+        found.add(model, batch)
+        scored = []
+        for number, answer in found.texts().items():
+            question = self.questions[number]
+            truths = list(dict.fromkeys(a.text for a in question.answers))
+            score = max(f1(answer, truth) for truth in truths)
+            text = f"{question.text}\ntrue: {' | '.join(truths)}\npredicted: {answer}"
+            scored.append(
+                (score, Prediction(f"F1 {100 * score:.0f}", text=f"{text}\n{question.context}"))
+            )
+        return [prediction for _, prediction in sorted(scored, key=lambda pair: pair[0])[:count]]
+
+
+class Answers:
+    """The best answer so far to each question, by its number."""
+
+    def __init__(self, questions: Sequence[Question], max_answer_tokens: int) -> None:
+        self.best: dict[int, Found] = {}
+        self._questions, self._most = questions, max_answer_tokens
+
+    def add(self, model: nn.Module, batch: Batch) -> None:
+        """Look at windows of this rank."""
+        inputs, _, numbers, offsets = batch
+        scores, first, last = best_spans(model(inputs), offsets[..., 0] != NO_CHARACTER, self._most)
+        rows = torch.arange(len(numbers), device=offsets.device)
+        begins, ends = offsets[rows, first, 0], offsets[rows, last, 1]
+        found = (x.tolist() for x in (numbers, scores, begins, ends))
+        for number, *answer in zip(*found, strict=True):
+            self._keep(number, tuple(answer))
+
+    def _keep(self, number: int, answer: Found) -> None:
+        """Of equal scores the earlier answer, so that the order of windows does not matter."""
+        old = self.best.get(number)
+        if answer[0] > float("-inf") and (old is None or _rank(answer) > _rank(old)):
+            self.best[number] = answer
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """`f1` and `exact_match` over all questions; all ranks call it."""
+        for content in ranks.gather(json.dumps(list(self.best.items())).encode()):
+            for number, answer in json.loads(content):
+                self._keep(number, tuple(answer))
+        figures = {"f1": f1, "exact_match": exact_match}
+        totals = dict.fromkeys(figures, 0.0)
+        for number, text in self.texts().items():
+            truths = [answer.text for answer in self._questions[number].answers]
+            for name, figure in figures.items():
+                totals[name] += max(figure(text, truth) for truth in truths)
+        return {name: 100 * total / len(self._questions) for name, total in totals.items()}
+
+    def texts(self) -> dict[int, str]:
+        """Answers as people read them, by the number of the question."""
+        return {
+            number: self._questions[number].context[begin:end]
+            for number, (_, begin, end) in sorted(self.best.items())
+        }
+
+
+def _rank(answer: Found) -> tuple[float, int, int]:
+    return answer[0], -answer[1], -answer[2]
+
+
+def best_spans(logits: Tensor, inside: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Score [n] of the best stretch of at most `most` tokens, its first and its last token [n].
+
+    `logits` [n, 2, L] are of beginnings and ends, of which the bool `inside` [n, L] are allowed;
+    a window without any scores -inf.
+    """
+    begins, ends = logits.float().masked_fill(~inside[:, None], float("-inf")).unbind(1)
+    after = functional.pad(ends, (0, most - 1), value=float("-inf"))
+    scores = begins[..., None] + after.unfold(1, most, 1)  # [n, L, most]: by beginning and length
+    best, where = scores.flatten(1).max(1)
+    first = where // most
+    return best, first, (first + where % most).clamp_max(logits.shape[-1] - 1)
