@@ -20,7 +20,7 @@ from kfac_bench.record.events import RunEnded, RunStarted, Trained, read
 from kfac_bench.simulate import plan_report
 from kfac_bench.training import dry_run
 from tests.support import forks
-from tests.support.runs import child_seconds
+from tests.support.quick import slow
 
 BIN = Path(sys.executable).parent
 ROOT = compose.CONF_DIR.parent
@@ -65,7 +65,7 @@ def test_version(command):
     assert (done.returncode, done.stdout.strip()) == (0, kfac_bench.__version__)
 
 
-def test_help_is_quick_and_needs_no_torch(command):
+def test_help_needs_no_torch(command):
     code = (
         "import sys, kfac_bench.cli\n"
         "try: kfac_bench.cli.train(['--help'])\n"
@@ -73,13 +73,8 @@ def test_help_is_quick_and_needs_no_torch(command):
         "heavy = {'torch', 'numpy', 'sklearn', 'wandb', 'matplotlib', 'scipy'} & set(sys.modules)\n"
         "print(code, sorted(heavy), file=sys.stderr)"
     )
-    seconds = []
-    for _ in range(2):  # the first may read from a cold disk
-        began = os.times()
-        done = command(sys.executable, "-c", code)
-        seconds.append(os.times().children_user - began.children_user)
+    done = command(sys.executable, "-c", code)
     assert done.stderr == "0 []\n"
-    assert min(seconds) < 1.5
     assert done.stdout.startswith("usage: kfac-train")
     for said in (
         "--multirun",
@@ -212,12 +207,10 @@ def test_on_several_ranks_one_of_them_speaks(monkeypatch, capsys):
 
 
 def test_a_dry_run_of_the_papers_model_tells_what_it_costs(command, tmp_path):
-    before = child_seconds()
     done = command(
         *(BIN / "kfac-train", "model=resnet50", "data=imagefolder", "kfac.update_freq=500"),
         *("trainer.batch_size=32", "dry_run=true"),
     )
-    assert child_seconds() - before < 15
     assert (done.returncode, done.stderr) == (0, "")
     assert list(tmp_path.iterdir()) == [], "a dry run leaves nothing behind"
     text = done.stdout
@@ -271,7 +264,7 @@ ALL = ("kfac.skip=[]", "kfac.method=ekfac", "kfac.fisher=type2", "kfac.adaptive_
 OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kfac=layer_wise")
 
 
-@pytest.mark.parametrize("options", [ALL, OTHERS])
+@pytest.mark.parametrize("options", [ALL, slow(OTHERS)])
 @pytest.mark.parametrize("model", compose.options_of("model"))
 def test_a_dry_run_of_anything(model, options):
     data = {"unet": "lgg", "transformer": "pydoc", "maskrcnn": "coco", "bert": "text"}

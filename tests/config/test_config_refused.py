@@ -82,6 +82,7 @@ BAD = [
     # options that clash
     ("task=reconstruction", "model=resnet8 does not fit task=reconstruction"),
     ("kfac.update_freq=7", "must be a multiple of kfac.factor_update_freq=10"),
+    ("kfac.update_freq=15", "must be a multiple of kfac.factor_update_freq=10"),
     ("trainer.accumulate=257", "trainer.accumulate=257 is more than trainer.batch_size=256"),
     # what is not an override
     ("seed=1,2", "'seed=1,2': give one value, or add --multirun"),
@@ -117,6 +118,13 @@ def test_ekfac_and_a_damping_of_the_factors_clash():
     assert "kfac.factored_damping=true does not fit kfac.method=ekfac" in refused(said)
     compose.load([*said, "kfac=none"])  # of no matter
     compose.load(["kfac.method=inverse", "kfac.factored_damping=true"])
+
+
+@pytest.mark.parametrize("milestones", ["[0,5]", "[-1]", "[5,5]", "[5,3]"])
+def test_milestones_are_above_0_and_rise(milestones):
+    said = refused(["schedule=step", f"schedule.milestones={milestones}"])
+    assert "schedule.milestones=" in said
+    assert "must be epochs above 0 in rising order" in said
 
 
 def test_a_misspelt_option_names_the_one_of_the_group_in_use():

@@ -5,7 +5,6 @@ import hashlib
 import io
 import math
 import os
-import resource
 import signal
 
 import torch
@@ -108,12 +107,6 @@ def trainer_of(folder, *overrides, base=SMALL, backend=ALONE):
     """A trainer that writes no events."""
     config = config_of(folder, *overrides, base=base)
     return run._build_trainer(config, backend, RunDirectory(config))
-
-
-def child_seconds():
-    """What ended processes took of processors, not of the clock: other tests may run beside."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def here():

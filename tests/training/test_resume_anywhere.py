@@ -6,6 +6,7 @@ import torch
 from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.training import checkpoint
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import KFAC, SMALL, steps_of, train, train_here
 from tests.support.training import assert_close
 
@@ -48,7 +49,7 @@ CHAIN = (
 
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "resume on another world size")
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("method", ["eigen", slow("inverse")])
 def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path, method):
     options = (*STABLE, f"kfac.method={method}")
     for link, (backend, world_size, strategy) in enumerate(CHAIN, start=1):

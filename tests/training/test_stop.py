@@ -1,0 +1,32 @@
+"""Signals that stop a run."""
+
+import signal
+
+import pytest
+
+from kfac_bench.training.stop import Stop
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step_to_end():
+    stop = Stop()
+    with stop.listening():
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+def test_other_signals_may_come_twice_and_before_ctrl_c(first):
+    stop = Stop()
+    with stop.listening():
+        for number in (first, first, signal.SIGINT):
+            signal.raise_signal(number)
+            assert stop.signal == number
+
+
+def test_afterwards_signals_do_what_they_did_before():
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    with Stop().listening():
+        assert all(signal.getsignal(number) != handler for number, handler in before.items())
+    assert {number: signal.getsignal(number) for number in before} == before
