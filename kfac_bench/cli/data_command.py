@@ -53,8 +53,8 @@ def _prepare(options: argparse.Namespace) -> int:
         return 0
     from functools import partial
 
-    from kfac_bench.data.text import documents
-    from kfac_bench.data.text import prepare as preparation
+    from kfac_bench.data.language import documents
+    from kfac_bench.data.language import prepare as preparation
 
     preparation.prepare(
         partial(documents.read, options.layout, options.source),

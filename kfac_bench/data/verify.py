@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kfac_bench.counted import counted
-from kfac_bench.data.coco import coco_annotations
-from kfac_bench.data.images import cifar10, lgg
-from kfac_bench.data.text import masked_text, squad, text_shards
+from kfac_bench.data.images import cifar10, coco_annotations, lgg
+from kfac_bench.data.language import masked_text, squad, text_shards
 from kfac_bench.errors import UsageError
 
 LAYOUTS = {
@@ -28,7 +27,7 @@ def verify(root: Path) -> tuple[str, list[tuple[Path, str]]]:
     if not root.exists():
         raise UsageError(f"{root}: no such folder")
     if (root / "annotations").is_dir():
-        from kfac_bench.data.coco import coco_dataset
+        from kfac_bench.data.images import coco_dataset
 
         counts, unreadable = coco_dataset.scan(root)
         return f"coco: {_by_split(counts, 'image')}", [(Path(x.path), x.reason) for x in unreadable]

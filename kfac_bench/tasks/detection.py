@@ -11,7 +11,7 @@ from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
     from kfac_bench.config.train import TrainConfig
-    from kfac_bench.data.coco.coco_dataset import COCO
+    from kfac_bench.data.images.coco_dataset import COCO
     from kfac_bench.tasks.task import Task
 
 

@@ -10,7 +10,7 @@ from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
     from kfac_bench.config.train import TrainConfig
-    from kfac_bench.data.text.masked_text import Text
+    from kfac_bench.data.language.masked_text import Text
     from kfac_bench.tasks.task import Task
 
 

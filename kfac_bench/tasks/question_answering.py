@@ -9,7 +9,7 @@ from kfac_bench.config.options import RESULT, option
 from kfac_bench.config.tasks import TaskConfig
 
 if TYPE_CHECKING:
-    from kfac_bench.data.text.squad_windows import Squad
+    from kfac_bench.data.language.squad_windows import Squad
     from kfac_bench.tasks.task import Task
 
 

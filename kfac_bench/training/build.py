@@ -33,7 +33,7 @@ from kfac_bench.core.distributed.collective import Collective, PlansDifferError
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.root import root_of
 from kfac_bench.data.images import lgg, pictures
-from kfac_bench.data.text import masked_text, pydoc, squad_windows
+from kfac_bench.data.language import masked_text, pydoc, squad_windows
 from kfac_bench.errors import UsageError
 from kfac_bench.training.update import has_batch_norm
 
@@ -58,7 +58,7 @@ def build_data(config: DataConfig, task: TaskConfig) -> Data:
             on_error=config.on_error,
         )
     if isinstance(config, COCOConfig):
-        from kfac_bench.data.coco import coco_dataset
+        from kfac_bench.data.images import coco_dataset
 
         return coco_dataset.load(
             root,

@@ -14,7 +14,7 @@ from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import pictures
-from kfac_bench.data.text import pydoc
+from kfac_bench.data.language import pydoc
 from kfac_bench.errors import UsageError
 from kfac_bench.models.networks.transformer import Transformer
 from kfac_bench.record.events import Evaluated

@@ -15,13 +15,13 @@ from kfac_bench import models
 from kfac_bench.config import compose
 from kfac_bench.data.base.batch import split
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.text import masked_text
+from kfac_bench.data.language import masked_text
 from kfac_bench.models.networks import bert
 from kfac_bench.record.events import Evaluated, Trained
 from kfac_bench.tasks.objectives.pretraining import Pretraining
 from kfac_bench.training import checkpoint, dry_run, weights
 from kfac_bench.training.state import weights_sha256
-from tests.data.text.test_text import refused
+from tests.data.language.test_text import refused
 from tests.support.distributed import run_ranks
 from tests.support.language import BERT, LENGTH, QA, make_squad, make_text
 from tests.support.runs import (

@@ -3,7 +3,7 @@
 import json
 import pydoc_data.topics
 
-from kfac_bench.data.text import documents, prepare, wordpiece
+from kfac_bench.data.language import documents, prepare, wordpiece
 
 LENGTH = 32
 BERT = (

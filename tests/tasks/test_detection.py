@@ -9,9 +9,9 @@ import torch
 from kfac_bench.config import compose
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.data.base.dataset import Looks
-from kfac_bench.data.coco import coco_masks
-from kfac_bench.data.coco.coco_annotations import CocoImage, Instance
 from kfac_bench.data.demo import demo_coco
+from kfac_bench.data.images import coco_masks
+from kfac_bench.data.images.coco_annotations import CocoImage, Instance
 from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError

@@ -14,7 +14,7 @@ from typing import Any
 
 from kfac_bench.data.demo import demo_text
 from kfac_bench.data.demo.demo_text import Definition
-from kfac_bench.data.text import squad, squad_windows, wordpiece
+from kfac_bench.data.language import squad, squad_windows, wordpiece
 from kfac_bench.errors import UsageError
 
 IN_A_PARAGRAPH = 4

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kfac_bench.data.text import prepare, text_shards, wordpiece
-from kfac_bench.data.text.documents import Document
+from kfac_bench.data.language import prepare, text_shards, wordpiece
+from kfac_bench.data.language.documents import Document
 from kfac_bench.errors import UsageError
 
 SEQUENCE_LENGTHS = (64, 128)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import UNKNOWN, Looks
-from kfac_bench.data.coco.coco_annotations import CocoImage
-from kfac_bench.data.coco.coco_masks import decode, encode, to_rle
+from kfac_bench.data.images.coco_annotations import CocoImage
+from kfac_bench.data.images.coco_masks import decode, encode, to_rle
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.tasks import pictures
 from kfac_bench.tasks.evaluation import Evaluation

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.text import pydoc
+from kfac_bench.data.language import pydoc
 from kfac_bench.tasks.evaluation import SummedTask
 from kfac_bench.tasks.prediction import Prediction
 

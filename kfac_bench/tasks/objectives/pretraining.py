@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.text.masked_text import IGNORED
+from kfac_bench.data.language.masked_text import IGNORED
 from kfac_bench.tasks.evaluation import SummedTask
 from kfac_bench.tasks.prediction import Prediction
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.text.squad import Question
-from kfac_bench.data.text.squad_windows import NO_CHARACTER
+from kfac_bench.data.language.squad import Question
+from kfac_bench.data.language.squad_windows import NO_CHARACTER
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.tasks.answers import exact_match, f1
 from kfac_bench.tasks.prediction import Prediction

@@ -14,7 +14,7 @@ from PIL import Image
 
 from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.images import cifar10, cifar10_pickle, reading, tar_index
-from kfac_bench.data.text import text_shards
+from kfac_bench.data.language import text_shards
 from kfac_bench.training.predictions import read as read_picture
 from tests.support.fuzzing import damaged, fuzz, refused_or
 

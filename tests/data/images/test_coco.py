@@ -13,8 +13,8 @@ from PIL import Image
 from pycocotools import mask as pycocotools_mask
 
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.coco import coco_annotations, coco_dataset, coco_masks
 from kfac_bench.data.demo import demo_coco
+from kfac_bench.data.images import coco_annotations, coco_dataset, coco_masks
 from kfac_bench.errors import UsageError
 from tests.cli.test_kfac_data import run
 

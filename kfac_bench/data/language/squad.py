@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.counted import counted
-from kfac_bench.data.text.documents import is_unicode
+from kfac_bench.data.language.documents import is_unicode
 from kfac_bench.errors import UsageError
 
 FILES = {"train": "train-v1.1.json", "eval": "dev-v1.1.json"}

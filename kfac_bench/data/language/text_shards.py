@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kfac_bench.data.text import wordpiece
+from kfac_bench.data.language import wordpiece
 from kfac_bench.errors import UsageError
 
 FORMAT = "kfac_bench text 1"

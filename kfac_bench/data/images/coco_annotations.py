@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kfac_bench.data.base.unreadable import Unreadable
-from kfac_bench.data.coco.coco_masks import RLE, BadMaskError, Polygons, read
+from kfac_bench.data.images.coco_masks import RLE, BadMaskError, Polygons, read
 from kfac_bench.errors import UsageError
 
 LAYOUT = "annotations/instances_{train,val}<year>.json and the folders train<year>, val<year>"

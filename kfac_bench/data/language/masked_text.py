@@ -18,9 +18,9 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.text import text_shards
-from kfac_bench.data.text.text_shards import HEADER, Array, Manifest
-from kfac_bench.data.text.wordpiece import SPECIAL, Vocabulary
+from kfac_bench.data.language import text_shards
+from kfac_bench.data.language.text_shards import HEADER, Array, Manifest
+from kfac_bench.data.language.wordpiece import SPECIAL, Vocabulary
 from kfac_bench.errors import UsageError
 
 IGNORED = -100

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.demo import demo_text
-from kfac_bench.data.text import documents, masked_text, prepare, text_shards, wordpiece
-from kfac_bench.data.text.sentence_pairs import pairs
+from kfac_bench.data.language import documents, masked_text, prepare, text_shards, wordpiece
+from kfac_bench.data.language.sentence_pairs import pairs
 from kfac_bench.errors import UsageError
 from tests.cli.test_kfac_data import run
 from tests.support.language import LENGTH, make_text, topics

@@ -17,9 +17,9 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.text import squad, wordpiece
-from kfac_bench.data.text.squad import Fault, Question
-from kfac_bench.data.text.wordpiece import Vocabulary
+from kfac_bench.data.language import squad, wordpiece
+from kfac_bench.data.language.squad import Fault, Question
+from kfac_bench.data.language.wordpiece import Vocabulary
 from kfac_bench.errors import UsageError
 
 VOCABULARY = "vocab.txt"

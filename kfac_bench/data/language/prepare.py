@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from kfac_bench.counted import counted
-from kfac_bench.data.text import documents, text_shards, wordpiece
-from kfac_bench.data.text.documents import Document
-from kfac_bench.data.text.sentence_pairs import Pair, pairs
-from kfac_bench.data.text.text_shards import Array, Manifest, Shard
+from kfac_bench.data.language import documents, text_shards, wordpiece
+from kfac_bench.data.language.documents import Document
+from kfac_bench.data.language.sentence_pairs import Pair, pairs
+from kfac_bench.data.language.text_shards import Array, Manifest, Shard
 from kfac_bench.errors import UsageError
 
 BLOCK_CHARACTERS = 32_000_000
@@ -40,7 +40,7 @@ def prepare(
     about: str = "",
     say: Say = lambda text: None,
 ) -> None:
-    """Write examples of each length into `root`, in the layout of `data.text.text_shards`.
+    """Write examples of each length into `root`, in the layout of `data.language.text_shards`.
 
     `source()` gives the documents, each time the same ones; those without text are left out,
     counted and named by `say`, which also hears how far it is. The vocabulary is the given one,

@@ -14,14 +14,14 @@ from torch import nn
 
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.demo import demo_squad
-from kfac_bench.data.text import squad, squad_windows, wordpiece
-from kfac_bench.data.text.squad_windows import NO_CHARACTER
+from kfac_bench.data.language import squad, squad_windows, wordpiece
+from kfac_bench.data.language.squad_windows import NO_CHARACTER
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks import answers
 from kfac_bench.tasks.objectives.question_answering import QuestionAnswering, best_spans
 from tests.cli.test_kfac_data import run
-from tests.data.text.test_text import JSON, refused
+from tests.data.language.test_text import JSON, refused
 from tests.support.distributed import run_ranks
 from tests.support.language import LENGTH, made_up, make_squad, question, squad_file
 from tests.support.runs import CPU, here

@@ -22,9 +22,9 @@ from kfac_bench.data.base.dataset import Data, Looks
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.coco.coco_annotations import AnnotationFile, CocoImage, find
-from kfac_bench.data.coco.coco_annotations import load as load_annotations
-from kfac_bench.data.coco.coco_masks import api, decode
+from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
+from kfac_bench.data.images.coco_annotations import load as load_annotations
+from kfac_bench.data.images.coco_masks import api, decode
 from kfac_bench.errors import UsageError
 
 Target = dict[str, Tensor]

@@ -1,1 +1,0 @@
-"""Object detection datasets in the layout of COCO."""
