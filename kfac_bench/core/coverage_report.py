@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.coverage import Skipped
+from kfac_bench.core.layers.coverage import SkippedModule
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
 from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
 from kfac_bench.core.planning.plan import Plan, Stage
@@ -19,7 +19,7 @@ class Report:
     plan: Plan
     rank: int
     layers: Sequence[Layer]
-    skipped: Sequence[Skipped]
+    skipped: Sequence[SkippedModule]
 
     @property
     def covered_params(self) -> int:

@@ -1,1 +1,1 @@
-"""Collect the statistics of a step: hooks on the layers, and the moments that they sum."""
+"""Collect the statistics of a step: hooks on the layers, and the moments that the hooks sum."""

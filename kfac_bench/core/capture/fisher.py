@@ -1,11 +1,16 @@
-"""What to send backward so that G becomes the Fisher's, not the empirical one.
+"""Which gradients to send backward so that G belongs to the true Fisher matrix.
 
-The empirical Fisher uses the gradient of the training loss. The true one takes the expectation
-over labels drawn from the *model's* distribution: by one sampled label per position ("mc"), or
-exactly ("type2"), by sending each column of a root of the loss' Hessian backward (the generalised
-Gauss-Newton matrix, which is the Fisher for these likelihoods: Martens 2014, section 9). Where a
-sample has several classified positions (tokens, pixels), a column goes back from all of them at
-once, with random signs: exact for layers that do not mix positions, elsewhere without bias.
+The *empirical* Fisher uses the gradient of the training loss. The true Fisher takes the expectation
+over labels of the model's own distribution. There are two ways:
+
+* ``mc`` draws one label per position.
+* ``type2`` is exact. It sends each column of a root of the loss' Hessian backward. The result is
+  the generalized Gauss-Newton matrix, which equals the Fisher for these likelihoods (Martens 2014,
+  section 9).
+
+A sample may have several classified positions (tokens, pixels). ``type2`` then sends a column back
+from all positions at once, with random signs. That is exact for layers that do not mix positions,
+and unbiased for others.
 """
 
 from __future__ import annotations
@@ -29,15 +34,23 @@ def seeds(
     mask: Tensor | None = None,
     curvature: float = 1.0,
 ) -> tuple[Iterator[Tensor], int]:
-    """Gradients to send backward from ``output``, each K times that of the loss; and K.
+    """Return gradients to send backward from ``output``, and their magnitude K.
 
-    categorical: the loss is cross entropy of logits along ``dim``, mean over all other positions,
-    or over those where ``mask`` (``output``'s shape without ``dim``) is not 0.
-    gaussian: ``curvature / 2`` times the squared error; bernoulli: binary cross entropy of logits;
-    both summed over all dimensions but the first, mean over the first.
+    Each seed s is K times a gradient of the loss. The sum of s s^T over the ``type2`` seeds, or its
+    expectation over ``mc`` samples, is K^2 times the Hessian of the loss at each position, up to
+    the factor 1/positions of the mean.
 
-    The sum over "type2" seeds s of s s^T, or the expectation of it over "mc" samples, is K^2 times
-    the loss' Hessian at each position, up to the factor 1/positions of the mean.
+    Args:
+        output: The model's output.
+        fisher: ``mc`` or ``type2``.
+        likelihood: ``categorical``, ``gaussian`` or ``bernoulli``; see
+            :meth:`KFAC.fisher_backward`.
+        dim: The dimension of the classes, for ``categorical``.
+        mask: Shape of ``output`` without ``dim``. Positions with 0 are not in the loss.
+        curvature: Second derivative of the loss, for ``gaussian``.
+
+    Raises:
+        ValueError: The likelihood is unknown.
     """
     if likelihood not in LIKELIHOODS:
         raise ValueError(f"likelihood={likelihood!r}: choose one of {', '.join(LIKELIHOODS)}")
@@ -54,28 +67,30 @@ def seeds(
 
 
 def _categorical(logits: Tensor, fisher: str, dim: int) -> Iterator[Tensor]:
-    """Of cross entropy: p - onehot(y), y from p; or sqrt(p_c) (p - onehot(c)) for each class c."""
+    """Yield p - onehot(y) with y drawn from p, or sqrt(p_c) (p - onehot(c)) for each class c."""
     p = logits.softmax(dim)
     if fisher == "mc":
         uniform = torch.rand_like(p).clamp_min(torch.finfo(p.dtype).tiny)
-        drawn = (logits - (-uniform.log()).log()).argmax(dim)  # Gumbel: nothing waits for it
+        drawn = (logits - (-uniform.log()).log()).argmax(
+            dim
+        )  # Gumbel trick: no wait for the device
         yield p - F.one_hot(drawn, logits.shape[dim]).to(p.dtype).movedim(-1, dim)
         return
-    many = logits.numel() > len(logits) * logits.shape[dim]  # positions in a sample
+    has_positions = logits.numel() > len(logits) * logits.shape[dim]
     for c in range(logits.shape[dim]):
         column = p.clone()
         column.select(dim, c).sub_(1)
         root = p.narrow(dim, c, 1).sqrt()
-        yield column * (root * _signs_like(root) if many else root)
+        yield column * (root * _signs_like(root) if has_positions else root)
 
 
 def _signs_like(x: Tensor) -> Tensor:
-    """1 or -1 at random: labels of several positions are independent, so no pair may add up."""
+    """Return random signs: labels of positions are independent, so products must cancel."""
     return torch.randint_like(x, 2).mul_(2).sub_(1)
 
 
 def _gaussian(mean: Tensor, fisher: str, curvature: float) -> Iterator[Tensor]:
-    """Of curvature / 2 (mean - y)^2 with y of variance 1 / curvature: sqrt(curvature) noise."""
+    """Yield gradients of curvature / 2 (mean - y)^2, where y has variance 1 / curvature."""
     root = curvature**0.5
     if fisher == "mc":
         yield root * torch.randn_like(mean)
@@ -84,7 +99,7 @@ def _gaussian(mean: Tensor, fisher: str, curvature: float) -> Iterator[Tensor]:
 
 
 def _bernoulli(logits: Tensor, fisher: str) -> Iterator[Tensor]:
-    """Of binary cross entropy: p - y, y from p; its variance is p (1 - p)."""
+    """Yield p - y with y drawn from p, or the columns of its standard deviation."""
     p = logits.sigmoid()
     if fisher == "mc":
         yield p - (torch.rand_like(p) < p).to(p.dtype)
@@ -93,7 +108,7 @@ def _bernoulli(logits: Tensor, fisher: str) -> Iterator[Tensor]:
 
 
 def _one_by_one(root: Tensor) -> Iterator[Tensor]:
-    """A diagonal root, one of its columns per element of a sample."""
+    """Yield the columns of a diagonal root, one per element of a sample."""
     flat = root.flatten(1)
     for i in range(flat.shape[1]):
         column = torch.zeros_like(flat)

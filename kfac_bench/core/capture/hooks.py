@@ -1,4 +1,8 @@
-"""Hooks that see what goes through the layers while a model trains."""
+"""Hooks that see inputs and output gradients of layers while a model trains.
+
+:class:`KFAC` owns one :class:`Capture`. The sums themselves are in :mod:`.moments`; how a layer
+reads its input and gradient is in :mod:`kfac_bench.core.layers`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,16 +19,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from kfac_bench.core.capture.moments import Collected, Eigenbasis, Moments
+from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
 from kfac_bench.core.layers.base import Layer
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A call whose gradient has not come yet.
+    """A use of a layer in a forward, whose gradient has not come yet.
 
-    It does not know its node in the graph, which knows it: that would be a cycle that holds all
-    activations until Python's garbage collection.
+    The node in autograd's graph refers to this object. A reference back would be a cycle, which
+    holds all activations until Python's garbage collection runs.
     """
 
     layer: Layer
@@ -34,69 +38,36 @@ class _Seen:
     forward: int
 
 
-def no_hook(*args: object, **kwargs: object) -> None:
-    """What a copied or unpickled hook becomes: K-FAC stays with the model it was given."""
-
-
 def _same(saved: Tensor) -> Tensor:
     return saved
 
 
-def _unpickled() -> Callable[..., None]:
-    return no_hook
-
-
-class _Hook:
-    """A hook that copies and pickles as :func:`no_hook`."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return no_hook
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _unpickled, ()
-
-
-_eager: list[AbstractContextManager[Any]] = []
-"""One entry per enabled capture: the first set the stance, the last sets it back."""
-
-
-def _run_eagerly(change: int) -> None:
-    if change > 0:
-        stance = nullcontext() if _eager else torch.compiler.set_stance("force_eager")
-        _eager.append(stance)
-        return
-    stance = _eager.pop(-1 if len(_eager) > 1 else 0)
-    stance.__exit__(None, None, None)  # back to the stance before
-
-
 class Capture:
-    """Hooks on the layers that sum moments while ``enabled``.
+    """Hooks on the layers, which sum moments of a and g while ``enabled``.
 
-    Both moments are computed when the gradient of the output arrives, so a forward without a
-    backward counts nothing and one recomputed by activation checkpointing counts once. The input
-    that is held until then is the one autograd holds for the weight gradient. The gradient is
-    read at the graph's node: a module backward hook breaks before in-place activations.
+    Both moments are computed when the gradient of the output arrives. A forward without a backward
+    therefore counts nothing, and a forward that activation checkpointing repeats counts once. Until
+    then the input is kept, which autograd keeps anyway for the weight gradient. The gradient is
+    read at the node of the graph, because a module backward hook breaks in-place activations.
 
-    With ``sampled``, the training loss' backward is ignored: :meth:`backward` is what counts.
+    A call without samples (a head that got no boxes) adds nothing. A layer with only such calls has
+    no statistics, as if it had not been used.
 
-    With ``on_complete``, it is called in the backward pass whenever a layer has got a gradient for
-    each of its uses, with the moments of all layers that have; but not where ``accumulating`` or
-    ``is_last`` say that more backwards will come before :meth:`pop`. Layers whose gradients do not
-    all come (an output that the loss did not need, a forward that checkpointing ran anew) are left
-    to ``pop``.
+    torch.compile: hooks would break the graph at each layer. While enabled, compiled models
+    therefore run eagerly. At all other steps the whole compiled graph runs.
 
-    A call of no samples (a head that a step brought no boxes) adds nothing; a layer that had no
-    other in the step has no statistics, as if it had not been used.
-
-    torch.compile: hooks would break the graph at each layer. Instead, while enabled, compiled
-    models run eagerly; at all other steps the compiled graph runs, whole.
+    Args:
+        model: The model that contains the layers, without wrapper.
+        layers: The layers whose statistics are wanted.
+        reduce: Whether positions are reduced before the product; see ``KFAC(weight_sharing=...)``.
+        sampled: Whether to ignore the backward of the training loss. Only :meth:`backward` counts
+            then.
+        eigenbasis: Returns the eigenvectors of a layer that needs second moments (EKFAC), or None.
+        on_complete: Called during backward each time a layer has received the gradients of all its
+            uses. Its argument holds the moments of all complete layers. It is not called while
+            ``accumulating`` or ``is_last`` say that more backwards will follow. Layers that never
+            become complete (the loss did not need their output) are left to :meth:`pop`.
+        is_last: Returns whether the running backward is the last one before :meth:`pop`.
     """
 
     def __init__(
@@ -110,55 +81,59 @@ class Capture:
         on_complete: Callable[[Mapping[str, Collected | None]], None] | None = None,
         is_last: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.seconds = 0.0  # host time in the hooks since it was last set to 0
+        self.seconds = 0.0
+        """Host time in the hooks. The owner resets it."""
         self._sampled = sampled
         self._moments = Moments(reduce=reduce, eigenbasis=eigenbasis)
         self.accumulating = False
-        """Set by the user: more backwards will come."""
+        """Whether more backwards will follow before :meth:`pop`. The owner sets it."""
         self._on_complete, self._is_last = on_complete, is_last
         self._complete: dict[str, Collected | None] = {}
-        self._pending: Counter[str] = Counter()  # uses whose gradient has not come, by layer
+        self._pending: Counter[str] = Counter()  # uses without gradient yet, by layer
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
-        self._loss_samples: dict[str, dict[object, int]] = {}  # by layer and forward, if shared out
+        self._loss_samples: dict[
+            str, dict[object, int]
+        ] = {}  # by layer and forward, if ranks share them
         self._seen: list[tuple[GradientEdge, _Seen]] = []
         self._forward = self._backwards = 0
         self._enabled = self._paused = False
-        self._handles = [model.register_forward_pre_hook(_Hook(self._count_forward))]
+        self._handles = [model.register_forward_pre_hook(SafeHook(self._count_forward))]
         self._handles += [
-            # first, so that it sees what the module itself was given and made: FSDP2's and tensor
-            # parallel's own hooks then put parameters away and change layouts
+            # Prepended, so that it sees the module's own input and output. Hooks of FSDP2 and of
+            # tensor parallelism run later; they free parameters and change layouts.
             module.register_forward_hook(
-                _Hook(partial(self._on_forward, layer)), with_kwargs=True, prepend=True
+                SafeHook(partial(self._on_forward, layer)), with_kwargs=True, prepend=True
             )
             for layer in layers
             for module in layer.modules
         ]
         self._holding: list[saved_tensors_hooks] = []
         for module in {m: None for x in layers if x.reads_saved_tensors for m in x.modules}:
-            release = _Hook(self._release)
+            release = SafeHook(self._release)
             self._handles += [
-                module.register_forward_pre_hook(_Hook(self._hold)),
+                module.register_forward_pre_hook(SafeHook(self._hold)),
                 module.register_forward_hook(release, always_call=True),
             ]
         self.enabled = True
 
     @property
     def enabled(self) -> bool:
-        """Whether the next backward counts."""
+        """Whether forwards from now on count."""
         return self._enabled
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
         if value != self._enabled:
             self._enabled = value
-            _run_eagerly(1 if value else -1)
+            run_eagerly(value)
 
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
 
     def _hold(self, module: nn.Module, inputs: object) -> None:
-        """What autograd saves stays as it is: checkpointing would let it be read only once."""
+        """Keep what autograd saves readable: checkpointing would allow a single read only."""
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        # A hook that returns the tensor itself hides the hooks of checkpointing from this module.
         if hooked and self._enabled and module.training:
             self._holding.append(saved_tensors_hooks(_same, _same))
             self._holding[-1].__enter__()
@@ -177,6 +152,7 @@ class Capture:
     ) -> None:
         if self._paused or not (self._enabled and module.training and torch.is_grad_enabled()):
             return
+        # A layer may have several calls: each projection of an attention module is one.
         for call in layer.calls(module, args, kwargs, output):
             seen = _Seen(layer, call.x, call.prepare, self._forward)
             use = (layer.name, self._forward)
@@ -191,7 +167,7 @@ class Capture:
     def _on_backward(self, seen: _Seen, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
         g = grads[output_nr]
         if g is not None:
-            # calls of one forward and backward are positions of the same samples
+            # Calls in the same forward and backward are positions of the same samples.
             backward = torch._C._current_graph_task_id()
             self._add(seen, g, (seen.forward, backward))
             self._pending[seen.layer.name] -= 1
@@ -199,7 +175,7 @@ class Capture:
                 self._finish([seen.layer.name])
 
     def _finish(self, names: Iterable[str]) -> None:
-        """No more gradients of these layers will come before :meth:`pop`, if this is the last."""
+        """Hand over complete layers, unless more backwards will follow."""
         if self._on_complete is None or self.accumulating or not self._is_last():
             return
         with torch.no_grad():
@@ -207,9 +183,16 @@ class Capture:
             self._on_complete(self._complete)
 
     def backward(self, output: Tensor, seeds: Iterable[Tensor], magnitude: int) -> None:
-        """Send ``seeds`` back from ``output`` to the layers; no ``.grad`` is touched.
+        """Send ``seeds`` back from ``output`` to the layers, without changing any ``.grad``.
 
-        They are ``magnitude`` times the gradients of the loss.
+        Args:
+            output: The model's output.
+            seeds: Gradients with respect to ``output``, in its shape.
+            magnitude: How many times larger the seeds are than gradients of the loss.
+
+        Raises:
+            RuntimeError: The model has tensor-parallel layers. Their ranks would draw different
+                labels.
         """
         seen, self._seen = self._seen, []
         edges = [edge for edge, _ in seen]
@@ -217,11 +200,11 @@ class Capture:
             return
         if any(is_sharded(s.x) for _, s in seen):
             raise RuntimeError(
-                "fisher=mc and type2 draw labels at random, other ones on each rank, but "
-                "tensor-parallel layers need the same: use fisher=empirical"
+                "fisher=mc and type2 draw different labels on each rank, but tensor-parallel "
+                "layers need the same labels: use fisher=empirical"
             )
         self._backwards += 1
-        self._paused = True  # checkpointing may run forwards anew
+        self._paused = True  # checkpointing may repeat forwards during backward
         try:
             for i, seed in enumerate(seeds):
                 grads = torch.autograd.grad(
@@ -231,7 +214,7 @@ class Capture:
                     if g is not None:
                         self._add(s, g, (s.forward, self._backwards), magnitude, first=i == 0)
                     elif i == 0:
-                        self._seen.append((edge, s))  # belongs to another output
+                        self._seen.append((edge, s))  # its layer feeds another output
                 self._moments.end_backward(first=i == 0)
         finally:
             self._paused = False
@@ -244,7 +227,7 @@ class Capture:
         if seen.layer.name in self._complete:
             raise RuntimeError(
                 f"overlap=True: {seen.layer.name} got a gradient after its statistics were sent; "
-                "run all backwards of a step but the last within accumulate(), or use overlap=False"
+                "run all backwards of a step but the last inside accumulate(), or use overlap=False"
             )
         if not g.numel():
             return
@@ -262,7 +245,7 @@ class Capture:
                 x,
                 g,
                 forward,
-                # to the scale of a loss that is a sum over this forward's samples
+                # The seeds are scaled to a loss that is a sum over the samples of this forward.
                 scale=(lambda samples: samples / magnitude) if magnitude else None,
                 first=first,
                 alone=self._uses.get((seen.layer.name, seen.forward)) == 1,
@@ -270,7 +253,10 @@ class Capture:
         self.seconds += time.perf_counter() - start
 
     def pop(self) -> dict[str, Collected]:
-        """What was collected since the last call, by layer; layers not used are missing."""
+        """Return what was collected since the last call, by layer, and start again.
+
+        Layers that were not used are missing.
+        """
         self._seen.clear()
         self._uses.clear()
         self._pending.clear()
@@ -284,10 +270,10 @@ class Capture:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self.enabled = False  # compiled models of the process shall not stay eager
+            self.enabled = False  # else compiled models would stay eager
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self.enabled = False
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,8 @@
-"""Sums of raw moments over the calls, positions and micro-batches of a step."""
+"""Sums of raw moments over the calls, positions and micro-batches of a step.
+
+A raw moment is a sum of a a^T or g g^T without any scale. :class:`Collected` holds the counts that
+a convention needs to scale them.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,32 @@ from kfac_bench.core.kernels.conventions import Scale
 from kfac_bench.core.layers.base import Layer, moment
 
 Eigenbasis = Callable[[str], tuple[Tensor, Tensor] | None]
-"""Eigenvectors of A and G by layer, for EKFAC; None as long as there are none."""
+"""From a layer's name to the eigenvectors of its A and G (EKFAC), or None if there are none yet."""
 
 
 @dataclass(slots=True)
 class Collected:
-    """Sums over the calls and micro-batches since the last :meth:`Moments.pop`."""
+    """What one layer collected since the last :meth:`Moments.pop`."""
 
     a: Tensor
+    """Sum of a a^T, [groups, a_dim, a_dim], or [groups, a_dim] if A is diagonal."""
     g: Tensor
+    """Sum of g g^T, [groups, g_dim, g_dim], or [groups, g_dim] if G is diagonal."""
     samples: int
     rows: int
+    """Samples times shared positions: the number of terms in ``a``."""
     forward: object
-    """The forward and backward that ``samples`` last counted."""
+    """The forward and backward that ``samples`` counted last."""
     second_moment: Tensor | None = None
+    """EKFAC's, [groups, g_dim, a_dim]."""
     loss_samples: int | None = None
-    """Samples that the loss is a mean over, where ranks share them out; else ``samples``."""
+    """Samples that the loss is a mean over, if ranks share them out. None: ``samples``."""
 
     def scales(self, scale: Scale, *, is_conv: bool) -> tuple[float, float]:
-        """Factors of raw A and raw G, so that a mean over ranks by ``samples`` is right."""
+        """Return what raw A and raw G must be multiplied by; see :data:`.conventions.CONVENTIONS`.
+
+        Messages later average over ranks, weighted by ``samples``.
+        """
         n = self.loss_samples or self.samples
         a, g = scale(n, self.rows / self.samples, is_conv)
         return a * n / self.samples, g * n / self.samples
@@ -37,7 +48,7 @@ class Collected:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one layer in one forward, for "reduce": sums over positions, until all have come."""
+    """Sums over positions of one layer in one forward, for ``weight_sharing="reduce"``."""
 
     a: Tensor
     g: Tensor
@@ -48,7 +59,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Calls:
-    """Of one layer in one forward, for EKFAC: (x, g) of its calls, until all have come."""
+    """The calls (x, g) of one layer in one forward, which EKFAC needs together."""
 
     layer: Layer
     samples: int
@@ -57,10 +68,12 @@ class _Calls:
 
 
 class Moments:
-    """Adds up what the calls of the layers contribute.
+    """The sums of all layers.
 
-    ``reduce`` sums a and g over positions before the product; ``eigenbasis`` says of which layers
-    second moments are wanted, too.
+    Args:
+        reduce: Whether a is averaged and g summed over positions before the product
+            (Eschenhagen et al. 2023), instead of counting each position ("expand").
+        eigenbasis: Returns the eigenvectors of the layers whose second moments are wanted.
     """
 
     def __init__(self, *, reduce: bool, eigenbasis: Eigenbasis) -> None:
@@ -81,11 +94,18 @@ class Moments:
         first: bool = True,
         alone: bool,
     ) -> None:
-        """One call's input and gradient of its output.
+        """Add one call of a layer.
 
-        ``forward`` names the forward and backward; ``scale`` gives what g is to be multiplied by,
-        from the samples; ``first`` is False if the call's A was counted before, with another
-        gradient; ``alone`` says that the layer has no other call in this forward.
+        Args:
+            layer: The layer.
+            x: The input of the module.
+            g: The gradient of its output.
+            forward: A name of the forward and backward. Calls with the same name and equally many
+                samples are further positions of these samples.
+            scale: Gives what g is multiplied by, from the number of samples.
+            first: False if this call was counted before, with another gradient. Its A then does
+                not count again.
+            alone: Whether the layer has no other call in this forward.
         """
         samples, positions = layer.size(x, g)
         if scale is not None:
@@ -99,7 +119,8 @@ class Moments:
             self._add_call(_Calls(layer, samples, forward, [(x, g)]), alone)
 
     def _add_call(self, new: _Calls, alone: bool) -> None:
-        """A sample's gradient is the sum over a forward's calls: only then it is squared."""
+        """Square the gradients of samples as soon as all calls of a forward are there."""
+        # The gradient of a sample is a sum over calls, so squaring each call would be wrong.
         name = new.layer.name
         old = self._calls.get(name)
         if old is not None and (old.forward, old.samples) == (new.forward, new.samples):
@@ -113,7 +134,7 @@ class Moments:
 
     def _square(self, name: str) -> None:
         calls, basis = self._calls.pop(name), self._eigenbasis(name)
-        if basis is None:  # a state was loaded meanwhile
+        if basis is None:  # a state without eigenvectors was loaded meanwhile
             return
         new = calls.layer.second_moment(calls.pairs, *basis)
         old = self._second_moments.get(name)
@@ -122,7 +143,7 @@ class Moments:
     def _count(
         self, layer: Layer, a: Tensor | None, g: Tensor, samples: int, rows: int, forward: object
     ) -> None:
-        """Add one call's moments; ``a`` is None if they were counted with another seed."""
+        """Add the moments of one call; ``a`` is None if A was counted with an earlier seed."""
         old = self._collected.get(layer.name)
         if old is None:
             assert a is not None
@@ -137,7 +158,7 @@ class Moments:
             old.forward = forward
 
     def _add_sums(self, layer: Layer, x: Tensor, g: Tensor, new: _Sums, first: bool) -> None:
-        """For "reduce": add up positions, also over calls, before the product."""
+        """Add up positions, also over calls, before the product ("reduce")."""
         new.a, new.g = layer.sums(x, g)
         if layer.name in self._sums:
             old = self._sums[layer.name][1]
@@ -149,16 +170,16 @@ class Moments:
         self._sums[layer.name] = layer, new
 
     def _close(self, name: str, first: bool = True) -> None:
-        """All positions of a forward are there: mean of a, sum of g, then the moments."""
+        """Compute the moments of a mean and a sum over all positions of a forward."""
         layer, sums = self._sums.pop(name)
         a = moment(sums.a / sums.positions, diagonal=layer.spec.a_diagonal) if first else None
         g = moment(sums.g, diagonal=layer.spec.g_diagonal)
         self._count(layer, a, g, sums.samples, sums.samples, sums.forward)
 
     def take(self, name: str) -> Collected | None:
-        """What was added of one layer, of which no more will come before the next :meth:`pop`.
+        """Return and forget the sums of one layer, for which nothing more will come.
 
-        None if that is nothing: all its calls were of no samples.
+        None if all calls of the layer had no samples.
         """
         if name in self._sums:
             self._close(name)
@@ -170,14 +191,14 @@ class Moments:
         return taken
 
     def end_backward(self, *, first: bool) -> None:
-        """No more calls of the forwards so far will come with this gradient."""
+        """Finish all forwards so far: with this gradient, no more of their calls will come."""
         for name in list(self._sums):
             self._close(name, first)
         for name in list(self._calls):
             self._square(name)
 
     def pop(self) -> dict[str, Collected]:
-        """What was added since the last call, by layer; layers not used are missing."""
+        """Return the sums since the last call, by layer; layers that were not used are missing."""
         self.end_backward(first=True)
         for name, second_moment in self._second_moments.items():
             self._collected[name].second_moment = second_moment

@@ -1,1 +1,1 @@
-"""Modules seen as linear maps y = W a, and which modules of a model are covered."""
+"""Modules seen as linear maps y = W a: one file per kind of layer, and what is covered."""

@@ -1,9 +1,9 @@
-"""The projections inside nn.MultiheadAttention, each as the Linear layer it is.
+"""The projections inside nn.MultiheadAttention, each seen as a Linear layer.
 
-The module multiplies by its packed weights itself, without calling submodules, so there is
-nothing to put a hook on. But autograd's graph has a node for each product, which saved its input
-and which the gradient of its output passes: they are found by walking from the module's output to
-its weights.
+The module multiplies by its packed weights itself and calls no submodules, so no hook can see a
+projection. But autograd's graph has a node for each product. The node has saved the input, and the
+gradient of the output passes through it. These nodes are found by walking from the module's output
+to its weights.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from kfac_bench.core.layers.linear import LinearLayer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 PRODUCTS = {"AddmmBackward0": ("_saved_mat1", 2), "MmBackward0": ("_saved_self", 1)}
-"""By name of the node of x @ w: what holds x, and which of its next functions leads to w."""
+"""By name of the node of x @ w: the attribute with x, and the next function that leads to w."""
 
 
 def reason_to_skip_attention(module: nn.Module) -> str | None:
-    """Why an attention module cannot be covered; None if it can."""
+    """Return why an attention module cannot be covered, or None if it can."""
     assert isinstance(module, nn.MultiheadAttention)
     return None if module._qkv_same_embed_dim else "kdim or vdim differ from embed_dim"
 
 
 class ProjectionLayer(LinearLayer):
-    """One of q, k, v (a third of the packed weight's rows), or the output projection."""
+    """One of q, k and v (a third of the rows of the packed weight), or the output projection.
+
+    Args:
+        name: Name of the projection.
+        module: The attention module.
+        part: 0, 1, 2 for q, k, v; None for the output projection.
+        max_dim: A factor with more rows is kept as a diagonal.
+    """
 
     reads_saved_tensors = True
 
@@ -54,7 +61,7 @@ class ProjectionLayer(LinearLayer):
 
     @staticmethod
     def of(name: str, module: nn.MultiheadAttention, max_dim: int) -> list[ProjectionLayer]:
-        """The four projections."""
+        """Return the four projections of ``module``: q, k, v and output."""
         parts = (("in_proj.q", 0), ("in_proj.k", 1), ("in_proj.v", 2), ("out_proj", None))
         prefix = f"{name}." if name else ""
         return [ProjectionLayer(prefix + tail, module, part, max_dim) for tail, part in parts]
@@ -63,7 +70,7 @@ class ProjectionLayer(LinearLayer):
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Iterator[Call]:
         """See :meth:`Layer.calls`."""
-        # not self.weight: where ranks hold parts of it (FSDP2), the whole one stands in
+        # Not self.weight: FSDP2 replaces a parameter by the whole one while the module runs.
         name = "in_proj_weight" if self._packed else "out_proj.weight"
         weight = module.get_parameter(name)
         if not (output[0].requires_grad and weight.requires_grad):
@@ -77,7 +84,7 @@ class ProjectionLayer(LinearLayer):
         first = self.part.start if self._packed else 0
         for node, saved, used in _products(output[0], weight, stop):
             if first not in used:
-                continue  # a product with other parts of the packed weight
+                continue  # a product with other rows of the packed weight
             found = True
             yield Call(
                 _input_of(node, saved, samples),
@@ -86,25 +93,30 @@ class ProjectionLayer(LinearLayer):
             )
         if not found:
             raise RuntimeError(
-                f"{self.name}: its product is not in the graph; name it in skip, and please report"
+                f"{self.name}: no product with its weight is in autograd's graph; add the name to "
+                "skip, and please report this"
             )
 
 
 def _input_of(node: Node, saved: str, samples: int) -> Tensor:
-    """The input of a product, [N, T, d]; attention works on [T, N, d], flattened."""
+    """Return the input of a product as [N, T, d]; attention works on flattened [T, N, d]."""
     x: Tensor = getattr(node, saved).detach()
     return x.view(-1, samples, x.shape[-1]).transpose(0, 1)
 
 
 def _columns(samples: int, start: int, size: int, g: Tensor) -> Tensor:
-    """One part of the gradient of a product's output, [N, T, size]."""
+    """Return some columns of the gradient of a product's output, [N, T, size]."""
     return g[:, start : start + size].view(-1, samples, size).transpose(0, 1)
 
 
 def _products(
     output: Tensor, weight: Tensor, stop: Container[Node]
 ) -> Iterator[tuple[Node, str, range]]:
-    """Products with (rows of) ``weight`` behind ``output``: node, what saved x, rows used."""
+    """Yield the products with rows of ``weight`` that lead to ``output``.
+
+    Each is its node, the name of the attribute with its input, and the rows that it uses. The walk
+    ends at ``stop``, the nodes before the module.
+    """
     stack, seen = [output.grad_fn], set()
     while stack:
         node = stack.pop()
@@ -120,7 +132,7 @@ def _products(
 
 
 def _rows_used(edge: tuple[Node | None, int], weight: Tensor) -> range | None:
-    """Follow casts, transposes and splits to ``weight``; None if they lead elsewhere."""
+    """Follow casts, transposes and splits to ``weight``. None if they lead elsewhere."""
     rows = range(len(weight))
     while (node := edge[0]) is not None:
         variable = getattr(node, "variable", None)

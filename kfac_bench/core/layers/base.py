@@ -1,8 +1,11 @@
-"""What K-FAC needs of a layer: to be seen as linear maps y = W a, with its rows of a and g.
+"""What K-FAC needs to know about a layer: how it is a linear map y = W a, and its rows of a and g.
 
-Deriving from :class:`Layer` is how a layer type of your own is covered: give ``rows``, and the
-gradient's matrix form if ``weight`` is not [outputs, inputs...]; pass the class to ``KFAC`` as
-``layer_types={MyModule: MyLayer}``. Overriding the other methods is for speed.
+To cover a layer type of your own, derive from :class:`Layer` and define ``rows``. If ``weight`` is
+not [outputs, inputs...], also define ``make_spec``, ``to_matrix`` and ``from_matrix``. Then pass
+``layer_types={MyModule: MyLayer}`` to ``KFAC``. Override the other methods only for speed.
+
+Shapes: N samples, s shared positions per sample, and ``groups`` independent maps of a grouped
+convolution (1 elsewhere).
 """
 
 from __future__ import annotations
@@ -25,30 +28,36 @@ class Call(NamedTuple):
     """One use of a layer in a forward."""
 
     x: Tensor
-    """Its input, detached."""
+    """The input, detached."""
     edge: GradientEdge
-    """Where the gradient of its output passes by."""
+    """Where in the graph the gradient of the output can be read."""
     prepare: Callable[[Tensor], Tensor] | None = None
-    """From what passes by to the gradient of the output, where that differs."""
+    """From the tensor at ``edge`` to the gradient of the output, if they differ."""
 
 
 SECOND_MOMENT_NUMEL = 1 << 22
-"""Elements of per-sample gradients held at once (16 MiB of fp32)."""
+"""Most elements of per-sample gradients in memory at once (16 MiB in float32)."""
 
 
 class Layer(ABC):
-    """A covered module: its spec, its statistics, its gradient as one tensor of matrices."""
+    """A covered module: its shapes, its statistics, its gradient as one tensor of matrices.
+
+    Args:
+        name: The module's name in the model.
+        module: The module, with a ``weight`` and perhaps a ``bias``.
+        max_dim: A factor with more rows is kept as a diagonal.
+    """
 
     is_conv = False
     reads_saved_tensors = False
-    """Whether a :class:`Call` reads what autograd's graph saved."""
+    """Whether :meth:`calls` reads tensors that autograd saved."""
     part = slice(None)
-    """Which rows of weight and bias are this layer's, where several share them."""
+    """Rows of weight and bias that belong to this layer, if several layers share a parameter."""
 
     def __init__(self, name: str, module: nn.Module, max_dim: int) -> None:
         self.name = name
         self.modules = [module]
-        """Several if they share the weight: their calls are further shared positions."""
+        """Several modules if they share the weight. Their calls are further shared positions."""
         self.weight: Tensor = module.weight  # type: ignore[assignment]
         bias = getattr(module, "bias", None)
         self.bias: Tensor | None = bias if bias is not None and bias.requires_grad else None
@@ -56,11 +65,11 @@ class Layer(ABC):
 
     @classmethod
     def reason_to_skip(cls, module: nn.Module) -> str | None:
-        """Why this module cannot be covered; None if it can."""
+        """Return why this module cannot be covered, or None if it can."""
         return None
 
     def make_spec(self, max_dim: int) -> LayerSpec:
-        """Shapes; a factor of more than ``max_dim`` rows is kept as a diagonal."""
+        """Return the shapes. A factor with more than ``max_dim`` rows is kept as a diagonal."""
         a_dim = math.prod(self.weight.shape[1:]) + (self.bias is not None)
         g_dim = len(self.weight)
         return LayerSpec(
@@ -70,40 +79,43 @@ class Layer(ABC):
     def calls(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Iterator[Call]:
-        """What a forward of ``module`` used the layer for."""
+        """Yield the uses of the layer in the forward of ``module`` that has just ended."""
         if isinstance(output, Tensor) and output.requires_grad:
             x = (args[0] if args else next(iter(kwargs.values()))).detach()
             yield Call(x, *_edge_of(output))
 
     @abstractmethod
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Of samples N and shared positions s: a [groups, N, s, a_dim], g [groups, N, s, g_dim].
+        """Return the rows of a [groups, N, s, a_dim] and of g [groups, N, s, g_dim].
 
-        From the input ``x`` and the gradient ``g`` of the output, as the module saw them; a ends
-        in a one if there is a bias.
+        With a bias, each row of a ends in a one.
+
+        Args:
+            x: The input, as the module got it.
+            g: The gradient of the module's output, in the shape of that output.
         """
 
     def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
-        """Samples N and shared positions s of one call."""
+        """Return the number of samples N and of shared positions s of one call."""
         a_rows, _ = self.rows(x, g)
         return a_rows.shape[1], a_rows.shape[2]
 
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
-        """Sum of a a^T over samples and positions ("expand"), in the factor's shape."""
+        """Return the sum of a a^T over samples and positions, in the shape of A."""
         return moment(self.rows(x, g)[0].flatten(1, 2), diagonal=self.spec.a_diagonal)
 
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
-        """Sum of g g^T over samples and positions, in the factor's shape."""
+        """Return the sum of g g^T over samples and positions, in the shape of G."""
         return moment(self.rows(x, g)[1].flatten(1, 2), diagonal=self.spec.g_diagonal)
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """For "reduce": sums over positions, a [groups, N, a_dim] and g [groups, N, g_dim]."""
+        """Return sums over positions: a [groups, N, a_dim] and g [groups, N, g_dim]."""
         a_rows, g_rows = self.rows(x, g)
         dtype = at_least_float32(x).dtype
         return a_rows.sum(2, dtype=dtype), g_rows.sum(2, dtype=dtype)
 
     def _with_bias_sum(self, a: Tensor, positions: int) -> Tensor:
-        """Append what a bias sums up to over the positions."""
+        """Append the column of the bias: a sum of ones over the positions."""
         if self.bias is None:
             return a
         return torch.cat([a, a.new_full((*a.shape[:-1], 1), positions)], dim=-1)
@@ -111,15 +123,23 @@ class Layer(ABC):
     def second_moment(
         self, calls: Sequence[tuple[Tensor, Tensor]], qa: Tensor, qg: Tensor
     ) -> Tensor:
-        """Sum over samples of squared gradients in the eigenbasis, [groups, g_dim, a_dim].
+        """Return the squared gradients in the eigenbasis, summed over samples.
 
-        Of each sample (Q_G^T (sum over positions g a^T) Q_A)^2: EKFAC, George et al. 2018.
-        ``calls`` are the (x, g) of one forward: a sample's gradient is the sum over them.
+        Of each sample: (Q_G^T (sum over positions of g a^T) Q_A)^2, EKFAC (George et al. 2018).
+
+        Args:
+            calls: All (x, g) of one forward. The gradient of a sample is the sum over them.
+            qa: Eigenvectors of A, [groups, a_dim, a_dim].
+            qg: Eigenvectors of G, [groups, g_dim, g_dim].
+
+        Returns:
+            [groups, g_dim, a_dim].
         """
         rows = [self.rows(x, g) for x, g in calls]
         a_rows = at_least_float32(torch.cat([a for a, _ in rows], 2)) @ qa.unsqueeze(1)
         g_rows = at_least_float32(torch.cat([g for _, g in rows], 2)) @ qg.unsqueeze(1)
-        if a_rows.shape[2] == 1:  # one position: the square of a product is that of its parts
+        if a_rows.shape[2] == 1:
+            # With one position, the square of g a^T is the product of the squares: no loop needed.
             return g_rows.squeeze(2).square().mT @ a_rows.squeeze(2).square()
         out = qa.new_zeros(self.spec.grad_shape)
         step = max(1, SECOND_MOMENT_NUMEL // self.spec.grad_numel)
@@ -130,9 +150,9 @@ class Layer(ABC):
         return out
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Of tensors in the shapes of weight and bias: [groups, g_dim, a_dim], at least float32.
+        """Join tensors in the shapes of weight and bias to [groups, g_dim, a_dim].
 
-        ``bias`` is None if the layer has none.
+        The result is at least float32. ``bias`` is None if the layer has none.
         """
         groups, g_dim, _ = self.spec.grad_shape
         matrix = at_least_float32(weight.flatten(1)).view(groups, g_dim, -1)
@@ -142,16 +162,17 @@ class Layer(ABC):
         return torch.cat([matrix, column], dim=-1)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What :meth:`to_matrix` was given; views of ``matrix`` if it is contiguous."""
+        """Invert :meth:`to_matrix`; the results are views if ``matrix`` is contiguous."""
         shape = (-1, *self.weight.shape[1:])
         if self.bias is None:
             return matrix.reshape(shape), None
         return matrix[..., :-1].reshape(shape), matrix[..., -1].reshape(-1)
 
     def get_grad(self) -> Tensor | None:
-        """Weight and bias gradient as [groups, g_dim, a_dim], at least float32.
+        """Return the gradient of weight and bias, [groups, g_dim, a_dim], at least float32.
 
-        None if backward did not reach it. If ranks hold parts, all ranks must call it.
+        None if backward did not reach the layer. If ranks hold parts of the gradient, all ranks
+        must call this method.
         """
         if self.weight.grad is None:
             return None
@@ -163,7 +184,7 @@ class Layer(ABC):
         return self.to_matrix(weight, full(self.bias.grad)[self.part])
 
     def set_grad(self, grad: Tensor) -> None:
-        """Write [groups, g_dim, a_dim] back into the parameters' gradients, in place."""
+        """Write ``grad`` [groups, g_dim, a_dim] into ``.grad`` of the parameters, in place."""
         weight, bias = self.from_matrix(grad)
         assert self.weight.grad is not None
         local(self.weight.grad)[self.part].copy_(weight)
@@ -173,10 +194,10 @@ class Layer(ABC):
 
 
 def _edge_of(output: Tensor) -> tuple[GradientEdge, Callable[[Tensor], Tensor] | None]:
-    """Where the gradient of ``output`` passes by, also if it is modified in place later.
+    """Return where the gradient of ``output`` can be read, even after in-place operations on it.
 
-    That gives a view (what Linear returns for a 3-d input) a new history, which begins with the
-    node of what it is a view of.
+    Linear returns a view for a 3-d input. An in-place operation gives the view a new history, which
+    begins at the node of its base. So the gradient is read at the base.
     """
     base, shape = output._base, output.shape
     if base is None or base.numel() != output.numel():
@@ -187,10 +208,10 @@ def _edge_of(output: Tensor) -> tuple[GradientEdge, Callable[[Tensor], Tensor] |
 
 
 def moment(rows: Tensor, *, diagonal: bool = False) -> Tensor:
-    """rows^T rows of [groups, R, d], or its diagonal."""
+    """Return rows^T rows of [groups, R, d], or only its diagonal [groups, d]."""
     return at_least_float32(rows).square().sum(1) if diagonal else gram(rows)
 
 
 def with_ones(a_rows: Tensor) -> Tensor:
-    """A last column of ones, the input of a bias."""
+    """Append a column of ones, the input of the bias."""
     return torch.cat([a_rows, a_rows.new_ones(*a_rows.shape[:-1], 1)], dim=-1)

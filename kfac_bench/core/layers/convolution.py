@@ -15,7 +15,10 @@ Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class ConvLayer(Layer):
-    """nn.Conv1d, 2d, 3d on [N, C, *spatial]: output positions are shared positions."""
+    """nn.Conv1d, Conv2d and Conv3d on [N, C, *spatial]. Output positions are shared positions.
+
+    A row of a is the patch of the input that one output position sees, with channels first.
+    """
 
     is_conv = True
 
@@ -38,7 +41,7 @@ class ConvLayer(Layer):
         return self.modules[0]  # type: ignore[return-value]
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Layer.rows`: the patches, explicitly."""
+        """See :meth:`Layer.rows`. The patches are made explicitly."""
         conv, (x, g) = self._conv, self._batched(x, g)
         a = patch_rows(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
         a = a.transpose(0, 1)
@@ -50,7 +53,7 @@ class ConvLayer(Layer):
         return len(g), g[0, 0].numel()
 
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
-        """See :meth:`Layer.moment_a`: no patches where they can be done without."""
+        """See :meth:`Layer.moment_a`. Fast ways need no explicit patches."""
         if self.spec.a_diagonal:
             return super().moment_a(x, g)
         conv, (x, _) = self._conv, self._batched(x, g)
@@ -58,7 +61,7 @@ class ConvLayer(Layer):
             x,
             conv.kernel_size,
             conv.stride,
-            conv._reversed_padding_repeated_twice,  # right for padding="same", too
+            conv._reversed_padding_repeated_twice,  # also correct for padding="same"
             conv.padding_mode,
             conv.dilation,
             conv.groups,
@@ -68,6 +71,7 @@ class ConvLayer(Layer):
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_g`."""
         _, g = self._batched(x, g)
+        # One small product per image saves moving the channels of g into rows.
         if g.is_contiguous() and self.spec.g_dim <= FEW_CHANNELS and not self.spec.g_diagonal:
             return channel_gram(g.view(len(g), self.spec.groups, self.spec.g_dim, -1))
         return moment(self._output_rows(g).flatten(1, 2), diagonal=self.spec.g_diagonal)
@@ -80,13 +84,13 @@ class ConvLayer(Layer):
         return self._with_bias_sum(a.transpose(0, 1), g_rows.shape[2]), g_rows.sum(2)
 
     def _batched(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """A single image [C, *spatial] becomes a batch of one."""
+        """Turn a single image [C, *spatial] into a batch of one."""
         return (x, g) if x.ndim == self.weight.ndim else (x.unsqueeze(0), g.unsqueeze(0))
 
     def _pad(self, x: Tensor) -> Tensor:
         return pad_input(x, self._conv._reversed_padding_repeated_twice, self._conv.padding_mode)
 
     def _output_rows(self, g: Tensor) -> Tensor:
-        """[N, groups g_dim, *spatial] as [groups, N, s, g_dim]."""
+        """Reshape [N, groups g_dim, *spatial] to [groups, N, s, g_dim]."""
         n, groups = len(g), self.spec.groups
         return g.reshape(n, groups, self.spec.g_dim, -1).permute(1, 0, 3, 2)

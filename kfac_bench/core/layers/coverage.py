@@ -1,4 +1,4 @@
-"""Which modules of a model are covered, by what, and why the others are not."""
+"""Which modules of a model are covered, by which :class:`Layer`, and why the others are not."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ LAYER_TYPES: LayerTypes = {
     nn.Embedding: EmbeddingLayer,
     **dict.fromkeys(NORMS, NormLayer),
 }
-"""Subclasses are covered like their parent."""
+"""From the type of a module to its layer class. Subclasses are covered like their parent."""
 
 DEFAULT_SKIP = ("Norm", "Embedding")
-"""As in the papers; ``skip=[]`` covers all."""
+"""The papers skip these layers too. ``skip=[]`` covers all."""
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Words that torch.compile and checkpoint_wrapper put into names: no part of ours."""
+"""Words that torch.compile and checkpoint_wrapper add to names. Names here leave them out."""
 
 MAX_DIM = 8192
-"""A factor of more rows is kept as a diagonal: a vocabulary head's G would be gigabytes."""
+"""A factor with more rows is kept as a diagonal: the G of a vocabulary head needs gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
-    """A module with parameters of its own that the preconditioner leaves to the optimizer."""
+class SkippedModule:
+    """A module with own parameters that the preconditioner leaves to the optimizer."""
 
     name: str
     kind: str
     params: int
-    """A tied weight counts where it comes first."""
+    """A tied weight counts only where it occurs first."""
     reason: str
 
 
@@ -55,12 +55,17 @@ def find_layers(
     *,
     layer_types: LayerTypes | None = None,
     max_dim: int = MAX_DIM,
-) -> tuple[list[Layer], list[Skipped]]:
-    """Covered layers, and all other modules that own parameters, with the reason.
+) -> tuple[list[Layer], list[SkippedModule]]:
+    """Return the covered layers, and all other modules that own parameters.
 
-    ``skip`` holds regular expressions, searched in the name and in the class name. Modules of one
-    kind that share weight and bias are one layer. What is shared in any other way (by an embedding
-    and the head tied to it) has no Kronecker form and is left to the optimizer.
+    Modules of one kind that share weight and bias are one layer. Other sharing (an embedding and
+    the head tied to it) has no Kronecker form, so these modules are left to the optimizer.
+
+    Args:
+        model: The model, without wrapper.
+        skip: Regular expressions, searched in the name and in the class name of a module.
+        layer_types: Further layer classes by type of module.
+        max_dim: A factor with more rows is kept as a diagonal.
     """
     types = {**LAYER_TYPES, **(layer_types or {})}
     parts = list(_parts(model, skip, types, max_dim))
@@ -71,7 +76,7 @@ def find_layers(
                 owners.setdefault(id(p), []).append(part)
     layers: list[Layer] = []
     first_of: dict[int, Layer] = {}  # by id of a weight
-    skipped: list[Skipped] = []
+    skipped: list[SkippedModule] = []
     counted: set[int] = set()
     for part in parts:
         reason = part.reason or _shared_otherwise(part, owners)
@@ -79,7 +84,7 @@ def find_layers(
             own = [p for p in part.module.parameters(recurse=False) if id(p) not in counted]
             counted.update(map(id, own))
             params = sum(p.numel() for p in own)
-            skipped.append(Skipped(part.name, type(part.module).__name__, params, reason))
+            skipped.append(SkippedModule(part.name, type(part.module).__name__, params, reason))
         elif (twin := first_of.get(id(part.layers[0].weight))) is not None:
             twin.modules += part.layers[0].modules
         else:
@@ -90,7 +95,7 @@ def find_layers(
 
 @dataclass(slots=True)
 class _Part:
-    """A module that owns parameters, and either layers that stand for it or a reason."""
+    """A module that owns parameters, with its layers, or with the reason why it has none."""
 
     name: str
     module: nn.Module
@@ -101,7 +106,7 @@ class _Part:
 def _parts(
     model: nn.Module, skip: Sequence[str], types: LayerTypes, max_dim: int
 ) -> Iterator[_Part]:
-    inside: set[nn.Module] = set()  # submodules that a parent's layers stand for
+    inside: set[nn.Module] = set()  # submodules that layers of a parent cover
     for full_name, module in model.named_modules():
         if module in inside or not list(module.parameters(recurse=False)):
             continue
@@ -120,7 +125,7 @@ def _parts(
 
 
 def _shared_otherwise(part: _Part, owners: Mapping[int, Sequence[_Part]]) -> str | None:
-    """Which other module shares a parameter without being the same map."""
+    """Return a reason if another module shares a parameter without being the same map."""
     for name, p in part.module.named_parameters(recurse=False):
         for other in owners.get(id(p), ()):
             if other is not part and not _are_twins(part, other):
@@ -151,7 +156,7 @@ def _type_of(module: nn.Module, types: LayerTypes) -> type[Layer] | None:
 
 
 def _is_conv1d_of_transformers(kind: type) -> bool:
-    """Without importing transformers: a model of it has done so."""
+    """Check without importing transformers: a model of transformers has imported it already."""
     module = sys.modules.get("transformers.pytorch_utils")
     return module is not None and kind is module.Conv1D
 
@@ -178,9 +183,9 @@ def _frozen(weight: object) -> str | None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, also Apex's, DeepSpeed's engine or torch.compile.
+    """Return the model inside its wrappers, so that names of modules are clean.
 
-    Its names are clean.
+    Wrappers are DistributedDataParallel (also Apex's), DeepSpeed's engine and torch.compile.
     """
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel) or _is_foreign_wrapper(model):
@@ -192,7 +197,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _is_foreign_wrapper(model: nn.Module) -> bool:
-    """Of a package that is not imported for that."""
+    """Check the package by name, so that Apex and DeepSpeed need not be imported."""
     package = type(model).__module__.partition(".")[0]
     return package in ("apex", "deepspeed") and isinstance(
         getattr(model, "module", None), nn.Module

@@ -1,4 +1,4 @@
-"""Embeddings: A is the diagonal of the frequencies of tokens."""
+"""Embeddings: A is diagonal and holds the frequency of each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kfac_bench.core.planning.layer_spec import LayerSpec
 
 
 class EmbeddingLayer(Layer):
-    """nn.Embedding on tokens [N, ...]: a is a one-hot row, so A is the diagonal of frequencies."""
+    """nn.Embedding on tokens [N, ...].
+
+    A row of a is one-hot, so A is the diagonal of token frequencies.
+    """
 
     @classmethod
     def reason_to_skip(cls, module: nn.Module) -> str | None:
@@ -26,7 +29,7 @@ class EmbeddingLayer(Layer):
         return LayerSpec(self.name, tokens, d, a_diagonal=True, g_diagonal=d > max_dim)
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Layer.rows`; a is never used like this: it would be [tokens] wide."""
+        """Raise an error: one-hot rows would be as wide as the vocabulary. Nothing calls this."""
         raise NotImplementedError
 
     def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
@@ -35,7 +38,7 @@ class EmbeddingLayer(Layer):
         return samples, x.numel() // samples
 
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
-        """See :meth:`Layer.moment_a`: how often each token came."""
+        """See :meth:`Layer.moment_a`. It counts how often each token occurs."""
         tokens = x.flatten()
         counts = at_least_float32(g.new_zeros(1, self.spec.a_dim))
         counts[0].index_add_(0, tokens, counts.new_ones(()).expand(len(tokens)))
@@ -46,7 +49,7 @@ class EmbeddingLayer(Layer):
         return moment(self._output_rows(x, g).flatten(1, 2), diagonal=self.spec.g_diagonal)
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Layer.sums`: how often each sample has each token."""
+        """See :meth:`Layer.sums`. It counts how often each sample has each token."""
         g = self._output_rows(x, g)
         tokens = x.reshape(g.shape[1], -1)
         counts = g.new_zeros(len(tokens), self.spec.a_dim)
@@ -54,7 +57,7 @@ class EmbeddingLayer(Layer):
         return counts.unsqueeze(0), g.sum(2)
 
     def _output_rows(self, x: Tensor, g: Tensor) -> Tensor:
-        """[1, N, s, d]; what padding saw does not reach the weight."""
+        """Reshape g to [1, N, s, d]. Padding tokens get zeros: they do not reach the weight."""
         padding: int | None = self.modules[0].padding_idx  # type: ignore[assignment]
         g = at_least_float32(g)
         if padding is not None:

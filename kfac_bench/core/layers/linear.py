@@ -11,7 +11,7 @@ from kfac_bench.core.planning.layer_spec import LayerSpec
 
 
 class LinearLayer(Layer):
-    """nn.Linear on [N, ..., d]: the dimensions between are shared positions."""
+    """nn.Linear on [N, ..., d]; the dimensions in between are shared positions."""
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`."""
@@ -24,7 +24,7 @@ class LinearLayer(Layer):
         return samples, g.numel() // (samples * g.shape[-1])
 
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
-        """See :meth:`Layer.moment_a`: the bias is a sum, not a column."""
+        """See :meth:`Layer.moment_a`. The bias adds a sum, not a column of ones."""
         if self.spec.a_diagonal:
             return super().moment_a(x, g)
         return gram(x.reshape(1, -1, x.shape[-1]), bias=self.bias is not None)
@@ -40,12 +40,12 @@ class LinearLayer(Layer):
 
     @staticmethod
     def _by_sample(x: Tensor) -> Tensor:
-        """[d] or [N, ..., d] as [1, N, s, d]."""
+        """Reshape [d] or [N, ..., d] to [1, N, s, d]."""
         return x.reshape(1, len(x) if x.ndim > 1 else 1, -1, x.shape[-1])
 
 
 class Conv1DLayer(LinearLayer):
-    """Conv1D of transformers: a Linear layer whose weight is stored as [inputs, outputs]."""
+    """Conv1D of transformers: a Linear layer whose weight is [inputs, outputs]."""
 
     def make_spec(self, max_dim: int) -> LayerSpec:
         """See :meth:`Layer.make_spec`."""

@@ -1,9 +1,9 @@
-"""Scale and shift of normalisation layers: one small exact Fisher block per channel.
+"""Scale and shift of normalization layers: one small exact Fisher block per channel.
 
-Seen as y = W a: the input a of each channel's map is the constant 1, its outputs are the
-parameters themselves (scale, and shift if there is one), so G is [channels, 2, 2], the exact second
-moment of the per-sample gradients (unit-wise, as Osawa et al. 2020), and A is [channels, 1, 1]
-ones.
+Each channel is a map y = W a of its own. Its input a is the constant 1, so A is [channels, 1, 1]
+ones. Its outputs are the parameters: the scale, and the shift if there is one. So G is [channels,
+2, 2] (or [channels, 1, 1]), the exact second moment of per-sample gradients. This is the
+"unit-wise" Fisher of Osawa et al. 2020.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NORMS = (
 
 
 class NormLayer(Layer):
-    """Batch, layer, group and RMS normalisation with a learned scale."""
+    """Batch, layer, group and RMS normalization with a learned scale."""
 
     @classmethod
     def reason_to_skip(cls, module: nn.Module) -> str | None:
@@ -40,7 +40,7 @@ class NormLayer(Layer):
         return LayerSpec(self.name, 1, 1 + (self.bias is not None), self.weight.numel())
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Layer.rows`: per-sample gradients, one position."""
+        """See :meth:`Layer.rows`. The rows are per-sample gradients, with one position."""
         per_sample = self._per_sample(x, g).permute(1, 0, 2).unsqueeze(2)
         return torch.ones_like(per_sample[..., :1]), per_sample
 
@@ -59,7 +59,7 @@ class NormLayer(Layer):
         return (u.unsqueeze(-1) * u.unsqueeze(-2)).sum(0)
 
     def _per_sample(self, x: Tensor, g: Tensor) -> Tensor:
-        """Gradients of scale and shift from each sample, [N, channels, g_dim]."""
+        """Return the gradients of scale and shift for each sample, [N, channels, g_dim]."""
         normalized, g = self._normalize(at_least_float32(x)), at_least_float32(g)
         n, channels = len(x), self.weight.numel()
         if isinstance(self.modules[0], _BatchNorm | nn.GroupNorm):  # [N, C, *positions]
@@ -72,7 +72,7 @@ class NormLayer(Layer):
         return torch.stack(parts, dim=-1)
 
     def _normalize(self, x: Tensor) -> Tensor:
-        """What the scale multiplied."""
+        """Compute the input of the scale again: hooks see only the input of the module."""
         match self.modules[0]:
             case _BatchNorm(eps=eps):
                 return F.batch_norm(x, None, None, training=True, eps=eps)
