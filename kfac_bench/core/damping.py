@@ -1,12 +1,12 @@
-"""Damping that adapts itself: Levenberg and Marquardt's rule (Martens & Grosse 2015, section 6.5).
+"""Damping that adapts itself by the rule of Levenberg and Marquardt.
 
-Every ``interval`` steps the change of the loss that the step brought is compared with the change
-that the quadratic model promised,
+See Martens & Grosse 2015, section 6.5. Every ``interval`` steps, the measured change of the loss is
+compared with the change that the quadratic model predicts:
 
-    rho = (h(w + delta) - h(w)) / (grad^T delta + 1/2 delta^T (F + damping I) delta),
+    rho = (h(w + delta) - h(w)) / (grad^T delta + 1/2 delta^T (F + damping I) delta)
 
-F being K-FAC's own. Above 3/4 the model is better than thought and the damping shrinks by
-``decay ** interval``, below 1/4 it grows by as much.
+F is the Fisher matrix of K-FAC. If rho is above 3/4, the model is good and the damping is
+multiplied by ``decay ** interval``. If rho is below 1/4, the damping is divided by it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,25 @@ from kfac_bench.core.planning.layer_spec import Factor
 
 @dataclass
 class LevenbergMarquardt:
-    """A damping for ``KFAC(damping=LevenbergMarquardt(...))``; see :meth:`KFAC.adapt_damping`."""
+    """A damping for ``KFAC(damping=LevenbergMarquardt(...))``.
+
+    Call :meth:`KFAC.adapt_damping` after each ``optimizer.step``.
+    """
 
     initial: float = 1e-2
+    """Damping of the first step."""
     interval: int = 5
-    """Steps between changes."""
+    """Steps between two changes of the damping."""
     decay: float = 0.95
-    """Factor per step, in (0, 1)."""
+    """Factor per step by which the damping changes, in (0, 1)."""
     least: float = 1e-6
+    """Smallest damping."""
     most: float = 1e2
+    """Largest damping."""
     value: float = field(init=False)
+    """The damping now."""
     rho: float = field(init=False, default=math.nan)
-    """The last reduction ratio."""
+    """The last ratio of measured and predicted change of the loss."""
 
     def __post_init__(self) -> None:
         self.value = self.initial
@@ -48,27 +55,32 @@ class LevenbergMarquardt:
             raise ValueError(f"{self}: needs interval >= 1")
 
     def __call__(self, step: int) -> float:
-        """The damping now: a schedule whose value the training decides."""
+        """Return the damping now, as a schedule does."""
         return self.value
 
     def is_due(self, step: int) -> bool:
-        """Whether :meth:`update` belongs after this step."""
+        """Return whether :meth:`update` is called after this step."""
         return (step + 1) % self.interval == 0
 
     def update(self, actual: float, predicted: float) -> None:
-        """From the changes of the loss, measured and predicted; both negative if all is well."""
-        if actual == 0 and not predicted < 0:  # a GradScaler left the step out
+        """Change the damping after one step.
+
+        Args:
+            actual: Measured change of the loss; negative if the step was good.
+            predicted: Change of the loss by the quadratic model; negative if the model is sound.
+        """
+        if actual == 0 and not predicted < 0:  # a GradScaler skipped the step
             return
         self.rho = actual / predicted if predicted < 0 else -math.inf
         factor = self.decay**self.interval
         if self.rho > 0.75:
             self.value = max(self.least, self.value * factor)
-        elif not self.rho >= 0.25:  # also a loss that is no number
+        elif not self.rho >= 0.25:  # also true if rho is NaN
             self.value = min(self.most, self.value / factor)
 
 
 class Trial:
-    """One step under test: the weights before it, and the gradients it began with."""
+    """A step that the adaptive damping judges: weights and gradients before the step."""
 
     def __init__(self, model: nn.Module, damping: LevenbergMarquardt) -> None:
         self._damping = damping
@@ -85,20 +97,27 @@ class Trial:
         factors: Mapping[tuple[str, Factor], Tensor],
         collective: Collective,
     ) -> None:
-        """Compare the loss' change with the model's, mean over ranks, and adapt the damping.
+        """Compare the change of the loss with the quadratic model, and adapt the damping.
 
-        ``factors`` holds those of the layers whose curvature is this rank's part. What no layer
-        covers has a gradient in the model, but no curvature.
+        Both are means over ranks. Parameters outside all layers count with their gradient, but
+        without curvature.
+
+        Args:
+            loss_before: This rank's loss before the step.
+            loss_after: This rank's loss after the step, on the same batch.
+            layers: All covered layers.
+            factors: A and G of the layers whose curvature this rank computes.
+            collective: The ranks.
         """
         moved = {p: p.detach() - before for p, before, _ in self._before}
         linear = sum(full((moved[p] * grad).sum().float()) for p, _, grad in self._before)
         square = self._curvature(moved, layers, factors)
         change = (loss_after - loss_before).detach().float()
         world = tuple(range(collective.world_size))
-        figures = torch.stack([change / len(world), linear / len(world) + 0.5 * square])
+        metrics = torch.stack([change / len(world), linear / len(world) + 0.5 * square])
         if len(world) > 1:
-            collective.all_reduce(figures, world, "adapt_damping").wait()
-        actual, predicted = figures.tolist()
+            collective.all_reduce(metrics, world, "adapt_damping").wait()
+        actual, predicted = metrics.tolist()
         self._damping.update(actual, predicted)
 
     def _curvature(
@@ -107,14 +126,14 @@ class Trial:
         layers: Sequence[Layer],
         factors: Mapping[tuple[str, Factor], Tensor],
     ) -> Tensor:
-        """delta^T (G kron A + damping I) delta, summed over the layers."""
+        """Return delta^T (G kron A + damping I) delta, summed over the layers."""
         grads = {p: p.grad for p in moved}
         total = torch.zeros((), device=next(iter(moved.values())).device)
         try:
             for p, delta in moved.items():
-                p.grad = delta  # so that a layer brings it into its own form
+                p.grad = delta  # get_grad() then returns delta in the layer's form
             for layer in layers:
-                delta_matrix = layer.get_grad()  # of a sharded layer a message: on every rank
+                delta_matrix = layer.get_grad()  # a message if it is sharded, so all ranks call it
                 if delta_matrix is None or (layer.name, "A") not in factors:
                     continue
                 product = linalg.precondition_inverse(

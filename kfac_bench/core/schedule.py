@@ -1,4 +1,4 @@
-"""Which part of K-FAC is due at which step."""
+"""Options that may change during training, and which part of K-FAC is due at which step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Schedule = float | Callable[[int], float]
-"""A number, or a function of the step (0 at the first)."""
+"""A number, or a function from the step (0 is the first) to a number."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The schedules' values at one step."""
+    """The values of all schedules at one step."""
 
     damping: float
     kl_clip: float | None
@@ -23,7 +23,7 @@ class Settings:
 
 @dataclass
 class Schedules:
-    """Reads and checks schedules."""
+    """The schedules of a :class:`KFAC`, by the names of its options."""
 
     damping: Schedule
     kl_clip: Schedule | None
@@ -32,7 +32,11 @@ class Schedules:
     factor_update_freq: Schedule
 
     def at(self, step: int) -> Settings:
-        """Values at ``step``; ``ValueError`` if one is out of range."""
+        """Return the values at ``step``.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
         damping, decay = _at(self.damping, step), _at(self.factor_decay, step)
         kl_clip = None if self.kl_clip is None else _at(self.kl_clip, step)
         if not damping > 0:
@@ -50,11 +54,11 @@ class Schedules:
         )
 
     def factors_due(self, step: int) -> bool:
-        """Whether the statistics of this step count."""
+        """Return whether A and G are updated in this step."""
         return step % self._freq("factor_update_freq", step) == 0
 
     def slices_due(self, step: int, count: int) -> list[int]:
-        """Which of ``count`` slices of the decompositions are due; all of them at step 0."""
+        """Return which of ``count`` slices of the decompositions are due; all of them at step 0."""
         if step == 0:
             return list(range(count))
         update_freq = self._freq("update_freq", step)
@@ -62,7 +66,11 @@ class Schedules:
         return [i for i, phase in enumerate(phases) if step % update_freq == phase]
 
     def most_slices(self, layers: int) -> int:
-        """One for each step of an interval that is free; any number where intervals change."""
+        """Return the largest useful number of slices for ``layers`` layers.
+
+        That is one slice for each free step of an interval (see :func:`free_phases`). If the
+        interval is a function, it is one slice per factor.
+        """
         if callable(self.update_freq) or callable(self.factor_update_freq):
             return 2 * layers
         first = self.at(0)
@@ -76,14 +84,21 @@ class Schedules:
 
 
 def free_phases(update_freq: int, factor_update_freq: int) -> list[int]:
-    """Steps of every interval without a factor update, which is work enough; or all of them."""
+    """Return the steps of an interval in which slices may run.
+
+    A step with a factor update is long enough already, so the other steps are used. If every step
+    has a factor update, all steps are used.
+    """
     common = math.gcd(update_freq, factor_update_freq)
     free = [i for i in range(update_freq) if i % common]
     return free or list(range(update_freq))
 
 
 def slice_phases(count: int, update_freq: int, factor_update_freq: int) -> list[int]:
-    """The step of an interval at which each slice runs; one slice alone at its beginning."""
+    """Return for each slice the step of the interval at which it runs.
+
+    A single slice runs at the beginning of the interval.
+    """
     if count == 1:
         return [0]
     phases = free_phases(update_freq, factor_update_freq)

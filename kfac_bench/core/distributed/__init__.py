@@ -1,1 +1,1 @@
-"""How the ranks of K-FAC exchange tensors: collectives, Horovod, DTensor and DeepSpeed ZeRO."""
+"""How ranks exchange tensors: torch.distributed, Horovod, DTensor, and gradients under ZeRO."""

@@ -1,4 +1,4 @@
-"""K-FAC in a DeepSpeed script: ZeRO 1 and 2 leave a rank with a part of the gradients.
+"""K-FAC in a DeepSpeed script, where ZeRO 1 and 2 leave each rank a part of the gradients.
 
 Usage::
 
@@ -23,11 +23,15 @@ from torch import nn
 
 @contextmanager
 def whole_gradients(engine: Any) -> Iterator[None]:
-    """Inside, ``.grad`` is whole and the mean over ranks; what it then holds is what is applied.
+    """Make ``.grad`` whole, and the mean over ranks, inside the block.
 
-    All ranks enter it between ``engine.backward``, of the last micro-batch, and ``engine.step``.
-    Nothing to do with ZeRO stage 0. Stages 1 and 2 send a message per parameter, and hold whole
-    gradients for so long. Raises ``ValueError`` where gradients or weights are not whole fp32.
+    DeepSpeed applies what ``.grad`` holds at the end of the block. All ranks enter the block
+    between ``engine.backward`` of the last micro-batch and ``engine.step``. Stage 0 needs nothing.
+    Stages 1 and 2 send one message per parameter, and gradients are whole for the time of the
+    block.
+
+    Raises:
+        ValueError: Weights or gradients are not whole tensors in float32.
     """
     check(engine)
     gather_gradients(engine)
@@ -36,7 +40,11 @@ def whole_gradients(engine: Any) -> Iterator[None]:
 
 
 def check(engine: Any) -> None:
-    """Raise ``ValueError`` for an engine that K-FAC cannot work with."""
+    """Check that K-FAC can work with the engine.
+
+    Raises:
+        ValueError: It cannot; the message says what to change.
+    """
     if engine.zero_optimization_stage() > 2:
         raise ValueError(
             "ZeRO stage 3 keeps no whole weight on a rank, so no layer has an input and an output "
@@ -63,12 +71,12 @@ def gather_gradients(engine: Any) -> None:
 
 
 def scatter_gradients(engine: Any) -> None:
-    """Give each rank the part of ``.grad`` that it updates weights by, and drop the rest."""
+    """Give DeepSpeed the part of ``.grad`` with which this rank updates weights; drop the rest."""
     from deepspeed.utils import safe_set_full_grad
 
     if engine.zero_optimization_stage() > 0:
         for p in _parameters(engine):
-            grad, p.grad = p.grad, None  # where there is a .grad, DeepSpeed would write there
+            grad, p.grad = p.grad, None  # DeepSpeed would write into a .grad that exists
             if grad is not None:
                 safe_set_full_grad(p, grad)
 

@@ -1,6 +1,6 @@
-"""Tensors of which each rank holds a part: DTensor, as FSDP2 and tensor parallel make them.
+"""Tensors of which each rank holds a part: DTensor, as FSDP2 and tensor parallelism make them.
 
-The only place that knows of it; a model without them never imports ``torch.distributed.tensor``.
+Only this file knows DTensor. A model without DTensors never imports ``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ Index = tuple[slice, ...]
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether it is a DTensor; whoever made one has imported its module."""
+    """Return whether ``x`` is a DTensor. If one exists, its module has been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def any_tensor_parallel(model: nn.Module) -> bool:
-    """Whether parts of parameters also compute as parts; FSDP2's alone are put together first."""
+    """Return whether the model computes with parts of parameters.
+
+    FSDP2 alone does not: it gathers whole parameters before they are used.
+    """
     meshes = [p.device_mesh for p in model.parameters() if is_sharded(p)]  # type: ignore[attr-defined]
     if not meshes:
         return False
@@ -33,19 +36,22 @@ def any_tensor_parallel(model: nn.Module) -> bool:
 
 
 def full(x: Tensor) -> Tensor:
-    """The whole tensor. All ranks that hold a part of it must call."""
+    """Return the whole tensor. All ranks that hold a part of it must call this."""
     whole: Tensor = x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
     return whole
 
 
 def local(x: Tensor) -> Tensor:
-    """The part that this rank holds, the same memory."""
+    """Return the part that this rank holds, in the same memory."""
     part: Tensor = x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
     return part
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """What every rank has whole as the part this rank has, laid out as ``like``; no message."""
+    """Return this rank's part of ``whole``, laid out as ``like``, without a message.
+
+    Every rank has the same ``whole``.
+    """
     if not is_sharded(like) or whole.shape != like.shape:
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -57,10 +63,11 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def lay_out_grad(param: Tensor) -> None:
-    """Bring a gradient into its parameter's layout.
+    """Bring the gradient of ``param`` into the layout of ``param``.
 
-    Autograd leaves it as it came: a sum not yet taken where activations are split (the scale of a
-    norm), whole where they are not (an embedding). All ranks that hold a part must call.
+    Autograd leaves a gradient as it arrives. If activations are split, the sum over ranks is
+    missing (the scale of a norm). If they are not, the gradient is whole (an embedding). All ranks
+    that hold a part must call this.
     """
     grad: Any = param.grad
     if grad is not None and is_sharded(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
@@ -74,10 +81,10 @@ class Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     share: float
-    """One over the number of ranks that hold this very block."""
+    """1 divided by the number of ranks that hold the same block."""
 
     def within(self, rows: slice) -> tuple[Index, Index]:
-        """What of it lies in ``rows`` of the whole: where there, and where in the part."""
+        """Return where the part overlaps ``rows`` of the whole: index in ``rows``, index in the part."""
         start = rows.start or 0
         stop = sys.maxsize if rows.stop is None else rows.stop
         first = max(self.offsets[0], start)
@@ -88,9 +95,12 @@ class Part:
 
 
 def part_of(param: Tensor, world_size: int) -> Part:
-    """Of the ``world_size`` ranks of a plan; whoever has no part holds the whole.
+    """Return this rank's part of ``param``. A rank without a part holds the whole.
 
-    Raises ``ValueError`` if the plan lacks ranks that hold parts.
+    ``world_size`` is the number of ranks of the plan.
+
+    Raises:
+        ValueError: The plan lacks ranks that hold parts.
     """
     if not is_sharded(param):
         return Part((0,) * param.ndim, tuple(param.shape), 1 / world_size)
@@ -109,11 +119,11 @@ def part_of(param: Tensor, world_size: int) -> Part:
 
 
 def own_samples(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a tensor-parallel layer's input and gradient: some samples with all their features.
+    """Return some samples of a tensor-parallel layer's input and gradient, with all features.
 
-    Ranks share out the samples, so that they are further data-parallel ranks to what follows; none
-    is left for a rank if there are few. A message to and from all where a layout splits features.
-    One sample [d] goes to all ranks.
+    Ranks share out the samples, so that everything later sees them as data-parallel ranks. If there
+    are few samples, some ranks get none. A layout that splits features costs an all-to-all message.
+    A single sample [d] goes to all ranks.
     """
     from torch.distributed.tensor import Replicate, Shard
 

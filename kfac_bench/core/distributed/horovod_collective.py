@@ -1,6 +1,6 @@
-"""K-FAC's messages over Horovod, which fuses them and negotiates their order by name.
+"""The communication backend of Horovod, which fuses messages and agrees on their order by name.
 
-Horovod is imported here only where a :class:`HorovodCollective` is made.
+Only making a :class:`HorovodCollective` imports Horovod.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ import torch
 from torch import Tensor
 
 AS_BITS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}
-"""What Horovod has no messages for, and what it copies as well."""
+"""From a dtype that Horovod cannot broadcast to a dtype of the same size that it can."""
 
 
 class _Handle:
-    """A message under way; see :class:`kfac_bench.core.distributed.collective.Work`."""
+    """A message in flight; see :class:`kfac_bench.core.distributed.collective.Work`."""
 
     def __init__(self, hvd: Any, handle: int, then: Callable[[], object] | None = None) -> None:
         self._hvd, self._handle, self._then = hvd, handle, then
 
     def wait(self) -> object:
-        """Return when it has arrived."""
+        """Return when the message has arrived."""
         self._hvd.synchronize(self._handle)
         return self._then and self._then()
 
 
 class HorovodCollective:
-    """Horovod's ranks, after ``hvd.init()``; a group of some of them is a process set.
+    """The ranks of Horovod, after ``hvd.init()``.
 
-    K-FAC knows its groups when it has seen the model, so process sets are added after ``init``:
-    for ``strategy="hybrid_opt"`` call ``hvd.init(process_sets="dynamic")``. Process sets are kept
-    and used again: Horovod allows one for the same ranks.
+    A group of ranks is a process set. K-FAC knows its groups only after it has seen the model, so
+    it adds process sets after ``init``. For ``strategy="hybrid_opt"`` call
+    ``hvd.init(process_sets="dynamic")``. Horovod allows one process set per set of ranks, so K-FAC
+    keeps process sets and uses them again.
     """
 
     _made = itertools.count()
@@ -46,14 +47,16 @@ class HorovodCollective:
         self._sets: dict[tuple[int, ...], Any] = {
             tuple(range(self.world_size)): self._hvd.global_process_set
         }
-        # Of two messages of one name, Horovod refuses the second: two K-FACs may be under way.
+        # Horovod refuses a second message of the same name, and two K-FACs may send at a time.
         self._prefix = f"kfac{next(self._made)}"
 
     def prepare(self, groups: Iterable[tuple[int, ...]], *, apart: bool = False) -> None:
-        """Make each group's process set once; every rank takes part, member or not.
+        """Make the process set of each group. Every rank takes part, member or not.
 
-        ``apart`` changes nothing: names tell messages apart, whatever order they start in.
-        Raises ``RuntimeError`` where Horovod was initialised without dynamic process sets.
+        ``apart`` changes nothing, because names tell messages apart in any order.
+
+        Raises:
+            RuntimeError: Horovod was initialized without dynamic process sets.
         """
         for ranks in groups:
             if ranks not in self._sets:
@@ -63,7 +66,7 @@ class HorovodCollective:
         process_sets = importlib.import_module("horovod.common.process_sets")
         existing = process_sets._basics._get_process_set_ids_and_ranks()
         for number, members in existing.items():
-            if tuple(members) == ranks:  # of another K-FAC, or the user's own
+            if tuple(members) == ranks:  # made by another K-FAC or by the user
                 found = self._hvd.ProcessSet(ranks)
                 found.process_set_id = number
                 return found
@@ -76,7 +79,7 @@ class HorovodCollective:
             ) from None
 
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> _Handle:
-        """Sum over ``ranks``; bfloat16 travels, and is summed, as float32."""
+        """Sum over ``ranks``. bfloat16 is sent and summed as float32."""
         wide = x.float() if x.dtype == torch.bfloat16 else x
         handle = self._hvd.allreduce_async_(
             wide, name=f"{self._prefix}/{name}", op=self._hvd.Sum, process_set=self._sets[ranks]
@@ -84,7 +87,7 @@ class HorovodCollective:
         return _Handle(self._hvd, handle, None if wide is x else lambda: x.copy_(wide))
 
     def reduce(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> _Handle:
-        """Sum over ``ranks``, which all of them get: Horovod has no other."""
+        """Sum over ``ranks``. All of them get the sum: Horovod has no reduce to one rank."""
         return self.all_reduce(x, ranks, name)
 
     def broadcast(self, x: Tensor, root: int, ranks: tuple[int, ...], name: str) -> _Handle:
@@ -97,6 +100,6 @@ class HorovodCollective:
 
 
 def has_ranks() -> bool:
-    """Whether this process runs Horovod with others; imports nothing."""
+    """Return whether this process runs Horovod with several ranks. Nothing is imported."""
     hvd = sys.modules.get("horovod.torch")
     return hvd is not None and bool(hvd.is_initialized()) and int(hvd.size()) > 1

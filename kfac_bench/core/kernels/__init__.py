@@ -1,1 +1,1 @@
-"""The equations of K-FAC as functions of tensors."""
+"""The equations of K-FAC as functions from tensors to tensors."""

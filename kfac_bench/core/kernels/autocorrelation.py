@@ -1,9 +1,10 @@
-"""The second moment of 3x3 patches, stride 1, zero padding 1, without making patches.
+"""The second moment of 3x3 patches (stride 1, zero padding 1), without making patches.
 
-Block (offset d, offset e) of the moment sums x[q] x[q + e - d]^T over the pixels q that d meets.
-Those are all of them, but at offset 2 of an axis the first line of pixels is out of reach, and at
-offset 0 the last one. So every block is an autocorrelation of the image at lag e - d, less that of
-an edge or two; what two edges share, a corner, is added again.
+The moment has one block for each pair of kernel offsets d and e. The block sums x[q] x[q + e - d]^T
+over the pixels q that offset d meets. Offset 2 of an axis does not meet the first line of pixels,
+and offset 0 does not meet the last line; otherwise all pixels count. So a block is an
+autocorrelation of the image at lag e - d, minus that of an edge or two. A corner that two edges
+share was subtracted twice, so it is added again.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from torch import Tensor
 _convolution_backward = torch.ops.aten.convolution_backward
 
 OUT_OF_REACH = {0: -1, 2: 0}
-"""Offset on an axis: index of the line of pixels that it does not meet."""
+"""From an offset on an axis to the index of the line of pixels that it does not meet."""
 
 CHANNELS_LAST = 64
-"""Up to so many channels the convolution is faster on a channels-last copy, at 16 twice."""
+"""Up to this number of channels a channels-last copy is faster: twice as fast at 16 channels."""
 
 
 def autocorrelation_moment_3x3(x: Tensor, *, bias: bool = False) -> Tensor:
-    """Moment [1, 9 C, 9 C] of the patches of ``x`` [N, C, H, W], float32 or 64, *not* padded.
+    """Return the moment [1, 9 C, 9 C] of the patches of ``x`` [N, C, H, W], which is *not* padded.
 
-    Columns (c, ky, kx) as in ``weight.flatten(1)``, then the bias if there is one.
+    Columns are (c, ky, kx), as in ``weight.flatten(1)``, and then the bias if there is one. ``x``
+    is float32 or float64.
     """
     n, c, h, w = x.shape
     if c <= CHANNELS_LAST:
@@ -39,6 +41,7 @@ def autocorrelation_moment_3x3(x: Tensor, *, bias: bool = False) -> Tensor:
     offsets = list(enumerate(itertools.product(range(3), range(3))))
     for (i, (dy, dx)), (j, (ey, ex)) in itertools.product(offsets, offsets):
         block = lags[ey - dy, ex - dx]
+        # At a common offset on an axis, both pixels of a pair miss the same line.
         if dy == ey != 1:
             block = block - rows[dy][ex - dx]
         if dx == ex != 1:
@@ -54,13 +57,13 @@ def autocorrelation_moment_3x3(x: Tensor, *, bias: bool = False) -> Tensor:
 
 
 def _image_lags(x: Tensor) -> dict[tuple[int, int], Tensor]:
-    """By lag in (-2..2)^2, the sum over n, q of x[q] x[q + lag]^T, [C, C]; zeros outside.
+    """Return, by lag in (-2..2)^2, the sum over n and q of x[q] x[q + lag]^T, [C, C].
 
-    This is the weight gradient of a convolution of x with itself: one call into the fastest kernel
-    there is. Half of the lags follow by symmetry.
+    Pixels outside are zeros. The sums are the weight gradient of a convolution of x with itself, so
+    one call of a fast kernel computes them. Half of the lags follow by symmetry.
     """
     c = x.shape[1]
-    weight = x.new_empty(c, c, 3, 5)  # only its shape and its layout are used
+    weight = x.new_empty(c, c, 3, 5)  # only its shape and its memory layout matter
     if x.is_contiguous(memory_format=torch.channels_last):
         weight = weight.contiguous(memory_format=torch.channels_last)
     padded = F.pad(x, (0, 0, 0, 2))
@@ -77,7 +80,7 @@ def _image_lags(x: Tensor) -> dict[tuple[int, int], Tensor]:
 
 
 def _line_lags(line: Tensor) -> dict[int, Tensor]:
-    """The same for a line of pixels [N, C, L] and lags -2..2."""
+    """Return the same sums for a line of pixels [N, C, L] and lags -2..2."""
     pixels = line.permute(2, 0, 1).contiguous()
     out = {}
     for lag in range(3):
@@ -89,12 +92,12 @@ def _line_lags(line: Tensor) -> dict[int, Tensor]:
 
 
 def _symmetric(x: Tensor) -> Tensor:
-    """Exactly symmetric, whatever the order in which a product was summed."""
+    """Mirror the lower triangle, so that rounding cannot make ``x`` asymmetric."""
     return x.tril() + x.tril(-1).mT
 
 
 def _patch_sum(x: Tensor) -> Tensor:
-    """Sum of the patches [9 C]: for offset d that of the window d leaves inside the image."""
+    """Return the sum of the patches [9 C]: by offset, the sum of the pixels that it meets."""
     h, w = x.shape[2:]
     image = x.sum(0).contiguous()
     sums = [

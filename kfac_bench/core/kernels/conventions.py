@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Scale = Callable[[int, float, bool], tuple[float, float]]
-"""(samples N, shared positions s per sample, is a convolution) -> factors of raw A and raw G."""
+"""From (samples N, positions s per sample, is a convolution) to the scales of raw A and raw G."""
 
 
 def _kfc(n: int, s: float, conv: bool) -> tuple[float, float]:
@@ -21,14 +21,21 @@ def _kaisa(n: int, s: float, conv: bool) -> tuple[float, float]:
 
 
 CONVENTIONS: dict[str, Scale] = {"kfc": _kfc, "sc20": _sc20, "kaisa": _kaisa}
-"""How raw moments (sum a a^T, sum g g^T; g the gradient of a loss that is a mean over N samples,
-s shared positions each) become A and G. The same damping means another algorithm under each.
+"""How raw moments become the factors A and G, by name of the convention.
 
-``kfc``: A = mean over samples and positions, G = N sum g g^T: the mean over samples of per-sample
-gradients' moments, summed over positions; independent of batch size. The product is that of
-Grosse & Martens 2016 (eq. 31 ff.) and of K-FAC-expand (Eschenhagen et al. 2023).
-``sc20``: the code behind the paper's ResNet tables: convolutions' patches divided by s, g times
-N s. ``kaisa``: SC21's code: both divided by s, g not multiplied by N, so G shrinks with the batch
-size; a rank's G is that of its own part of the batch, so results depend on the number of ranks, as
-SC21's do. In both, a Linear layer's positions count as samples.
+Raw moments are sum a a^T and sum g g^T, where g is the gradient of a loss that is a mean over N
+samples with s shared positions each. The same damping means another algorithm under each
+convention.
+
+* ``kfc``: A is the mean over samples and positions; G = N sum g g^T. So G is the mean over samples
+  of the moments of per-sample gradients, summed over positions. It does not depend on the batch
+  size. The product is that of Grosse & Martens 2016 (eq. 31 ff.) and of K-FAC-expand (Eschenhagen
+  et al. 2023).
+* ``sc20``: as in the code behind the paper's ResNet tables. Patches of convolutions are divided by
+  s, and g is multiplied by N s.
+* ``kaisa``: as in the code of KAISA (SC 2021). Both are divided by s, and g is not multiplied by N.
+  So G shrinks with the batch size. The G of a rank belongs to its own part of the batch, so results
+  depend on the number of ranks, as in that code.
+
+In ``sc20`` and ``kaisa``, positions of a Linear layer count as samples.
 """

@@ -1,7 +1,8 @@
-"""Products rows^T rows: a *raw moment*, summed over batch and shared positions.
+"""Products rows^T rows: the raw moments behind A and G.
 
-One matrix per group of a grouped layer: [groups, n, n], groups = 1 elsewhere. Sums add up over
-micro-batches and calls; :mod:`.conventions` turns them into factors once, at the end.
+A *raw moment* is a plain sum of outer products over the batch and shared positions. It has one
+matrix per group of a grouped layer, [groups, n, n]; elsewhere groups = 1. Sums add up over
+micro-batches and calls. :mod:`.conventions` scales them to factors once, at the end.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ import torch
 from torch import Tensor
 
 TRIANGLE = 96
-"""Columns from which on computing only one triangle of a product pays."""
+"""From this number of columns on, computing only one triangle of a product is faster."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half precisions become float32: nothing of K-FAC survives 8 bits of mantissa."""
+    """Return ``x`` in float32 if it is in half precision: factors need more than 8 bits."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def gram(rows: Tensor, *, bias: bool = False) -> Tensor:
-    """rows^T rows of [groups, R, d], at least in float32: [groups, d, d], exactly symmetric.
+    """Return rows^T rows of [groups, R, d]: [groups, d, d], at least float32, exactly symmetric.
 
-    With ``bias`` that of rows that end in a 1: [groups, d + 1, d + 1].
+    With ``bias``, rows count as if they ended in a 1: [groups, d + 1, d + 1].
     """
     return sum_of_grams([rows], bias)
 
 
 def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
-    """The :func:`gram` of all ``parts`` [groups, R_i, d] below each other; at least one."""
+    """Return the :func:`gram` of ``parts`` [groups, R_i, d] stacked below each other."""
     out: Tensor | None = None
     for part in parts:
         rows = at_least_float32(part)
@@ -47,12 +48,12 @@ def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
 
 
 def _add_lower_gram(out: Tensor, rows: Tensor, beta: int) -> None:
-    """Half of the work of out = beta out + rows^T rows: only the lower triangle of blocks."""
+    """Compute the lower triangle of out = beta out + rows^T rows, block by block."""
     d = rows.shape[2]
-    if d < TRIANGLE or not out.is_cpu:  # on a GPU one launch, until many are measured
+    if d < TRIANGLE or not out.is_cpu:  # on a GPU one launch is faster than many
         out.baddbmm_(rows.mT, rows, beta=beta)
         return
-    step = max(32, min(128, d // 4))  # narrow blocks save work, wide ones are faster
+    step = max(32, min(128, d // 4))  # narrow blocks save work, wide blocks run faster
     for o, r in zip(out, rows, strict=True):
         for i in range(0, d, step):
             j = min(i + step, d)
@@ -62,10 +63,10 @@ def _add_lower_gram(out: Tensor, rows: Tensor, beta: int) -> None:
 def _mirror_lower(x: Tensor, step: int = 128) -> Tensor:
     """Copy the lower triangle of [groups, n, n] onto the upper one, in place."""
     groups, n, _ = x.shape
-    if not x.is_cpu:  # the product is whole but for the row of a bias
+    if not x.is_cpu:  # the product is complete except for the bias
         x[:, :, -1] = x[:, -1]
         return x
-    # Read from a copy with rows of another length: columns of 2^k numbers share few cache lines.
+    # The copy has rows of another length: columns at distances of 2^k would share few cache lines.
     copy = x.new_empty(groups, step, n + 16)
     for i in range(0, n, step):
         j = min(i + step, n)
@@ -77,11 +78,14 @@ def _mirror_lower(x: Tensor, step: int = 128) -> Tensor:
 
 
 FEW_CHANNELS = 64
-"""Up to so many, one small product per image is faster than bringing channels together."""
+"""Up to this number of channels, one small product per image is faster than moving channels."""
 
 
 def channel_gram(x: Tensor) -> Tensor:
-    """Sum over images and pixels of [N, groups, C, pixels], without moving them: [groups, C, C]."""
+    """Return the moment of channels of ``x`` [N, groups, C, pixels], without a copy.
+
+    The sum goes over images and pixels; the result is [groups, C, C].
+    """
     n, groups, c, _ = x.shape
     images = at_least_float32(x).flatten(0, 1)
     out = torch.bmm(images, images.mT).view(n, groups, c, c).sum(0)

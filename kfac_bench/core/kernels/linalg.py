@@ -1,8 +1,8 @@
-"""K-FAC's linear algebra: functions of tensors to tensors, nothing else.
+"""The linear algebra of K-FAC, as functions from tensors to tensors.
 
-Shapes: a factor is [groups, n, n], symmetric positive semi-definite, or [groups, n], a diagonal; a
-layer's gradient is [groups, g_dim, a_dim], weight and bias side by side. Equation numbers are
-those of "Deep Neural Network Training With Distributed K-FAC" (TPDS 2022).
+A factor is [groups, n, n], symmetric and positive semi-definite, or [groups, n] if it is diagonal.
+The gradient of a layer is [groups, g_dim, a_dim], with weight and bias side by side. Equation
+numbers are those of "Deep Neural Network Training With Distributed K-FAC" (TPDS 2022).
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ No eigenvectors: the factor is a diagonal, its own eigenvalues.
 
 
 class DecompositionError(RuntimeError):
-    """A factor could not be decomposed, in its own precision or in float64."""
+    """A factor could be decomposed neither in its own precision nor in float64."""
 
 
 def eigendecompose(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Factor = Q diag(v) Q^T of [..., n, n]; rounding's negative eigenvalues are clamped to 0.
+    """Return v [..., n] and Q [..., n, n] with factor = Q diag(v) Q^T.
 
-    eigh may raise, or return NaN without raising: both are retried in float64. Raises
-    :class:`DecompositionError` if that fails too.
+    Rounding can make eigenvalues negative; they become 0. eigh may raise an error, or return NaN
+    without an error. Both cases are tried again in float64.
+
+    Raises:
+        DecompositionError: float64 failed too.
     """
     if torch.isfinite(factor.sum()):
         for dtype in (factor.dtype, torch.float64):
@@ -43,10 +46,12 @@ def eigendecompose(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
-    """(factor + damping I)^-1 of [..., n, n] by Cholesky (eq. 9).
+    """Return (factor + damping I)^-1 of a factor [..., n, n], by Cholesky (eq. 9).
 
-    ``damping`` is a number or [...]. Retried in float64; raises :class:`DecompositionError` if
-    that fails too.
+    ``damping`` is a number or a tensor [...]. A failure is tried again in float64.
+
+    Raises:
+        DecompositionError: float64 failed too.
     """
     if isinstance(damping, Tensor) and damping.ndim:
         damping = damping.unsqueeze(-1)
@@ -61,12 +66,13 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
 
 
 def split_damping(mean_a: Tensor, mean_g: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Of A pi sqrt(damping), of G sqrt(damping) / pi; pi^2 = mean_a / mean_g.
+    """Split the damping: A gets pi sqrt(damping), G gets sqrt(damping) / pi.
 
-    The mean eigenvalues are the factors' traces over their sizes: "factored Tikhonov" of Martens
-    & Grosse 2015 (section 6.3). What has no trace takes no part: then pi = 1.
+    pi^2 = mean_a / mean_g, where the means are mean eigenvalues: the trace of a factor divided by
+    its size. This is the "factored Tikhonov" damping of Martens & Grosse 2015 (section 6.3). If a
+    trace is 0, pi is 1.
     """
-    pi = mean_a.sqrt() / mean_g.sqrt()  # the quotient of the means may leave float32
+    pi = mean_a.sqrt() / mean_g.sqrt()  # mean_a / mean_g may overflow float32
     pi = torch.where((mean_a > 0) & (mean_g > 0), pi, torch.ones_like(pi))
     root = damping**0.5
     return pi * root, root / pi
@@ -75,9 +81,10 @@ def split_damping(mean_a: Tensor, mean_g: Tensor, damping: float | Tensor) -> tu
 def damped_eigenvalues(
     a: Tensor, g: Tensor, damping: float | Tensor, *, factored: bool = False
 ) -> Tensor:
-    """Of the damped G kron A, [..., g_dim, a_dim], from eigenvalues [..., a_dim], [..., g_dim].
+    """Return the eigenvalues of the damped G kron A, [..., g_dim, a_dim].
 
-    v_g v_a + damping (eq. 12), or ``factored``: (v_g + dg) (v_a + da) of :func:`split_damping`.
+    They are v_g v_a + damping (eq. 12), or with ``factored`` (v_g + dg) (v_a + da), where da and dg
+    come from :func:`split_damping`. ``a`` is [..., a_dim] and ``g`` is [..., g_dim].
     """
     if factored:
         da, dg = split_damping(a.mean(-1), g.mean(-1), damping)
@@ -86,7 +93,7 @@ def damped_eigenvalues(
 
 
 def rotate(x: Tensor, a: Tensor | None, g: Tensor | None) -> Tensor:
-    """g^T x a of [..., g_dim, a_dim]; None stands for the identity."""
+    """Return g^T x a of x [..., g_dim, a_dim]. None stands for the identity."""
     if g is not None:
         x = g.mT @ x
     return x if a is None else x @ a
@@ -95,39 +102,43 @@ def rotate(x: Tensor, a: Tensor | None, g: Tensor | None) -> Tensor:
 def precondition_eigen(
     grad: Tensor, a: Tensor | None, g: Tensor | None, eigenvalues: Tensor
 ) -> Tensor:
-    """Rotate [..., g_dim, a_dim] into the eigenbasis, divide, rotate back (eq. 11-13)."""
+    """Rotate ``grad`` [..., g_dim, a_dim] into the eigenbasis, divide, rotate back (eq. 11-13).
+
+    ``a`` and ``g`` are eigenvectors, None for a diagonal factor. ``eigenvalues`` are damped.
+    """
     rotated = rotate(grad, a, g)
-    # not in place: without eigenvectors it is still the caller's gradient
+    # Not in place: without eigenvectors, ``rotated`` is still the gradient of the caller.
     scaled = rotated / eigenvalues
     return rotate(scaled, None if a is None else a.mT, None if g is None else g.mT)
 
 
 def precondition_inverse(grad: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> Tensor:
-    """(G + damping I)^-1 grad (A + damping I)^-1, eq. 10; a diagonal inverse is [..., n]."""
+    """Return (G + damping I)^-1 grad (A + damping I)^-1, eq. 10; a diagonal inverse is [..., n]."""
     dense_a, dense_g = a_inverse.ndim == grad.ndim, g_inverse.ndim == grad.ndim
     out = g_inverse @ grad if dense_g else grad * g_inverse.unsqueeze(-1)
     return out @ a_inverse if dense_a else out * a_inverse.unsqueeze(-2)
 
 
 def kl_clip_sum(dots: Iterable[Tensor], lrs: Sequence[float]) -> Tensor:
-    """Sum_i lr_i^2 |dot_i| of eq. 16; dot_i is <preconditioned gradient, gradient> of a layer.
+    """Return the sum over layers of lr^2 |<preconditioned gradient, gradient>| (eq. 16).
 
-    A 0-d tensor on their device: nothing waits for it.
+    The result is a 0-d tensor on the device, so that nothing waits for it. ``dots`` are the
+    products of the layers, ``lrs`` their learning rates.
     """
     return torch.stack([dot.abs() * lr**2 for dot, lr in zip(dots, lrs, strict=True)]).sum()
 
 
 def kl_clip_scale(change: Tensor, kl_clip: float) -> Tensor:
-    """Nu = min(1, sqrt(kl_clip / change)), eq. 16, of :func:`kl_clip_sum` over all layers."""
+    """Return nu = min(1, sqrt(kl_clip / change)) (eq. 16), with the sum of all layers."""
     return (kl_clip / change).sqrt().clamp_max(1.0)  # kl_clip / 0 is inf: no clip
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:
-    """Symmetric [b, n, n] into ``out`` [b n (n + 1) / 2].
+    """Write the triangles of symmetric ``x`` [b, n, n] into ``out`` [b n (n + 1) / 2].
 
-    Rectangular full packed format (Gustavson et al. 2010): the lower triangle of the left half
-    and, in the corner it leaves free, that of the right half. Slices only: an index of the
-    triangle would weigh twice the matrix it saves.
+    The format is rectangular full packed (Gustavson et al. 2010). It holds the lower triangle of
+    the left half and, in the corner that stays free, the lower triangle of the right half. It needs
+    only slices. An index tensor of the triangle would need twice the memory of the matrix.
     """
     b, n = x.shape[:2]
     k = n // 2
@@ -143,7 +154,7 @@ def pack_triangle(x: Tensor, out: Tensor) -> None:
 
 
 def unpack_triangle(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The symmetric [b, n, n] that :func:`pack_triangle` packed, a fresh tensor."""
+    """Return the symmetric [b, n, n] that :func:`pack_triangle` packed, as a new tensor."""
     b, n, _ = shape
     k, odd = n // 2, n % 2
     x = packed.new_empty(shape)

@@ -1,4 +1,7 @@
-"""The input patches of a convolution: their moment, their sum, themselves."""
+"""The input patches of a convolution: their moment, their sum, and the patches themselves.
+
+A patch is what one output position sees of the input: channels of a group times kernel offsets.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
 from kfac_bench.core.kernels.gram import at_least_float32, gram, sum_of_grams
 
 PATCH_NUMEL = 1 << 20
-"""Patches made at a time: 4 MiB in float32 are still in the cache when the product reads them."""
+"""Most elements of patches made at a time. 4 MiB in float32 stay in a CPU's cache until read."""
 
 AUTOCORRELATION_NUMEL = 1 << 15
-"""Numbers in an input from which on its many calls pay: :func:`autocorrelation_moment_3x3`."""
+"""From this number of elements of the input on, :func:`autocorrelation_moment_3x3` is faster."""
 
 
 def pad_input(x: Tensor, padding: Sequence[int], mode: str) -> Tensor:
-    """What a convolution pads its input to: ``padding`` as F.pad takes it, a ``padding_mode``."""
+    """Pad ``x`` as a convolution does.
+
+    ``padding`` is in the order of F.pad; ``mode`` is the ``padding_mode`` of the convolution.
+    """
     if not any(padding):
         return x
     return F.pad(x, list(padding), mode="constant" if mode == "zeros" else mode)
@@ -36,7 +42,7 @@ def input_moment(
     *,
     bias: bool = False,
 ) -> Tensor:
-    """:func:`patch_moment` of a convolution's own input, not yet padded, by the fastest way."""
+    """Return the :func:`patch_moment` of an input without padding, in the fastest way."""
     same_3x3 = (*kernel, *stride, *dilation, *padding) == (3, 3, 1, 1, 1, 1, 1, 1, 1, 1)
     if same_3x3 and padding_mode == "zeros" and groups == 1 and _autocorrelation_pays(x):
         return autocorrelation_moment_3x3(at_least_float32(x), bias=bias)
@@ -45,7 +51,7 @@ def input_moment(
 
 
 def _autocorrelation_pays(x: Tensor) -> bool:
-    """On a GPU it is not measured."""
+    """Return whether it is faster; on a GPU that is not measured, so the answer is no."""
     return x.device.type == "cpu" and x.numel() >= AUTOCORRELATION_NUMEL
 
 
@@ -58,12 +64,12 @@ def patch_moment(
     *,
     bias: bool = False,
 ) -> Tensor:
-    """Moment of a convolution's input patches; ``x`` [N, C, *spatial] is padded already.
+    """Return the moment of the input patches of a convolution, [groups, a, a].
 
-    [groups, a, a]: columns (channel in the group, *kernel offset) as in ``weight.flatten(1)``, then
-    the bias if there is one.
+    Columns are (channel of the group, *kernel offset), as in ``weight.flatten(1)``, and then the
+    bias if there is one. ``x`` [N, C, *spatial] is padded already.
     """
-    if math.prod(kernel) == 1 and x.stride(1) == 1:  # channels-last: pixels are the rows already
+    if math.prod(kernel) == 1 and x.stride(1) == 1:  # channels-last: pixels are rows already
         pixels = x[:, :, *(slice(None, None, s) for s in stride)].movedim(1, -1)
         return gram(pixels.reshape(-1, groups, x.shape[1] // groups).transpose(0, 1), bias=bias)
 
@@ -85,7 +91,7 @@ def patch_rows(
     dilation: Sequence[int],
     groups: int = 1,
 ) -> Tensor:
-    """The patches themselves, [N, groups, positions, a] with :func:`patch_moment`'s columns."""
+    """Return the patches, [N, groups, positions, a], with the columns of :func:`patch_moment`."""
     patches = _patches(x, kernel, stride, dilation, groups)
     patches = patches.movedim(2 + len(kernel), 0)  # [N, groups, channel, *kernel, *positions]
     columns = x.shape[1] // groups * math.prod(kernel)
@@ -99,10 +105,10 @@ def patch_sum(
     dilation: Sequence[int],
     groups: int = 1,
 ) -> Tensor:
-    """:func:`patch_rows` summed over positions, [N, groups, a], without making them.
+    """Return the sum of :func:`patch_rows` over positions, [N, groups, a], without making patches.
 
-    One spatial dimension after the other: a product with the 0/1 matrix of which pixel meets which
-    kernel offset. The last dimension goes first: it needs no copy, and the others are small then.
+    Each spatial dimension is multiplied by a 0/1 matrix that says which pixel meets which kernel
+    offset. The last dimension goes first: it needs no copy, and the others are small afterwards.
     """
     n, c = x.shape[:2]
     x = at_least_float32(x)
@@ -127,7 +133,7 @@ def _patches(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """View [groups, channels of a group, *kernel, N, *positions] of x [N, C, *spatial]."""
+    """Return a view of x [N, C, *spatial] as [groups, channels, *kernel, N, *positions]."""
     n, c, *sizes = x.shape
     sample, channel, *steps = x.stride()
     positions = map(_positions, sizes, kernel, stride, dilation)
@@ -146,9 +152,10 @@ def _patches(
 def _slabs(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Parts of x: together they have x's patches, each has about PATCH_NUMEL numbers of them.
+    """Yield parts of ``x`` that together have all its patches, about PATCH_NUMEL elements each.
 
-    Whole samples; of one that is too large, the output rows (first spatial dimension).
+    A part is some whole samples. Of a sample that is too large, a part is some output rows (of the
+    first spatial dimension).
     """
     positions = list(map(_positions, x.shape[2:], kernel, stride, dilation))
     row = x.shape[1] * math.prod(kernel) * math.prod(positions[1:])
