@@ -9,30 +9,35 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 
-from kfac_bench.core import KFAC
+from kfac_bench import KFAC
 from kfac_bench.core.distributed.deepspeed_zero import whole_gradients
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 128,
-    "gradient_clipping": 0.0,  # DeepSpeed clips to 1 if nothing is said
+    "gradient_clipping": 0.0,  # DeepSpeed clips to 1 by default
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000},
-    "zero_allow_untested_optimizer": True,  # it knows Adam; any works
+    "zero_allow_untested_optimizer": True,  # DeepSpeed tests Adam only, but any optimizer works
 }
 
 
 def main():
-    """Train on the digits; the accuracy on what was held out."""
+    """Train on the digits, and return the accuracy on the test images."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
 
     model = nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 10)),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 10),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if not torch.cuda.is_available():  # else it compiles, for minutes, what its inference needs
+    if not torch.cuda.is_available():  # skip minutes of compiling what only its inference needs
         deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed()
     device = torch.device(deepspeed.get_accelerator().current_device_name())

@@ -1,6 +1,6 @@
-"""A network in stages, one per rank, with K-FAC: each rank preconditions the layers it holds.
+"""A network in pipeline stages, one per rank. Each rank preconditions the layers that it holds.
 
-torchrun --nproc-per-node 2 examples/pipeline.py
+Run: torchrun --nproc-per-node 2 examples/pipeline.py
 """
 
 import torch
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from kfac_bench.core import KFAC
+from kfac_bench import KFAC
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 
 WIDTH, BATCH, MICRO_BATCHES, STEPS = 16, 128, 4, 60
 
 
 def main() -> None:
-    """Learn a function of two linear maps."""
+    """Learn a function that is made of two linear maps."""
     rank, stages, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     torch.manual_seed(0)  # the same batches on all ranks
     teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -33,8 +33,8 @@ def main() -> None:
         collective=SingleProcess(),  # with data parallelism: TorchCollective(its group)
         model_parallel=TorchCollective(),
     )
-    # Shapes of a micro-batch: else the schedule finds them out by a trial run on uninitialised
-    # memory, backward included, which K-FAC would count.
+    # Give the shapes of a micro-batch. Otherwise the schedule finds them by a trial run on
+    # uninitialized memory. That run includes a backward, which K-FAC would count.
     given = torch.empty(BATCH // MICRO_BATCHES, WIDTH, requires_grad=rank > 0)
     made = torch.empty(BATCH // MICRO_BATCHES, WIDTH, requires_grad=True)
     stage = PipelineStage(mine, rank, stages, device, input_args=given, output_args=made)
@@ -45,11 +45,11 @@ def main() -> None:
             y = teacher(x)
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        schedule.step(
-            *([x] if rank == 0 else []),
-            **({"target": y, "losses": losses} if rank == stages - 1 else {}),
-        )
-        # The schedule divides gradients by the number of micro-batches after all backwards.
+        # The first stage gets the inputs, the last one the targets.
+        inputs = [x] if rank == 0 else []
+        targets = {"target": y, "losses": losses} if rank == stages - 1 else {}
+        schedule.step(*inputs, **targets)
+        # The schedule divides gradients by the number of micro-batches, but after all backwards.
         preconditioner.step(loss_scale=MICRO_BATCHES)
         optimizer.step()
         if losses and step in (0, STEPS - 1):

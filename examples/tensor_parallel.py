@@ -1,6 +1,6 @@
-"""A small transformer whose heads and hidden features are spread over ranks, with K-FAC.
+"""K-FAC for a small transformer whose heads and hidden features are split over ranks.
 
-torchrun --nproc-per-node 2 examples/tensor_parallel.py
+Run: torchrun --nproc-per-node 2 examples/tensor_parallel.py
 """
 
 import torch
@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from kfac_bench.core import KFAC
+from kfac_bench import KFAC
 
 TOKENS, WIDTH, STEPS = 16, 16, 40
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each with a shortcut."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [N, tokens, WIDTH] to as many."""
+        """Map [N, tokens, WIDTH] to the same shape."""
         q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """Learn to say each token again two places later."""
+    """Learn to repeat each token two positions later."""
     torch.manual_seed(0)  # the same weights, and the same batches, on all ranks
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), Block(), nn.Linear(WIDTH, TOKENS))

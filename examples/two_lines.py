@@ -1,13 +1,13 @@
 """K-FAC in your own training script: the two lines marked (1) and (2).
 
-Run: python examples/two_lines.py            (a CPU is enough, some seconds)
+Run: python examples/two_lines.py            (a CPU is enough; it takes some seconds)
 """
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from kfac_bench.core import KFAC
+from kfac_bench import KFAC
 
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
@@ -16,8 +16,13 @@ y = torch.tensor(labels)
 train, test = slice(0, 1400), slice(1400, None)
 
 model = nn.Sequential(
-    *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-    *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 10)),
+    nn.Conv2d(1, 16, 3, padding=1),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Conv2d(16, 32, 3, padding=1),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(32 * 16, 10),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 preconditioner = KFAC(model, optimizer, damping=0.03, update_freq=10, factor_update_freq=5)  # (1)

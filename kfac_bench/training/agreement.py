@@ -1,7 +1,8 @@
-"""Whether ranks still hold one and the same model: checked by sums of its bits, not of its numbers.
+"""The check that all ranks hold the same model, by sums over the bits of its weights.
 
-What may differ is left out: parts of parameters that no other rank holds (FSDP2), buffers (batch
-norm's statistics are of a rank's own examples between evaluations) and the optimizer's state.
+Some things may differ, so they are not checked: parts of parameters that no other rank holds
+(FSDP2), buffers (between evaluations, batch norm has statistics of a rank's own examples), and the
+state of the optimizer.
 """
 
 from __future__ import annotations
@@ -18,27 +19,31 @@ from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
 
 CHUNK = 1 << 16
-"""Elements summed up at a time: on a CPU they stay in its cache."""
+"""Elements that are summed at a time; they stay in the cache of a CPU."""
 BITS = {1: torch.uint8, 2: torch.int16}
-"""By bytes of an element; larger ones are looked at as 32 bits and 32 bits."""
+"""From bytes of an element to an integer dtype. Larger elements count as pieces of 32 bits."""
 ODD = 0x1F3D_5B79_9B77_3D25
-"""5 modulo 8: of all numbers, powers of such repeat themselves last."""
+"""A multiplier that is 5 modulo 8: the powers of such numbers have the longest period."""
 
 
 def check(model: nn.Module, kfac: KFAC | None, ranks: Ranks, step: int) -> None:
-    """Raise :class:`RunFailedError` if ranks do not agree after ``step``; all ranks call it."""
+    """Check that ranks agree after ``step``. All ranks call this.
+
+    Raises:
+        RunFailedError: They do not.
+    """
     if (line := difference(model, kfac, ranks)) is not None:
         raise RunFailedError(
-            f"after step {step} {line}: the run goes on from its last checkpoint if it is "
-            "started again; on unlike machines set trainer.check_ranks=false"
+            f"after step {step} {line}: start the run again to continue from its last checkpoint; "
+            "on machines of different kinds set trainer.check_ranks=false"
         )
 
 
 def difference(model: nn.Module, kfac: KFAC | None, ranks: Ranks) -> str | None:
-    """A line on which ranks hold another plan or model than rank 0; None if all agree.
+    """Return a line that names the ranks that differ from rank 0, or None if all agree.
 
-    All ranks call it with the bare model. It reads each parameter once and sends one message of
-    8 bytes a rank; only where ranks differ a second one says where.
+    All ranks call this with the bare model. It reads each parameter once and sends one message of 8
+    bytes per rank. Only if ranks differ, a second message says where.
     """
     if ranks.world_size == 1:
         return None
@@ -56,7 +61,7 @@ def difference(model: nn.Module, kfac: KFAC | None, ranks: Ranks) -> str | None:
 
 
 def fingerprint(model: nn.Module, kfac: KFAC | None) -> dict[str, object]:
-    """By name: the K-FAC plan's digest and damping, a checksum of each parameter that is whole."""
+    """Return K-FAC's fingerprint, and a checksum of each whole parameter, by name."""
     sums: dict[str, object] = {}
     if kfac is not None:
         sums |= kfac.fingerprint()
@@ -69,11 +74,12 @@ def fingerprint(model: nn.Module, kfac: KFAC | None) -> dict[str, object]:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A number of 64 bits of the bits of ``x``, int64 []; it waits for no device.
+    """Return a checksum of the bits of ``x`` as int64 [], without a wait for the device.
 
-    s = sum_i w_i b_i mod 2^64 with the bits b_i of element i as an integer and odd w_i: so one
-    element with other bits always changes it, and integers sum up alike in any order. Other bits
-    in several hide from random w_i in one case of 2^32 at the most (all of them signs).
+    It is s = sum_i w_i b_i mod 2^64, where b_i are the bits of element i as an integer, and w_i are
+    odd random numbers. A single element with other bits always changes s. Sums of integers do not
+    depend on their order. If several elements differ, s is equal with a probability of 2^-32 at
+    most (when all differences are signs).
     """
     bits = x.detach().contiguous().reshape(-1)
     bits = bits.view(BITS.get(bits.element_size(), torch.int32))
@@ -92,5 +98,5 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _is_part(p: Tensor) -> bool:
-    """Whether this rank holds what others do not; replicated DTensors are whole."""
+    """Return whether this rank holds only a part of ``p``; replicated DTensors are whole."""
     return is_sharded(p) and not all(x.is_replicate() for x in p.placements)  # type: ignore[attr-defined]

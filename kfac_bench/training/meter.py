@@ -1,4 +1,4 @@
-"""What a :class:`Trained` event tells beside the loss: rates and means since the one before."""
+"""What a :class:`Trained` event records besides the loss: rates and means since the last event."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kfac_bench.training.stages import StageTimes
 
 
 class Meter:
-    """Counts from event to event; in training time, that is while ``clock`` runs."""
+    """The counters between two events. They count training time only, while ``clock`` runs."""
 
     def __init__(self, kfac: KFAC | None, ranks: Ranks, clock: Clock) -> None:
         self._kfac, self._ranks, self._clock = kfac, ranks, clock
         self._stages = None if kfac is None else StageTimes(kfac, ranks)
-        self._examples, self._train_s = 0, 0.0  # at the last event
-        self._waited_s = 0.0  # for batches, since then
+        self._examples, self._train_s = 0, 0.0  # as of the last event
+        self._waited_s = 0.0  # for batches, since the last event
 
     def start(self, examples: int) -> None:
-        """Count from here: so many examples were seen before."""
+        """Start to count; ``examples`` were seen before."""
         self._examples, self._train_s, self._waited_s = examples, self._clock.train_s(), 0.0
 
     def waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; how long they are waited for is counted."""
+        """Yield the same batches, and count the time that the trainer waits for them."""
         while True:
             began = self._clock.train_s()
             batch = next(batches, None)
@@ -39,12 +39,15 @@ class Meter:
             yield batch
 
     def add_step(self) -> None:
-        """Count the update that was just made."""
+        """Count the update that has just ended."""
         if self._stages is not None:
             self._stages.add()
 
     def read(self, examples: int) -> dict[str, Any]:
-        """Fields of the event, now that so many were seen, and start anew; all ranks call it."""
+        """Return the fields of an event after ``examples`` examples, and start again.
+
+        All ranks call this.
+        """
         examples_since = examples - self._examples
         seconds = self._clock.train_s() - self._train_s
         waited = self._ranks.max(self._waited_s / seconds if seconds > 0 else 0.0)
@@ -57,7 +60,7 @@ class Meter:
         }
 
     def kfac_statistics(self) -> dict[str, Any]:
-        """K-FAC's fields; all ranks call it."""
+        """Return the fields of K-FAC. All ranks call this."""
         if self._kfac is None or self._stages is None:
             return {}
         counts = torch.tensor(

@@ -251,7 +251,7 @@ def _start(
                 _payload_bytes(trainer),
             )
         )
-    trainer.tell_of_faults()
+    trainer.report_faults()
     if saved is not None:
         try:
             trainer.restore(saved)

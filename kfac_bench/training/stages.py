@@ -1,4 +1,4 @@
-"""Seconds of K-FAC's stages as an event tells them: means over steps and ranks."""
+"""Seconds of the stages of K-FAC, as an event records them: means over steps and ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kfac_bench.distributed.ranks import Ranks
 
 
 class StageTimes:
-    """Adds up :attr:`KFAC.stage_s`, step by step, until somebody asks.
+    """The sums of :attr:`KFAC.stage_s` since the last event.
 
-    A stage that runs every hundred steps is thus seen, however seldom events are.
+    Each step counts, so a stage that runs every hundred steps is seen even if events are rare.
     """
 
     def __init__(self, kfac: KFAC, ranks: Ranks) -> None:
@@ -23,13 +23,13 @@ class StageTimes:
         self._total_s: dict[str, float] = defaultdict(float)
 
     def add(self) -> None:
-        """Count the step that was just made."""
+        """Count the step that has just ended."""
         self._steps += 1
         for kind, seconds in self._kfac.stage_s.items():
             self._total_s[kind] += seconds
 
     def mean_s(self) -> dict[str, float]:
-        """By kind of op, of a step, since the last call; all ranks call it."""
+        """Return mean seconds per step since the last call, by kind of op. All ranks call this."""
         each = [self._total_s[kind] / max(1, self._steps) for kind in self._kinds]
         self._steps = 0
         self._total_s.clear()

@@ -1,4 +1,4 @@
-"""The state that a run goes on from: what a checkpoint holds of it, and its hash."""
+"""The state of a run: what a checkpoint saves and restores, and the hash of the weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kfac_bench.distributed.backend import Backend
 from kfac_bench.training.checkpoint import Checkpoint
 
 _NO_SETTINGS = {"params", "step"}
-"""Of a parameter group; Apex's optimizers count their steps there."""
+"""Keys of a parameter group that are no settings. Apex's optimizers count their steps there."""
 
 
 class State:
-    """Model, optimizer, K-FAC, loss scale and random numbers; all ranks call every method."""
+    """Model, optimizer, K-FAC, loss scale and random numbers. All ranks call every method."""
 
     def __init__(
         self,
@@ -35,13 +35,16 @@ class State:
         self._scaler, self._backend, self._ranks = scaler, backend, backend.ranks
 
     def is_finite(self) -> bool:
-        """Whether all weights are, on all ranks."""
+        """Return whether all weights are finite, on all ranks."""
         parameters = self._backend.bare(self._model).parameters()
         finite = all(torch.isfinite(local(p).sum()) for p in parameters)
         return not self._ranks.any(not finite)
 
     def shard(self, train_s: float, owes_evaluation: bool) -> dict[str, Any]:
-        """What this rank adds to a checkpoint; the arguments are what the trainer wants back."""
+        """Return what this rank adds to a checkpoint.
+
+        :meth:`load` gives both arguments back to the trainer.
+        """
         cuda = self._ranks.device.type == "cuda"
         shard: dict[str, Any] = {
             "rng": torch.get_rng_state(),
@@ -55,13 +58,17 @@ class State:
         return shard
 
     def load(self, saved: Checkpoint) -> tuple[float, bool]:
-        """Take over a checkpoint, of any number of ranks. ``ValueError`` if it does not fit.
+        """Take over a checkpoint, which any number of ranks may have written.
 
-        Returns the two arguments that :meth:`shard` had.
+        Returns:
+            The two arguments of :meth:`shard`.
+
+        Raises:
+            ValueError: The checkpoint does not fit.
         """
         try:
             return self._load(saved)
-        except RuntimeError as error:  # torch's own, of tensors of another kind
+        except RuntimeError as error:  # torch raises it for tensors of another kind
             raise ValueError(
                 f"{saved.path}: no state of a run ({str(error).splitlines()[0]})"
             ) from None
@@ -83,7 +90,8 @@ class State:
                 f"{saved.path}: another model ({str(error).splitlines()[0]})"
             ) from None
         for group, before in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(before)  # momenta are the checkpoint's, settings the configuration's
+            # Momenta come from the checkpoint, settings from the configuration.
+            group.update(before)
         if main.get("scaler") and self._scaler.is_enabled():
             self._scaler.load_state_dict(main["scaler"])
         if self._ranks.rank < len(saved.shards):
@@ -100,7 +108,7 @@ class State:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 over all parameters and buffers, names included; all ranks call it."""
+    """Return the SHA-256 of all parameters and buffers with their names. All ranks call this."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

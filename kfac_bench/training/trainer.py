@@ -1,4 +1,8 @@
-"""The training loop: every run of the suite goes through this file."""
+"""The training loop; every run of the suite goes through this file.
+
+:mod:`.run` builds a :class:`Trainer` and calls :meth:`Trainer.fit`. One update of the weights is in
+:mod:`.update`. What a run leaves behind are the events that the trainer emits.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +50,12 @@ from kfac_bench.training.watchdog import Watchdog
 
 @dataclass
 class Trainer:
-    """Trains until the target is reached, the steps are used up, or somebody says stop."""
+    """One run: it ends at the target, after the last step, or when a signal arrives."""
 
     task: Task
     data: Data
     model: nn.Module
-    """As the loss sees it: in the backend's wrapper."""
+    """The model in the wrapper of the backend, as the loss sees it."""
     optimizer: Optimizer
     kfac: KFAC | None
     config: TrainerConfig
@@ -60,13 +64,13 @@ class Trainer:
     backend: Backend
     log: EventLog
     directory: Path
-    """Of the run: checkpoints and predictions go below it."""
+    """The folder of the run, for checkpoints and predictions."""
     notes: Sequence[str] = ()
-    """Lines for the user before it starts: what weights it has."""
+    """Lines for the user before the run starts, such as where weights come from."""
     say: Callable[[str], None] = lambda text: None
-    """Tells the user a line, on rank 0."""
+    """Prints a line for the user, on rank 0 only."""
     step: int = 0
-    """Updates done."""
+    """Number of updates so far."""
     clock: Clock = field(init=False)
     stop: Stop = field(default_factory=Stop)
 
@@ -78,12 +82,18 @@ class Trainer:
         self._eval_freq = config.eval_freq or self.course.steps_per_epoch
         self._feed = Feed(self.data, config, self.seed, backend, self.course)
         self._update = Update(
-            *(self.task, self.model, self.optimizer, kfac, config, backend),
+            self.task,
+            self.model,
+            self.optimizer,
+            kfac,
+            config,
+            backend,
             lambda: self._to_device(self._feed.first_example()),
         )
         if kfac is not None:
             kfac.time_stages = config.time_stages
         self._meter = Meter(kfac, self.ranks, self.clock)
+        # Batch norm needs two examples for a variance, in each part of a batch.
         least = 2 * config.accumulate if has_batch_norm(self.model) else 1
         self._skipped = SkippedExamples(self.ranks, self.data.faults, least)
         self._state = State(self.model, self.optimizer, kfac, self._update.scaler, backend)
@@ -91,18 +101,18 @@ class Trainer:
             self.directory / "checkpoints", self.ranks, config, self.course.steps_per_epoch
         )
         self._watchdog = Watchdog(config.watchdog_s, self.directory, self.ranks.rank)
-        self._in_trouble = False  # some rank cannot write
-        self._stopping = False  # all ranks know that one was told to
-        self._owes_evaluation = False  # of this step: it was cut short
-        # Labels that kfac.fisher draws: each rank its own; -1 is no epoch of the data order.
+        self._cannot_write = False  # some rank cannot write a checkpoint or the record
+        self._stopping = False  # some rank was told to stop, and all ranks know
+        self._owes_evaluation = False  # the evaluation of this step was cut short
+        # Each rank draws its own labels for kfac.fisher. Epochs of the data never use -1.
         torch.manual_seed(mixed_seed(self.seed, -1, self.ranks.rank))
 
     def fit(self) -> str:
-        """Train; the status of the :class:`RunEnded` event it ends with."""
+        """Train, and return the status of the final :class:`RunEnded` event."""
         with self.stop.listening(), self._watchdog.watching():
             try:
                 status, message = self._fit_and_save()
-            except Exception:  # of this rank: others may be gone
+            except Exception:  # an error of this rank alone: other ranks may be gone
                 self._saving.close()
                 raise
         self.clock.stop()
@@ -111,11 +121,11 @@ class Trainer:
         )
         if status != "failed" and (problem := self._problem()):
             self.say(problem)
-            return "failed"  # the record does not say how it ended
+            return "failed"  # the record lacks its last event
         return status
 
     def _fit_and_save(self) -> tuple[str, str]:
-        """Status and message; all that was to be saved is on disk then."""
+        """Train and save, and return status and message. Afterwards all checkpoints are on disk."""
         try:
             status, message = self._fit(), ""
             self._finish_saving()
@@ -138,22 +148,22 @@ class Trainer:
                 return "interrupted"
         self._meter.start(self.course.examples_seen(self.step))
         self.clock.start()
-        if self._owes_evaluation and (status := self._look(evaluate=True)):
+        if self._owes_evaluation and (status := self._evaluate_and_save(evaluate=True)):
             return status
         for batch in self._batches():
             loss, self._stopping = self._train_step(batch)
-            self._tell_of_checkpoint()
-            if self._in_trouble:
+            self._report_checkpoint()
+            if self._cannot_write:
                 self._give_up()
             done = self.step >= self.course.max_steps
             if self.step % self.config.log_freq == 0 or done:
                 self._emit_trained(loss)
-            if status := self._look(evaluate=self.step % self._eval_freq == 0 or done):
+            if status := self._evaluate_and_save(evaluate=self.step % self._eval_freq == 0 or done):
                 return status
-        return "finished"  # nothing was left to do
+        return "finished"  # a resumed run that had no step left
 
-    def _look(self, *, evaluate: bool) -> str | None:
-        """Evaluate if told to, save if it is time; the run's status if it ends here."""
+    def _evaluate_and_save(self, *, evaluate: bool) -> str | None:
+        """Evaluate if asked to, save if due, and return the status if the run ends here."""
         reached_target = self._evaluate() if evaluate else False
         over = self.step >= self.course.max_steps or (evaluate and self._time_is_up())
         done = over and not self._owes_evaluation
@@ -170,7 +180,7 @@ class Trainer:
         return limit is not None and self.ranks.max(self.clock.train_s()) >= limit
 
     def _batches(self) -> Iterator[Batch]:
-        """On the device, from the next update to the last."""
+        """Yield the batches of all remaining updates, on the device."""
         while self.step < self.course.max_steps:
             for batch in self._meter.waiting(self._feed.train(self.step)):
                 yield self._to_device(batch)
@@ -179,62 +189,68 @@ class Trainer:
         batch = self.data.prepare(to_device(batch, self.ranks.device))
         return channels_last(batch) if self.config.channels_last else batch
 
-    def tell_of_faults(self) -> None:
-        """An event for each file that cannot be read and was not told of; all ranks call it."""
+    def report_faults(self) -> None:
+        """Emit an event for each new file that cannot be read. All ranks call this."""
         if self.data.faults.skip:
             self._skipped.report(self.log, self.step, self.clock.train_s())
 
-    def _examples_there(self, batch: Batch) -> int:
-        """Of the next update, over all ranks: without those that cannot be read, told of here."""
+    def _count_examples(self, batch: Batch) -> int:
+        """Return the examples of the next update on all ranks; unreadable ones do not count."""
         if not self.data.faults.skip:
             return self.course.next_batch_size(self.step)
-        examples, news, problem = self._skipped.count(batch, self.step + 1)
-        if news:
-            self.tell_of_faults()
+        examples, has_new_faults, problem = self._skipped.count(batch, self.step + 1)
+        if has_new_faults:
+            self.report_faults()
         if problem:
             raise RunFailedError(problem)
         return examples
 
     def _train_step(self, batch: Batch) -> tuple[float, bool]:
-        """One :class:`Update`, unless the loss is no number.
+        """Make one :class:`Update`.
 
-        Returns the global mean loss, and whether a rank was told to stop.
+        Returns:
+            The mean loss over all ranks, and whether a rank was told to stop.
+
+        Raises:
+            RunFailedError: The loss is not finite.
         """
         self.model.train()
         self._set_learning_rate()
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
-        loss = self._update.backward(batch, self._examples_there(batch))
+        loss = self._update.backward(batch, self._count_examples(batch))
+        # One message carries the loss, the wish to stop, and failures to write.
         trouble = self._saving.has_failed or self.log.problem is not None
         flags = loss.new_tensor([float(bool(self.stop.signal)), float(trouble)])
         total, stops, troubles = self.ranks.sum(torch.cat([loss.reshape(1), flags])).tolist()
         mean = total / self.ranks.world_size
         if not math.isfinite(mean):
             raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
-        self._in_trouble = troubles > 0
-        long = self._update.decomposes_all()
+        self._cannot_write = troubles > 0
+        is_long = self.kfac is not None and self.kfac.will_decompose_all
         self._watchdog.beat()
         self._update.step(batch, loss)
         self.step += 1
         self._meter.add_step()
-        # Decompositions may take longer than a step: one more would come out of the time to save.
-        return mean, stops > 0 or (long and self.ranks.any(bool(self.stop.signal)))
+        # Decompositions can take long. If a signal arrived meanwhile, another step would use up
+        # the time that is left for saving. So the ranks ask each other once more.
+        return mean, stops > 0 or (is_long and self.ranks.any(bool(self.stop.signal)))
 
     def _give_up(self) -> None:
-        """A rank cannot write a checkpoint or the record: save what can be, say what is wrong."""
+        """Save what can be saved, and end the run: a rank cannot write."""
         self.save()
         self._finish_saving()
         raise RunFailedError(self._problem() or "a disk failed")
 
     def _problem(self) -> str | None:
-        """Why the record is not whole, on any rank; all ranks call it."""
+        """Return why the record is incomplete on any rank, or None. All ranks call this."""
         if not self.ranks.any(self.log.problem is not None):
             return None
-        said = self.ranks.gather((self.log.problem or "").encode())
-        return next(line.decode() for line in said if line)
+        problems = self.ranks.gather((self.log.problem or "").encode())
+        return next(problem.decode() for problem in problems if problem)
 
     def _set_learning_rate(self) -> None:
-        """Of the next update; K-FAC's clip (eq. 16) reads it as the optimizer does."""
+        """Set the learning rate of the next update. The KL clip (eq. 16) reads the same value."""
         course = self.course
         factor = self.schedule.factor(
             self.step, course.steps_per_epoch, course.max_steps, course.batch_size
@@ -243,37 +259,39 @@ class Trainer:
             group["lr"] = group["initial_lr"] * factor
 
     def _emit_trained(self, loss: float) -> None:
-        with self._aside():
-            found = self._meter.read(self.course.examples_seen(self.step))
+        with self._outside_training():
+            metrics = self._meter.read(self.course.examples_seen(self.step))
             epoch = self.course.epoch(self.step)
             lr = float(self.optimizer.param_groups[0]["lr"])
-            self.log.emit(Trained(self.step, self.clock.train_s(), epoch, loss, lr, **found))
+            self.log.emit(Trained(self.step, self.clock.train_s(), epoch, loss, lr, **metrics))
 
     def _evaluate(self) -> bool:
-        """Exact metrics of the validation set; whether the target is reached. No training time.
+        """Compute the metrics of the whole validation set; return whether the target is reached.
 
-        A rank that is told to stop ends its part: then there are no metrics, and they are owed.
+        The time does not count as training time. If a rank is told to stop, the evaluation ends
+        without metrics, and the resumed run evaluates first.
         """
         self._owes_evaluation = True
         if self._stopping:
             return False
-        with self._aside():
+        with self._outside_training():
             train_s = self.ranks.max(self.clock.train_s())
             if self.config.check_ranks:
                 agreement.check(self._bare, self.kfac, self.ranks, self.step)
             self.ranks.share_buffers(self._bare)
             self.model.eval()
-            evaluation, aside = self.task.evaluation(), self.task.evaluation()
-            before, there = self.data.faults.left_out, False
+            # Ranks run equally many forwards. Batches that only fill up do not count.
+            evaluation, ignored = self.task.evaluation(), self.task.evaluation()
+            before, has_examples = self.data.faults.left_out, False
             for batch, counts in self._feed.evaluate(self.stop):
                 self._watchdog.beat()
-                (evaluation if counts else aside).add(self._bare, self._to_device(batch))
-                there = there or counts
+                (evaluation if counts else ignored).add(self._bare, self._to_device(batch))
+                has_examples = has_examples or counts
             if self.ranks.any(bool(self.stop.signal)):
                 self._stopping = True
                 return False
             self._owes_evaluation = False
-            left_out = self._left_out(before, there)
+            left_out = self._left_out(before, has_examples)
             metrics = evaluation.metrics(self.ranks)
             epoch = self.course.epoch(self.step)
             self.log.emit(Evaluated(self.step, train_s, epoch, metrics, left_out))
@@ -285,51 +303,55 @@ class Trainer:
             self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
             return True
 
-    def _left_out(self, before: int, there: bool) -> int:
-        """Examples that all ranks have left out since ``before``; they are told of."""
+    def _left_out(self, before: int, has_examples: bool) -> int:
+        """Report unreadable files; return how many examples all ranks left out since ``before``."""
         if not self.data.faults.skip:
             return 0
-        self.tell_of_faults()
-        return self._skipped.left_out(before, there)
+        self.report_faults()
+        return self._skipped.left_out(before, has_examples)
 
     def _predict(self) -> None:
-        """Keep some examples with what the model makes of them, for people; no training time."""
+        """Save some examples with the predictions of the model. It takes no training time."""
         count = self.config.predictions
         if not count or not (self.ranks.is_main or self.backend.lockstep):
             return
-        with self._aside():
+        with self._outside_training():
             self.model.eval()
             batches = map(self._to_device, self._feed.show())
             shown = predictions.choose(self.task, self._bare, batches, count)
             if not shown or not self.ranks.is_main:
                 return
-            items, complaint = predictions.write(self.directory, self.step, shown)
-            if complaint is not None:
-                self.say(f"{complaint}; the run itself is complete")
+            items, problem = predictions.write(self.directory, self.step, shown)
+            if problem is not None:
+                self.say(f"{problem}; the run itself is complete")
             path = str(self.directory / "predictions" / f"step-{self.step}")
             self.log.emit(Predicted(self.step, self.clock.train_s(), path, items))
 
     @property
     def _bare(self) -> nn.Module:
-        """The model without its wrapper: names in checkpoints know nothing of it."""
+        """The model without its wrapper, so that names in checkpoints do not depend on it."""
         return self.backend.bare(self.model)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Inside, no training time and no gradient; the clock has seen what the device did."""
+    def _outside_training(self) -> Iterator[None]:
+        """Pause the training clock inside the block, and compute no gradients."""
+        # Work that is still on the device belongs to the training time before the block.
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         with self.clock.paused(), torch.no_grad():
             yield
 
     def save(self) -> None:
-        """Begin a checkpoint, once per step; a model with a non-finite weight is not one.
+        """Begin a checkpoint, at most once per step.
 
-        It is written beside the steps that follow; :meth:`_finish_saving` waits for it.
+        The checkpoint is written while the next steps run. :meth:`_finish_saving` waits for it.
+
+        Raises:
+            RunFailedError: A weight is not finite.
         """
         if self._saving.step == self.step:
             return
-        with self._aside():
+        with self._outside_training():
             if not self._state.is_finite():
                 raise RunFailedError(f"a weight is not finite after step {self.step}")
             self.ranks.share_buffers(self._bare)
@@ -337,13 +359,13 @@ class Trainer:
             self._saving.start(self.step, shard)
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint on its way; all ranks call it."""
+        """Wait until the checkpoint is on disk. All ranks call this."""
         with self.clock.paused():
             self._saving.finish()
-        self._tell_of_checkpoint()
+        self._report_checkpoint()
 
-    def _tell_of_checkpoint(self) -> None:
-        """An event, once it is on disk."""
+    def _report_checkpoint(self) -> None:
+        """Emit an event if a checkpoint has reached the disk since the last call."""
         if (saved := self._saving.pop_saved()) is not None:
             self.log.emit(
                 Checkpointed(
@@ -352,7 +374,11 @@ class Trainer:
             )
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, of any number of ranks. ``ValueError`` if it does not fit."""
+        """Continue from a checkpoint, which any number of ranks may have written.
+
+        Raises:
+            ValueError: The checkpoint does not fit the run.
+        """
         train_s, self._owes_evaluation = self._state.load(saved)
         self.clock.set(train_s)
         self.step = self._saving.step = saved.step

@@ -1,4 +1,7 @@
-"""One update of the weights: the whole algorithm, in a precision, a batch at once or in parts."""
+"""One update of the weights: forward, backward, K-FAC and optimizer, in any precision.
+
+:class:`Trainer` calls :meth:`Update.backward` and then :meth:`Update.step`.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,36 @@ from kfac_bench.errors import UsageError
 from kfac_bench.tasks.task import Task
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What autocast computes in, by ``trainer.precision``."""
+"""The dtype of autocast, by ``trainer.precision``; None for no autocast."""
 
 
 def least_part(train_size: int, config: TrainerConfig, world_size: int) -> int:
-    """Examples in the smallest part of a batch that goes through the model at once."""
+    """Return the examples in the smallest part of a batch that passes the model at once."""
     batch_size, rest = config.batch_size, train_size % config.batch_size
     least = rest if rest and not config.drop_last else batch_size
     return max(1, least // world_size // config.accumulate)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a training step needs two examples at a time: one has no variance."""
+    """Return whether the model needs two examples at a time: one example has no variance."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
 class Update:
-    """Forward, backward, K-FAC and optimizer: :meth:`backward`, then :meth:`step`.
+    """Forward, backward, K-FAC and optimizer of one run.
 
-    Weights, their gradients and K-FAC stay in float32 whatever the precision. fp16 multiplies the
-    loss by ``scaler``'s scale; an update whose gradients overflow is left out, the scale halved.
-    ``stand_in`` gives a batch of one example, for a rank that has none.
+    Weights, gradients and K-FAC stay in float32 in every precision. With fp16 the loss is
+    multiplied by the scale of ``scaler``. If gradients overflow, the update is skipped and the
+    scale is halved.
+
+    Args:
+        task: Computes the loss.
+        model: The model in the wrapper of the backend.
+        optimizer: The optimizer.
+        kfac: The preconditioner, or None.
+        config: The options ``trainer.*``.
+        backend: Connects the ranks.
+        stand_in: Returns a batch of one example, for a rank that has no examples.
     """
 
     def __init__(
@@ -54,7 +66,7 @@ class Update:
         self._task, self._model, self._optimizer, self._kfac = task, model, optimizer, kfac
         ranks, self._backend, self._stand_in = backend.ranks, backend, stand_in
         self._world_size, self._batch_size = ranks.world_size, config.batch_size
-        self._weight = 1.0  # of this rank's mean loss in that of the last batch
+        self._weight = 1.0  # of this rank's mean loss in the mean loss of the last batch
         self._device, self._dtype = ranks.device, DTYPES[config.precision]
         self.scaler = GradScaler(self._device.type, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate
@@ -66,12 +78,15 @@ class Update:
             )
 
     def backward(self, batch: Batch, examples: int | None = None) -> Tensor:
-        """Set the gradients, averaged over ranks; this rank's share of the mean loss, unscaled.
+        """Set the gradients, averaged over ranks, and return this rank's share of the mean loss.
 
-        ``batch`` is this rank's, perhaps empty, of so many ``examples`` over all ranks (None:
-        trainer.batch_size); the mean of the shares over ranks is the mean over the examples. Parts
-        of a batch are weighted by their sizes, so all is as if the batch had gone through one
-        process at once (but for batch norm, which sees the parts). Ranks meet at the last part.
+        The mean of the shares over ranks is the mean loss over all examples. Parts of a batch are
+        weighted by their sizes. So the result is as if the whole batch passed one process at once,
+        except for batch norm, which sees the parts. Ranks communicate at the last part.
+
+        Args:
+            batch: The batch of this rank; it may be empty.
+            examples: Examples of all ranks together. None: ``trainer.batch_size``.
         """
         self._weight = size(batch) * self._world_size / (examples or self._batch_size)
         if self._kfac is not None:
@@ -89,12 +104,13 @@ class Update:
                 loss = loss * share
                 self._backend.backward(self.scaler.scale(loss))
                 total += loss.detach()
-                del output  # logits of a vocabulary weigh: not beside those of the next part
+                # Logits of a vocabulary are large: free them before those of the next part.
+                del output
         self._backend.synchronize(self._optimizer)
         return total
 
     def step(self, batch: Batch, loss: Tensor) -> None:
-        """K-FAC and the optimizer; ``batch`` and ``loss`` are those of :meth:`backward`."""
+        """Precondition and update the weights, with ``batch`` and ``loss`` of :meth:`backward`."""
         adapts = self._kfac is not None and self._kfac.will_adapt_damping
         scale = self.scaler.get_scale() if adapts else 0.0
         self.scaler.unscale_(self._optimizer)
@@ -102,18 +118,16 @@ class Update:
             self._kfac.step(self.scaler.get_scale)
         self._backend.step(self._optimizer, self.scaler)
         self.scaler.update()
-        if adapts and self.scaler.get_scale() >= scale:  # else the update was left out
+        # A smaller scale means that the scaler skipped the update: there is nothing to judge then.
+        if adapts and self.scaler.get_scale() >= scale:
             assert self._kfac is not None
             self._kfac.adapt_damping(loss, lambda: self._loss(batch))
 
-    def decomposes_all(self) -> bool:
-        """Whether the next one decomposes all factors at once; equal on all ranks."""
-        return self._kfac is not None and self._kfac.will_decompose_all
-
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
-        """Parts whose sizes differ by one at most, and their weights; 0 for one without examples.
+        """Yield the parts of a batch and their weights. Sizes differ by one at most.
 
-        There is a stand-in for it: all ranks run equally many forwards.
+        A part without examples becomes the stand-in with weight 0, because all ranks must run
+        equally many forwards.
         """
         for part in split(batch, self._parts_of_batch):
             if share := size(part) / max(1, size(batch)):
@@ -122,9 +136,10 @@ class Update:
                 yield self._stand_in(), 0.0
 
     def _forward(self, model: nn.Module, part: Batch, share: float) -> tuple[Tensor, Tensor]:
-        """The task's; batch norm and K-FAC must not see a stand-in, and look away in eval mode."""
+        """Return loss and output of the task."""
         if share:
             return self._task.forward(model, part)
+        # A stand-in must not count. In eval mode neither batch norm nor K-FAC sees it.
         bare = self._backend.bare(model)
         bare.eval()
         try:
@@ -133,14 +148,14 @@ class Update:
             bare.train()
 
     def _accumulating(self, more: bool) -> AbstractContextManager[None]:
-        """K-FAC's own note that more parts will come."""
+        """Tell K-FAC that more parts will follow."""
         return self._kfac.accumulate() if more and self._kfac is not None else nullcontext()
 
     def _autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None)
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Of this rank, with the weights of now; running averages stay as they are."""
+        """Return the loss of this rank with the current weights; buffers keep their values."""
         bare = self._backend.bare(self._model)
         kept = [(buffer, buffer.clone()) for buffer in bare.buffers()]
         total = torch.zeros((), device=self._device)
