@@ -273,7 +273,7 @@ def test_eval_and_no_grad_forwards_count_nothing():
     with torch.no_grad():
         model(batch(seed=7)[0])
     model.eval()
-    model(batch(seed=8)[0])
+    backward(model, *batch(seed=8))
     model.train()
     model(batch(seed=9)[0])  # a forward without a backward
     backward(model, *batch())

@@ -54,6 +54,14 @@ def test_free_phases_by_hand(update_freq, factor_update_freq, free):
     assert free_phases(update_freq, factor_update_freq) == free
 
 
+def test_the_most_slices_by_hand():
+    """One for each free step of an interval; one for each factor if an interval may change."""
+    assert schedules(10, 5).most_slices(layers=3) == 8
+    assert schedules(3, 1).most_slices(layers=9) == 3
+    assert schedules(lambda step: 10, 5).most_slices(layers=3) == 6
+    assert schedules(10, lambda step: 5).most_slices(layers=3) == 6
+
+
 @pytest.mark.parametrize(
     ("count", "phases"),
     [

@@ -151,14 +151,14 @@ def group_standardized(x, groups, eps):
 
 
 NORMS = {
-    "layer": (nn.LayerNorm(4), (6, 3, 4), lambda x: standardized(x, -1, 1e-5)),
+    "layer": (nn.LayerNorm(4, eps=0.1), (6, 3, 4), lambda x: standardized(x, -1, 0.1)),
     "layer, two dims": (nn.LayerNorm((3, 4)), (6, 3, 4), lambda x: standardized(x, (-2, -1), 1e-5)),
     "layer, no bias": (nn.LayerNorm(4, bias=False), (6, 4), lambda x: standardized(x, -1, 1e-5)),
-    "batch 1d": (nn.BatchNorm1d(4), (6, 4), lambda x: standardized(x, 0, 1e-5)),
+    "batch 1d": (nn.BatchNorm1d(4, eps=0.1), (6, 4), lambda x: standardized(x, 0, 0.1)),
     "batch 1d, positions": (nn.BatchNorm1d(4), (6, 4, 3), lambda x: standardized(x, (0, 2), 1e-5)),
-    "batch 2d": (nn.BatchNorm2d(4), (6, 4, 2, 3), lambda x: standardized(x, (0, 2, 3), 1e-5)),
-    "group": (nn.GroupNorm(2, 4), (6, 4, 3, 2), lambda x: group_standardized(x, 2, 1e-5)),
-    "rms": (nn.RMSNorm(4, eps=1e-3), (6, 3, 4), lambda x: standardized(x, -1, 1e-3, False)),
+    "batch 2d": (nn.BatchNorm2d(4, 0.1), (6, 4, 2, 3), lambda x: standardized(x, (0, 2, 3), 0.1)),
+    "group": (nn.GroupNorm(2, 4, 0.1), (6, 4, 3, 2), lambda x: group_standardized(x, 2, 0.1)),
+    "rms": (nn.RMSNorm(4, eps=0.1), (6, 3, 4), lambda x: standardized(x, -1, 0.1, False)),
 }
 
 
