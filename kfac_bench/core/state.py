@@ -26,7 +26,7 @@ def layers_state(run: Executor, *, shard: bool) -> Merged:
             if key in run.store.factors:
                 entry |= {"factor": run.store.factor(key), "weight": run.store.weights[key]}
             if key in run.store.decompositions:
-                entry[_kind(run)] = run.store.decomposition(key)
+                entry[_kind(run)] = run.store.decompositions[key].saved()
             if entry:
                 layers[name][factor] = entry
             if factor == "A" and name in run.store.second_moments:
@@ -88,7 +88,7 @@ def take(merged: Merged, run: Executor) -> bool:
             saved = entry.get(_kind(run))
             complete = complete and saved is not None
             if saved is not None and run.collective.rank in placement.grad_workers:
-                run.store.keep_decomposition(key, [x.to(device, copy=True) for x in saved])
+                run.store.load_decomposition(key, [x.to(device, copy=True) for x in saved])
         if run.plan.method == "ekfac" and "second_moment" in entries:
             run.store.second_moments[name] = entries["second_moment"].to(device, copy=True)
     if run.plan.method == "ekfac":

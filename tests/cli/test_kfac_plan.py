@@ -69,7 +69,7 @@ class Measuring(TorchCollective):
         self.bytes[name] = storage.nbytes()
         self._alive = [a for a in self._alive if not a[0].expired()]
         self._alive.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
-        kept = storages(executor.store.decompositions.values())
+        kept = storages(x.tensors for x in executor.store.decompositions.values())
         in_flight = sum(size for _, pointer, size in self._alive if pointer not in kept)
         self.buckets[stage.value] = max(self.buckets[stage.value], in_flight)
         fresh = [*executor.fresh.factors.values(), *executor.fresh.second_moments.values()]
@@ -102,10 +102,11 @@ def storages(parts):
 def measured(kfac):
     """Of this rank, in the words of the JSON file."""
     store, collective = kfac._executor.store, kfac.collective
-    second_moments = [[x] for x in store.second_moments.values()]
+    factors = [x.tensors for x in store.factors.values()]
+    factors += [(x,) for x in store.second_moments.values()]
     memory = {
-        "factors": sum(storages([*store.factors.values(), *second_moments]).values()),
-        "decompositions": sum(storages(store.decompositions.values()).values()),
+        "factors": sum(storages(factors).values()),
+        "decompositions": sum(storages(x.tensors for x in store.decompositions.values()).values()),
     }
     assert not kfac._executor._preconditioned, "gradients of the last step are still there"
     if collective.world_size == 1:

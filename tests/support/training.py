@@ -6,7 +6,6 @@ gradients and weights against :func:`one_process`, which saw the whole batches.
 
 import functools
 import hashlib
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -155,8 +154,9 @@ def make_kfac(model, optimizer, options, **more):
 def held_bytes(kfac):
     """Of the factors and decompositions that this rank keeps."""
     store = kfac._executor.store
-    factors = [*chain(*store.factors.values()), *store.second_moments.values()]
-    decompositions = chain(*store.decompositions.values())
+    factors = [t for x in store.factors.values() for t in x.tensors]
+    factors += store.second_moments.values()
+    decompositions = (t for x in store.decompositions.values() for t in x.tensors)
     return {
         "factors": sum(t.nbytes for t in factors),
         "decompositions": sum(t.nbytes for t in decompositions),

@@ -244,10 +244,10 @@ class Executor:
                 )
             case ShareDecompositions(root=root):
                 if root == self.collective.rank:
-                    messages.pack_decompositions(op, method, self.store.decompositions, bucket)
+                    messages.pack_decompositions(op, self.store.decompositions, method, bucket)
                 work = self.collective.broadcast(bucket, root, op.ranks, op.name)
                 return work, lambda: self.store.receive(
-                    dict(messages.unpack_decompositions(op, method, bucket))
+                    messages.unpack_decompositions(op, method, bucket)
                 )
             case ShareGradients(root=root):
                 if root == self.collective.rank:
@@ -282,7 +282,8 @@ class Executor:
         )
 
     def _receive_gradients(self, op: ShareGradients, bucket: Tensor) -> None:
-        messages.unpack_gradients(op, bucket, self._preconditioned)
+        received = messages.gradient_parts(op, bucket)
+        self._preconditioned.update({spec.name: part for spec, part in received})
         self._keep_shards(op.members)
 
     def _keep_shards(self, specs: Sequence[LayerSpec]) -> None:

@@ -1,16 +1,18 @@
-"""Buckets: what travels in one message, side by side in one flat tensor.
+"""Pack what travels in one message into a bucket, a flat tensor, and unpack it on arrival.
 
-Each kind of message has a ``pack`` into the bucket and an ``unpack`` out of it; both walk the
-op's members in the plan's order.
+Each kind of message has a ``pack`` and an ``unpack``. Both divide the bucket with :func:`parts`, in
+the order of the op's members, so that they meet the same elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
 from kfac_bench.core.kernels.linalg import pack_triangle, unpack_triangle
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 from kfac_bench.core.planning.ops import (
@@ -21,51 +23,54 @@ from kfac_bench.core.planning.ops import (
     ShareDecompositions,
     ShareGradients,
 )
-from kfac_bench.core.planning.sizes import decomposition_numel, packed_numel
+from kfac_bench.core.planning.sizes import decomposition_parts, packed_numel
 
-Decomposition = tuple[Tensor, ...]
-"""Eigenvalues [groups, n] and eigenvectors [groups, n, n], or the damped inverse alone; of a
-diagonal factor its eigenvalues or their damped inverses [groups, n]. In half precision an inverse
-is followed by its size [groups], which it was divided by."""
+Member = TypeVar("Member")
 
-Statistics = MutableMapping[tuple[str, Factor], tuple[Tensor, Tensor]]
-"""By layer and factor: a fresh statistic and its weight, a 0-d tensor of samples."""
+Statistics = MutableMapping[FactorKey, tuple[Tensor, Tensor]]
+"""A statistic of this batch and its weight: the number of samples, a 0-d tensor."""
 
 SecondMoments = MutableMapping[str, tuple[Tensor, Tensor]]
-"""By layer: fresh second moments [groups, g_dim, a_dim] and their weight."""
-
-Decompositions = MutableMapping[tuple[str, Factor], Decomposition]
+"""By layer: second moments [groups, g_dim, a_dim] of this batch, and their weight."""
 
 
-def pack_scales(op: ReduceScales, fresh: Statistics, bucket: Tensor) -> None:
-    """Of each statistic its weight, and its weight times its largest element."""
-    for i, (spec, factor) in enumerate(op.members):
-        statistic, weight = fresh[spec.name, factor]
-        bucket[2 * i] = weight
-        bucket[2 * i + 1] = weight * statistic.abs().amax()
+def parts(
+    bucket: Tensor, members: Sequence[Member], numels: Iterable[int]
+) -> Iterator[tuple[Member, Tensor]]:
+    """Yield each member with its part of the bucket: a view of ``numels`` elements."""
+    return zip(members, torch.split(bucket, list(numels)), strict=True)
 
 
-def unpack_scales(op: ReduceScales, bucket: Tensor, fresh: Statistics) -> None:
-    """Statistics times their share of all weights over their mean size; what to undo it with.
+def pack_scales(op: ReduceScales, statistics: Statistics, bucket: Tensor) -> None:
+    """Write the weight of each statistic, and its weight times its largest element."""
+    for (spec, factor), part in parts(bucket, op.members, [2] * len(op.members)):
+        statistic, weight = statistics[spec.name, factor]
+        part[0] = weight
+        part[1] = weight * statistic.abs().amax()
 
-    The sum over ranks of what becomes of the statistics is of order 1.
+
+def unpack_scales(op: ReduceScales, bucket: Tensor, statistics: Statistics) -> None:
+    """Scale the statistics so that their sum over ranks is of order 1, as half precision needs.
+
+    The second entry of a statistic becomes its total weight and its mean size over ranks, with
+    which :func:`unpack_factors` undoes the scaling.
     """
     tiny = torch.finfo(bucket.dtype).tiny
-    for i, (spec, factor) in enumerate(op.members):
-        total, size = bucket[2 * i], bucket[2 * i + 1]  # the size is the mean times the total
-        statistic, weight = fresh[spec.name, factor]
+    for (spec, factor), part in parts(bucket, op.members, [2] * len(op.members)):
+        total, size = part[0], part[1]  # the size is the mean size times the total weight
+        statistic, weight = statistics[spec.name, factor]
         statistic.mul_(weight / size.clamp_min(tiny))
         mean_size = size / total.clamp_min(tiny)
-        fresh[spec.name, factor] = statistic, torch.stack([total, mean_size])
+        statistics[spec.name, factor] = statistic, torch.stack([total, mean_size])
 
 
-def pack_factors(op: ReduceFactors, fresh: Statistics, bucket: Tensor) -> None:
-    """Statistics times their weights, so that a sum over ranks is a weighted sum.
+def pack_factors(op: ReduceFactors, statistics: Statistics, bucket: Tensor) -> None:
+    """Write statistics times their weights, so that a sum over ranks is a weighted sum.
 
-    In half precision they are that already (:func:`unpack_scales`).
+    In half precision :func:`unpack_scales` has multiplied them by their weights already.
     """
-    for spec, factor, part in _factor_parts(op, bucket):
-        statistic, weight = fresh[spec.name, factor]
+    for (spec, factor), part in _factor_parts(op, bucket):
+        statistic, weight = statistics[spec.name, factor]
         values = part if op.itemsize < 4 else part[:-1]
         if spec.diagonal(factor):
             values.copy_(statistic.flatten())
@@ -76,117 +81,95 @@ def pack_factors(op: ReduceFactors, fresh: Statistics, bucket: Tensor) -> None:
             part[-1] = weight
 
 
-def unpack_factors(op: ReduceFactors, bucket: Tensor, fresh: Statistics) -> None:
-    """The weighted mean over ranks, and the sum of the weights."""
-    for spec, factor, part in _factor_parts(op, bucket):
+def unpack_factors(op: ReduceFactors, bucket: Tensor, statistics: Statistics) -> None:
+    """Replace statistics by their weighted mean over ranks, weights by their sum."""
+    for (spec, factor), part in _factor_parts(op, bucket):
         if op.itemsize < 4:
-            weight, scale = fresh[spec.name, factor][1]
+            weight, scale = statistics[spec.name, factor][1]
             values = part.float() * scale
         else:
             values, weight = _weighted_mean(part)
         shape = spec.factor_shape(factor)
         full = values.view(shape) if spec.diagonal(factor) else unpack_triangle(values, shape)
-        fresh[spec.name, factor] = full, weight
+        statistics[spec.name, factor] = full, weight
+
+
+def _factor_parts(
+    op: ReduceFactors, bucket: Tensor
+) -> Iterator[tuple[tuple[LayerSpec, Factor], Tensor]]:
+    weight = 0 if op.itemsize < 4 else 1
+    return parts(bucket, op.members, (packed_numel(*member) + weight for member in op.members))
 
 
 def _weighted_mean(part: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and weight of a part [values..., weight], dividing in place."""
     weight = part[-1]
     part[:-1] /= weight.clamp_min(torch.finfo(part.dtype).tiny)
     return part[:-1], weight
 
 
-def _factor_parts(op: ReduceFactors, bucket: Tensor) -> Iterator[tuple[LayerSpec, Factor, Tensor]]:
-    at = 0
-    for spec, factor in op.members:
-        numel = packed_numel(spec, factor) + (0 if op.itemsize < 4 else 1)
-        yield spec, factor, bucket[at : at + numel]
-        at += numel
-
-
-def pack_second_moments(op: ReduceSecondMoments, fresh: SecondMoments, bucket: Tensor) -> None:
-    """Second moments times their weights."""
+def pack_second_moments(op: ReduceSecondMoments, moments: SecondMoments, bucket: Tensor) -> None:
+    """Write second moments times their weights, and the weights."""
     for spec, part in _second_moment_parts(op, bucket):
-        moment, weight = fresh[spec.name]
+        moment, weight = moments[spec.name]
         part[:-1] = moment.flatten()
         part[:-1] *= weight
         part[-1] = weight
 
 
-def unpack_second_moments(op: ReduceSecondMoments, bucket: Tensor, fresh: SecondMoments) -> None:
-    """The weighted mean over ranks, views into the bucket, and the sum of the weights."""
+def unpack_second_moments(op: ReduceSecondMoments, bucket: Tensor, moments: SecondMoments) -> None:
+    """Replace second moments by their weighted mean over ranks, views into the bucket."""
     for spec, part in _second_moment_parts(op, bucket):
         mean, weight = _weighted_mean(part)
-        fresh[spec.name] = mean.view(spec.grad_shape), weight
+        moments[spec.name] = mean.view(spec.grad_shape), weight
 
 
 def _second_moment_parts(
     op: ReduceSecondMoments, bucket: Tensor
 ) -> Iterator[tuple[LayerSpec, Tensor]]:
-    at = 0
-    for spec in op.members:
-        yield spec, bucket[at : at + spec.grad_numel + 1]
-        at += spec.grad_numel + 1
+    return parts(bucket, op.members, (spec.grad_numel + 1 for spec in op.members))
 
 
 def pack_decompositions(
-    op: ShareDecompositions, method: str, source: Decompositions, bucket: Tensor
+    op: ShareDecompositions,
+    decompositions: Mapping[FactorKey, Decomposition],
+    method: str,
+    bucket: Tensor,
 ) -> None:
-    """Eigenvalues and eigenvectors; or the inverse's triangle, and its size if it has one.
-
-    Of a diagonal the values alone. What is fp32 in a bucket of half precision travels as its bits:
-    nothing computes with them.
-    """
-    for spec, factor, numbers, matrix in _decomposition_parts(op, method, bucket):
-        decomposition = source[spec.name, factor]
-        if spec.diagonal(factor):
-            numbers.copy_(decomposition[0].flatten().view(bucket.dtype))
-        elif method == "inverse":
-            pack_triangle(decomposition[0], matrix)
-            if len(decomposition) > 1:
-                numbers.copy_(decomposition[1].view(bucket.dtype))
-        else:
-            values, vectors = decomposition
-            numbers.copy_(values.flatten().view(bucket.dtype))
-            matrix.copy_(vectors.flatten())
+    """Write decompositions in the precision in which ranks keep them."""
+    for (spec, factor), numbers, matrix in _decomposition_parts(op, method, bucket):
+        decompositions[spec.name, factor].pack(numbers, matrix)
 
 
 def unpack_decompositions(
     op: ShareDecompositions, method: str, bucket: Tensor
-) -> Iterator[tuple[tuple[str, Factor], Decomposition]]:
-    """Views into the bucket, which lives as long as they do, or fresh inverses."""
-    for spec, factor, numbers, matrix in _decomposition_parts(op, method, bucket):
-        shape = spec.factor_shape(factor)
-        if spec.diagonal(factor):
-            yield (spec.name, factor), (numbers.clone().view(torch.float32).view(shape),)
-        elif method == "inverse":
-            size = [numbers.clone().view(torch.float32)] if len(numbers) else []
-            yield (spec.name, factor), (unpack_triangle(matrix, shape), *size)
-        else:
-            values = numbers.view(torch.float32).view(shape[:2])
-            yield (spec.name, factor), (values, matrix.view(shape))
+) -> dict[FactorKey, Decomposition]:
+    """Return decompositions: new tensors, or views that keep the bucket's memory alive."""
+    received: dict[FactorKey, Decomposition] = {}
+    for (spec, factor), numbers, matrix in _decomposition_parts(op, method, bucket):
+        kind = type_of(method, diagonal=spec.diagonal(factor))
+        received[spec.name, factor] = kind.unpack(numbers, matrix, spec.factor_shape(factor))
+    return received
 
 
 def _decomposition_parts(
     op: ShareDecompositions, method: str, bucket: Tensor
-) -> Iterator[tuple[LayerSpec, Factor, Tensor, Tensor]]:
-    """Of each member its fp32 numbers and its matrix, or that one's triangle.
+) -> Iterator[tuple[tuple[LayerSpec, Factor], Tensor, Tensor]]:
+    """Yield, for each member, its parts for fp32 numbers and for the matrix.
 
-    All numbers come before all matrices: there they are aligned, so that views will do.
+    In a bucket of half precision, fp32 numbers travel as their bits: nothing computes with them.
+    All numbers come before all matrices, so that they are aligned and can be viewed as fp32.
     """
-    sizes = []
-    for spec, factor in op.members:
-        n = 0 if spec.diagonal(factor) else spec.dim(factor)
-        triangle = n * (n + 1) // 2
-        matrix = spec.groups * (triangle if method == "inverse" else n * n)
-        sizes.append((decomposition_numel(spec, factor, method, op.itemsize) - matrix, matrix))
-    at, after = 0, sum(numbers for numbers, _ in sizes)
-    for (spec, factor), (numbers, matrix) in zip(op.members, sizes, strict=True):
-        yield spec, factor, bucket[at : at + numbers], bucket[after : after + matrix]
-        at, after = at + numbers, after + matrix
+    sizes = [decomposition_parts(*member, method, op.itemsize) for member in op.members]
+    numbers, matrices = zip(*sizes, strict=True)
+    twice = parts(bucket, (*op.members, *op.members), (*numbers, *matrices))
+    views = [view for _, view in twice]
+    count = len(op.members)
+    return zip(op.members, views[:count], views[count:], strict=True)
 
 
 def pack_gradients(op: ShareGradients, grads: Mapping[str, Tensor], bucket: Tensor) -> None:
-    """Preconditioned gradients; zeros for a layer that backward did not reach."""
+    """Write preconditioned gradients, and zeros for a layer that backward did not reach."""
     for spec, part in gradient_parts(op, bucket):
         if spec.name in grads:
             part.copy_(grads[spec.name])
@@ -194,19 +177,9 @@ def pack_gradients(op: ShareGradients, grads: Mapping[str, Tensor], bucket: Tens
             part.zero_()
 
 
-def unpack_gradients(
-    op: ShareGradients, bucket: Tensor, grads: MutableMapping[str, Tensor]
-) -> None:
-    """Views into the bucket."""
-    for spec, part in gradient_parts(op, bucket):
-        grads[spec.name] = part
-
-
 def gradient_parts(
     op: ShareGradients | GatherGradients, bucket: Tensor
 ) -> Iterator[tuple[LayerSpec, Tensor]]:
-    """Each layer's [groups, g_dim, a_dim], a view into the bucket."""
-    at = 0
-    for spec in op.members:
-        yield spec, bucket[at : at + spec.grad_numel].view(spec.grad_shape)
-        at += spec.grad_numel
+    """Yield each layer with its gradient [groups, g_dim, a_dim], a view into the bucket."""
+    for spec, part in parts(bucket, op.members, (spec.grad_numel for spec in op.members)):
+        yield spec, part.view(spec.grad_shape)

@@ -8,34 +8,42 @@ from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
 
 def factor_numel(spec: LayerSpec, factor: Factor) -> int:
-    """Elements of a factor as it is stored."""
+    """Return the elements of a factor as ranks keep it."""
     return math.prod(spec.factor_shape(factor))
 
 
 def packed_numel(spec: LayerSpec, factor: Factor) -> int:
-    """Elements of a factor as it is sent: of each block one triangle, its diagonal included."""
+    """Return the elements of a factor in a message: one triangle of each block, or its diagonal."""
     n = spec.dim(factor)
     return spec.groups * (n if spec.diagonal(factor) else n * (n + 1) // 2)
 
 
-def decomposition_numel(spec: LayerSpec, factor: Factor, method: str, itemsize: int = 4) -> int:
-    """Elements sent for one decomposition: values and vectors, or the inverse's triangle.
+def decomposition_parts(
+    spec: LayerSpec, factor: Factor, method: str, itemsize: int = 4
+) -> tuple[int, int]:
+    """Return the elements that a message has for the numbers, and for the matrix, of one member.
 
-    In half precision an fp32 value takes two elements, and each inverse has one, its size. A
-    diagonal has values alone.
+    Numbers are eigenvalues, diagonals and, in half precision, the scale of an inverse. Each of
+    them is fp32, and so two elements of a message in half precision. The matrix is that of the
+    eigenvectors, or one triangle of an inverse.
     """
-    n, values_each = spec.dim(factor), 4 // itemsize
+    n, groups, elements_each = spec.dim(factor), spec.groups, 4 // itemsize
     if spec.diagonal(factor):
-        return spec.groups * n * values_each
+        return groups * n * elements_each, 0
     if method == "inverse":
-        return packed_numel(spec, factor) + (spec.groups * values_each if itemsize < 4 else 0)
-    return spec.groups * (n * values_each + n * n)
+        return groups * elements_each if itemsize < 4 else 0, packed_numel(spec, factor)
+    return groups * n * elements_each, groups * n * n
+
+
+def decomposition_numel(spec: LayerSpec, factor: Factor, method: str, itemsize: int = 4) -> int:
+    """Return the elements that a message has for one decomposition."""
+    return sum(decomposition_parts(spec, factor, method, itemsize))
 
 
 def kept_bytes(spec: LayerSpec, factor: Factor, method: str, itemsize: int) -> tuple[int, int]:
-    """Of a running factor, and of its decomposition, as ranks keep them.
+    """Return the bytes of a running factor, and of its decomposition, as ranks keep them.
 
-    Eigenvalues, diagonals, and in half precision the size of each matrix, are fp32.
+    Eigenvalues, diagonals, and in half precision the scale of each matrix, are fp32.
     """
     numel = factor_numel(spec, factor)
     if spec.diagonal(factor):
@@ -46,5 +54,5 @@ def kept_bytes(spec: LayerSpec, factor: Factor, method: str, itemsize: int) -> t
 
 
 def has_second_moment(spec: LayerSpec, method: str) -> bool:
-    """Whether EKFAC rescales the layer; where a factor is diagonal, it stays with K-FAC's."""
+    """Return whether EKFAC has second moments of the layer: where neither factor is a diagonal."""
     return method == "ekfac" and not (spec.a_diagonal or spec.g_diagonal)

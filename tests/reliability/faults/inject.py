@@ -174,7 +174,7 @@ def _nan_factor(step: int) -> None:
                 for f in FACTORS
                 if p.worker(f) == run.collective.rank
             )
-            run.store.factors[own][0].view(-1)[0] = math.nan
+            run.store.factors[own].matrix.view(-1)[0] = math.nan
 
     _each_step(action)
 
