@@ -1,6 +1,7 @@
-"""Tiny tensors: a second thread would only wait. And the record of what backends support."""
+"""Settings of all tests, shared fixtures, and the record of what backends support."""
 
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import torch
 from tests.support.wandb_here import fresh_wandb as fresh_wandb
 from tests.support.wandb_here import stand_in as stand_in
 
+# Tensors are tiny: a second thread would only wait.
 torch.set_num_threads(1)
+# pytest imports readline, and readline exports the width of a terminal to the workers of
+# pytest-xdist. Programs that a test starts on a terminal of its own must ask that terminal.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 
 @pytest.fixture
