@@ -16,24 +16,23 @@ from kfac_bench.training.watchdog import Watchdog
 def waits_for_a_message():
     time.sleep(60)
 
-dog = Watchdog(1.0, Path(sys.argv[1]), 3)
+dog = Watchdog(float(sys.argv[2]), Path(sys.argv[1]), 3)
 with dog.watching():
     print("began", flush=True)
-    beats = 0
-    while beats < 40 or sys.argv[2] == "until told" and not Path(sys.argv[3]).exists():
+    for _ in range(40) if sys.argv[3] == "hang" else sys.stdin:
         time.sleep(0.05)
         dog.beat()
-        beats += 1
     print("worked", flush=True)
-    if sys.argv[2] == "hang":
+    if sys.argv[3] == "hang":
         waits_for_a_message()
 time.sleep(1.5)
 """
 
 
-def start(folder, *what):
+def start(folder, seconds, what):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, folder, *what],
+        [sys.executable, "-c", PROGRAM, folder, str(seconds), what],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +41,7 @@ def start(folder, *what):
 
 
 def test_a_process_that_hangs_reports_where_and_ends(tmp_path):
-    process = start(tmp_path, "hang")
+    process = start(tmp_path, 1, "hang")
     out, said = process.communicate(timeout=60)
     stacks = tmp_path / "stacks-rank3.txt"
     assert (process.returncode, out) == (1, "began\nworked\n")
@@ -54,22 +53,20 @@ def test_a_process_that_hangs_reports_where_and_ends(tmp_path):
 
 
 def test_a_process_that_was_suspended_goes_on(tmp_path):
-    folder, enough = tmp_path / "run", tmp_path / "enough"
-    folder.mkdir()
-    process = start(folder, "until told", enough)
-    # Only now it is watched: what is stopped before would show nothing.
+    process = start(tmp_path, 3, "progress at each line")
+    # Now the process is being watched. A process that is suspended earlier would show nothing.
     assert process.stdout.readline() == "began\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(4)
     os.kill(process.pid, signal.SIGCONT)
+    # A watchdog that read the clock would end the process now: there is no progress yet.
     time.sleep(0.5)
-    enough.touch()
-    assert process.communicate(timeout=60) == ("worked\n", "")
+    assert process.communicate("progress\n", timeout=60) == ("worked\n", "")
     assert process.returncode == 0
-    assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_that_hangs_ends_even_if_no_stacks_can_be_written(tmp_path):
-    process = start(tmp_path / "missing", "hang")
+    process = start(tmp_path / "missing", 1, "hang")
     assert process.communicate(timeout=60)[1].endswith("(trainer.watchdog_s)\n")
     assert process.returncode == 1
