@@ -11,8 +11,9 @@ import torch
 from tests.support.wandb_here import fresh_wandb as fresh_wandb
 from tests.support.wandb_here import stand_in as stand_in
 
-# Tensors are tiny: a second thread would only wait.
+# Tensors are tiny: a second thread would only wait. The variable is for programs that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # pytest imports readline, and readline exports the width of a terminal to the workers of
 # pytest-xdist. Programs that a test starts on a terminal of its own must ask that terminal.
 for name in ("COLUMNS", "LINES"):

@@ -452,6 +452,7 @@ def test_a_variant_reads_as_it_is_written():
     assert variant("hybrid_opt@0.25") == Variant("hybrid_opt", 0.25)
 
 
+@pytest.mark.slow
 def test_the_validation_is_a_command(tmp_path):
     """It fails where conf/hardware/longhorn_v100.yaml is not what its fit finds."""
     script = compose.CONF_DIR.parent / "scripts" / "validate_simulation.py"

@@ -253,6 +253,7 @@ def test_kfac_covers_the_layers_between_embedding_and_head():
 # ---- memory ----
 
 
+@pytest.mark.slow
 def test_peak_memory_holds_kfac_and_nothing_of_the_parent():
     """A process inherits ru_maxrss from the one that started it: the ballast must not show."""
     ballast = torch.ones(300, 1 << 20)

@@ -11,8 +11,8 @@ from kfac_bench.training.environment import keep_freed_memory
 
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit(3)
-for round in range(12):
-    if round == 4:
+for round in range(6):
+    if round == 3:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     x = [torch.ones(1 << 24) for _ in range(4)]  # 64 MiB each, mapped again by default
     del x
