@@ -111,6 +111,7 @@ def connect_layers(
     computed = {
         op.layer.name for op in plan.factors if isinstance(op, ComputeFactor) and rank in op.ranks
     }
+    # local_factors sends no statistics, so there is nothing to overlap.
     sends = any(isinstance(op, ReduceFactors) for op in plan.factors)
     return Capture(
         model,

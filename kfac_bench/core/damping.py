@@ -69,13 +69,15 @@ class LevenbergMarquardt:
             actual: Measured change of the loss; negative if the step was good.
             predicted: Change of the loss by the quadratic model; negative if the model is sound.
         """
-        if actual == 0 and not predicted < 0:  # a GradScaler skipped the step
+        # Nothing changed and nothing was predicted: a GradScaler skipped the step.
+        if actual == 0 and not predicted < 0:
             return
         self.rho = actual / predicted if predicted < 0 else -math.inf
         factor = self.decay**self.interval
         if self.rho > 0.75:
             self.value = max(self.least, self.value * factor)
-        elif not self.rho >= 0.25:  # also true if rho is NaN
+        # Written with "not", so that a rho of NaN also makes the damping grow.
+        elif not self.rho >= 0.25:
             self.value = min(self.most, self.value / factor)
 
 
@@ -131,9 +133,11 @@ class Trial:
         total = torch.zeros((), device=next(iter(moved.values())).device)
         try:
             for p, delta in moved.items():
-                p.grad = delta  # get_grad() then returns delta in the layer's form
+                # Layers turn .grad into a matrix, so delta poses as the gradient for a moment.
+                p.grad = delta
             for layer in layers:
-                delta_matrix = layer.get_grad()  # a message if it is sharded, so all ranks call it
+                # All ranks call get_grad(): it sends a message if ranks hold parts.
+                delta_matrix = layer.get_grad()
                 if delta_matrix is None or (layer.name, "A") not in factors:
                     continue
                 product = linalg.precondition_inverse(

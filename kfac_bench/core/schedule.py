@@ -59,6 +59,7 @@ class Schedules:
 
     def slices_due(self, step: int, count: int) -> list[int]:
         """Return which of ``count`` slices of the decompositions are due; all of them at step 0."""
+        # The first step needs every decomposition: before it there is none.
         if step == 0:
             return list(range(count))
         update_freq = self._freq("update_freq", step)
@@ -71,6 +72,7 @@ class Schedules:
         That is one slice for each free step of an interval (see :func:`free_phases`). If the
         interval is a function, it is one slice per factor.
         """
+        # Slices are made once. If intervals change later, no fixed number of steps is known.
         if callable(self.update_freq) or callable(self.factor_update_freq):
             return 2 * layers
         first = self.at(0)
@@ -89,6 +91,7 @@ def free_phases(update_freq: int, factor_update_freq: int) -> list[int]:
     A step with a factor update is long enough already, so the other steps are used. If every step
     has a factor update, all steps are used.
     """
+    # A step of the interval meets a factor update in some interval if gcd divides it.
     common = math.gcd(update_freq, factor_update_freq)
     free = [i for i in range(update_freq) if i % common]
     return free or list(range(update_freq))

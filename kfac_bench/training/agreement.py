@@ -85,6 +85,7 @@ def checksum(x: Tensor) -> Tensor:
     bits = bits.view(BITS.get(bits.element_size(), torch.int32))
     weights = _weights(x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
+    # Horner's scheme: each part has another power of ODD, so that the order of parts matters.
     for part in torch.split(bits, CHUNK):
         total = total * ODD + (part * weights[: len(part)]).sum()
     return total

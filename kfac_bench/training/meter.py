@@ -50,6 +50,7 @@ class Meter:
         """
         examples_since = examples - self._examples
         seconds = self._clock.train_s() - self._train_s
+        # Ranks wait for the slowest one, so the largest share counts.
         waited = self._ranks.max(self._waited_s / seconds if seconds > 0 else 0.0)
         memory = self._ranks.max(environment.peak_memory_bytes(self._ranks.device))
         self.start(examples)

@@ -33,6 +33,7 @@ class StageTimes:
         each = [self._total_s[kind] / max(1, self._steps) for kind in self._kinds]
         self._steps = 0
         self._total_s.clear()
+        # All ranks have the same names in the same order, so one message carries all means.
         mean = torch.tensor(each, dtype=torch.float64, device=self._ranks.device)
         mean = self._ranks.sum(mean) / self._ranks.world_size
         return dict(zip(self._kinds, mean.tolist(), strict=True))

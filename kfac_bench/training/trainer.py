@@ -142,10 +142,12 @@ class Trainer:
         return status, message
 
     def _fit(self) -> str:
+        # Curves start with the metrics of the initial weights.
         if self.step == 0:
             self._evaluate()
             if self._stopping:
                 return "interrupted"
+        # The clock starts here: building the run and the first evaluation are not training.
         self._meter.start(self.course.examples_seen(self.step))
         self.clock.start()
         if self._owes_evaluation and (status := self._evaluate_and_save(evaluate=True)):

@@ -94,6 +94,7 @@ class Update:
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
         for i, (part, share) in enumerate(self._parts(batch)):
+            # Gradients are averaged over ranks once, with the last part.
             last = i == self._parts_of_batch - 1
             with self._backend.part(self._model, last=last), self._accumulating(not last):
                 with self._autocast():
@@ -157,6 +158,7 @@ class Update:
     def _loss(self, batch: Batch) -> Tensor:
         """Return the loss of this rank with the current weights; buffers keep their values."""
         bare = self._backend.bare(self._model)
+        # A forward in training mode moves the running averages of batch norm.
         kept = [(buffer, buffer.clone()) for buffer in bare.buffers()]
         total = torch.zeros((), device=self._device)
         for part, share in self._parts(batch):

@@ -59,6 +59,7 @@ def seeds(
         positions = output.numel() // output.shape[dim]
         weight = torch.ones((), device=x.device)
         if mask is not None:
+            # The loss is a mean over the masked positions only, so their weight grows.
             weight = (mask.to(x.dtype) * (positions / mask.sum().clamp_min(1))).unsqueeze(dim)
         made = _categorical(x, fisher, dim)
         return ((s * weight).to(output.dtype) for s in made), positions
@@ -71,9 +72,8 @@ def _categorical(logits: Tensor, fisher: str, dim: int) -> Iterator[Tensor]:
     p = logits.softmax(dim)
     if fisher == "mc":
         uniform = torch.rand_like(p).clamp_min(torch.finfo(p.dtype).tiny)
-        drawn = (logits - (-uniform.log()).log()).argmax(
-            dim
-        )  # Gumbel trick: no wait for the device
+        # The Gumbel trick draws a class without waiting for the device.
+        drawn = (logits - (-uniform.log()).log()).argmax(dim)
         yield p - F.one_hot(drawn, logits.shape[dim]).to(p.dtype).movedim(-1, dim)
         return
     has_positions = logits.numel() > len(logits) * logits.shape[dim]

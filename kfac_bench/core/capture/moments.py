@@ -123,6 +123,7 @@ class Moments:
         # The gradient of a sample is a sum over calls, so squaring each call would be wrong.
         name = new.layer.name
         old = self._calls.get(name)
+        # Calls of one forward can have other samples (a head on boxes). These do not add up.
         if old is not None and (old.forward, old.samples) == (new.forward, new.samples):
             old.pairs += new.pairs
         else:
@@ -153,6 +154,7 @@ class Moments:
         if a is not None:
             old.a += a
             old.rows += rows
+        # Calls of one forward are positions of the same samples: count the samples once.
         if old.forward != forward:
             old.samples += samples
             old.forward = forward

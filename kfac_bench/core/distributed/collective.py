@@ -151,6 +151,7 @@ def check_same_on_all_ranks(collective: Collective, what: str, device: torch.dev
     mine = torch.tensor([int(digest[i : i + 4], 16) for i in range(0, 64, 4)], device=device)
     first = mine.clone()
     collective.broadcast(first, 0, world, "check/digest").wait()
+    # Every rank learns which ranks differ, so that all of them raise the same error.
     differ = torch.zeros(collective.world_size, dtype=torch.int64, device=device)
     differ[collective.rank] = int(not torch.equal(mine, first))
     collective.all_reduce(differ, world, "check/differ").wait()

@@ -76,7 +76,8 @@ def scatter_gradients(engine: Any) -> None:
 
     if engine.zero_optimization_stage() > 0:
         for p in _parameters(engine):
-            grad, p.grad = p.grad, None  # DeepSpeed would write into a .grad that exists
+            # DeepSpeed would write into a .grad that exists, so it is taken away first.
+            grad, p.grad = p.grad, None
             if grad is not None:
                 safe_set_full_grad(p, grad)
 

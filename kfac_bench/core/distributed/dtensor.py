@@ -112,6 +112,7 @@ def part_of(param: Tensor, world_size: int) -> Part:
             "collective of all ranks that hold parts"
         )
     (chunk,) = given.__create_chunk_list__()
+    # Replicated dimensions of the mesh hold the same block, so several ranks share it.
     blocks = math.prod(
         mesh.size(i) for i, placement in enumerate(given.placements) if not placement.is_replicate()
     )

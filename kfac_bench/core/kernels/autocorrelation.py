@@ -70,7 +70,8 @@ def _image_lags(x: Tensor) -> dict[tuple[int, int], Tensor]:
     half = _convolution_backward(
         x, padded, weight, None, [1, 1], [0, 2], [1, 1], False, [0, 0], 1, [False, True, False]
     )[1].permute(2, 3, 0, 1)
-    half = half.contiguous()  # each block is read up to nine times
+    # Each block is read up to nine times, so a contiguous copy is worth its cost.
+    half = half.contiguous()
     mirrored = half.mT.contiguous()
     out = {}
     for y, x_ in itertools.product(range(3), range(-2, 3)):

@@ -35,6 +35,7 @@ def sum_of_grams(parts: Iterable[Tensor], bias: bool) -> Tensor:
     for part in parts:
         rows = at_least_float32(part)
         groups, count, d = rows.shape
+        # The first part writes (beta = 0), so the memory need not be cleared.
         first = out is None
         if out is None:
             out = rows.new_empty(groups, d + bias, d + bias)

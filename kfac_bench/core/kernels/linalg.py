@@ -33,6 +33,7 @@ def eigendecompose(factor: Tensor) -> tuple[Tensor, Tensor]:
         DecompositionError: float64 failed too.
     """
     if torch.isfinite(factor.sum()):
+        # float64 is slow, and rarely needed: only after a failure.
         for dtype in (factor.dtype, torch.float64):
             try:
                 values, vectors = torch.linalg.eigh(factor.to(dtype))
@@ -72,7 +73,8 @@ def split_damping(mean_a: Tensor, mean_g: Tensor, damping: float | Tensor) -> tu
     its size. This is the "factored Tikhonov" damping of Martens & Grosse 2015 (section 6.3). If a
     trace is 0, pi is 1.
     """
-    pi = mean_a.sqrt() / mean_g.sqrt()  # mean_a / mean_g may overflow float32
+    # Roots first: mean_a / mean_g may overflow float32.
+    pi = mean_a.sqrt() / mean_g.sqrt()
     pi = torch.where((mean_a > 0) & (mean_g > 0), pi, torch.ones_like(pi))
     root = damping**0.5
     return pi * root, root / pi
@@ -130,7 +132,8 @@ def kl_clip_sum(dots: Iterable[Tensor], lrs: Sequence[float]) -> Tensor:
 
 def kl_clip_scale(change: Tensor, kl_clip: float) -> Tensor:
     """Return nu = min(1, sqrt(kl_clip / change)) (eq. 16), with the sum of all layers."""
-    return (kl_clip / change).sqrt().clamp_max(1.0)  # kl_clip / 0 is inf: no clip
+    # Without a change the quotient is inf, and nu is 1: no clip.
+    return (kl_clip / change).sqrt().clamp_max(1.0)
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:

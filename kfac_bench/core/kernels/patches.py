@@ -69,13 +69,15 @@ def patch_moment(
     Columns are (channel of the group, *kernel offset), as in ``weight.flatten(1)``, and then the
     bias if there is one. ``x`` [N, C, *spatial] is padded already.
     """
-    if math.prod(kernel) == 1 and x.stride(1) == 1:  # channels-last: pixels are rows already
+    # A 1x1 kernel on a channels-last input: pixels are rows already, so nothing is copied.
+    if math.prod(kernel) == 1 and x.stride(1) == 1:
         pixels = x[:, :, *(slice(None, None, s) for s in stride)].movedim(1, -1)
         return gram(pixels.reshape(-1, groups, x.shape[1] // groups).transpose(0, 1), bias=bias)
 
     columns = x.shape[1] // groups * math.prod(kernel)
 
     def parts() -> Iterator[Tensor]:
+        # Patches overlap, so they are many times larger than x. A slab fits into the cache.
         for slab in _slabs(x, kernel, stride, dilation):
             slab = at_least_float32(slab).contiguous()
             patches = _patches(slab, kernel, stride, dilation, groups)
@@ -135,6 +137,7 @@ def _patches(
 ) -> Tensor:
     """Return a view of x [N, C, *spatial] as [groups, channels, *kernel, N, *positions]."""
     n, c, *sizes = x.shape
+    # A patch is a window into x: the same memory with other strides, no copy.
     sample, channel, *steps = x.stride()
     positions = map(_positions, sizes, kernel, stride, dilation)
     return x.as_strided(
@@ -159,6 +162,7 @@ def _slabs(
     """
     positions = list(map(_positions, x.shape[2:], kernel, stride, dilation))
     row = x.shape[1] * math.prod(kernel) * math.prod(positions[1:])
+    # samples is 0 if a single sample is too large.
     samples, rows = PATCH_NUMEL // (row * positions[0]), max(1, PATCH_NUMEL // row)
     if samples:
         for i in range(0, len(x), samples):

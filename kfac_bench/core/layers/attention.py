@@ -117,6 +117,7 @@ def _products(
     Each is its node, the name of the attribute with its input, and the rows that it uses. The walk
     ends at ``stop``, the nodes before the module.
     """
+    # A walk over the graph, without recursion: graphs can be deeper than Python's stack.
     stack, seen = [output.grad_fn], set()
     while stack:
         node = stack.pop()
@@ -135,12 +136,14 @@ def _rows_used(edge: tuple[Node | None, int], weight: Tensor) -> range | None:
     """Follow casts, transposes and splits to ``weight``. None if they lead elsewhere."""
     rows = range(len(weight))
     while (node := edge[0]) is not None:
+        # Only the node of a parameter has a ``variable``: the walk has arrived.
         variable = getattr(node, "variable", None)
         if variable is not None:
             return rows if variable is weight else None
         if len(node.next_functions) != 1:
             return None
         match node.name():
+            # Attention with different inputs splits its packed weight: follow the right rows.
             case "SplitBackward0":
                 size = node._saved_split_size  # type: ignore[attr-defined]
                 rows = rows[edge[1] * size : (edge[1] + 1) * size]

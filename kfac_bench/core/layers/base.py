@@ -142,6 +142,7 @@ class Layer(ABC):
             # With one position, the square of g a^T is the product of the squares: no loop needed.
             return g_rows.squeeze(2).square().mT @ a_rows.squeeze(2).square()
         out = qa.new_zeros(self.spec.grad_shape)
+        # Per-sample gradients are large, so only some samples are in memory at once.
         step = max(1, SECOND_MOMENT_NUMEL // self.spec.grad_numel)
         for some_a, some_g in zip(
             torch.split(a_rows, step, 1), torch.split(g_rows, step, 1), strict=True
@@ -179,6 +180,7 @@ class Layer(ABC):
         weight = full(self.weight.grad)[self.part]
         if self.bias is None:
             return self.to_matrix(weight, None)
+        # The bias may have no gradient although the weight has one. Its column is zero then.
         if self.bias.grad is None:
             return self.to_matrix(weight, weight.new_zeros(self.bias.shape)[self.part])
         return self.to_matrix(weight, full(self.bias.grad)[self.part])

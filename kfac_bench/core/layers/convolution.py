@@ -79,6 +79,7 @@ class ConvLayer(Layer):
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.sums`."""
         conv, (x, g) = self._conv, self._batched(x, g)
+        # A sum over positions needs no explicit patches.
         a = patch_sum(self._pad(x), conv.kernel_size, conv.stride, conv.dilation, conv.groups)
         g_rows = at_least_float32(self._output_rows(g))
         return self._with_bias_sum(a.transpose(0, 1), g_rows.shape[2]), g_rows.sum(2)

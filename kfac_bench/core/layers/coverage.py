@@ -70,6 +70,7 @@ def find_layers(
     types = {**LAYER_TYPES, **(layer_types or {})}
     parts = list(_parts(model, skip, types, max_dim))
     owners: dict[int, list[_Part]] = {}
+    # First pass: who owns which parameter. Only then can the second pass see what is shared.
     for part in parts:
         for p in part.module.parameters(recurse=False):
             if p.requires_grad:
@@ -85,6 +86,7 @@ def find_layers(
             counted.update(map(id, own))
             params = sum(p.numel() for p in own)
             skipped.append(SkippedModule(part.name, type(part.module).__name__, params, reason))
+        # Modules with the same weight are one layer; its hooks go on all of them.
         elif (twin := first_of.get(id(part.layers[0].weight))) is not None:
             twin.modules += part.layers[0].modules
         else:
@@ -115,6 +117,7 @@ def _parts(
         if not isinstance(module, nn.MultiheadAttention):
             yield _Part(name, module, [] if reason else _make(name, module, types, max_dim), reason)
             continue
+        # The output projection is a Linear module, but attention never calls it.
         inside.add(module.out_proj)
         out_name = f"{name}.out_proj" if name else "out_proj"
         out_reason = reason or _reason_to_skip(out_name, module.out_proj, skip, types)

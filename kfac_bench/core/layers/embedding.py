@@ -41,6 +41,7 @@ class EmbeddingLayer(Layer):
         """See :meth:`Layer.moment_a`. It counts how often each token occurs."""
         tokens = x.flatten()
         counts = at_least_float32(g.new_zeros(1, self.spec.a_dim))
+        # One-hot rows have no products off the diagonal: the sum of a a^T is a count of tokens.
         counts[0].index_add_(0, tokens, counts.new_ones(()).expand(len(tokens)))
         return counts
 

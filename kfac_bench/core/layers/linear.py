@@ -27,6 +27,7 @@ class LinearLayer(Layer):
         """See :meth:`Layer.moment_a`. The bias adds a sum, not a column of ones."""
         if self.spec.a_diagonal:
             return super().moment_a(x, g)
+        # Samples and positions count alike in "expand", so all leading dimensions become rows.
         return gram(x.reshape(1, -1, x.shape[-1]), bias=self.bias is not None)
 
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:

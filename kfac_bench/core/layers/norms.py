@@ -62,9 +62,11 @@ class NormLayer(Layer):
         """Return the gradients of scale and shift for each sample, [N, channels, g_dim]."""
         normalized, g = self._normalize(at_least_float32(x)), at_least_float32(g)
         n, channels = len(x), self.weight.numel()
-        if isinstance(self.modules[0], _BatchNorm | nn.GroupNorm):  # [N, C, *positions]
+        if isinstance(self.modules[0], _BatchNorm | nn.GroupNorm):
+            # The input is [N, C, *positions].
             shape, over = (n, channels, -1), 2
-        else:  # [N, *positions, channels...]
+        else:
+            # The input is [N, *positions, channels...].
             shape, over = (n, -1, channels), 1
         parts = [(normalized * g).reshape(shape).sum(over)]
         if self.bias is not None:
@@ -75,6 +77,7 @@ class NormLayer(Layer):
         """Compute the input of the scale again: hooks see only the input of the module."""
         match self.modules[0]:
             case _BatchNorm(eps=eps):
+                # In training mode batch norm uses the statistics of the batch, as the module did.
                 return F.batch_norm(x, None, None, training=True, eps=eps)
             case nn.GroupNorm(num_groups=groups, eps=eps):
                 return F.group_norm(x, groups, eps=eps)
