@@ -85,7 +85,7 @@ def test_compiled_training_equals_eager(backend, before, dynamo):
         kfac = kfac_of(model, **options)
         compiled = torch.compile(model, backend=counter, fullgraph=True)
     assert_same(train_mixed(compiled, kfac), want, rtol=1e-6)
-    assert counter.frame_count == 1  # one graph: nothing breaks it, nothing compiles it anew
+    assert counter.frame_count == 1  # one graph: nothing breaks it, nothing compiles it again
     assert not dynamo["graph_break"]
     assert set(kfac.state_dict()["layers"]) == {
         "tokens", "linear", "norm", "conv", "attention.out_proj",
@@ -109,7 +109,7 @@ def test_parts_of_a_model_compiled_alone(dynamo):
     kfac.load_state_dict(kfac_eager.state_dict())
 
 
-def test_the_stance_of_the_compiler_comes_back(dynamo):
+def test_the_stance_of_the_compiler_is_restored(dynamo):
     options = {"factor_update_freq": 2}
     one, other = Net(), Net()
     kfacs = [kfac_of(m, **options) for m in (one, other)]
@@ -141,7 +141,7 @@ def test_a_forgotten_preconditioner_does_not_keep_models_eager(dynamo):
     assert stance() == "default"
 
 
-def test_a_users_stance_comes_back(dynamo):
+def test_a_stance_of_the_user_is_restored(dynamo):
     with torch.compiler.set_stance("eager_on_recompile"):
         kfac = kfac_of(Net(), factor_update_freq=2)
         assert stance() == "force_eager"
@@ -150,7 +150,7 @@ def test_a_users_stance_comes_back(dynamo):
     assert stance() == "default"
 
 
-def test_names_are_free_of_wrappers(dynamo):
+def test_names_do_not_contain_wrappers(dynamo):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = nn.Sequential(checkpoint_wrapper(Net()))

@@ -188,7 +188,7 @@ def test_a_new_basis_starts_from_its_eigenvalues():
         assert_close(new[name], qg @ rotated @ qa.mT)
 
 
-def test_the_first_step_is_that_of_kfac():
+def test_the_first_step_of_ekfac_equals_kfac():
     results = []
     for method in ("eigen", "ekfac"):
         torch.manual_seed(0)

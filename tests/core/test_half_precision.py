@@ -91,7 +91,7 @@ def test_memory_is_what_the_plan_says(dtype, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_state_is_float32_and_goes_on_bit_exactly(dtype, method):
+def test_state_is_float32_and_training_continues_bit_exactly(dtype, method):
     model = tiny_model()
     options = OPTIONS | {"method": method, "state_dtype": dtype}
     _, kfac = train(model, steps=3, **options)

@@ -19,7 +19,7 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt", "owner_reduce", "local_factors"])
-def test_it_is_the_gradient_times_the_clip_of_eq_16(strategy):
+def test_identity_gives_the_gradient_times_the_kl_clip(strategy):
     model = tiny_model()
     kfac = KFAC(model, sgd(model, LR), method="identity", kl_clip=KAPPA, strategy=strategy)
     for seed in range(3):
@@ -35,7 +35,7 @@ def test_it_is_the_gradient_times_the_clip_of_eq_16(strategy):
 
 
 @pytest.mark.parametrize("kl_clip", [None, 1e9])
-def test_where_nothing_is_clipped_it_is_the_gradient_to_the_bit(kl_clip):
+def test_identity_without_clip_keeps_the_gradient_bit_by_bit(kl_clip):
     model = tiny_model()
     kfac = KFAC(model, sgd(model), method="identity", kl_clip=kl_clip)
     backward(model, *batch())
@@ -44,7 +44,7 @@ def test_where_nothing_is_clipped_it_is_the_gradient_to_the_bit(kl_clip):
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), before, strict=True))
 
 
-def test_layers_left_out_are_not_clipped():
+def test_skipped_layers_are_not_clipped():
     model = tiny_model()
     kfac = KFAC(model, sgd(model, LR), method="identity", kl_clip=1e-9, skip=["^7$"])
     backward(model, *batch())
@@ -54,7 +54,7 @@ def test_layers_left_out_are_not_clipped():
     assert model[5].weight.grad.abs().max() < before.abs().max() / 100
 
 
-def test_it_computes_and_keeps_no_statistics():
+def test_identity_computes_and_keeps_no_statistics():
     model = tiny_model()
     kfac = KFAC(model, sgd(model), method="identity", update_freq=1, factor_update_freq=1)
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_it_computes_and_keeps_no_statistics():
     assert "identity" in str(other.report())
 
 
-def test_a_run_with_it_is_sgd_while_nothing_is_clipped(tmp_path, capsys):
+def test_a_run_with_identity_equals_sgd_without_clip(tmp_path, capsys):
     options = ("optimizer=sgd", "trainer.max_steps=6", "trainer.log_freq=1", "optimizer.lr=0.01")
     control = (*options, "kfac.method=identity", "kfac.fisher=mc", "kfac.kl_clip=1e9")
     _, path = train(tmp_path, *control)

@@ -69,7 +69,7 @@ def test_a_step_without_samples_leaves_the_statistics_alone(options):
             assert torch.equal(factor, before[key])
 
 
-def test_a_first_step_without_samples_is_none():
+def test_a_first_step_without_samples_does_not_count():
     factors, weights, _ = steps([False, True, True])
     assert weights["body", "A"] == pytest.approx(0.95 * 1.95 + 1)
     assert weights["conv", "A"] == weights["linear", "G"] == pytest.approx(1.95)
@@ -84,7 +84,7 @@ def on_a_rank(alone, overlap):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_rank_without_samples_weighs_nothing(alone):
+def test_a_rank_without_samples_has_no_weight(alone):
     late, early = (run_ranks(2, on_a_rank, alone, overlap) for overlap in (False, True))
     one_process = steps([True, False], rank=0)[0]
     for factors, weights, dropped in (*late, *early):

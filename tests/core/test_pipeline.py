@@ -102,7 +102,7 @@ def test_two_stages_equal_one_process(schedule):
 
 
 @pytest.mark.supports("pipeline", "bf16 autocast")
-def test_two_stages_in_autocast_go_where_one_process_in_fp32_goes():
+def test_two_stages_in_autocast_follow_one_process_in_float32():
     run_ranks(2, train_stage, 1, ScheduleGPipe, "comm_opt", torch.bfloat16)
 
 

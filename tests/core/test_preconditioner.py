@@ -286,7 +286,7 @@ def test_eval_and_no_grad_forwards_count_nothing():
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
-def test_state_goes_on_bit_exactly(method):
+def test_training_continues_bit_exactly_from_a_state(method):
     options = {"method": method, "update_freq": 3, "factor_update_freq": 1, "kl_clip": 1e-3}
     model = tiny_model()
     kfac = kfac_of(model, **options)

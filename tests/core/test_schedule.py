@@ -211,7 +211,7 @@ def test_numbers_and_functions_of_the_step():
         ("factor_update_freq", -1, "factor_update_freq=-1.0 at step 7: must be a whole number"),
     ],
 )
-def test_what_is_out_of_range_is_named_with_its_step(name, value, said):
+def test_an_error_names_the_value_and_the_step(name, value, said):
     good = getattr(schedules(), name)
     plan = schedules(**{name: lambda step: value if step == 7 else good})
     plan.at(6)
@@ -226,7 +226,7 @@ def test_what_is_out_of_range_is_named_with_its_step(name, value, said):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_an_interval_that_is_no_number_is_refused_in_the_same_words(value):
+def test_an_interval_that_is_not_a_number_gives_the_same_error(value):
     with pytest.raises(ValueError, match="must be a whole number >= 1"):
         schedules(update_freq=value).at(0)
 

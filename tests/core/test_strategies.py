@@ -227,7 +227,7 @@ TOGETHER = {"colocate_factors": True, "balance": "memory"}
         ("local_factors", "inverse", 1.0, {}),
     ],
 )
-def test_placing_otherwise_equals_one_process_and_its_own_plan(strategy, method, fraction, more):
+def test_another_placement_equals_one_process_and_its_own_plan(strategy, method, fraction, more):
     more = more | {"grad_worker_fraction": fraction}
     options = {"method": method}
     results = train_and_compare_with_the_plan(4, SMALL, strategy, options, **more)
@@ -356,7 +356,7 @@ def refused_on_rank(strategy):
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "comm_opt"])
-def test_what_does_not_fit_several_ranks_is_refused_on_every_rank(strategy):
+def test_what_several_ranks_cannot_do_is_refused_on_every_rank(strategy):
     assert run_ranks(4, refused_on_rank, strategy) == [True] * 4
 
 
@@ -494,7 +494,7 @@ STATES = quick_if([STATES[0], STATES[2], *STATES[4:6]].__contains__, STATES)
 
 
 @pytest.mark.parametrize(("strategy", "method"), STATES)
-def test_shards_go_on_on_any_world_with_any_strategy(strategy, method):
+def test_shards_load_on_any_world_size_with_any_strategy(strategy, method):
     options = state_options(method)
     results = run_ranks(2, train_and_save, strategy, options)
     shards, _, weights, ends, (placements, _) = zip(*results, strict=True)
@@ -538,7 +538,7 @@ def are_products(layers):
 
 
 def test_saved_second_moments_are_more_than_products_of_eigenvalues():
-    """From which they start anew where they are missing."""
+    """Missing second moments would start again from these products."""
     shards, *_ = zip(*run_ranks(2, train_and_save, "comm_opt", state_options("ekfac")), strict=True)
     layers = defaultdict(dict)
     for shard in map(loads, shards):
@@ -547,7 +547,7 @@ def test_saved_second_moments_are_more_than_products_of_eigenvalues():
     assert are_products(layers) == {False}
 
 
-def test_second_moments_start_anew_with_each_eigenbasis():
+def test_second_moments_start_again_with_each_eigenbasis():
     model = tiny_model()
     optimizer = sgd(model)
     options = {"method": "ekfac", "update_freq": 3, "spread": False}
@@ -571,10 +571,10 @@ def test_the_state_of_rank_0_alone_loads_and_trains(strategy, method):
     if strategy == "comm_opt":  # rank 0 held all decompositions
         assert got == list(ends)
         return
-    anew = loads(go_on("comm_opt", options, states[:1], weights[0], distributed=False))
-    assert_close(loads(got[0]), anew)
+    again = loads(go_on("comm_opt", options, states[:1], weights[0], distributed=False))
+    assert_close(loads(got[0]), again)
     assert sha256(loads(got[0])) == sha256(loads(got[1]))
-    assert any(not torch.allclose(a, w, rtol=1e-3) for a, w in zip(anew, want, strict=True))
+    assert any(not torch.allclose(a, w, rtol=1e-3) for a, w in zip(again, want, strict=True))
 
 
 # Ranks whose data differ
@@ -729,7 +729,7 @@ def train_some(batch_numel):
     return weights_of(model)
 
 
-def test_a_batch_of_which_backward_reached_a_part():
+def test_a_backward_that_reaches_only_some_layers():
     assert_close(train_some(1 << 20), train_some(0))
 
 

@@ -11,8 +11,13 @@ from tests.support.quick import quick_if
 from tests.support.runs import RESNET, SMALL, end, of_kind, train, train_here
 
 STABLE = (
-    *("optimizer.lr=0.02", "kfac.damping=0.1", "kfac.update_freq=2", "kfac.factor_update_freq=1"),
-    *("kfac.spread=false", "trainer.log_freq=1", "trainer.max_steps=9"),
+    "optimizer.lr=0.02",
+    "kfac.damping=0.1",
+    "kfac.update_freq=2",
+    "kfac.factor_update_freq=1",
+    "kfac.spread=false",
+    "trainer.log_freq=1",
+    "trainer.max_steps=9",
 )
 BATCHES = {
     "odd": ("trainer.batch_size=251",),
@@ -23,14 +28,16 @@ KINDS = {
     "ekfac": ("kfac.method=ekfac",),
     "type2": ("kfac.fisher=type2",),
     "inverse, adaptive": (
-        *("kfac.method=inverse", "kfac.adaptive_damping=true", "kfac.damping_freq=2"),
+        "kfac.method=inverse",
+        "kfac.adaptive_damping=true",
+        "kfac.damping_freq=2",
     ),
     "none": ("kfac=none",),
     "in parts": ("trainer.accumulate=2",),
 }
 
 
-def figures_of(path):
+def metrics_of(path):
     """Losses, dampings, weights, and K-FAC's factors by layer, of a run's end."""
     trained, shards = of_kind(path, Trained), checkpoint.find(path)[0].shards
     states = [s["kfac"]["layers"] for s in shards if s["kfac"] is not None]
@@ -51,13 +58,13 @@ QUICK = [(2, "odd", "eigen"), (4, "last", "eigen"), (2, "last", "in parts")]
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "kfac-train")
 @pytest.mark.parametrize(("world", "batches", "kind"), quick_if(QUICK.__contains__, CASES))
-def test_unequal_shares_are_as_good_as_one_process(tmp_path, world, batches, kind):
+def test_unequal_shares_give_the_same_result_as_one_process(tmp_path, world, batches, kind):
     options = (*STABLE, *BATCHES[batches], *KINDS[kind])
     _, alone = train(tmp_path, *options, "run_id=alone")
     done = run_ranks(world, train_here, tmp_path, (*options, "run_id=ranks"))
     assert {status for status, _, _ in done} == {"finished"}
     assert len({weights for _, _, weights in done}) == 1, "the ranks' weights differ"
-    ours, theirs = figures_of(tmp_path / "ranks"), figures_of(alone)
+    ours, theirs = metrics_of(tmp_path / "ranks"), metrics_of(alone)
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
     assert ours[1] == theirs[1]
     for name, weight in theirs[2].items():
@@ -68,7 +75,7 @@ def test_unequal_shares_are_as_good_as_one_process(tmp_path, world, batches, kin
         torch.testing.assert_close(ours[3][key], factor, rtol=1e-2, atol=1e-3 * largest)
 
 
-def test_the_last_batch_is_trained_on_alone_too(tmp_path):
+def test_a_smaller_last_batch_is_one_update(tmp_path):
     options = (*STABLE, "trainer.max_epochs=2", *BATCHES["last"])
     _, path = train(tmp_path, *options)
     assert end(path).step == 8

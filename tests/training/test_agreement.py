@@ -44,7 +44,7 @@ def test_any_bit_of_any_element_counts(shape, dtype):
     assert checksum(raw.view(shape)) == checksum(x)
 
 
-def test_two_that_change_together_count():
+def test_two_elements_that_change_together_count():
     """Two signs, two that are swapped, at any distance: what plain sums do not see."""
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float64):
@@ -109,7 +109,7 @@ def test_another_damping_on_one_rank_ends_the_run(tmp_path):
 
 
 @pytest.mark.ranks
-def test_it_can_be_turned_off(tmp_path):
+def test_the_check_can_be_turned_off(tmp_path):
     off = (*STEPS, "trainer.check_ranks=false")
     run_ranks(2, train_here, tmp_path, "weight", None, off)
     assert end(tmp_path / "r").status == "finished"

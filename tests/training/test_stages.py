@@ -14,7 +14,7 @@ from tests.support.runs import KFAC as EVERY
 from tests.support.runs import here, of_kind, train, trainer_of
 
 
-def test_a_stage_that_no_recorded_step_has_is_in_the_means(tmp_path, monkeypatch):
+def test_means_include_stages_of_steps_without_event(tmp_path, monkeypatch):
     """Decompositions are due at steps 1, 5, 9: never at the steps that events tell of."""
     every_step = []
     add = StageTimes.add
@@ -53,7 +53,7 @@ def stages_here(folder):
 
 
 @pytest.mark.ranks
-def test_means_are_of_all_ranks_and_start_anew(tmp_path):
+def test_means_are_over_all_ranks_and_start_again(tmp_path):
     results = run_ranks(2, stages_here, tmp_path)
     assert results[0] == results[1]
     first, second = results[0]
@@ -107,7 +107,7 @@ def test_without_enough_cores_nothing_is_pinned(cores, monkeypatch):
     assert sorted(os.sched_getaffinity(0)) == cores
 
 
-def test_what_was_pinned_is_recorded(tmp_path, cores):
+def test_pinned_cores_are_recorded(tmp_path, cores):
     from kfac_bench.record.events import RunStarted
 
     for pin in (True, False):

@@ -31,8 +31,12 @@ from tests.support.runs import (
 )
 
 STABLE = (
-    *("optimizer.lr=0.02", "kfac.damping=0.1", "kfac.update_freq=4", "kfac.factor_update_freq=2"),
-    *("kfac.spread=false", "trainer.log_freq=1"),
+    "optimizer.lr=0.02",
+    "kfac.damping=0.1",
+    "kfac.update_freq=4",
+    "kfac.factor_update_freq=2",
+    "kfac.spread=false",
+    "trainer.log_freq=1",
 )
 """Small differences stay small, and mean the same on any number of ranks."""
 
@@ -63,15 +67,17 @@ KINDS = {
     "ekfac": ("kfac.method=ekfac",),
     "type2": ("kfac.fisher=type2",),
     "inverse, adaptive": (
-        *("kfac.method=inverse", "kfac.factored_damping=true"),
-        *("kfac.adaptive_damping=true", "kfac.damping_freq=2"),
+        "kfac.method=inverse",
+        "kfac.factored_damping=true",
+        "kfac.adaptive_damping=true",
+        "kfac.damping_freq=2",
     ),
     "none": ("kfac=none",),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_are_as_good_as_one_batch(tmp_path, kind):
+def test_parts_give_the_same_result_as_one_batch(tmp_path, kind):
     options = (*STABLE, *KINDS[kind], "trainer.max_steps=8")
     _, whole = train(tmp_path, *options, "run_id=whole")
     _, parts = train(tmp_path, *options, "run_id=parts", "trainer.accumulate=3")  # 86, 85, 85
@@ -89,7 +95,7 @@ def test_parts_are_as_good_as_one_batch(tmp_path, kind):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_parts_have_the_sizes_they_should(tmp_path, monkeypatch, accumulate):
+def test_parts_have_nearly_equal_sizes(tmp_path, monkeypatch, accumulate):
     sizes, forward = [], Reconstruction.forward
     monkeypatch.setattr(
         Reconstruction,
@@ -119,7 +125,7 @@ def messages_here(folder, accumulate):
 
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "gradient accumulation")
-def test_ranks_meet_at_the_last_part_only(tmp_path):
+def test_ranks_communicate_at_the_last_part_only(tmp_path):
     once, parts = (run_ranks(2, messages_here, tmp_path, n) for n in (1, 4))
     for (count, loss, grads), (ours, our_loss, our_grads) in zip(once, parts, strict=True):
         assert ours == count == len(grads), "each gradient is sent once"
@@ -131,7 +137,7 @@ def test_ranks_meet_at_the_last_part_only(tmp_path):
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "gradient accumulation")
 @pytest.mark.parametrize("kind", ["eigen", "type2", "inverse, adaptive"])
-def test_parts_on_two_ranks_are_as_good_as_one_batch(tmp_path, kind):
+def test_parts_on_two_ranks_give_the_same_result_as_one_batch(tmp_path, kind):
     options = (*STABLE, *KINDS[kind], "trainer.max_steps=8")
     _, whole = train(tmp_path, *options, "run_id=whole")
     more = (*options, "run_id=parts", "trainer.accumulate=3")
@@ -234,7 +240,7 @@ def train_scaled_here(folder, options):
         ("fp16 with GradScaler", ("trainer.precision=fp16", "trainer.accumulate=2")),
     ],
 )
-def test_a_lower_precision_on_two_ranks_is_as_good_as_on_one(tmp_path, monkeypatch, what, options):
+def test_a_lower_precision_gives_the_same_result_on_two_ranks(tmp_path, monkeypatch, what, options):
     scaler_of(monkeypatch, init_scale=2.0**10)
     options = (*options, *STABLE, "trainer.max_steps=8")
     _, alone = train(tmp_path, *options, "run_id=alone")
@@ -253,7 +259,7 @@ def test_a_lower_precision_on_two_ranks_is_as_good_as_on_one(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("fisher", ["mc", "type2"])
-def test_a_fisher_of_the_model_knows_no_loss_scale(tmp_path, fisher):
+def test_the_fisher_of_the_model_ignores_the_loss_scale(tmp_path, fisher):
     options = (*STABLE, f"kfac.fisher={fisher}", "trainer.max_steps=1")
     _, full = train(tmp_path, *options, "run_id=full")
     _, half = train(tmp_path, *options, "run_id=half", "trainer.precision=fp16")
@@ -262,7 +268,7 @@ def test_a_fisher_of_the_model_knows_no_loss_scale(tmp_path, fisher):
         assert error < 0.05, key
 
 
-def test_an_update_that_overflows_is_left_out(tmp_path, monkeypatch):
+def test_an_update_that_overflows_is_skipped(tmp_path, monkeypatch):
     scaler_of(monkeypatch, init_scale=2.0**40, backoff_factor=2.0**-10)
     options = (*STABLE, "trainer.precision=fp16", "kfac.factor_update_freq=1")
     options += ("kfac.adaptive_damping=true", "kfac.damping_freq=1")
@@ -341,7 +347,7 @@ def test_each_rank_draws_labels_of_its_own(tmp_path):
 # ---- a damping that adapts ----
 
 
-def test_the_damping_is_told_what_an_update_brought(tmp_path, monkeypatch):
+def test_the_damping_gets_the_loss_before_and_after_an_update(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(
         LevenbergMarquardt, "update", lambda self, actual, predicted: told.append(actual)
@@ -355,7 +361,7 @@ def test_the_damping_is_told_what_an_update_brought(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_looking_at_the_loss_again_leaves_no_trace(tmp_path, monkeypatch, accumulate):
+def test_computing_the_loss_again_changes_nothing(tmp_path, monkeypatch, accumulate):
     monkeypatch.setattr(LevenbergMarquardt, "update", lambda self, actual, predicted: None)
     options = (*STABLE, "trainer.max_steps=4", f"trainer.accumulate={accumulate}")
     adaptive = ("kfac.adaptive_damping=true", "kfac.damping_freq=1")
@@ -380,9 +386,15 @@ def test_the_damping_changes_and_is_recorded(tmp_path):
 # ---- taken up again, with all of it ----
 
 EVERYTHING = (
-    *(*STABLE, "kfac.spread=true", "kfac.method=ekfac", "kfac.fisher=mc"),
-    *("kfac.adaptive_damping=true", "kfac.damping_freq=3"),
-    *("trainer.precision=fp16", "trainer.accumulate=3", "trainer.max_steps=15"),
+    *STABLE,
+    "kfac.spread=true",
+    "kfac.method=ekfac",
+    "kfac.fisher=mc",
+    "kfac.adaptive_damping=true",
+    "kfac.damping_freq=3",
+    "trainer.precision=fp16",
+    "trainer.accumulate=3",
+    "trainer.max_steps=15",
 )
 
 
@@ -431,7 +443,7 @@ def test_resume_in_another_precision(tmp_path, to):
 # ---- what is recorded ----
 
 
-def test_without_kfac_there_is_nothing_of_it(tmp_path):
+def test_without_kfac_events_have_no_kfac_metrics(tmp_path):
     _, path = train(tmp_path, *METHODS["adam"], "trainer.max_steps=2", "trainer.log_freq=1")
     for event in of_kind(path, Trained):
         found = (event.damping, event.failed_decompositions, event.dropped_statistics)
@@ -463,7 +475,7 @@ def test_counts_are_read_only_when_they_are_recorded(tmp_path, monkeypatch):
     assert reads == [3, 6, 7]
 
 
-def test_event_files_from_before_are_read(tmp_path):
+def test_old_event_files_are_read(tmp_path):
     old = {"event": "Trained", "step": 3, "train_s": 1.0, "epoch": 0.5, "loss": 2.0, "lr": 0.1}
     old |= {"examples_per_s": 9.0, "nu": 0.5, "cosine": {"a": 1.0}, "stage_s": {}}
     path = tmp_path / "events.jsonl"

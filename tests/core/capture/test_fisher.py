@@ -332,7 +332,7 @@ def test_a_missing_fisher_backward_is_an_error_that_says_what_to_do(kind):
     kfac.step()  # no factors are due: nothing is missing
 
 
-def test_fisher_backward_does_nothing_where_nothing_is_due():
+def test_fisher_backward_does_nothing_if_no_factors_are_due():
     model, x = mlp(), torch.randn(N, 4)
     kfac = kfac_of(model, fisher="type2", factor_update_freq=2)
     kfac.fisher_backward(model(x))

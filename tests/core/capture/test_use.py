@@ -258,7 +258,7 @@ def test_no_cycle_holds_activations():
         gc.enable()
 
 
-def test_copies_and_saved_models_carry_no_hook_that_acts():
+def test_copies_and_saved_models_have_no_active_hook():
     model = Net()
     kfac, x = kfac_of(model), torch.randn(6, 4)
     file = io.BytesIO()

@@ -322,7 +322,7 @@ def bf16_on_rank(kind):
         ),
     ],
 )
-def test_bf16_goes_where_fp32_goes(kind):
+def test_bf16_follows_fp32(kind):
     cosines = run_ranks(2, bf16_on_rank, kind)
     assert cosines[0] == cosines[1]
     assert min(cosines[0]) > 0.98
@@ -374,13 +374,13 @@ def refused_on_rank(kind):
         kfac = make_kfac(model, sgd(model), ALL, fisher="mc")
         output = model(sentences(0)[0])
         with pytest.raises(
-            RuntimeError, match="tensor-parallel layers need the same: use fisher=emp"
+            RuntimeError, match="tensor-parallel layers need the same labels: use fisher=emp"
         ):
             kfac.fisher_backward(output)
 
 
 @pytest.mark.parametrize(("kind", "world"), [("collective", 4), ("optimizer", 2), ("fisher", 2)])
-def test_what_does_not_fit_is_an_error_on_every_rank(kind, world):
+def test_unsupported_options_are_an_error_on_every_rank(kind, world):
     run_ranks(world, refused_on_rank, kind)
 
 
@@ -392,7 +392,7 @@ def fisher_on_rank(options):
 
 
 @pytest.mark.parametrize("options", [{"fisher": "type2"}, {"damping": adaptive}], ids=str)
-def test_fsdp2_with_a_fisher_or_damping_of_its_own_equals_one_process(options):
+def test_fsdp2_with_other_fishers_and_dampings_equals_one_process(options):
     run_ranks(2, fisher_on_rank, options)
 
 

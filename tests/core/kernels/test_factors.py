@@ -101,7 +101,7 @@ def widened(dtype):
     dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
     groups=st.integers(1, 3),
 )
-def test_the_loop_is_unfold(kernel, stride, dilation, groups):
+def test_the_reference_loop_equals_unfold(kernel, stride, dilation, groups):
     x = image(2, 2 * groups, 7, 6, dtype=torch.float64)
     want = F.unfold(x, kernel, dilation, 0, stride).unflatten(1, (groups, -1)).mT
     assert torch.equal(patches(x, kernel, stride, dilation, groups), want)
@@ -371,7 +371,7 @@ def test_padding_modes_differ_and_so_do_their_moments():
         assert not torch.allclose(a, b, rtol=0.01)
 
 
-def test_where_autocorrelation_is_chosen(monkeypatch):
+def test_when_autocorrelation_is_chosen(monkeypatch):
     """Its arithmetic is that of one kind of convolution; where it pays was measured on CPUs."""
     calls = []
     monkeypatch.setattr(

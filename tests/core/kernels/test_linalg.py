@@ -89,7 +89,7 @@ def test_every_element_of_a_triangle_has_one_place(count, n):
 
 
 @for_all(COUNTS, SIZES, st.integers(0, 9))
-def test_what_is_symmetric_but_for_rounding_is_exactly_so_when_unpacked(count, n, seed):
+def test_unpacking_makes_a_nearly_symmetric_matrix_exactly_symmetric(count, n, seed):
     x = torch.randn(count, n, n, generator=generator(seed))
     packed = torch.empty(count * n * (n + 1) // 2)
     linalg.pack_triangle(x, packed)
@@ -450,7 +450,7 @@ def test_kl_clip_counts_a_layer_whose_product_is_negative():
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8])
-def test_kl_clip_never_enlarges_and_zero_gradients_are_no_nan(size):
+def test_kl_clip_never_enlarges_and_zero_gradients_give_no_nan(size):
     grad = torch.full((2, 2), size)
     assert kl_clip([grad, grad], [grad, grad], [0.1, 0.1], 1e-3).item() == 1.0
     assert kl_clip([grad], [grad], [0.0], 1e-3).item() == 1.0

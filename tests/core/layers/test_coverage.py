@@ -121,7 +121,7 @@ def test_one_bias_of_two_weights_leaves_both_layers_out():
     assert "tied to 1" in report.skipped[0].reason
 
 
-def test_what_is_shared_but_frozen_does_not_matter():
+def test_shared_frozen_parameters_do_not_matter():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(6, 4)
     model[2].bias = model[0].bias
     model[0].bias.requires_grad_(False)
@@ -137,7 +137,7 @@ def test_the_shared_part_of_two_attentions_is_left_out():
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding, nn.LayerNorm])
-def test_weights_that_are_computed_are_left_out(kind):
+def test_computed_weights_are_skipped(kind):
     model = nn.Sequential(kind(4) if kind is nn.LayerNorm else kind(4, 3), nn.Linear(3, 2))
     nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
     report = kfac_of(model).report()
@@ -169,7 +169,7 @@ def test_a_vocabulary_head_keeps_only_the_diagonal_of_g(method):
     assert "diagonal" not in str(kfacs[1].report())
 
 
-def test_nothing_of_a_vocabulary_head_is_v_by_v():
+def test_no_tensor_of_a_vocabulary_head_is_v_by_v():
     """100,000 words: a dense G would be 40 GB."""
     model, x = nn.Sequential(nn.Linear(2, 100_000, bias=False)).float(), torch.randn(3, 2).float()
     for method in ("eigen", "inverse", "ekfac"):
