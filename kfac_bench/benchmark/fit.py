@@ -30,6 +30,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.sweep import SGD, Intervals, sweep, variant
 from kfac_bench.training import dry_run
+from kfac_bench.training.blueprint import Blueprint
 
 _OWN = (*OWN, "budget_gb", "hardware", "optimizer_copies", "global")
 _FEW, _MORE = 2, 6
@@ -38,9 +39,10 @@ _FEW, _MORE = 2, 6
 
 def saved_bytes(config: TrainConfig, examples: int) -> int:
     """What one forward pass of so many examples keeps for backward, parameters apart."""
+    blueprint = Blueprint.of(config)
     with torch.device("meta"):
-        model = config.model.build(*config.data.shape(), config.task.name)
-        inputs = config.data.example_inputs(examples)
+        model = blueprint.assumed_model()
+        inputs = blueprint.example_inputs(examples)
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 

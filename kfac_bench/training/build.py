@@ -1,4 +1,4 @@
-"""From the configuration to the objects it names."""
+"""Build the optimizer and K-FAC of a run from their options."""
 
 from __future__ import annotations
 
@@ -123,29 +123,20 @@ def _parameter_groups(no_decay: Sequence[str], model: nn.Module) -> list[Group]:
     return [group for group in groups if group["params"]]
 
 
-def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:
-    """Raise :class:`UsageError` where batch norm would get one example, which has no variance.
-
-    ``examples`` go through the model at a time: a rank's batch, or the least part of one.
-    """
-    if examples == 1 and has_batch_norm(model):
-        raise UsageError(
-            f"model={config.name} has batch norm, which needs two examples per rank: set "
-            "trainer.batch_size to at least twice the number of ranks times trainer.accumulate "
-            "(and trainer.drop_last=true, if it is the last batch that is too small)"
-        )
-
-
 def build_kfac(
     config: KFACConfig,
     model: nn.Module,
     optimizer: Optimizer,
     collective: Collective | None = None,
 ) -> KFAC | None:
-    """The preconditioner; raises :class:`UsageError` where its options do not fit the model."""
+    """Return the preconditioner, or None if K-FAC is off.
+
+    Raises:
+        UsageError: The options of K-FAC do not fit the model.
+    """
     if not config.enabled:
         return None
-    keywords = {k: v for k, v in asdict(config).items() if k not in _NO_KEYWORDS}
+    keywords = {k: v for k, v in asdict(config).items() if k not in _NOT_KEYWORDS_OF_KFAC}
     keywords["state_dtype"] = DTYPES[config.state_dtype]
     if config.adaptive_damping:
         keywords["damping"] = _adaptive_damping(config)
@@ -156,10 +147,10 @@ def build_kfac(
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the names that the configuration uses."""
+"""The dtypes by the names that the options use."""
 
-_NO_KEYWORDS = ("enabled", "adaptive_damping", "damping_freq")
-"""Options that KFAC does not take under their own names."""
+_NOT_KEYWORDS_OF_KFAC = ("enabled", "adaptive_damping", "damping_freq")
+"""Options that the constructor of KFAC has no keyword for."""
 
 
 def _adaptive_damping(config: KFACConfig) -> LevenbergMarquardt:
@@ -170,3 +161,20 @@ def _adaptive_damping(config: KFACConfig) -> LevenbergMarquardt:
             f"{most:g}"
         )
     return LevenbergMarquardt(initial=config.damping, interval=config.damping_freq)
+
+
+def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:
+    """Raise :class:`UsageError` if batch norm would get a single example, which has no variance.
+
+    Args:
+        model: The network.
+        config: The options of the model, for the error message.
+        examples: Examples that go through the model at a time: the batch of a rank, or the
+            smallest part of that batch.
+    """
+    if examples == 1 and has_batch_norm(model):
+        raise UsageError(
+            f"model={config.name} has batch norm, which needs two examples per rank: set "
+            "trainer.batch_size to at least twice the number of ranks times trainer.accumulate "
+            "(and trainer.drop_last=true, if the last batch is too small)"
+        )

@@ -1,7 +1,8 @@
-"""What would be trained and what it costs on each of many ranks, from shapes alone.
+"""A dry run: what a configuration would train, and what that costs on each of many ranks.
 
-The model lives on the meta device: nothing is allocated, no data is read, no rank is started.
-:mod:`kfac_bench.simulate.plan_report` prints it.
+``kfac-train dry_run=true`` and ``kfac-plan`` print a dry run, and the simulator takes its layers
+from a dry run. All numbers follow from shapes. The model is on torch's meta device, so a dry run
+allocates no weights, reads no data and starts no ranks.
 """
 
 from __future__ import annotations
@@ -25,70 +26,72 @@ from kfac_bench.core.planning.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.planning.ops import Op
 from kfac_bench.errors import UsageError
 from kfac_bench.training import build
+from kfac_bench.training.blueprint import Blueprint
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """One configuration on ``world_size`` ranks; FLOPs are those of one rank."""
+    """One configuration on ``world_size`` ranks; the FLOPs are those of one rank and one step."""
 
     config: TrainConfig
     world_size: int
     shape: tuple[int, ...]
+    """Shape of one input."""
     parameters: int
+    """Numbers in all parameters."""
     forward_flops: float
     step_flops: float
-    """Of forward and backward, without K-FAC."""
+    """FLOPs of forward and backward, without K-FAC."""
     fisher_flops: float
-    """Of what ``kfac.fisher`` sends back beside the loss' own gradient, where factors are due."""
+    """FLOPs of the extra backward passes of ``kfac.fisher``, in a step with a factor update."""
     report: Report | None
-    """None: K-FAC is off."""
+    """The layers that K-FAC covers; None if K-FAC is off."""
     ranks: Sequence[RankCost]
     tensors: int
-    """That the parameters are."""
+    """Number of parameters, as tensors."""
     rows: Mapping[str, int]
-    """By covered layer: examples times shared positions of one rank, of which factors are made."""
+    """Rows that the factors of each covered layer are made of: examples of one rank times shared
+    positions."""
 
     @property
     def examples(self) -> int:
-        """Of a batch, on the rank that has most."""
+        """Examples of a batch on the rank that has most."""
         return -(-self.config.trainer.batch_size // self.world_size)
 
 
-class _Imagined(SingleProcess):
-    """A rank of a world that is not there."""
+class _ImaginedRank(SingleProcess):
+    """A rank of a world of any size that is never started."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
 
-def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
-    """Build the model and its plan, take one step; raises :class:`UsageError` as the run would."""
-    shape, classes = config.data.shape()
-    batch, parts = config.trainer.batch_size, config.trainer.accumulate
-    if batch < world_size:
-        raise UsageError(
-            f"trainer.batch_size={batch} leaves some of world_size={world_size} ranks without an "
-            "example: it is the batch of all ranks"
-        )
-    least, examples = batch // world_size, -(-batch // world_size)
-    if parts > least:
-        raise UsageError(
-            f"trainer.accumulate={parts} is more than the {least} examples of a rank: "
-            f"trainer.batch_size={batch} over {world_size} ranks"
-        )
+def trace(config: TrainConfig, world_size: int = 1, blueprint: Blueprint | None = None) -> DryRun:
+    """Build the model and its plan, and take one step on the meta device.
+
+    Args:
+        config: The options of the run.
+        world_size: Number of ranks to assume.
+        blueprint: What is trained; by default what ``config`` says.
+
+    Raises:
+        UsageError: The run would raise it too.
+    """
+    blueprint = blueprint or Blueprint.of(config)
+    smallest_part, examples = _examples_of_a_rank(config, world_size)
     with torch.device("meta"):
-        model = config.model.build(shape, classes, config.task.name)
-        inputs = config.data.example_inputs(examples)
-    build.check_batch_norm(model, config.model, least // parts)
+        model = blueprint.assumed_model()
+        inputs = blueprint.example_inputs(examples)
+    build.check_batch_norm(model, config.model, smallest_part)
     optimizer = build.build_optimizer(config.optimizer, model)
-    kfac = build.build_kfac(config.kfac, model, optimizer, _Imagined(world_size))
+    kfac = build.build_kfac(config.kfac, model, optimizer, _ImaginedRank(world_size))
     report = None
     if kfac is not None:
-        kfac.detach()  # or what its hooks compute would count as forward and backward
+        # With its hooks, the work of K-FAC would count as forward and backward.
+        kfac.detach()
         report = kfac.report()
     step = _step(model, inputs, [] if report is None else report.layers)
-    seeds = _seeds(config, step.outputs)
-
+    seeds = _seeds(config, blueprint.likelihood, step.outputs)
     reduced = step.samples if config.kfac.weight_sharing == "reduce" else None
 
     def work(op: Op) -> float:
@@ -96,44 +99,64 @@ def trace(config: TrainConfig, world_size: int = 1) -> DryRun:
         return flops(op, report.plan.method, step.rows, reduced=reduced, seeds=max(1, seeds))
 
     return DryRun(
-        config,
-        world_size,
-        shape,
-        sum(p.numel() for p in model.parameters()),
-        step.forward,
-        step.forward + step.backward,
-        seeds * step.to_layers,
-        report,
-        [] if report is None else rank_costs(report.plan, work),
-        sum(1 for _ in model.parameters()),
-        step.rows if reduced is None else reduced,
+        config=config,
+        world_size=world_size,
+        shape=blueprint.shape,
+        parameters=sum(p.numel() for p in model.parameters()),
+        forward_flops=step.forward,
+        step_flops=step.forward + step.backward,
+        fisher_flops=seeds * step.to_layers,
+        report=report,
+        ranks=[] if report is None else rank_costs(report.plan, work),
+        tensors=sum(1 for _ in model.parameters()),
+        rows=step.rows if reduced is None else reduced,
     )
 
 
-def _seeds(config: TrainConfig, outputs: torch.Size) -> int:
-    """Gradients that ``kfac.fisher`` sends back from the output beside the loss' own."""
+def _examples_of_a_rank(config: TrainConfig, world_size: int) -> tuple[int, int]:
+    """Return the examples of the smallest part of a rank's batch, and of the largest batch."""
+    batch, parts = config.trainer.batch_size, config.trainer.accumulate
+    if batch < world_size:
+        raise UsageError(
+            f"trainer.batch_size={batch} leaves some of world_size={world_size} ranks without an "
+            "example: it is the batch of all ranks"
+        )
+    least = batch // world_size
+    if parts > least:
+        raise UsageError(
+            f"trainer.accumulate={parts} is more than the {least} examples of a rank: "
+            f"trainer.batch_size={batch} over {world_size} ranks"
+        )
+    return least // parts, -(-batch // world_size)
+
+
+def _seeds(config: TrainConfig, likelihood: str, outputs: torch.Size) -> int:
+    """Return how many gradients of its own ``kfac.fisher`` sends back from the output."""
     if config.kfac.fisher == "type2":
-        one = outputs[-1:] if config.task.likelihood == "categorical" else outputs[1:]
+        # One gradient for each class, or for each element of the output of an example.
+        one = outputs[-1:] if likelihood == "categorical" else outputs[1:]
         return one.numel()
     return 1 if config.kfac.fisher == "mc" else 0
 
 
 @dataclass
 class _Step:
-    """FLOPs of one step without K-FAC; and by layer what K-FAC's own cost follows from."""
+    """FLOPs of one step without K-FAC, and what the cost of K-FAC on each layer follows from."""
 
     forward: float
     backward: float
     to_layers: float
-    """Of sending a gradient of the output back to the covered layers, and no further."""
+    """FLOPs of sending a gradient of the output back to the covered layers, and no further."""
     outputs: torch.Size
+    """Shape of the output."""
     samples: Mapping[str, int]
+    """Samples of each layer."""
     rows: Mapping[str, int]
-    """Samples times shared positions."""
+    """Samples times shared positions of each layer."""
 
 
 def _step(model: nn.Module, inputs: Any, layers: Sequence[Layer]) -> _Step:
-    """One training step, and what the covered layers meet in it."""
+    """Take one training step, and count what the covered layers see in it."""
     samples: Counter[str] = Counter()
     rows: Counter[str] = Counter()
     edges: list[GradientEdge] = []
@@ -157,13 +180,14 @@ def _step(model: nn.Module, inputs: Any, layers: Sequence[Layer]) -> _Step:
         for module in layer.modules
     ]
     with FlopCounterMode(display=False) as forward:
-        made = getattr(model, "outline", model)(inputs)  # a detector's depends on values
+        # A detector's forward depends on values; its outline does the same work without them.
+        made = getattr(model, "outline", model)(inputs)
         outputs = made if isinstance(made, tuple) else (made,)
         total = sum((x.sum() for x in outputs), torch.zeros((), device="meta"))
     with FlopCounterMode(display=False) as to_layers:
         if edges:
             torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
-    rows.clear()
+    rows.clear()  # the pass to the layers has counted them too
     with FlopCounterMode(display=False) as backward:
         total.backward()
     for handle in handles:

@@ -30,6 +30,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.training import build, checkpoint, environment, weights
+from kfac_bench.training.blueprint import Blueprint
 from kfac_bench.training.checkpoint import Checkpoint
 from kfac_bench.training.run_directory import RunDirectory, flat
 from kfac_bench.training.trainer import Trainer
@@ -43,7 +44,9 @@ def start(config: TrainConfig) -> int:
     return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
 
 
-def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
+def train(
+    config: TrainConfig, backend: Backend, blueprint: Blueprint | None = None
+) -> tuple[str, int]:
     """Train, or go on training, what the configuration says; all ranks call it.
 
     Returns the status of the run's last event and the signal that stopped it (0: none). Raises
@@ -69,7 +72,7 @@ def train(config: TrainConfig, backend: Backend) -> tuple[str, int]:
         if_main = directory.open(config, about) if ranks.is_main else nullcontext()
         ranks.together(lambda: stack.enter_context(if_main))
         ranks.together(directory.check_is_here)
-        trainer = _build_trainer(config, backend, directory)
+        trainer = _build_trainer(config, backend, directory, blueprint)
         complete = ranks.together(
             lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
         )
@@ -113,10 +116,12 @@ def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module, list[str]]:
-    data = build.build_data(config.data, config.task)
+def _data_and_model(
+    config: TrainConfig, blueprint: Blueprint, ranks: Ranks
+) -> tuple[Data, nn.Module, list[str]]:
+    data = blueprint.data()
     torch.manual_seed(config.seed)
-    model = config.model.build(data.shape, data.num_classes, config.task.name)
+    model = blueprint.model(data.shape, data.num_classes)
     notes = weights.load(model, config.model)
     model = model.to(ranks.device)
     if config.trainer.channels_last:
@@ -126,9 +131,15 @@ def _data_and_model(config: TrainConfig, ranks: Ranks) -> tuple[Data, nn.Module,
     return data, model, notes
 
 
-def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirectory) -> Trainer:
+def _build_trainer(
+    config: TrainConfig,
+    backend: Backend,
+    directory: RunDirectory,
+    blueprint: Blueprint | None = None,
+) -> Trainer:
+    blueprint = blueprint or Blueprint.of(config)
     ranks = backend.ranks
-    data, model, notes = ranks.together(lambda: _data_and_model(config, ranks))
+    data, model, notes = ranks.together(lambda: _data_and_model(config, blueprint, ranks))
     about = f"{data.train_size} {data.eval_size} {data.shape} {data.num_classes}"
     if others := ranks.unlike_main(about):
         raise UsageError(
@@ -139,7 +150,7 @@ def _build_trainer(config: TrainConfig, backend: Backend, directory: RunDirector
     kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
     model, optimizer = backend.wrap(model, optimizer)
     return Trainer(
-        config.task.build(data),
+        blueprint.task(data),
         data,
         model,
         optimizer,

@@ -1,0 +1,57 @@
+"""What a run trains: the functions that build its dataset, its task and its model.
+
+Runs, dry runs, ``kfac-plan`` and ``kind: fit`` of benchmarks build these three through a
+:class:`Blueprint` alone. :meth:`Blueprint.of` is the only place that derives one from the options;
+a blueprint from elsewhere goes the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from kfac_bench.config import TrainConfig
+from kfac_bench.data.base.dataset import Data
+from kfac_bench.tasks.task import Task
+from kfac_bench.training import build
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The functions that build what a run trains."""
+
+    data: Callable[[], Data]
+    task: Callable[[Data], Task]
+    model: Callable[[tuple[int, ...], int], nn.Module]
+    """The network for the shape of one input and a number of classes."""
+    shape: tuple[int, ...]
+    """Shape of one input that a dry run assumes, because a dry run reads no data."""
+    num_classes: int
+    """Number of classes that a dry run assumes."""
+    example_inputs: Callable[[int], Any]
+    """What the model takes for so many examples of that shape, on torch's default device."""
+    likelihood: str
+    """Distribution that the output of the model stands for; see ``TaskConfig.likelihood``."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Blueprint:
+        """Return the blueprint of a configuration."""
+        task = config.task.name
+        shape, num_classes = config.data.shape()
+        return cls(
+            data=partial(build.build_data, config.data, config.task),
+            task=config.task.build,
+            model=partial(config.model.build, task=task),
+            shape=shape,
+            num_classes=num_classes,
+            example_inputs=config.data.example_inputs,
+            likelihood=config.task.likelihood,
+        )
+
+    def assumed_model(self) -> nn.Module:
+        """Return the network of a dry run."""
+        return self.model(self.shape, self.num_classes)
