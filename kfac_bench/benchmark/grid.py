@@ -65,9 +65,8 @@ class Cell:
 def _path(overrides: tuple[str, ...], ranks: int) -> Path:
     config = compose.load(overrides)
     # Not of this job: jobs of a cluster and the terminal must find the same directory.
-    name = run_directory.run_id(config, job="")
-    named = ranks == 1 or config.run_id is not None
-    return Path(config.runs_dir) / (name if named else f"{name}-{ranks}ranks")
+    suffix = "" if ranks == 1 or config.run_id is not None else f"-{ranks}ranks"
+    return Path(config.runs_dir) / run_directory.directory_name(config, job="", suffix=suffix)
 
 
 def cells(

@@ -26,7 +26,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, RunStarted, read
 from kfac_bench.report.tables import Table, Value
-from kfac_bench.training.run_directory import run_id
+from kfac_bench.training.run_directory import directory_name
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _run_trial(
     if limit_s < (config.trainer.max_train_s or math.inf):
         config.trainer.max_train_s = limit_s
         overrides.append(f"trainer.max_train_s={limit_s}")
-    name = run_id(config, job="")  # jobs of a cluster share the directory
+    name = directory_name(config, job="")  # jobs of a cluster share the directory
     path = Path(config.runs_dir) / name
     if not _has_ended(path):
         code, said = forked.train([*overrides, f"run_id={name}"])

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.config.options import RESULT
+from kfac_bench.config.roles import declared, result_defaults
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Event, RunStarted, read
 
-# Options that say where and which repetition a run is, not what it computes.
-NOT_THE_SETTING = frozenset({"label", "seed", "run_id", "runs_dir", "resume", "dry_run", "logger"})
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
 
 
@@ -98,9 +98,13 @@ def flatten(options: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             todo += [(f"{prefix}.{key}" if prefix else str(key), value[key]) for key in value]
         elif prefix:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            flat[plain(prefix)] = plain(text)
+            flat[plain(prefix)] = _text(value)
     return dict(sorted(flat.items()))
+
+
+def _text(value: Any) -> str:
+    """Return an option's value as YAML would write it, printable."""
+    return plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def option(config: Mapping[str, Any], *keys: str) -> Any:
@@ -135,7 +139,7 @@ def group(runs: Iterable[Run]) -> list[Setting]:
     """
     members: dict[tuple[str, tuple[tuple[str, str], ...]], list[Run]] = defaultdict(list)
     for run in {run.path: run for run in runs}.values():
-        members[_task_label(run), tuple(_identity(run).items())].append(run)
+        members[_task_label(run), tuple(sorted(_identity(run).items()))].append(run)
     same_label: dict[tuple[str, str], list[Setting]] = defaultdict(list)
     for (task, options), repeats in members.items():
         ordered = tuple(sorted(repeats, key=lambda run: (seed(run), str(run.path))))
@@ -161,12 +165,19 @@ def _has_kfac(run: Run) -> bool:
 
 
 def _identity(run: Run) -> dict[str, str]:
-    """All options that make the setting, and the ranks; those of K-FAC only where K-FAC is on."""
-    flat = flatten({k: v for k, v in run.started.config.items() if k not in NOT_THE_SETTING})
-    flat["world_size"] = plain(option(run.started.environment, "world_size"))
+    """Return what makes the setting of a run: its RESULT options and its number of ranks.
+
+    Options that the version of the run did not have are at their defaults. The seed makes no
+    setting, nor do K-FAC's options where K-FAC is off.
+    """
+    given = flatten(run.started.config)
+    options = {name: text for name, text in given.items() if declared(name, given).role is RESULT}
+    options = {name: _text(default) for name, default in result_defaults(given)} | options
+    options.pop("seed", None)
+    options["world_size"] = plain(option(run.started.environment, "world_size"))
     if _has_kfac(run):
-        return flat
-    return {k: v for k, v in flat.items() if not k.startswith("kfac.") or k == "kfac.enabled"}
+        return options
+    return {k: v for k, v in options.items() if not k.startswith("kfac.") or k == "kfac.enabled"}
 
 
 def _name(run: Run, section: str) -> str:

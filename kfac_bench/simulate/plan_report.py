@@ -8,15 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.config import TrainConfig, options
+from kfac_bench.config.options import RESULT
 from kfac_bench.core.planning.estimate import RankCost, Traffic
 from kfac_bench.core.planning.ops import Message
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.training.dry_run import DryRun
 from kfac_bench.training.run_directory import run_id
-
-_NOT_THE_COST = ("run_id", "runs_dir", "resume", "dry_run", "logger")
-"""Options that the JSON leaves out."""
 
 
 def as_dict(run: DryRun) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def as_dict(run: DryRun) -> dict[str, Any]:
     return {
         "run_id": run_id(config),
         "world_size": run.world_size,
-        "options": {k: v for k, v in asdict(config).items() if k not in _NOT_THE_COST},
+        "options": _result_options(config),
         "parameters": run.parameters,
         "examples_per_rank": run.examples,
         "forward_flops": run.forward_flops,
@@ -48,6 +47,16 @@ def as_dict(run: DryRun) -> dict[str, Any]:
         "messages": _messages(run),
         "ranks": [{"rank": i} | _rank(run, cost) for i, cost in enumerate(run.ranks)],
     }
+
+
+def _result_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options that the costs may depend on, as a tree."""
+    tree: dict[str, Any] = {}
+    for name, value, meta in options(config):
+        if meta["role"] is RESULT:
+            group, _, key = name.rpartition(".")
+            (tree.setdefault(group, {}) if group else tree)[key] = value
+    return tree
 
 
 def _every(run: DryRun) -> dict[str, int]:

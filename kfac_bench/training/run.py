@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from kfac_bench import distributed
-from kfac_bench.config import TrainConfig
+from kfac_bench.config import TrainConfig, options
+from kfac_bench.config.options import PLACE
 from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed.backend import Backend
@@ -32,7 +33,7 @@ from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.training import build, checkpoint, environment, weights
 from kfac_bench.training.blueprint import Blueprint
 from kfac_bench.training.checkpoint import Checkpoint
-from kfac_bench.training.run_directory import RunDirectory, flat
+from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
 from kfac_bench.training.update import least_part
 
@@ -101,16 +102,13 @@ def train(
         return status, trainer.stop.signal
 
 
-_MAY_DIFFER = (
-    *("data.root", "data.workers", "logger", "resume", "runs_dir"),
-    *("trainer.device", "trainer.threads", "trainer.pin"),
-)
-"""Options that say where a rank finds things: nodes need not be alike."""
-
-
 def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
-    options = {k: v for k, v in flat(asdict(config)).items() if not k.startswith(_MAY_DIFFER)}
-    if others := ranks.unlike_main(json.dumps(options, sort_keys=True)):
+    common = {
+        name: value
+        for name, value, meta in options(config)
+        if meta["role"] is not PLACE and not meta["per_node"]
+    }
+    if others := ranks.unlike_main(json.dumps(common, sort_keys=True)):
         raise UsageError(
             f"ranks {others} have other options than rank 0: start all with one command line"
         )

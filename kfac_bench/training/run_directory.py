@@ -16,26 +16,11 @@ from typing import IO, Any
 
 from omegaconf import OmegaConf
 
-from kfac_bench.config import TrainConfig, compose
+from kfac_bench.config import TrainConfig, compose, options
+from kfac_bench.config.options import RECORD, RESULT
+from kfac_bench.config.roles import declared
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
-
-_NOT_THE_RUN = ("run_id", "runs_dir", "dry_run", "logger", "label")
-"""Options that say where a run is shown, not what it is: no part of the hash."""
-
-_MAY_CHANGE = (
-    *_NOT_THE_RUN,
-    *("resume", "trainer.max_epochs", "trainer.max_steps", "trainer.target", "trainer.eval_freq"),
-    "trainer.max_train_s",
-    *("trainer.log_freq", "trainer.checkpoint_freq", "trainer.keep_last", "trainer.device"),
-    *("trainer.predictions", "trainer.threads", "trainer.pin", "trainer.time_stages"),
-    *("data.root", "data.workers"),
-    *("trainer.keep_best", "trainer.watchdog_s", "trainer.check_ranks"),
-    *("backend", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.colocate_factors"),
-    *("kfac.balance", "kfac.overlap"),
-)
-"""Options with which a run of a given ``run_id`` may be continued: where it runs, who does what,
-how long and what is recorded; not what an update is."""
 
 _PATIENCE_S = 20.0
 """How long to wait for the lock of a run that torchrun or Slurm restarts: ranks that lost their
@@ -43,14 +28,37 @@ agent, or their node, notice it when their next message fails."""
 
 
 def run_id(config: TrainConfig, job: str | None = None) -> str:
-    """The configured name, or one that the configuration and ``job`` (SLURM_JOB_ID) determine."""
+    """Return the configured name, or a name with a hash of the configuration.
+
+    The hash covers the RESULT and PLACE options (see :class:`Role`) that are not at their
+    defaults. So a later version with more options gives the same configuration the same name.
+
+    Args:
+        config: The configuration of the run.
+        job: The Slurm job that the run belongs to; None: the job of this process, if any.
+    """
     if config.run_id is not None:
         if not re.fullmatch(r"[\w.=+-]{1,100}", config.run_id) or set(config.run_id) <= {"."}:
             raise UsageError(
                 f"run_id={config.run_id!r}: use up to 100 letters, digits and . _ - = +"
             )
         return config.run_id
-    content = {k: v for k, v in asdict(config).items() if k not in _NOT_THE_RUN}
+    content = {
+        name: value
+        for name, value, meta in options(config)
+        if meta["role"] is not RECORD and value != meta["default"]
+    }
+    return _hashed_name(config, content, job)
+
+
+def _run_id_of_old_versions(config: TrainConfig, job: str | None) -> str:
+    """Return the name that versions without roles gave, which hashed every option in use."""
+    not_hashed = ("run_id", "runs_dir", "dry_run", "logger", "label")
+    content = {k: v for k, v in asdict(config).items() if k not in not_hashed}
+    return _hashed_name(config, content, job)
+
+
+def _hashed_name(config: TrainConfig, content: dict[str, Any], job: str | None) -> str:
     content["job"] = os.environ.get("SLURM_JOB_ID", "") if job is None else job
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     kfac = config.kfac.strategy if config.kfac.enabled else "none"
@@ -58,11 +66,24 @@ def run_id(config: TrainConfig, job: str | None = None) -> str:
     return "-".join(parts)
 
 
+def directory_name(config: TrainConfig, job: str | None = None, suffix: str = "") -> str:
+    """Return the name of the run's directory: its run id and ``suffix``.
+
+    A run that a version without roles began keeps its directory and the name of that version.
+    """
+    name = run_id(config, job) + suffix
+    if config.run_id is None and not Path(config.runs_dir, name).exists():
+        old_name = _run_id_of_old_versions(config, job) + suffix
+        if Path(config.runs_dir, old_name).exists():
+            return old_name
+    return name
+
+
 class RunDirectory:
     """Paths of one run; made by rank 0, read by all."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.run_id = run_id(config)
+        self.run_id = directory_name(config)
         self.path = Path(config.runs_dir) / self.run_id
         self.events = self.path / EVENTS_FILE
 
@@ -139,16 +160,22 @@ class RunDirectory:
         if not path.exists() or not self.events.exists():
             return
         try:
-            old = flat(OmegaConf.to_container(OmegaConf.load(path)))
+            old = _flat(OmegaConf.to_container(OmegaConf.load(path)))
         except Exception as error:
             raise UsageError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
-        new = flat(asdict(config))
-        for key in sorted(old.keys() | new.keys()):
-            if key.startswith(_MAY_CHANGE) or old.get(key) == new.get(key):
+        new = {name: value for name, value, _ in options(config)}
+        # The name of a group's choice comes first, because it explains the group's other options.
+        for name in sorted(old.keys() | new.keys(), key=lambda n: (not n.endswith(".name"), n)):
+            option = declared(name, old if name in old else new)
+            if option.role is not RESULT or option.resumable:
                 continue
+            before, now = old.get(name, option.default), new.get(name, option.default)
+            if before == now:
+                continue
+            held = f"{self.path} holds a run with {name}={before}"
+            why = ", not " + str(now) if name in new else ", which this version does not have"
             raise UsageError(
-                f"{self.path} holds a run with {key}={old.get(key)}, not {new.get(key)}: set "
-                f"another run_id (resume={self.path} starts from its checkpoint)"
+                f"{held}{why}. Set another run_id; resume={self.path} starts from its checkpoint"
             )
 
 
@@ -164,12 +191,12 @@ def _locked(file: IO[str], patience_s: float) -> bool:
             time.sleep(0.1)
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A tree of options by their dotted names."""
-    out: dict[str, Any] = {}
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree of options by their dotted names."""
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            out[prefix + str(key)] = value
-    return out
+            flat[prefix + str(key)] = value
+    return flat

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
 from kfac_bench import config
-from kfac_bench.config import KFACConfig, TrainConfig, compose, registry
+from kfac_bench.config import KFACConfig, TrainConfig, compose, registry, roles
+from kfac_bench.config.options import Role
 from kfac_bench.core import KFAC, validation
 from kfac_bench.core.capture import fisher
 from kfac_bench.core.damping import LevenbergMarquardt
@@ -90,14 +91,44 @@ def test_an_adaptive_damping_starts_from_damping(monkeypatch):
 SCHEMAS = [registry.options_class(g, n) for g, table in registry.TABLES.items() for n in table]
 
 
+def options_of(schema):
+    """Fields of a schema that are options, not groups of options."""
+    return [
+        f
+        for f in dataclasses.fields(schema)
+        if f.name not in ("trainer", "logger") and (f.default is not MISSING or f.metadata)
+    ]
+
+
 @pytest.mark.parametrize("schema", [*SCHEMAS, TrainConfig, config.TrainerConfig])
 def test_every_option_has_a_meaning(schema):
-    for f in dataclasses.fields(schema):
-        if (f.default is MISSING and not f.metadata) or f.name in ("trainer", "logger"):
-            continue  # a section
+    for f in options_of(schema):
         assert len(f.metadata["help"]) > 3, f.name
         assert "\n" not in f.metadata["help"]
     assert schema.__doc__
+
+
+@pytest.mark.parametrize("schema", [*SCHEMAS, TrainConfig, config.TrainerConfig])
+def test_every_option_has_a_role(schema):
+    for f in options_of(schema):
+        assert f.metadata["role"] in Role, f.name
+        assert not f.metadata["resumable"] or f.metadata["role"] is Role.RESULT, f.name
+
+
+def test_the_default_is_that_of_the_choice():
+    for optimizer, beta2 in (("adam", 0.999), ("muon", 0.95), ("adam of later", MISSING)):
+        given = {"optimizer.name": optimizer}
+        assert roles.declared("optimizer.beta2", given).default == beta2
+        assert dict(roles.result_defaults(given)).get("optimizer.beta2", MISSING) == beta2
+        assert roles.declared("data.root", given).role is Role.PLACE
+    defaults = dict(roles.result_defaults({"kfac.damping": 1, "trainer.target": 2}))
+    assert defaults["kfac.skip"] == ["Norm", "Embedding"]
+    assert "trainer.predictions" not in defaults
+
+
+def test_an_unknown_option_is_part_of_the_result():
+    for name in ("kfac", "kfac.damping.x", "trainer.predictions_2", "logger", "backend.names", ""):
+        assert roles.declared(name, {}) == roles.DeclaredOption(Role.RESULT, False, MISSING)
 
 
 def test_help_lists_every_option_and_choice():

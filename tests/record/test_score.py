@@ -1,4 +1,4 @@
-"""score.py and runs.py: event files in, exact numbers out."""
+"""score.py: event files in, exact numbers out."""
 
 import math
 import random
@@ -167,8 +167,8 @@ def test_seeds_of_one_configuration_are_one_setting(tmp_path: Path) -> None:
                 seed=seed,
                 run_id=f"s{seed}",
                 runs_dir=f"elsewhere{seed}",
-                logger={"wandb": seed == 1},
-                resume=seed == 2,
+                logger={"name": "wandb" if seed == 1 else "none"},
+                resume="elsewhere" if seed == 2 else None,
                 dry_run=seed == 2,
             )
         )

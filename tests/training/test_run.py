@@ -6,7 +6,8 @@ import os
 import re
 import resource
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ import yaml
 
 import kfac_bench
 from kfac_bench import cli
+from kfac_bench.config import TrainerConfig
+from kfac_bench.config.options import RESULT, option
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
-from kfac_bench.record import events
+from kfac_bench.record import events, runs, score
 from kfac_bench.record.events import (
     Checkpointed,
     Evaluated,
@@ -32,7 +35,12 @@ from kfac_bench.record.events import (
 from kfac_bench.tasks.objectives.classification import Classification
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.training import checkpoint, dry_run, run, saving
-from kfac_bench.training.run_directory import RunDirectory, run_id
+from kfac_bench.training.run_directory import (
+    RunDirectory,
+    _run_id_of_old_versions,
+    directory_name,
+    run_id,
+)
 from kfac_bench.training.state import weights_sha256
 from kfac_bench.training.trainer import Trainer
 from tests.support.distributed import run_ranks
@@ -250,7 +258,11 @@ def test_the_run_id_is_a_function_of_what_is_run(tmp_path, monkeypatch):
     name = run_id(config_of(tmp_path))
     assert name.startswith("digits-autoencoder-sgd-kfac_comm_opt-")
     assert run_id(config_of(tmp_path / "x", "logger=tensorboard", "dry_run=true")) == name
-    others = ("seed=1", "kfac.damping=0.1", "trainer.max_steps=9", "kfac=none", "data.workers=1")
+    assert run_id(config_of(tmp_path, "trainer.predictions=0", "trainer.log_freq=1")) == name
+    others = (
+        *("seed=1", "kfac.damping=0.1", "trainer.max_steps=9", "kfac=none", "data.workers=1"),
+        *("data.root=/x", "resume=/x", "trainer.threads=2"),
+    )
     ids = {run_id(config_of(tmp_path, o)) for o in others}
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     assert len({name, *ids, run_id(config_of(tmp_path))}) == 2 + len(others)
@@ -258,6 +270,63 @@ def test_the_run_id_is_a_function_of_what_is_run(tmp_path, monkeypatch):
         with pytest.raises(UsageError) as caught:
             run_id(config_of(tmp_path, f"run_id={bad}"))
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_option_of_a_later_version_changes_no_run_id_while_at_its_default(tmp_path):
+    @dataclass
+    class LaterTrainerConfig(TrainerConfig):
+        new: int = option(3, "an option that a later version has", RESULT)
+
+    config = config_of(tmp_path)
+    later = replace(config, trainer=LaterTrainerConfig(**asdict(config.trainer)))
+    assert run_id(later) == run_id(config)
+    later.trainer.new = 4
+    assert run_id(later) != run_id(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "old_name"),
+    [
+        ((), "digits-resnet8-sgd-kfac_comm_opt-4472a1ad"),
+        (
+            ("model=autoencoder", "optimizer=adam", "seed=3", "data.root=/x"),
+            "digits-autoencoder-adam-kfac_comm_opt-92e77790",
+        ),
+        (
+            ("backend=deepspeed", "kfac=mem_opt", "trainer.threads=2"),
+            "digits-resnet8-sgd-kfac_mem_opt-f13b49dd",
+        ),
+        (
+            ("model=bert_tiny", "schedule=polynomial", "optimizer=lamb"),
+            "text-bert_tiny-lamb-kfac_comm_opt-0ce4f6ac",
+        ),
+    ],
+)
+def test_a_run_directory_of_an_old_version_is_found(tmp_path, options, old_name):
+    """The names are those that versions before the roles gave.
+
+    If this fails because you added an option: ``_run_id_of_old_versions`` has to leave it out.
+    """
+    config = config_of(tmp_path, *options, base=())
+    new_name = run_id(config, job="")
+    assert directory_name(config, job="") == new_name != old_name
+    (tmp_path / old_name).mkdir()
+    assert directory_name(config, job="") == old_name
+    (tmp_path / f"{old_name}-2ranks").mkdir()
+    assert directory_name(config, job="", suffix="-2ranks") == f"{old_name}-2ranks"
+    config.run_id = "mine"
+    assert directory_name(config, job="") == "mine"
+    config.run_id = None
+    (tmp_path / new_name).mkdir()
+    assert directory_name(config, job="") == new_name
+
+
+def test_seeds_that_differ_in_place_and_record_are_one_row(tmp_path):
+    short = ("trainer.max_steps=5", *KFAC)
+    for options in (("seed=0",), ("seed=1", "trainer.predictions=0"), ("seed=2", "data.root=/x")):
+        train(tmp_path, *short, *options)
+    [setting] = score.group(score.load(file) for file in runs.find(tmp_path))
+    assert score.row(setting).seeds == 3
 
 
 # ---- refused ----
@@ -269,7 +338,7 @@ def test_the_run_id_is_a_function_of_what_is_run(tmp_path, monkeypatch):
         ("kfac.damping=0.5", "kfac.damping=0.001, not 0.5"),
         ("seed=7", "seed=0, not 7"),
         ("model.hidden=[16]", "model.hidden"),
-        ("optimizer=adam", "optimizer."),
+        ("optimizer=adam", "optimizer.name=sgd, not adam"),
         ("trainer.batch_size=128", "trainer.batch_size=256, not 128"),
     ],
 )
@@ -289,6 +358,71 @@ def test_what_does_not_change_the_run_may_change(tmp_path):
     more = ("trainer.log_freq=2", "trainer.keep_last=3", "trainer.eval_freq=2", "data.root=/x")
     status, _ = train(tmp_path, "run_id=mine", "trainer.max_steps=10", *more)
     assert (status, end(path).step) == ("finished", 10)
+
+
+def old_config(path, **changes):
+    """Rewrite config.yaml of a run as another version wrote it; None takes an option away."""
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    for name, value in changes.items():
+        group, key = name.split("__")
+        if value is None:
+            del config[group][key]
+        else:
+            config[group][key] = value
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_a_run_of_an_old_version_goes_on_with_a_newer_option_at_its_default(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    options = (*KFAC, "trainer.max_steps=7")
+    with before_step(6, kill), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, *options)
+    config = config_of(tmp_path, *options)
+    old_path = tmp_path / _run_id_of_old_versions(config, "")
+    RunDirectory(config).path.rename(old_path)
+    old_config(old_path, trainer__drop_last=None, kfac__spread=None, data__root=None)
+    status, path = train(tmp_path, *options)
+    assert (status, path) == ("finished", old_path)
+    assert steps_of(path, Resumed) == [5]
+    assert [p for p in tmp_path.iterdir() if p.is_dir()] == [old_path]
+
+
+def test_a_newer_option_that_is_not_at_its_default_is_refused(tmp_path):
+    _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    old_config(path, trainer__drop_last=None)
+    with pytest.raises(
+        UsageError, match=r"holds a run with trainer.drop_last=True, not False\. Set"
+    ):
+        train(tmp_path, "run_id=mine", "trainer.max_steps=5", "trainer.drop_last=false")
+
+
+@pytest.mark.parametrize("name", ["trainer__target_of_old", "kfac__strategy2", "backend__nam"])
+def test_an_option_that_this_version_does_not_have_is_refused_in_a_line(tmp_path, name):
+    """No other option's name may stand for it, such as ``trainer.target``."""
+    _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    old_config(path, **{name: 3})
+    dotted = name.replace("__", ".")
+    expected = f"holds a run with {dotted}=3, which this version does not have. Set another run_id"
+    with pytest.raises(UsageError, match=expected) as caught:
+        train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_nodes_may_differ_in_places_and_processors_alone(tmp_path):
+    def common(*options):
+        seen = []
+        run._check_same_options(
+            config_of(tmp_path, *options), SimpleNamespace(unlike_main=seen.append)
+        )
+        return seen
+
+    for may_differ in (
+        *("data.root=/x", "data.workers=1", "resume=/x", "trainer.device=cpu", "trainer.pin=true"),
+        *("trainer.threads=3", "logger=tensorboard", "logger.mode=offline", "runs_dir=/x"),
+    ):
+        assert common(may_differ) == common(), may_differ
+    for must_agree in ("seed=1", "trainer.log_freq=1", "kfac=mem_opt", "run_id=x", "label=x"):
+        assert common(must_agree) != common(), must_agree
 
 
 def test_a_directory_in_use_is_refused(tmp_path):
