@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node 2 -m kfac_bench model=resnet20 ...`` is kfac-train on 2 ranks."""
+"""The module form of kfac-train, for launchers: `torchrun --nproc-per-node 2 -m kfac_bench ...`."""
 
 from kfac_bench.cli import train
 

@@ -1,15 +1,29 @@
-"""How many there are of a thing, and how long the rest will take, in words."""
+"""Counts and remaining time in words."""
 
 from collections.abc import Sequence
 
 
 def counted(number: int, noun: str, *, none: str = "0") -> str:
-    """``1 fault``, ``2 faults``; ``none``: what is said for 0. The noun's plural ends in s."""
+    """Return a number with its noun: `1 fault`, `2 faults`.
+
+    Args:
+        number: How many there are.
+        noun: The noun, whose plural must end in s.
+        none: The text for the number 0.
+    """
     return f"{number or none} {noun}{'' if number == 1 else 's'}"
 
 
 def time_left(took_s: Sequence[float], left: int) -> str:
-    """``; about 5 min left`` for ``left`` more things, by the mean of those that were done."""
+    """Return the time that `left` more things need, such as `; about 5 min left`.
+
+    Args:
+        took_s: Seconds that each of the finished things took.
+        left: How many things remain.
+
+    Returns:
+        The text, or nothing if no estimate is possible or nothing is left.
+    """
     if not took_s or not left:
         return ""
     seconds = left * sum(took_s) / len(took_s)

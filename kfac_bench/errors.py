@@ -1,25 +1,28 @@
-"""Exceptions that a user reads as one line: the program itself is not wrong."""
+"""Exceptions that a user reads as one line, because the program itself is not wrong."""
 
 
 class UsageError(Exception):
-    """Bad input. The message is one line: what is wrong and what to do; exit code 2."""
+    """An error in the input. Its message is one line: what is wrong and what to do. Exit code 2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 class OneRankError(UsageError):
-    """Bad input that one rank alone has met: it says so itself, whichever it is."""
+    """An error in the input that only one rank has met, so this rank reports it."""
 
 
 class LostRanksError(Exception):
-    """Another rank died, hangs, or cannot be reached; exit code 1."""
+    """Another rank died, hangs, or cannot be reached. Exit code 1."""
 
 
 class RunFailedError(Exception):
-    """The run cannot go on, on any rank, and why: a loss that is no number, a disk that is full."""
+    """The reason why a run cannot go on, on all ranks: an infinite loss or a full disk."""
 
 
 def printable(text: str) -> str:
-    """On one line, whatever a file's name or content is: control characters as escapes."""
+    """Return `text` on one line, with control characters as escapes.
+
+    Names and contents of files may hold such characters.
+    """
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,13 +1,13 @@
-"""The console commands: parse, call, turn errors into one line and an exit code.
+"""The console commands: they parse, call, and turn errors into one line and an exit code.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input, 128 + n stopped by signal n. Nothing heavy
-is imported before the input is known to be good.
+Exit codes: 0 for success, 1 if the run failed, 2 for bad input, 128 + n after signal n. The
+commands import torch and other slow packages only after they know that the input is good.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from kfac_bench.cli import bench_command, data_command, plan_command, train_command
@@ -15,24 +15,25 @@ from kfac_bench.cli.entry import exit_with
 
 
 def train(argv: Sequence[str] | None = None) -> NoReturn:
-    """``kfac-train``."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    exit_with("kfac-train", lambda: train_command.train(arguments))
+    """Run `kfac-train`."""
+    _run("kfac-train", train_command.train, argv)
 
 
 def bench(argv: Sequence[str] | None = None) -> NoReturn:
-    """``kfac-bench``."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    exit_with("kfac-bench", lambda: bench_command.bench(arguments))
+    """Run `kfac-bench`."""
+    _run("kfac-bench", bench_command.bench, argv)
 
 
 def plan(argv: Sequence[str] | None = None) -> NoReturn:
-    """``kfac-plan``."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    exit_with("kfac-plan", lambda: plan_command.plan(arguments))
+    """Run `kfac-plan`."""
+    _run("kfac-plan", plan_command.plan, argv)
 
 
 def data(argv: Sequence[str] | None = None) -> NoReturn:
-    """``kfac-data``."""
+    """Run `kfac-data`."""
+    _run("kfac-data", data_command.data, argv)
+
+
+def _run(name: str, main: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    exit_with("kfac-data", lambda: data_command.data(arguments))
+    exit_with(name, lambda: main(arguments))

@@ -1,4 +1,4 @@
-"""What the commands share: errors as one line and an exit code, the parser, printing."""
+"""What the commands share: errors as one line and an exit code, the parser, and printing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import LostRanksError, OneRankError, UsageError
 
 RANK_0_SPEAKS_S = 10
 
 
 def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
-    """Run ``main`` and leave the process with its exit code, its errors said in one line."""
+    """Run `main` and end the process with its exit code. Errors are printed as one line."""
     try:
         code = main()
     except OneRankError as error:
@@ -31,16 +32,20 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         code = 1
     except KeyboardInterrupt:
         code = 130
-    except SystemExit as stop:  # argparse has printed its help
+    except SystemExit as stop:
+        # argparse has printed its help.
         code = int(stop.code or 0)
     except BrokenPipeError:
         code = 0
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # | head
+    except BrokenPipeError:
+        # The reader is gone, as in `kfac-bench list | head`. Python would complain at its exit when
+        # it flushes stdout again, so stdout now goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if int(_launched("WORLD_SIZE", "HOROVOD_SIZE", "1")) > 1:
-        # Now and then a gloo thread aborts the process in C++'s destructors, its work done.
+    if int(from_launcher("WORLD_SIZE", "1")) > 1:
+        # Now and then a gloo thread aborts a process in C++'s destructors, after all work is done.
+        # os._exit skips the destructors. It also skips the exit handlers, so call these first.
         sys.stderr.flush()
         atexit._run_exitfuncs()
         os._exit(code)
@@ -48,54 +53,52 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
 
 
 def say_once(text: str) -> None:
-    """On rank 0, or alone: all ranks parse the same command line.
-
-    The others give it time: launchers kill all ranks as soon as the first is gone.
-    """
-    if _launched("RANK", "HOROVOD_RANK", "0") == "0":
+    """Print a line to stderr on rank 0 only: all ranks parse the same command line."""
+    if from_launcher("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
     else:
+        # Launchers kill all ranks as soon as one ends, so give rank 0 time to print the line.
         time.sleep(RANK_0_SPEAKS_S)
 
 
-def _launched(torchrun: str, horovodrun: str, alone: str) -> str:
-    """What the launcher, whichever it was, says in its variable."""
-    return os.environ.get(horovodrun) or os.environ.get(torchrun) or alone
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse, in one line and without its usage dump; options may stand between words."""
+    """An argument parser that reports errors in one line. Options may stand between words."""
 
-    _between = False
+    _is_intermixed = False
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's intermixed form, which subcommands (they are called here) lack."""
-        if self._between or self._subparsers is not None:
+        """Parse like argparse's intermixed form, also inside a subcommand.
+
+        argparse has no intermixed form for subcommands. It calls this method of a subcommand's
+        parser, which then uses the form itself.
+        """
+        if self._is_intermixed or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
-        self._between = True  # the intermixed form calls this method
+        # The intermixed form calls this method again.
+        self._is_intermixed = True
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
-            self._between = False
+            self._is_intermixed = False
 
     def error(self, message: str) -> NoReturn:
-        """Raises :class:`UsageError`."""
+        """Raise `UsageError` instead of printing the usage and ending the process."""
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def _say_as_rank(name: str, text: str) -> None:
-    rank = _launched("RANK", "HOROVOD_RANK", "")
+    rank = from_launcher("RANK", "")
     print(f"{name}: rank {rank}: {text}" if rank else f"{name}: {text}", file=sys.stderr)
 
 
 def say(text: str) -> None:
-    """Print a line, at once."""
+    """Print a line and flush it."""
     print(text, flush=True)
 
 
 def check_config_dir(folder: Path | None) -> None:
-    """Raises :class:`UsageError` if ``--config-dir`` names no folder."""
+    """Raise `UsageError` if `--config-dir` names no folder."""
     if folder is not None and not folder.is_dir():
         raise UsageError(f"--config-dir {folder}: no such folder")

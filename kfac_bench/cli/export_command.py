@@ -1,20 +1,20 @@
-"""``kfac-bench export``: weights for other programs."""
+"""`kfac-bench export`: a run's weights for other programs."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, say
 
 
 def add_export(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench export``."""
+    """Add `kfac-bench export` to the commands."""
     command = commands.add_parser("export", help="write a run's weights as safetensors")
     command.add_argument("run", type=Path, help="run directory, or one checkpoint")
-    command.add_argument("--out", type=Path, help="the file (RUN/model.safetensors)")
+    command.add_argument("--out", type=Path, help="the file to write (RUN/model.safetensors)")
     command.add_argument(
-        "--best", action="store_true", help="of the best checkpoint kept, not of the newest"
+        "--best", action="store_true", help="take the best kept checkpoint, not the newest"
     )
     command.set_defaults(run_command=_export)
 
@@ -23,5 +23,5 @@ def _export(options: argparse.Namespace) -> int:
     from kfac_bench.training import export
 
     for line in export.export(options.run, options.out, best=options.best):
-        print(line)
+        say(line)
     return 0

@@ -1,4 +1,4 @@
-"""``kfac-train``: one run, or a sweep of them."""
+"""`kfac-train`: one run, or a sweep of several runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   kfac-train model=resnet20 data=cifar10 data.root=DIR kfac=layer_wise trainer.target=0.92
   kfac-train experiment=digits/autoencoder_kfac seed=1
   kfac-train experiment=kaisa_unet_lgg profile=smoke           (smoke|one_gpu|paper)
-  torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (several ranks)
+  torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (two ranks)
 
-  --cfg job          print the configuration and stop     dry_run=true   print what it costs
-  --config-dir DIR   more configuration files, as in conf/: DIR/experiment/NAME.yaml
+  --cfg job          print the configuration and stop
+  dry_run=true       print memory, messages and FLOPs of the run and stop
+  --config-dir DIR   read more configuration files, laid out as in conf/: DIR/experiment/NAME.yaml
   --multirun, -m     run each of seed=0,1,2 ... one after the other (Hydra)
   --version, --help
 """
 
 
 def train(arguments: list[str]) -> int:
-    """Parse and run; the exit code."""
-    slurm_rank.adopt()  # now: rank 0 alone tells of errors
+    """Parse the arguments, run, and return the exit code."""
+    # Adopt Slurm's variables before anything fails: only rank 0 prints an error.
+    slurm_rank.adopt()
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
@@ -61,7 +63,7 @@ def train(arguments: list[str]) -> int:
 
 
 def train_one(config: object) -> int:
-    """Train, or say what it would cost; the exit code."""
+    """Train, or print what training would cost, and return the exit code."""
     from kfac_bench.config import TrainConfig
 
     assert isinstance(config, TrainConfig)

@@ -1,4 +1,4 @@
-"""The commands as people type them: processes, exit codes, what they print and leave behind."""
+"""The commands as users type them: exit codes, output, and the files they leave."""
 
 import importlib.util
 import json
@@ -25,14 +25,19 @@ from tests.support.quick import slow
 BIN = Path(sys.executable).parent
 ROOT = compose.CONF_DIR.parent
 TINY = (
-    *("model=autoencoder", "model.hidden=[4]", "logger=none", "trainer.max_steps=3"),
-    *("trainer.threads=1", "kfac.update_freq=2", "kfac.factor_update_freq=1"),
+    "model=autoencoder",
+    "model.hidden=[4]",
+    "logger=none",
+    "trainer.max_steps=3",
+    "trainer.threads=1",
+    "kfac.update_freq=2",
+    "kfac.factor_update_freq=1",
 )
 
 
 @pytest.fixture
 def command(tmp_path):
-    """Run a command in an empty folder, as a user's shell would; output captured."""
+    """Run a command in an empty folder, as a user's shell would, and capture its output."""
 
     def run(*arguments, **options):
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
@@ -49,7 +54,7 @@ def command(tmp_path):
 
 
 def refused(done, fragment):
-    """Exit code 2 and exactly one line, on stderr alone."""
+    """Check for exit code 2 and exactly one line, on stderr."""
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -76,16 +81,16 @@ def test_help_needs_no_torch(command):
     done = command(sys.executable, "-c", code)
     assert done.stderr == "0 []\n"
     assert done.stdout.startswith("usage: kfac-train")
-    for said in (
+    for fragment in (
         "--multirun",
         "dry_run=true",
         "kfac.update_freq=100",
         "model=autoencoder|bert_base",
     ):
-        assert said in done.stdout
+        assert fragment in done.stdout
 
 
-def test_cfg_job_is_the_configuration_as_yaml(command):
+def test_cfg_job_prints_the_configuration_as_yaml(command):
     done = command(BIN / "kfac-train", "model=resnet50", "kfac.update_freq=500", "--cfg", "job")
     assert (done.returncode, done.stderr) == (0, "")
     said = yaml.safe_load(done.stdout)
@@ -148,7 +153,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fra
         (["compare", "."], "no runs here"),
     ],
 )
-def test_bad_input_to_kfac_bench(tmp_path, monkeypatch, capsys, arguments, fragment):
+def test_bad_input_to_kfac_bench_is_one_line(tmp_path, monkeypatch, capsys, arguments, fragment):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         cli.bench(arguments)
@@ -158,7 +163,7 @@ def test_bad_input_to_kfac_bench(tmp_path, monkeypatch, capsys, arguments, fragm
     assert fragment in said.err
 
 
-def test_pages_of_runs_need_no_torch(command):
+def test_the_report_package_imports_no_torch(command):
     code = "import sys, kfac_bench.report; print('torch' in sys.modules)"
     assert command(sys.executable, "-c", code).stdout == "False\n"
 
@@ -184,7 +189,7 @@ def test_pages_of_runs_need_no_torch(command):
         ),
     ],
 )
-def test_what_only_the_run_can_know_is_also_one_line(tmp_path, capsys, overrides, fragments):
+def test_bad_input_that_only_the_run_detects_is_one_line(tmp_path, capsys, overrides, fragments):
     with pytest.raises(SystemExit) as caught:
         cli.train([*overrides, "logger=none", f"runs_dir={tmp_path}"])
     said = capsys.readouterr().err
@@ -192,10 +197,10 @@ def test_what_only_the_run_can_know_is_also_one_line(tmp_path, capsys, overrides
     assert len(said.splitlines()) == 1, said
     for fragment in fragments:
         assert fragment in said
-    assert list(tmp_path.iterdir()) == []  # kfac-bench compare runs/* finds runs alone
+    assert list(tmp_path.iterdir()) == []  # kfac-bench compare runs/* must find complete runs only
 
 
-def test_on_several_ranks_one_of_them_speaks(monkeypatch, capsys):
+def test_only_rank_0_prints_an_error(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as caught:
         cli.train(["kfac.dampign=1"])
@@ -206,17 +211,21 @@ def test_on_several_ranks_one_of_them_speaks(monkeypatch, capsys):
 # ---- the dry run ----
 
 
-def test_a_dry_run_of_the_papers_model_tells_what_it_costs(command, tmp_path):
+def test_a_dry_run_prints_the_cost_of_the_papers_model(command, tmp_path):
     done = command(
-        *(BIN / "kfac-train", "model=resnet50", "data=imagefolder", "kfac.update_freq=500"),
-        *("trainer.batch_size=32", "dry_run=true"),
+        BIN / "kfac-train",
+        "model=resnet50",
+        "data=imagefolder",
+        "kfac.update_freq=500",
+        "trainer.batch_size=32",
+        "dry_run=true",
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(tmp_path.iterdir()) == [], "a dry run leaves nothing behind"
     text = done.stdout
     assert "imagefolder [3, 224, 224]" in text
     assert "parameters 25,557,032 (102.23 MB in fp32)" in text
-    assert "K-FAC covers 54 layers" in text  # 53 convolutions and the classifier
+    assert "K-FAC covers 54 layers" in text  # 53 convolutions and the last layer
     assert re.search(r"layer3\.0\.conv2 +Conv2d +A 2304, G 256", text)
     assert re.search(r"fc +Linear +A 2049, G 1000", text)
     assert re.search(r"left to the optimizer: 53 modules\n(.*BatchNorm2d .*\n)+", text)
@@ -230,7 +239,7 @@ def test_a_dry_run_of_the_papers_model_tells_what_it_costs(command, tmp_path):
 
 
 def peak_bytes():
-    """Return the most memory that this process has held. A fork's count starts anew."""
+    """Return the most memory that this process has held. A fork starts from 0."""
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
@@ -253,7 +262,7 @@ def dry_run_of(*overrides):
 
 
 def flop_of(text, stage):
-    """FLOPs of a stage and its interval, as printed."""
+    """Return the printed FLOPs of a stage and the printed interval."""
     found = re.search(rf"\n  {stage} +(\d+) +([\d.]+) (k|M|G|T)FLOP", text)
     assert found, text
     unit = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[3]]
@@ -266,7 +275,7 @@ OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kf
 
 @pytest.mark.parametrize("options", [ALL, slow(OTHERS)])
 @pytest.mark.parametrize("model", compose.options_of("model"))
-def test_a_dry_run_of_anything(model, options):
+def test_a_dry_run_works_for_every_model(model, options):
     data = {"unet": "lgg", "transformer": "pydoc", "maskrcnn": "coco", "bert": "text"}
     family = model.partition("_")[0]
     empirical = ["kfac.fisher=empirical"] if family in ("maskrcnn", "bert") else []
@@ -277,7 +286,7 @@ def test_a_dry_run_of_anything(model, options):
     )
 
 
-def test_a_dry_run_without_kfac():
+def test_a_dry_run_works_without_kfac():
     text = dry_run_of("kfac=none", "kfac.fisher=mc")
     assert text.endswith("K-FAC: off (kfac=none)")
     assert "forward and backward" in text
@@ -287,7 +296,7 @@ AUTOENCODER = ("model=autoencoder", "model.hidden=[4]", "trainer.batch_size=32")
 A, G = (65, 5), (4, 64)  # 64-4-64, and a bias each
 
 
-def test_the_stages_of_a_dry_run_are_those_of_its_layers():
+def test_a_dry_run_derives_flops_from_the_layer_shapes():
     text = dry_run_of(*AUTOENCODER)
     squares = sum(n * n for n in (*A, *G))
     assert flop_of(text, "factors") == (pytest.approx(2 * 32 * squares, rel=0.01), 10)
@@ -297,7 +306,7 @@ def test_the_stages_of_a_dry_run_are_those_of_its_layers():
     assert "  damping" not in text
 
 
-def test_a_dry_run_counts_what_the_options_add():
+def test_a_dry_run_counts_the_flops_that_options_add():
     plain = flop_of(dry_run_of(*AUTOENCODER), "factors")[0]
     second = 2 * 32 * sum(a * a + g * g + a * g for a, g in zip(A, G, strict=True))
     ekfac = flop_of(dry_run_of(*AUTOENCODER, "kfac.method=ekfac"), "factors")[0]
@@ -323,10 +332,10 @@ def test_a_dry_run_counts_what_the_options_add():
         flop_of(dry_run_of(f"kfac.weight_sharing={how}"), "factors")[0]
         for how in ("expand", "reduce")
     )
-    assert reduce < expand / 4, "64, 16 and 4 positions are one row"
+    assert reduce < expand / 4, "reduce makes one row of 64, 16 and 4 positions"
 
 
-def test_a_dry_run_says_how_the_batch_goes_through():
+def test_a_dry_run_prints_parts_and_precision():
     text = dry_run_of("trainer.precision=bf16", "trainer.accumulate=4")
     assert "batch 256 in 4 parts, bf16" in text
     with pytest.raises(UsageError, match="batch norm"):
@@ -338,7 +347,7 @@ def test_a_dry_run_says_how_the_batch_goes_through():
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """``kfac-train --multirun seed=0,1`` in an empty folder."""
+    """Run `kfac-train --multirun seed=0,1` in an empty folder."""
     folder = tmp_path_factory.mktemp("sweep")
     done = subprocess.run(
         [str(BIN / "kfac-train"), "--multirun", "seed=0,1", "runs_dir=runs", *TINY],
@@ -370,18 +379,18 @@ def test_a_sweep_leaves_no_stray_files(swept):
         (["a b"], "'a b' is not an override"),
     ],
 )
-def test_bad_input_to_a_sweep_is_one_line_too(command, tmp_path, overrides, fragment):
+def test_bad_input_to_a_sweep_is_one_line(command, tmp_path, overrides, fragment):
     refused(command(BIN / "kfac-train", "--multirun", *overrides), fragment)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_list(command):
+def test_list_shows_the_demo(command):
     done = command(BIN / "kfac-bench", "list")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^demo: .*SGD.*Adam.*K-FAC", done.stdout, re.MULTILINE)
 
 
-def test_compare_writes_one_page_that_needs_no_network(swept, command, tmp_path):
+def test_compare_writes_one_page_that_loads_nothing_from_the_network(swept, command, tmp_path):
     runs = sorted((swept[0] / "runs").iterdir())
     done = command(BIN / "kfac-bench", "compare", *runs, "--html", "out.html", "--svg", "out.svg")
     assert done.returncode == 0, done.stderr
@@ -394,7 +403,7 @@ def test_compare_writes_one_page_that_needs_no_network(swept, command, tmp_path)
     assert (tmp_path / "out.svg").read_text().lstrip().startswith(("<?xml", "<svg"))
 
 
-def test_compare_as_markdown_and_where_nothing_can_be_written(swept, capsys):
+def test_compare_prints_markdown_and_reports_an_unwritable_file(swept, capsys):
     runs = str(swept[0] / "runs")
     with pytest.raises(SystemExit) as caught:
         cli.bench(["compare", runs, "--markdown"])
@@ -411,8 +420,16 @@ def test_compare_as_markdown_and_where_nothing_can_be_written(swept, capsys):
 @pytest.mark.supports("ddp", "documented command")
 def test_torchrun_with_the_module_trains_on_two_ranks(command, tmp_path):
     done = command(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "kfac_bench", *TINY, "trainer.device=cpu", "trainer.batch_size=64"),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "kfac_bench",
+        *TINY,
+        "trainer.device=cpu",
+        "trainer.batch_size=64",
     )
     assert done.returncode == 0, done.stderr
     [path] = (tmp_path / "runs").iterdir()
@@ -440,9 +457,16 @@ def test_torchrun_with_the_module_trains_on_two_ranks(command, tmp_path):
     not all(importlib.util.find_spec(m) for m in ("build", "hatchling")),
     reason="build and hatchling are not installed",
 )
-def test_the_wheel_carries_conf_and_template(command, tmp_path):
+def test_the_wheel_contains_conf_and_the_report_template(command, tmp_path):
     done = command(
-        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT)
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        tmp_path,
+        ROOT,
     )
     assert done.returncode == 0, done.stderr
     [wheel] = tmp_path.glob("*.whl")
