@@ -1,4 +1,4 @@
-"""Faults in real runs: a short form of ``make faults``, and tests that it reports defects."""
+"""Faults in real runs: a short form of `make faults`, which must also report defects."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_runs_on_two_ranks_survive(tmp_path):
+def test_runs_on_two_ranks_survive_faults(tmp_path):
     kept = tmp_path / "kept.jsonl"
     faults = matrix.find(matrix.SHORT)
     assert len(faults) == len(matrix.SHORT)
@@ -35,14 +35,16 @@ def test_runs_on_two_ranks_survive(tmp_path):
     assert len(outcomes) == len(said) == 2 * len(faults) - sum(f.kfac for f in faults)
     assert [o for o in outcomes if o.wrong] == []
     by_name = {o.fault.name: o for o in outcomes if o.method == "mem_opt"}
-    assert by_name["checkpoint: a flipped bit"].lost_steps == 6, "it was not the newest"
+    assert by_name["checkpoint: a flipped bit"].lost_steps == 6, (
+        "the damaged checkpoint was not the newest"
+    )
     assert "rank0.pt: damaged" in by_name["checkpoint: a flipped bit"].said
     assert "the loss is nan at step 8" in by_name["NaN in one gradient"].said
     assert "no progress for 4 s" in by_name[faults_like("SIGSTOP")].said
     assert not by_name["eigh fails"].again
     assert by_name["SIGKILL of another rank"].said.startswith("kfac-train: rank 0: lost another")
     again = matrix.run(faults, [2], ["SGD", "mem_opt"], said.append, kept=kept)
-    assert again == outcomes, "what is kept is not what was"
+    assert again == outcomes, "kept outcomes differ from the original ones"
 
 
 def faults_like(name):
@@ -65,12 +67,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", quick_if(("a traceback", "other weights").__contains__, WRONG))
-def test_what_goes_wrong_is_noticed(wrong, tmp_path):
+def test_a_defect_is_reported(wrong, tmp_path):
     (outcome,) = matrix.run([WRONG[wrong]], [1], ["comm_opt"], lambda line: None)
     assert wrong in outcome.wrong
 
 
-def test_nobody_else_is_given_the_port_of_a_case():
+def test_a_reserved_port_goes_to_nobody_else():
     with launch.own_port() as port, launch.own_port() as other, socket.socket() as stranger:
         assert port != other
         with pytest.raises(OSError, match="in use"):
@@ -83,7 +85,7 @@ def test_nobody_else_is_given_the_port_of_a_case():
 TINY = ("model=autoencoder", "model.hidden=[16,6]", "trainer.max_steps=12", "optimizer.lr=0.05")
 
 
-def test_what_checkpoints_cost_is_measured_on_real_runs(monkeypatch, capsys):
+def test_the_cost_of_checkpoints_is_measured_on_real_runs(monkeypatch, capsys):
     monkeypatch.setattr(smoke, "EXPERIMENTS", {"tiny": TINY})
     without = smoke._spent([*TINY, *smoke.DEFAULT], saving=False)
     assert (without.steps, without.checkpoints, without.recorded_s) == (12, 0, 0)
@@ -100,10 +102,10 @@ def test_what_checkpoints_cost_is_measured_on_real_runs(monkeypatch, capsys):
     assert cells[1:3] == ["12", "1"], "12 steps, and a checkpoint at the end"
     assert [bool(re.fullmatch(share, cells[i])) for i in (4, 6, 8)] == [True] * 3
     assert float(cells[9].removesuffix("%")) > 0
-    assert "of 1 medians are below" in said
+    assert "of 1 medians and" in said
 
 
-def test_a_run_that_cannot_be_measured_says_why(monkeypatch, capsys):
+def test_a_run_that_cannot_be_measured_is_a_usage_error(monkeypatch, capsys):
     with pytest.raises(UsageError, match=r"model=none: .*choose one of autoencoder"):
         smoke.table(1, print, {"none": ("model=none",)})
     with pytest.raises(UsageError, match="the loss is"):
@@ -115,7 +117,7 @@ def outcome(name, ranks, method, **fields):
     return Outcome(fault, ranks, method, **fields)
 
 
-def test_the_page_counts_methods_and_names_what_is_wrong():
+def test_the_page_counts_methods_and_names_failures():
     outcomes = [
         outcome("disk full", 1, "SGD", again=True, lost_steps=2, resume_s=1.0, identical=True),
         outcome("disk full", 1, "mem_opt", again=True, lost_steps=4, resume_s=3.0, wrong="torn"),
@@ -123,9 +125,8 @@ def test_the_page_counts_methods_and_names_what_is_wrong():
         outcome("eigh fails", 2, "mem_opt", said="a | b"),
     ]
     shown = report.table(outcomes)
-    assert shown.rows[0] == [
-        *("disk full", 1, "1/2", "same command again", "2 to 4", 2.0, "1/2", None)
-    ]
+    first = ["disk full", 1, "1/2", "same command again", "2 to 4", 2.0, "1/2", None]
+    assert shown.rows[0] == first
     assert shown.rows[1][2] == "0/0"
     assert shown.rows[2][6] == "0/1 (arithmetic)"
     assert shown.notes == [
@@ -135,21 +136,21 @@ def test_the_page_counts_methods_and_names_what_is_wrong():
     about, costs = environment.describe(), cost.table()
     text = report.page(outcomes, about, date(2026, 11, 21), 3.0, costs)
     assert [row[0] for row in costs.rows] == list(cost.SIZES_MB)
-    assert 0 < costs.rows[0][1] < costs.rows[-1][1], "more costs no more"
+    assert 0 < costs.rows[0][1] < costs.rows[-1][1], "a larger checkpoint costs no more"
     assert "3 real runs" in text
     assert "met a fault: 2 ended as they\nshould, 1 did not" in text
     assert "a \\| b" in text
-    assert "docs/reliability.md` wrote this page on 2026-11-21" in text
+    assert 'docs/reliability.md"` wrote this page on 2026-11-21' in text
 
 
-def test_the_page_in_docs_has_every_fault():
+def test_the_page_in_docs_lists_every_fault():
     text = PAGE.read_text()
     for fault in rows.ROWS:
         lines = [x for x in text.splitlines() if x.startswith(f"| {escape_markdown(fault.name)} |")]
         assert len(lines) == len(fault.ranks), fault.name
 
 
-def test_rows_that_are_kept_and_no_longer_exist_do_not_harm(tmp_path):
+def test_kept_outcomes_of_removed_faults_are_ignored(tmp_path):
     kept = tmp_path / "kept.jsonl"
     fields = {f.name: f.default for f in dataclasses.fields(Outcome)}
     kept.write_text(json.dumps({**fields, "fault": "gone", "ranks": 1, "method": "SGD"}) + "\n")
@@ -160,9 +161,9 @@ def test_rows_that_are_kept_and_no_longer_exist_do_not_harm(tmp_path):
     ("arguments", "said"),
     [
         (["--only", "meteorite"], "--only meteorite: no such fault"),
-        (["--methods", "adam"], "--methods adam: choose of SGD, comm_opt"),
+        (["--methods", "adam"], "--methods adam: choose from SGD, comm_opt"),
         (["--ranks", "3"], "invalid choice: 3"),
-        (["--cost", "0"], "--cost 0: at least one pair of runs"),
+        (["--cost", "0"], "--cost 0: must be at least 1"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, said, capsys):

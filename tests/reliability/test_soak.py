@@ -1,4 +1,4 @@
-"""The watch over a long run: what grows is seen, what comes and goes is not."""
+"""The soak test reports growth, and ignores what is short-lived."""
 
 import json
 import sys
@@ -25,9 +25,9 @@ def broken(*found):
     return verdict.broken
 
 
-def test_growth_after_the_warm_up_is_seen():
+def test_growth_after_the_warm_up_is_reported():
     assert broken(samples(lambda s: 800)) == []
-    assert broken(samples(lambda s: 300 + min(s, 500))) == [], "it was still warming up"
+    assert broken(samples(lambda s: 300 + min(s, 500))) == [], "growth during the warm-up counts"
     assert broken(samples(lambda s: 800 + s / 200)) == ["rank 0: resident MB"]
     assert broken(samples(lambda s: 800, files=lambda s: 9 + s // 500)) == ["rank 0: open files"]
     assert broken(samples(lambda s: 8 + s / 200, "rank 0's wandb-core")) == []
@@ -36,12 +36,12 @@ def test_growth_after_the_warm_up_is_seen():
     ]
 
 
-def test_what_comes_and_goes_is_no_growth():
+def test_a_short_peak_is_no_growth():
     assert broken(samples(lambda s: 800 + 50 * (s > 1000 and s % 100 == 0))) == []
     assert broken(samples(lambda s: 800), samples(lambda s: s, "rank 1's git", 200)) == []
 
 
-def test_a_rank_that_was_hardly_seen_breaks_it():
+def test_a_rank_with_few_samples_breaks_the_bounds():
     assert broken(samples(lambda s: 800), samples(lambda s: 8, "rank 1", 600)) == [
         "rank 1: resident MB",
         "rank 1: open files",
@@ -49,7 +49,7 @@ def test_a_rank_that_was_hardly_seen_breaks_it():
     ]
 
 
-def test_a_record_with_a_gap_and_a_run_that_failed_break_it():
+def test_missing_events_and_a_failed_run_break_the_bounds():
     verdict = Verdict()
     trained = Trained(10, 1.0, 0.1, 0.5, 0.1, 10.0)
     verdict.record([trained, RunEnded(10, 1.0, "failed", "ranks do not agree")], 2, 0)
@@ -64,7 +64,7 @@ def test_a_record_with_a_gap_and_a_run_that_failed_break_it():
     assert "failed ranks do not agree | \u2013 | finished | NO |" in shown
 
 
-def test_the_step_is_that_of_the_last_whole_line(tmp_path):
+def test_the_step_comes_from_the_last_complete_line(tmp_path):
     path = tmp_path / "events.jsonl"
     follow = Follow(path)
     assert follow.step() == 0
@@ -90,7 +90,7 @@ for number, step in enumerate(range(0, 2001, 50)):
     with open(f"{events}.{os.environ['RANK']}", "a") as file:
         file.write(".")
     while not os.path.exists(other) or os.path.getsize(other) <= number:
-        time.sleep(0.01)  # ranks are in step, however busy the machine is
+        time.sleep(0.01)  # ranks stay together, however busy the machine is
     if os.environ["RANK"] == "1" and leak == "memory":
         kept.append(bytearray(os.urandom(1 << 20)))
     if os.environ["RANK"] == "1" and leak == "files":
@@ -106,7 +106,7 @@ for number, step in enumerate(range(0, 2001, 50)):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("leak", ["memory", slow("files"), slow("threads"), "none"])
-def test_real_processes_are_looked_at(tmp_path, monkeypatch, leak):
+def test_leaks_of_real_processes_are_reported(tmp_path, monkeypatch, leak):
     monkeypatch.setattr(command, "SAMPLE_S", 0.05)
     program = tmp_path / "ranks.py"
     program.write_text(textwrap.dedent(LEAKS))
@@ -119,8 +119,8 @@ def test_real_processes_are_looked_at(tmp_path, monkeypatch, leak):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_short_soak(tmp_path):
-    """Too short for slopes; the record is whole."""
+def test_a_short_soak_has_all_events(tmp_path):
+    """The run is too short for slopes, but all events must be there."""
     small = ["model=autoencoder", "model.hidden=[16,6]"]
     asked = Soak(2, 60, tmp_path, small)
     verdict = soak(asked, lambda line: None)
@@ -134,5 +134,5 @@ def test_a_short_soak(tmp_path):
     first = json.loads((asked.path / "events.jsonl").read_text().splitlines()[0])
     assert first["config"]["trainer"]["check_ranks"] is True
     assert len((tmp_path / "soak-60-2.csv").read_text().splitlines()) > 5
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         soak(asked, lambda line: None)

@@ -1,5 +1,5 @@
-"""Faults injected into real runs, and what became of them: docs/reliability.md.
+"""Fault injection: faults in real runs, and a page about the outcome (docs/reliability.md).
 
-The product knows nothing of this package: a rank that is to meet a fault is started through
-``inject.py``, which changes one function at one step, or does it to itself.
+The product does not know this package. A rank that must meet a fault starts through `inject.py`,
+which replaces one function of the product, or sends a signal to itself.
 """

@@ -1,4 +1,4 @@
-"""``make faults``: inject faults into runs and report what became of them."""
+"""`make faults`: inject faults into runs and report how the runs ended."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse the arguments and run; return the exit code."""
     command = Parser(prog="python -m tests.reliability.faults", description=__doc__)
     command.add_argument("--ranks", type=int, nargs="+", default=[1, 2], choices=(1, 2))
-    command.add_argument("--only", nargs="+", default=[], help="faults with such words in a name")
-    command.add_argument("--methods", nargs="+", default=[], help="SGD, comm_opt, ... (all)")
-    command.add_argument("--short", action="store_true", help="some faults, SGD and one strategy")
-    command.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
-    command.add_argument("--out", type=Path, help="write the page, as docs/reliability.md")
     command.add_argument(
-        "--keep", type=Path, help="file of outcomes: what is in it is not tried again"
+        "--only", nargs="+", default=[], help="only faults whose names contain one of these words"
     )
-    command.add_argument("--note", default="", help="a line for the page: how it was made")
+    command.add_argument(
+        "--methods", nargs="+", default=[], help="only these methods: SGD, comm_opt, ... (all)"
+    )
+    command.add_argument(
+        "--short", action="store_true", help="try only some faults, with SGD and one strategy"
+    )
+    command.add_argument("--jobs", type=int, default=1, help="number of runs at a time (1)")
+    command.add_argument(
+        "--out", type=Path, help="write the page to this file (docs/reliability.md)"
+    )
+    command.add_argument(
+        "--keep", type=Path, help="file of outcomes; those in it are not tried again"
+    )
+    command.add_argument("--note", default="", help="a line for the end of the page")
     command.add_argument(
         "--cost",
         type=int,
         metavar="N",
-        help="nothing but what checkpoints cost: N pairs of each application's smoke run, "
-        "with them and without",
+        help="measure only what checkpoints cost: run each application's smoke profile N times "
+        "with checkpoints and N times without",
     )
     return _faults(command.parse_args(arguments))
 
@@ -43,11 +51,11 @@ def _faults(options: argparse.Namespace) -> int:
         return _cost(options.cost)
     faults = matrix.find(options.only or (matrix.SHORT if options.short else ()))
     if not faults:
-        there = "; ".join(fault.name for fault in matrix.find(()))
-        raise UsageError(f"--only {' '.join(options.only)}: no such fault; there are: {there}")
+        names = "; ".join(fault.name for fault in matrix.find(()))
+        raise UsageError(f"--only {' '.join(options.only)}: no such fault; choose from {names}")
     methods = options.methods or (("SGD", "mem_opt") if options.short else matrix.ALL_METHODS)
     if unknown := [m for m in methods if m not in matrix.ALL_METHODS]:
-        raise UsageError(f"--methods {unknown[0]}: choose of {', '.join(matrix.ALL_METHODS)}")
+        raise UsageError(f"--methods {unknown[0]}: choose from {', '.join(matrix.ALL_METHODS)}")
     outcomes = matrix.run(faults, options.ranks, methods, say, max(1, options.jobs), options.keep)
     if options.out is not None:
         about, seconds = environment.describe(), matrix.import_seconds()
@@ -67,7 +75,7 @@ def _cost(pairs: int) -> int:
     from tests.reliability.faults import smoke
 
     if pairs < 1:
-        raise UsageError(f"--cost {pairs}: at least one pair of runs")
+        raise UsageError(f"--cost {pairs}: must be at least 1")
     print(smoke.table(pairs, say, smoke.EXPERIMENTS).markdown())
     return 0
 

@@ -1,4 +1,4 @@
-"""One run that a fault is injected into: started, damaged, started again, and looked at."""
+"""A case: one run that meets a fault, is started again, and is examined."""
 
 from __future__ import annotations
 
@@ -17,42 +17,51 @@ from tests.reliability.faults.launch import Ended
 
 CHECKPOINT_FREQ, STEPS = 4, 12
 BASE = (
-    *("model=autoencoder", "model.hidden=[16,6]", "optimizer.lr=0.05", "trainer.threads=1"),
-    *(f"trainer.max_steps={STEPS}", "trainer.log_freq=1", "trainer.eval_freq=6"),
-    *(f"trainer.checkpoint_freq={CHECKPOINT_FREQ}", "trainer.predictions=0", "run_id=run"),
+    "model=autoencoder",
+    "model.hidden=[16,6]",
+    "optimizer.lr=0.05",
+    "trainer.threads=1",
+    f"trainer.max_steps={STEPS}",
+    "trainer.log_freq=1",
+    "trainer.eval_freq=6",
+    f"trainer.checkpoint_freq={CHECKPOINT_FREQ}",
+    "trainer.predictions=0",
+    "run_id=run",
     "backend.timeout_s=60",
 )
 """A small autoencoder on real digits: five steps make an epoch."""
 
 KFAC = ("kfac.update_freq=4", "kfac.factor_update_freq=2")
+STRATEGIES = (
+    "comm_opt",
+    "layer_wise",
+    "mem_opt",
+    "hybrid_opt",
+    "owner_reduce",
+    "local_factors",
+)
 METHODS: dict[str, tuple[str, ...]] = {
     "SGD": ("kfac=none",),
-    **{
-        name: (f"kfac={name}", *KFAC)
-        for name in (
-            *("comm_opt", "layer_wise", "mem_opt", "hybrid_opt"),
-            *("owner_reduce", "local_factors"),
-        )
-    },
+    **{strategy: (f"kfac={strategy}", *KFAC) for strategy in STRATEGIES},
 }
 
 
 @dataclass
 class Case:
-    """A run of a method on so many ranks; all that it leaves is in ``folder``."""
+    """A run of `method` on `ranks` ranks. All its files are in `folder`."""
 
     folder: Path
     ranks: int
     method: str
     more: tuple[str, ...] = ()
-    """Options of the fault's own."""
+    """Further options, which the fault needs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     launches: list[Ended] = field(default_factory=list)
     marks: list[Path] = field(default_factory=list)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of ``kfac-train``."""
+        """The options of `kfac-train`."""
         logger = () if any(o.startswith("logger=") for o in self.more) else ("logger=none",)
         where = f"runs_dir={self.folder / 'runs'}"
         return (*BASE, *METHODS[self.method], *logger, *self.more, where)
@@ -64,7 +73,7 @@ class Case:
 
     @property
     def events(self) -> Path:
-        """The record."""
+        """The event file."""
         return self.path / EVENTS_FILE
 
     def start(
@@ -74,7 +83,7 @@ class Case:
         rank: int = 0,
         meanwhile: Callable[[list[int]], None] = lambda pids: None,
     ) -> Ended:
-        """Start the run's command; with a fault, if one is named."""
+        """Start the run's command, with a fault of this kind if one is named."""
         injected = None if kind is None else self.injection(kind, step, rank)
         ended = launch.by_hand(
             self.folder,
@@ -89,17 +98,17 @@ class Case:
         return ended
 
     def injection(self, kind: str, step: int, rank: int, **more: Any) -> dict[str, Any]:
-        """For :mod:`tests.reliability.faults.inject`; whether it happened is seen in ``missed``."""
+        """Return the argument of `inject.py` for a fault. `missed` checks that it happened."""
         mark = self.folder / f"{inject.HAPPENED}{len(self.marks)}"
         self.marks.append(mark)
         return {"kind": kind, "rank": rank, "step": step, "mark": str(mark), **more}
 
     def missed(self) -> bool:
-        """Whether a fault did not happen."""
+        """Return whether an injected fault did not happen."""
         return not all(mark.exists() for mark in self.marks)
 
     def status(self) -> str | None:
-        """How the run ended, None if it has not."""
+        """Return how the run ended, or None if it has not ended."""
         try:
             ended = [e for e in read(self.events) if isinstance(e, RunEnded)]
         except UsageError:
@@ -107,18 +116,18 @@ class Case:
         return ended[-1].status if ended else None
 
     def checkpoints(self) -> list[Path]:
-        """Those that count, by step."""
+        """Return the complete checkpoints in the order of their steps."""
         return sorted(p.parent for p in self.path.glob("checkpoints/step-*/manifest.json"))
 
     def weights(self) -> str | None:
-        """Their hash at the end, if the run has come to its end."""
+        """Return the hash of the final weights, if the run has reached its end."""
         if self.status() not in ("finished", "reached"):
             return None
         ended = [e for e in read(self.events) if isinstance(e, RunEnded)]
         return ended[-1].weights_sha256
 
     def lost_steps(self) -> int:
-        """Steps that were made more than once, by the raw record."""
+        """Return how many steps were done more than once, by the lines of the event file."""
         lost, last = 0, 0
         for event in _raw(self.events):
             if event.get("event") in ("Resumed", "RunStarted"):
@@ -129,7 +138,7 @@ class Case:
         return lost
 
     def said(self) -> str:
-        """The line that says most: what is wrong, rather than that another rank is gone."""
+        """Return the most telling line of the output: the cause, not the loss of another rank."""
         lines = []
         for ended in self.launches:
             lines += [x for x in ended.errors.splitlines() if x.startswith("kfac-train: ")]
@@ -138,11 +147,11 @@ class Case:
         return lines[0].replace(f"{self.folder}/", "") if lines else ""
 
     def traceback(self) -> bool:
-        """Whether a rank ended with one."""
+        """Return whether a rank ended with a traceback."""
         return any("Traceback (most recent" in e.errors + e.out for e in self.launches)
 
     def mounted(self, size: str, options: Sequence[str] = ()) -> bool:
-        """A small disk for the runs; False where this process may not mount."""
+        """Mount a small disk for the runs. Return False if this process may not mount."""
         where = self.folder / "runs"
         where.mkdir(exist_ok=True)
         how = ",".join([f"size={size}", *options])
@@ -150,13 +159,13 @@ class Case:
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def remount(self, *options: str) -> None:
-        """Change the small disk."""
+        """Change the options of the small disk."""
         where = str(self.folder / "runs")
         subprocess.run(["mount", "-o", ",".join(["remount", *options]), where], check=True)
 
 
 _TELLING = r"failed at step|W&B failed|.*(damaged|no checkpoint) \(|left out:"
-"""Of the console."""
+"""Telling lines of the console."""
 
 
 def _raw(path: Path) -> list[dict[str, Any]]:

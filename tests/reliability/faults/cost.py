@@ -1,4 +1,4 @@
-"""What a checkpoint costs: processor seconds in the step, and of the thread beside it."""
+"""The cost of a checkpoint: processor seconds within the step, and in the thread beside it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ TENSORS = 20
 
 
 def table() -> Table:
-    """Measured here, on a temporary folder; processor seconds, as other programs may run."""
-    columns = ("MB", "ms in the step", "ms beside it", "of a minute, in the step", "and beside it")
+    """Measure checkpoints of several sizes in a temporary folder.
+
+    The times are processor time, because other programs may run on this machine.
+    """
+    columns = (
+        "MB",
+        "ms in the step",
+        "ms in the thread",
+        "share of a minute in the step",
+        "share of a minute in the thread",
+    )
     rows: list[list[Value]] = []
     for size in SIZES_MB:
         step_s, thread_s = _measure(size)
@@ -29,7 +38,7 @@ def table() -> Table:
 
 
 def _measure(megabytes: int) -> tuple[float, float]:
-    """The second of two checkpoints: the first also takes memory from the system."""
+    """Measure the second of two checkpoints: the first also takes memory from the system."""
     numel = megabytes * 10**6 // 4 // TENSORS
     state = {"model": {str(i): torch.randn(numel) for i in range(TENSORS)}}
     step_s, thread_s = 0.0, 0.0
@@ -40,7 +49,7 @@ def _measure(megabytes: int) -> tuple[float, float]:
             writer.start(step, state)
             step_s = time.thread_time() - began
             writer.finish()
-            written = writer.pop_saved()
-            assert written is not None
-            thread_s = written.cpu_s
+            saved = writer.pop_saved()
+            assert saved is not None
+            thread_s = saved.cpu_s
     return step_s, thread_s

@@ -1,6 +1,6 @@
-"""A rank of ``kfac-train`` with a fault in it: one function is changed before it starts.
+"""A rank of `kfac-train` that meets a fault: one function is replaced before the rank starts.
 
-``python -m tests.reliability.faults.inject '{"kind": "kill", ...}' OPTION=VALUE...``
+Usage: `python -m tests.reliability.faults.inject '{"kind": "kill", ...}' OPTION=VALUE...`
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from kfac_bench.training.trainer import Trainer
 from kfac_bench.training.update import Update
 
 STEP_S = 0.03
-"""A step lasts so long at least."""
+"""Least duration of a step."""
 WRITES_STEPS, WRITES_S = 2, 20.0
-"""A checkpoint is on disk so many steps after it began, as where steps take their time."""
+"""A checkpoint is on disk at most this many steps after its start, as in runs with slow steps."""
 
 MEET_S = 0.3
-"""Until those that got a signal have met it, and their parent has heard."""
+"""Time for other processes to receive a signal, and for their parent to notice their end."""
 
 HAPPENED = "happened"
-"""A file that is made when the fault happens: one that does not shows nothing."""
+"""Name of a file that marks that the fault happened. A case without its fault proves nothing."""
 
 _now = {"step": 0}
-"""The update that is being made."""
+"""The number of the present update."""
 _mark: list[Path] = []
 
 
@@ -52,7 +52,7 @@ def _happens() -> None:
 
 
 def _each_step(action: Callable[[Trainer, int], None]) -> None:
-    """``action`` with the number of the update, before each."""
+    """Call `action` with the number of the update before each update."""
     original = Trainer._train_step
 
     def step(self: Trainer, batch: Any) -> tuple[float, bool]:
@@ -64,14 +64,18 @@ def _each_step(action: Callable[[Trainer, int], None]) -> None:
 
 
 def _send(number: int, *, here: str | None = None, group: bool = False) -> Callable[[int], None]:
-    """To this very process: before update ``step``, or the next time that function is called.
+    """Return a function that installs a signal to this process.
 
-    ``group``: to the processes that it has started, too, and by another, as a batch system does.
+    Args:
+        number: The signal.
+        here: Send the signal when this function of `_PLACES` is called, not before the update.
+        group: Send the signal to the processes that this one has started too.
     """
 
     def send() -> None:
         _happens()
         if group:
+            # As a batch system does: another process sends the signal, from outside the group.
             kill = ["kill", f"-{number}", "--", f"-{os.getpgid(0)}"]
             subprocess.run(kill, check=True, start_new_session=True)
             time.sleep(MEET_S)
@@ -93,11 +97,11 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "checkpoint": (writing, "_write_synced"),
     "commit": (writing, "_sync_directory"),
 }
-"""Functions in which something happens, by name."""
+"""Functions in which a fault can happen, by name."""
 
 
 def _once(place: str, step: int, action: Callable[[], None]) -> None:
-    """``action`` when the function is called, once, in update ``step`` or later."""
+    """Call `action` once, when the function of `place` runs in update `step` or later."""
     owner, name = _PLACES[place]
     original = getattr(owner, name)
     done: list[int] = []
@@ -147,7 +151,7 @@ def _nan_gradient(step: int) -> None:
 
 
 def _nan_statistic(step: int) -> None:
-    """In what a batch brings to one factor."""
+    """Put a NaN into the statistics of one batch for one factor."""
     original = Fresh._only_finite
     done: list[int] = []
 
@@ -162,7 +166,7 @@ def _nan_statistic(step: int) -> None:
 
 
 def _nan_factor(step: int) -> None:
-    """In one running factor that this rank decomposes, as broken memory would put it there."""
+    """Put a NaN into one running factor that this rank decomposes, as broken memory would."""
 
     def action(trainer: Trainer, now: int) -> None:
         if now == step and trainer.kfac is not None:
@@ -180,11 +184,12 @@ def _nan_factor(step: int) -> None:
 
 
 def _no_eigh(step: int) -> None:
-    """LAPACK gives up on one decomposition, in float64 too."""
+    """Let LAPACK give up on one decomposition, in float64 too."""
     original, calls = torch.linalg.eigh, [0]
 
     def eigh(*arguments: Any) -> Any:
-        if _now["step"] >= step and calls[0] < 4:  # of the batch, and of its first matrix
+        # The first four calls are for the batch and then its first matrix, each in two precisions.
+        if _now["step"] >= step and calls[0] < 4:
             calls[0] += 1
             _happens()
             raise torch.linalg.LinAlgError("eigh: did not converge")  # type: ignore[attr-defined]
@@ -194,7 +199,7 @@ def _no_eigh(step: int) -> None:
 
 
 def _kill_wandb(step: int) -> None:
-    """W&B's own process, a child of this one."""
+    """Kill W&B's own process, which is a child of this process."""
 
     def action(_: Trainer, now: int) -> None:
         if now == step:
@@ -213,13 +218,13 @@ def _children(pid: int) -> list[int]:
 
 
 LITTLE_BYTES = 60_000
-"""Enough for the record, not for a checkpoint."""
+"""Room for the event file, but not for a checkpoint."""
 
 
-def _fill_disk(leave: int, *, told: bool = True) -> Callable[[int], None]:
-    """The disk that the run is on, but for ``leave`` bytes.
+def _fill_disk(leave: int, *, is_visible: bool = True) -> Callable[[int], None]:
+    """Return a function that installs a full disk with `leave` free bytes.
 
-    Not ``told``: as a quota, which shows only when a write fails.
+    With `is_visible=False` the disk claims to have room, like a quota: only a write fails.
     """
 
     def install(step: int) -> None:
@@ -229,7 +234,7 @@ def _fill_disk(leave: int, *, told: bool = True) -> Callable[[int], None]:
                 fill(trainer.directory.parent / FILLER, leave)
 
         _each_step(action)
-        if not told:
+        if not is_visible:
             usage = shutil.disk_usage
             shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 40)
 
@@ -240,7 +245,7 @@ FILLER = "filler"
 
 
 def fill(path: Path, leave: int) -> None:
-    """A file that takes all of a disk but for so many bytes."""
+    """Write a file that fills the disk except for `leave` bytes."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(b"\0" * 4096):
             pass
@@ -266,35 +271,39 @@ INJECT: dict[str, Callable[[int], None]] = {
     "kill wandb": _kill_wandb,
     "fill disk": _fill_disk(0),
     "fill disk but for little": _fill_disk(LITTLE_BYTES),
-    "quota": _fill_disk(LITTLE_BYTES, told=False),
+    "quota": _fill_disk(LITTLE_BYTES, is_visible=False),
 }
-"""Each takes the number of the update at which it happens."""
+"""The faults. Each function takes the number of the update at which the fault happens."""
 
 
-def _slowly(trainer: Trainer, now: int) -> None:
+def _slow_down(trainer: Trainer, now: int) -> None:
+    """Let steps take as long as in a real run, where a checkpoint is soon on disk."""
     time.sleep(STEP_S)
     every = trainer.config.checkpoint_freq or now
     due = (now - 1) // every * every
-    there = trainer.directory / "checkpoints" / f"step-{due:08d}" / MANIFEST
+    manifest = trainer.directory / "checkpoints" / f"step-{due:08d}" / MANIFEST
     deadline = time.monotonic() + WRITES_S
     saving = trainer._saving
-    while due and now - due > WRITES_STEPS and not there.exists() and not saving.has_failed:
+    while due and now - due > WRITES_STEPS and not manifest.exists() and not saving.has_failed:
         if time.monotonic() > deadline:
             return
         time.sleep(0.01)
 
 
 def main(injected: dict[str, Any], options: list[str]) -> None:
-    """``kfac-train`` in this process, with a fault if it is this rank's.
+    """Run `kfac-train` in this process, with the fault if it is meant for this rank.
 
-    ``{"kind": ..., "rank": ..., "step": ..., "mark": FILE}``; ``"once": true``: not if it has
-    happened, for ranks that a launcher starts anew.
+    Args:
+        injected: `{"kind": ..., "rank": ..., "step": ..., "mark": FILE}`. With `"once": true` the
+            fault does not happen again in ranks that a launcher restarts.
+        options: The options of `kfac-train`.
     """
     if injected and int(os.environ.get("RANK", "0")) == injected["rank"]:
         _mark.append(Path(injected["mark"]))
         if not (injected.get("once") and _mark[0].exists()):
             INJECT[injected["kind"]](injected["step"])
-    _each_step(_slowly)  # the outermost: before what happens at the step
+    # The last one installed is called first: wait before the fault happens.
+    _each_step(_slow_down)
     sys.argv = ["kfac-train", *options]
     runpy.run_module("kfac_bench", run_name="__main__")
 

@@ -1,7 +1,7 @@
-"""Real ranks of one run, started, watched and ended: by hand as srun does it, or by torchrun.
+"""Launching: start, watch and end the real ranks of a run, by hand like srun, or with torchrun.
 
-Ranks that are started by hand are forked from a process that has imported everything already: what
-they do is real, but the seconds that they take lack those of the imports.
+Ranks that are started by hand are forks of a process that has imported everything. They do what
+real ranks do, but their times lack the time of the imports.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FORKS.set_forkserver_preload(
 
 @dataclass
 class Ended:
-    """How the ranks ended, and what they said."""
+    """How the ranks ended, and what they printed."""
 
     codes: list[int | None]
-    """Exit codes by rank; -9: killed by SIGKILL; None: hung, and was killed."""
+    """Exit codes by rank. -9 means killed by SIGKILL, None means hung and then killed."""
     out: str
     errors: str
     seconds: float
-    """From the start to the first step that was new."""
+    """Time from the start to the first new step."""
 
 
 def by_hand(
@@ -57,9 +57,9 @@ def by_hand(
     events: Path | None = None,
     meanwhile: Callable[[list[int]], None] = lambda pids: None,
 ) -> Ended:
-    """Start ranks and wait for them; ``meanwhile`` gets their process ids.
+    """Start ranks and wait for them. `meanwhile` gets their process ids.
 
-    A rank that hangs after the others have ended is killed, as a launcher does it.
+    If a rank hangs after the others have ended, it is killed, as a launcher would do.
     """
     began, size = time.monotonic(), size_of(events)
     processes: list[BaseProcess] = []
@@ -93,12 +93,13 @@ def _rank(
     injected: dict[str, Any],
     options: list[str],
 ) -> None:
-    """The body of a forked process: its own output, its own environment."""
+    """Run a rank in a fork, with an output and an environment of its own."""
     from tests.reliability.faults import inject
 
     os.environ.update(environment)
     os.setpgid(0, 0)
-    set_start_method("fork", force=True)  # of its own children, as in a process that is no fork
+    # A fork of the server would start its own children through the server too. Real ranks fork.
+    set_start_method("fork", force=True)
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -106,13 +107,14 @@ def _rank(
 
 
 def _watch(processes: Sequence[BaseProcess], events: Path | None, size: int, began: float) -> float:
-    """Wait until all have ended, or one hangs; seconds to the first new step."""
+    """Wait until all have ended or one hangs, and return the seconds to the first new step."""
     first, deadline, ended = 0.0, began + ENDS_S, None
     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
         if not first and events is not None and stepped(events, size):
             first = time.monotonic() - began
         if ended is None and any(not p.is_alive() for p in processes):
-            ended = time.monotonic()  # a launcher gives the others some time
+            # A launcher gives the other ranks some time too.
+            ended = time.monotonic()
             deadline = min(deadline, ended + 20)
         time.sleep(0.005)
     return first or time.monotonic() - began
@@ -128,12 +130,12 @@ def _end(process: BaseProcess) -> int | None:
 
 
 def size_of(path: Path | None) -> int:
-    """Bytes of a file, 0 if it is not there."""
+    """Return the bytes of a file, or 0 if it does not exist."""
     return path.stat().st_size if path is not None and path.exists() else 0
 
 
 def stepped(events: Path, size: int) -> bool:
-    """Whether a start and a step were recorded after the first ``size`` bytes."""
+    """Return whether the event file has a start and a step after its first `size` bytes."""
     with suppress(OSError), events.open("rb") as file:
         file.seek(size)
         return bool(
@@ -143,7 +145,7 @@ def stepped(events: Path, size: int) -> bool:
 
 
 def seconds_to_a_new_step(events: Path, size: int) -> float:
-    """Waited here, for ranks that somebody else starts."""
+    """Wait for the first new step of ranks that torchrun restarts, and return the seconds."""
     began = time.monotonic()
     while not stepped(events, size) and time.monotonic() < began + ENDS_S:
         time.sleep(0.005)
@@ -152,11 +154,9 @@ def seconds_to_a_new_step(events: Path, size: int) -> float:
 
 @contextmanager
 def own_port() -> Iterator[str]:
-    """A port for rank 0 to listen on; while the block lasts the system gives it to nobody else.
-
-    A socket that is bound to it and does not listen keeps it. A store may share it: that, too,
-    binds with SO_REUSEADDR.
-    """
+    """Reserve a port for rank 0, which the system gives to nobody else within the block."""
+    # A bound socket that does not listen reserves the port. torch's store can still listen there,
+    # because both set SO_REUSEADDR.
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -171,17 +171,16 @@ def torchrun(
     injected: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
 ) -> Ended:
-    """Start ranks by a real torchrun; ``meanwhile`` gets its process id and returns seconds.
+    """Start ranks with a real torchrun. `meanwhile` gets its process id and returns seconds.
 
-    What is said is what the ranks say: torchrun has tracebacks of its own.
+    The output is that of the ranks only, because torchrun prints tracebacks of its own.
     """
     logs = folder / "torchrun"
     with (folder / "agent").open("w") as said, own_port() as port:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-            *("--master-port", port, "--log-dir", str(logs), "--redirects", "3", *flags),
-            *("-m", "tests.reliability.faults.inject", json.dumps(dict(injected or {})), *options),
-        ]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command += [f"--master-port={port}", f"--log-dir={logs}", "--redirects=3", *flags]
+        command += ["-m", "tests.reliability.faults.inject", json.dumps(dict(injected or {}))]
+        command += options
         agent = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
         try:
             seconds = meanwhile(agent.pid)

@@ -1,4 +1,4 @@
-"""Every fault on every number of ranks with every method: what became of each run."""
+"""The matrix: every fault, on every number of ranks, with every method."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from tests.reliability.faults.rows import ROWS, Fault, NotHereError
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one fault, on so many ranks, with one method."""
+    """The outcome of one fault on `ranks` ranks with one method."""
 
     fault: Fault
     ranks: int
     method: str
     again: bool = False
-    """The run did not come to its end by itself: the same command was given again."""
+    """The run did not reach its end by itself, so the same command was started again."""
     lost_steps: int = 0
     resume_s: float | None = None
     identical: bool = False
     said: str = ""
     wrong: str = ""
-    """What is not as it should be."""
+    """What went wrong; empty if nothing did."""
     not_here: str = ""
-    """Why it could not be tried on this machine."""
+    """Why this machine cannot try the fault; empty if it can."""
 
 
 def run(
@@ -49,9 +49,15 @@ def run(
     jobs: int = 1,
     kept: Path | None = None,
 ) -> list[Outcome]:
-    """Try all, ``jobs`` at a time; ``say`` is told a line for each.
+    """Try all combinations and return their outcomes.
 
-    ``kept``: a file of outcomes, one a line; those in it are not tried again.
+    Args:
+        faults: The faults to try.
+        ranks: The numbers of ranks.
+        methods: The names of methods.
+        say: Prints a line for each outcome.
+        jobs: The number of runs at a time.
+        kept: A file with one outcome per line. Its outcomes are not tried again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in [n for n in os.environ if n.startswith("WANDB_")]:
@@ -104,25 +110,26 @@ def _combinations(
                     yield fault, world, method
 
 
-Key = tuple[int, str, tuple[str, ...], bool]
+_Setting = tuple[int, str, tuple[str, ...], bool]
 
 
 class _References:
-    """Final weights of runs that nothing happens to, each made once."""
+    """The final weights of runs without a fault. Each setting runs once."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
-        self._known: dict[Key, str | None] = {}
-        self._locks: defaultdict[Key, Lock] = defaultdict(Lock)
+        self._known: dict[_Setting, str | None] = {}
+        self._locks: defaultdict[_Setting, Lock] = defaultdict(Lock)
 
     def of(self, fault: Fault, ranks: int, method: str) -> str | None:
-        """For a fault's run."""
+        """Return the weights to which a run with the fault must come."""
         own = tuple(o for o in fault.options if o.startswith("trainer.max_steps"))
         key = (ranks, method, own, fault.pictures)
+        # Several threads may ask for one setting: the first runs it, the others wait.
         with self._locks[key]:
             if key not in self._known:
                 folder = self._scratch / f"reference{list(self._locks).index(key)}"
-                case = Case(_anew(folder), ranks, method, own)
+                case = Case(_emptied(folder), ranks, method, own)
                 if fault.pictures:
                     pictures.add(case)
                 case.start()
@@ -130,7 +137,7 @@ class _References:
             return self._known[key]
 
 
-def _anew(folder: Path) -> Path:
+def _emptied(folder: Path) -> Path:
     subprocess.run(["umount", "-q", folder / "runs"], check=False, capture_output=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -138,9 +145,9 @@ def _anew(folder: Path) -> Path:
 
 
 def try_one(fault: Fault, ranks: int, method: str, folder: Path, weights: _References) -> Outcome:
-    """Do it to a run, let the run go on if need be, and judge."""
+    """Inject the fault into a run, continue the run if necessary, and judge the outcome."""
     reference = weights.of(fault, ranks, method)
-    case = Case(_anew(folder), ranks, method, fault.options)
+    case = Case(_emptied(folder), ranks, method, fault.options)
     if fault.pictures:
         pictures.add(case)
     try:
@@ -150,7 +157,12 @@ def try_one(fault: Fault, ranks: int, method: str, folder: Path, weights: _Refer
         if again:
             seconds = case.start().seconds
         outcome = Outcome(
-            *(fault, ranks, method, again, case.lost_steps(), seconds),
+            fault,
+            ranks,
+            method,
+            again,
+            case.lost_steps(),
+            seconds,
             identical=reference is not None and case.weights() == reference,
             said=case.said(),
         )
@@ -160,7 +172,7 @@ def try_one(fault: Fault, ranks: int, method: str, folder: Path, weights: _Refer
     except TimeoutError as error:
         return Outcome(fault, ranks, method, wrong=str(error))
     finally:
-        shutil.rmtree(_anew(folder))
+        shutil.rmtree(_emptied(folder))
 
 
 def _judged(outcome: Outcome, case: Case, reference: str | None) -> Outcome:
@@ -168,7 +180,7 @@ def _judged(outcome: Outcome, case: Case, reference: str | None) -> Outcome:
     if case.missed():
         wrong.append("the fault did not happen")
     if reference is None:
-        wrong.append("the undisturbed run failed")
+        wrong.append("the run without a fault failed")
     if case.weights() is None:
         wrong.append(f"the run did not go on ({case.status()})")
     if case.traceback() and not fault.crash:
@@ -184,7 +196,7 @@ def _judged(outcome: Outcome, case: Case, reference: str | None) -> Outcome:
 
 
 def import_seconds() -> float:
-    """Of a processor, for the modules that a rank started by hand need not import."""
+    """Return the processor seconds for the imports that a rank started by hand saves."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     modules = (
         "kfac_bench.training.run, kfac_bench.distributed.backends.ddp, sklearn.datasets, "
@@ -196,7 +208,7 @@ def import_seconds() -> float:
 
 
 def find(names: Sequence[str]) -> list[Fault]:
-    """Rows whose names contain one of the words; all, if there are none."""
+    """Return the faults whose names contain one of `names`, or all if `names` is empty."""
     return [f for f in ROWS if not names or any(n.lower() in f.name.lower() for n in names)]
 
 
@@ -212,4 +224,4 @@ SHORT = (
     "quota",
     "a corrupt sample, data",
 )
-"""Rows for a test: one of each kind, without those whose launcher takes seconds to start."""
+"""Faults for a test: one of each kind, without faults whose launcher starts slowly."""

@@ -1,4 +1,4 @@
-"""A folder of small pictures, so that a file of it can be spoilt."""
+"""A folder of small pictures, of which a case can damage a file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ BATCH, TRAIN, EVAL = 8, 32, 6
 
 
 def folder(case: Case) -> Path:
-    """Where the pictures of a case are."""
+    """Return the folder with the pictures of a case."""
     return case.folder / "pictures"
 
 
 def add(case: Case) -> None:
-    """Make them, and let the case train on them."""
+    """Make the pictures, and let the case train on them."""
     import numpy as np
     from PIL import Image
 
@@ -26,7 +26,12 @@ def add(case: Case) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(generator.integers(0, 256, (6, 5, 3), dtype=np.uint8)).save(path)
     case.more = (
-        *("data=imagefolder", f"data.root={folder(case)}", "data.image_size=4", "data.workers=0"),
-        *(f"trainer.batch_size={BATCH}", "optimizer.lr=0.02", "kfac.damping=0.1"),
+        "data=imagefolder",
+        f"data.root={folder(case)}",
+        "data.image_size=4",
+        "data.workers=0",
+        f"trainer.batch_size={BATCH}",
+        "optimizer.lr=0.02",
+        "kfac.damping=0.1",
         *case.more,
     )

@@ -1,4 +1,4 @@
-"""docs/reliability.md: one line for each fault and number of ranks, over all methods."""
+"""The page docs/reliability.md: one row for each fault and number of ranks, over all methods."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from tests.reliability.faults.matrix import Outcome
 
 MOST_SAID = 150
 COLUMNS = (
-    *("fault", "ranks", "survived", "how", "steps lost", "seconds to resume"),
-    *("same weights", "what it says"),
+    "fault",
+    "ranks",
+    "survived",
+    "how",
+    "steps lost",
+    "seconds to resume",
+    "same weights",
+    "message",
 )
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """A row for each fault and number of ranks; what is wrong with a method is a note."""
+    """Return a row for each fault and number of ranks. A failure of a method becomes a note."""
     groups: dict[tuple[str, int], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.fault.name, outcome.ranks), []).append(outcome)
@@ -29,7 +35,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         for o in outcomes
         if o.wrong or o.not_here
     ]
-    return Table("What becomes of a run", COLUMNS, [_row(g) for g in groups.values()], notes)
+    return Table("What happens to a run", COLUMNS, [_row(g) for g in groups.values()], notes)
 
 
 def _row(group: Sequence[Outcome]) -> list[Value]:
@@ -63,43 +69,48 @@ def _share(outcomes: Sequence[Outcome], good: Iterable[bool]) -> str:
 def page(
     outcomes: Sequence[Outcome], about: dict[str, Any], today: date, imports_s: float, cost: Table
 ) -> str:
-    """The whole document; ``about`` is :func:`kfac_bench.training.environment.describe`'s."""
+    """Return the whole page. `about` comes from `kfac_bench.training.environment.describe`."""
     methods = list(dict.fromkeys(o.method for o in outcomes))
     tried = [o for o in outcomes if not o.not_here]
     wrong = sum(bool(o.wrong) for o in tried)
     hardware = about["hardware"]
     versions = ", ".join(f"{k} {about['versions'][k]}" for k in ("kfac_bench", "torch", "python"))
-    return f"""# What becomes of a run that something happens to
+    return f"""# What happens to a run when something goes wrong
 
 `make faults ARGS="--out docs/reliability.md"` wrote this page on {today.isoformat()}:
 {versions}, commit {about["git_commit"][:12] or "unknown"};
 {hardware["cpu"]}, {hardware["cpu_count"]} cores, {hardware["system"]}.
 
 {len(tried)} real runs of `kfac-train` (gloo, CPU) met a fault: {len(tried) - wrong} ended as they
-should, {wrong} did not. Methods: {", ".join(methods)}; the table counts them.
-Each run is {STEPS} steps of an autoencoder on digits, of {STEP_S * 1000:.0f} ms at least, with a
-checkpoint every {CHECKPOINT_FREQ} steps; the fault comes at the seventh, or where the line says.
+should, {wrong} did not. Methods: {", ".join(methods)}.
+The table counts the methods. Each run has {STEPS} steps of an autoencoder on digits and a
+checkpoint every {CHECKPOINT_FREQ} steps. A step lasts at least {STEP_S * 1000:.0f} ms.
+The fault comes at the seventh step, unless its row says otherwise.
 
-* **survived**: the run came to its end, with at most the steps since the last good checkpoint made
-  again, no rank hung, and nobody saw a traceback (but of an error of the program itself).
-* **how**: it goes on by itself; or it ends, and the same command goes on from the last good
-  checkpoint. Where a disk was full or read-only or a file corrupt, that was mended first.
-* **seconds to resume**: the median from the second start to the first new step, without the
-  imports of Python's modules: {imports_s:.1f} s of a processor more. Where torchrun starts it again
-  they are in it. Other work on the machine is in these seconds, too.
-* **same weights**: SHA-256 of all weights at the end, held against the run that nothing happened
-  to; "(arithmetic)": the fault changes what is computed.
-* Ranks are started by hand, as `srun` does it, but where the line says torchrun. A signal comes
-  from inside the rank at that very place, an error or a NaN from one function that is changed
-  before the rank starts ([inject.py](../tests/reliability/faults/inject.py)); disks
-  are small tmpfs. The last rank meets it, unless the line says another.
+* **survived**: The run reached its end. It repeated at most the steps since the last good
+  checkpoint, no rank hung, and nobody saw a traceback (except for an error of the program itself).
+* **how**: "goes on" means that the run continued by itself. "same command again" means that the run
+  ended, and the same command continued from the last good checkpoint. A full or read-only disk and
+  a corrupt file were repaired first.
+* **seconds to resume**: The median time from the second start to the first new step. It leaves out
+  the imports of Python's modules ({imports_s:.1f} s of processor time), except where torchrun
+  restarts the run. Other work on the machine made some times longer.
+* **same weights**: The final weights have the same SHA-256 as in the run without a fault.
+  "(arithmetic)" means that the fault changes what is computed.
+* **message**: The line of the output that explains most.
+
+Ranks are started by hand, as `srun` starts them, unless the row says torchrun. A signal comes from
+inside the rank at exactly the named place. An error or a NaN comes from one function, which
+[inject.py](../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
+read-only disks are small tmpfs. The last rank meets the fault, unless the row names another rank.
 
 {_without_title(table(outcomes))}
 
 ## What a checkpoint costs
 
-It is written beside the training: a copy of the state in the step, then a thread that hashes,
-writes and syncs. Processor time, of float32 state of some sizes; one a minute is the default.
+A step copies the state. A thread then hashes, writes and syncs the copy while training goes on.
+The table shows processor time for float32 states of several sizes. By default a run writes one
+checkpoint per minute.
 
 {_without_title(cost)}"""
 

@@ -1,11 +1,11 @@
-"""The faults: what is done to a run, and what is expected of it."""
+"""The faults: what happens to a run, and how the run must end."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,36 +14,36 @@ from tests.reliability.faults.case import CHECKPOINT_FREQ, Case
 from tests.reliability.faults.inject import FILLER
 
 AT = 7
-"""The update before or in which things happen: two steps after a checkpoint, and some."""
+"""The update at which most faults happen, a few steps after a checkpoint."""
 WATCHDOG_S = 4.0
 
 
 class NotHereError(Exception):
-    """It cannot be done on this machine."""
+    """An error that says why this machine cannot try a fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A row. ``act`` starts the run and does it; the same command then goes on, if need be."""
+    """A row of the table. `act` starts the run with the fault."""
 
     name: str
     act: Callable[[Case], None]
     ranks: tuple[int, ...] = (1, 2)
     exact: bool = True
-    """It touches no arithmetic: the final weights must be those of the undisturbed run."""
+    """The fault changes no arithmetic: the final weights must equal those without a fault."""
     kfac: bool = False
-    """There is nothing to do it to with SGD."""
+    """The fault needs K-FAC."""
     lost: int = CHECKPOINT_FREQ
-    """Steps that may be done again."""
+    """Number of steps that may be repeated."""
     crash: bool = False
-    """An error of the program itself: its traceback is wanted."""
+    """The fault is an error of the program, which must print its traceback."""
     options: tuple[str, ...] = ()
     pictures: bool = False
-    """The data are files."""
+    """The run must read its data from files."""
 
 
 def _starts(kind: str, *, at: int = AT, last: bool = True) -> Callable[[Case], None]:
-    """Meets the last rank, or rank 0."""
+    """Return an action that injects the fault into the last rank, or into rank 0."""
 
     def act(case: Case) -> None:
         case.start(kind, at, case.ranks - 1 if last else 0)
@@ -57,13 +57,13 @@ def _requeued_twice(case: Case) -> None:
 
 
 def _stopped(case: Case) -> None:
-    """A process alone is continued after a while; of two, one never is."""
+    """Suspend a rank. A single process continues after a while, one of two never does."""
 
     def meanwhile(pids: list[int]) -> None:
         deadline = time.monotonic() + launch.ENDS_S
         while Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             if time.monotonic() > deadline:
-                raise TimeoutError("it did not stop")
+                raise TimeoutError("the process did not stop")
             time.sleep(0.01)
         time.sleep(1.5 * WATCHDOG_S)
         os.kill(pids[0], signal.SIGCONT)
@@ -75,7 +75,7 @@ def _stopped(case: Case) -> None:
 
 
 def _damaged(damage: Callable[[Path], None]) -> Callable[[Case], None]:
-    """The newest checkpoint of a run that was killed."""
+    """Return an action that kills the run and damages its newest checkpoint."""
 
     def act(case: Case) -> None:
         case.start("kill", 11)
@@ -105,14 +105,18 @@ def _without_manifest(path: Path) -> None:
     (path / "manifest.json").unlink()
 
 
+def _mount(case: Case, options: Sequence[str] = ()) -> None:
+    if not case.mounted("2m", options):
+        raise NotHereError(
+            "mounting a small disk needs root: unshare -rm python -m tests.reliability.faults"
+        )
+
+
 def _full(kind: str) -> Callable[[Case], None]:
-    """A disk of its own is filled at a step, and emptied before the run goes on."""
+    """Return an action that fills the run's own disk, and empties it before the run continues."""
 
     def act(case: Case) -> None:
-        if not case.mounted("2m"):
-            raise NotHereError(
-                "mounting a small disk needs root: unshare -rm python -m tests.reliability.faults"
-            )
+        _mount(case)
         case.start(kind, 6)
         (case.path.parent / FILLER).unlink()
 
@@ -120,16 +124,13 @@ def _full(kind: str) -> Callable[[Case], None]:
 
 
 def _read_only(case: Case) -> None:
-    if not case.mounted("2m", ["ro"]):
-        raise NotHereError(
-            "mounting a small disk needs root: unshare -rm python -m tests.reliability.faults"
-        )
+    _mount(case, ["ro"])
     case.start()
     case.remount("rw")
 
 
 def _spoil(case: Case) -> tuple[Path, bytes]:
-    """A file of the batch of update ``AT``."""
+    """Damage a file of the batch of update `AT`. Return its path and its former content."""
     from kfac_bench.data.base.order import Shard, train_indices
     from tests.reliability.faults.pictures import BATCH, TRAIN, folder
 
@@ -173,7 +174,7 @@ def _torchrun(case: Case, meanwhile: Callable[[int], float], *flags: str) -> Non
 
 
 def _signalled(number: int, *flags: str) -> Callable[[Case], None]:
-    """To torchrun itself, once there is a checkpoint."""
+    """Return an action that sends a signal to torchrun once a checkpoint exists."""
 
     def act(case: Case) -> None:
         def meanwhile(agent: int) -> float:
@@ -183,14 +184,15 @@ def _signalled(number: int, *flags: str) -> Callable[[Case], None]:
 
         _torchrun(case, meanwhile, *flags)
         if number == signal.SIGKILL:
-            _wait_until(lambda: case.status() is not None)  # ranks that lost their launcher
-            time.sleep(0.5)  # and they let the run's lock go
+            # The ranks lost their launcher. They end by themselves and release the run's lock.
+            _wait_until(lambda: case.status() is not None)
+            time.sleep(0.5)
 
     return act
 
 
 def _restarted(case: Case) -> None:
-    """A rank is killed, torchrun starts all anew."""
+    """Kill a rank and let torchrun restart all ranks."""
     injected = case.injection("kill", AT, case.ranks - 1, once=True)
 
     def meanwhile(agent: int) -> float:
@@ -208,12 +210,12 @@ def _wait_until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + launch.ENDS_S
     while not true():
         if time.monotonic() > deadline:
-            raise TimeoutError("nothing came of it")
+            raise TimeoutError("the expected state did not come")
         time.sleep(0.01)
 
 
 LONGER = ("trainer.max_steps=40",)
-"""For signals that come from outside: some seconds."""
+"""Some seconds, for signals that come from outside."""
 USR1 = ("--signals-to-handle", "SIGUSR1,SIGTERM,SIGINT")
 
 ROWS = (
@@ -224,7 +226,8 @@ ROWS = (
     Fault(
         "SIGKILL while a checkpoint is committed",
         _starts("kill in commit", last=False),
-        lost=2 * CHECKPOINT_FREQ,  # this one's steps, too
+        # The checkpoint that was being written is lost too.
+        lost=2 * CHECKPOINT_FREQ,
     ),
     Fault("SIGTERM in a step", _starts("term"), lost=0),
     Fault(

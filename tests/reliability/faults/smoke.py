@@ -1,7 +1,7 @@
-"""What checkpoints cost real runs: the smoke run of each application, with them and without.
+"""The cost of checkpoints in real runs: each application's smoke run with and without them.
 
-Pairs of runs, interleaved, each a fork of one process that has imported everything. A run without
-checkpoints is the same command with :meth:`Trainer.save` left out.
+The runs of a pair alternate in order. Each run is a fork of one process that has imported
+everything. A run without checkpoints is the same command with an empty `Trainer.save`.
 """
 
 from __future__ import annotations
@@ -25,57 +25,66 @@ from tests.reliability.faults.launch import FORKS
 EXPERIMENTS: Mapping[str, Sequence[str]] = {
     name: (f"experiment={name}", "profile=smoke")
     for name in (
-        *("fig5a_resnet50_convergence", "fig5bc_maskrcnn_convergence"),
-        *("table4b_bert_kfac_phase1", "kaisa_unet_lgg"),
+        "fig5a_resnet50_convergence",
+        "fig5bc_maskrcnn_convergence",
+        "table4b_bert_kfac_phase1",
+        "kaisa_unet_lgg",
     )
 }
-"""Classification, detection, language, segmentation; each with K-FAC."""
+"""One experiment each for classification, detection, language and segmentation, with K-FAC."""
 DEFAULT = ("trainer.checkpoint_freq=null", "trainer.threads=1", "logger=none", "run_id=run")
-"""The default interval: where an epoch ends, a minute after the last; and at the run's end."""
+"""Checkpoints at their default times: at epoch ends at least a minute apart, and at the end."""
 GOAL = 0.03
 CLOCKS = {"cpu_s": "processor", "train_s": "training clock", "wall_s": "wall"}
 
 
 @dataclass(frozen=True)
 class Spent:
-    """By one run, from the building of its data and model to its end."""
+    """The time that one run took, from building its data and model to its end."""
 
     cpu_s: float
-    """Of a processor, by all threads."""
+    """Processor time of all threads."""
     wall_s: float
     train_s: float
-    """By the training clock, which stands still while the training waits for a checkpoint."""
+    """Time of the training clock, which stops while training waits for a checkpoint."""
     steps: int
     checkpoints: int
     recorded_s: float
-    """By the run's own record: the training waited, and the thread worked."""
+    """Cost by the run's own events: the waiting of training and the work of the thread."""
     weights_sha256: str
 
 
 Pair = tuple[Spent, Spent]
-"""With checkpoints, and without."""
+"""A run with checkpoints, and a run without."""
 
 
 def table(
     pairs: int, say: Callable[[str], None], experiments: Mapping[str, Sequence[str]] = EXPERIMENTS
 ) -> Table:
-    """Run so many pairs of each; ``say`` is told of every one. UsageError where a run fails."""
-    found = {name: _measure(name, own, pairs, say) for name, own in experiments.items()}
-    costs = [bootstrap_median(_more(each, "cpu_s")) for each in found.values()]
+    """Run `pairs` pairs of each experiment and tabulate the cost of checkpoints.
+
+    Raises:
+        UsageError: If a run fails.
+    """
+    measured = {name: _measure(name, own, pairs, say) for name, own in experiments.items()}
+    costs = [bootstrap_median(_more(each, "cpu_s")) for each in measured.values()]
     below, surely = (sum(cost[i] < GOAL for cost in costs) for i in (0, 2))
     columns = ["smoke run", "steps", "checkpoints"]
     for clock in CLOCKS.values():
         columns += [f"{clock} s", "more with checkpoints"]
     notes = [
-        f"Medians of {pairs} pairs, with their 95 % intervals; one thread, {DEFAULT[0]}.",
+        f"Medians of {pairs} pairs with 95 % intervals; one thread, {DEFAULT[0]}.",
         f"The goal is less than {GOAL:.0%} of the processor's time: {below} of {len(costs)} "
-        f"medians are below, and {surely} whole intervals.",
-        "By the run's own record: seconds that the training waited, and a processor's of the "
-        "writing thread, over all of the run's.",
+        f"medians and {surely} whole intervals are below it.",
+        "By the run's own events: the time that training waited, plus the processor time of the "
+        "writing thread, divided by the run's processor time.",
     ]
-    columns.append("by the run's own record")
+    columns.append("by the run's own events")
     return Table(
-        "What checkpoints cost smoke runs", columns, [_row(*each) for each in found.items()], notes
+        "What checkpoints cost smoke runs",
+        columns,
+        [_row(*each) for each in measured.items()],
+        notes,
     )
 
 
@@ -83,13 +92,14 @@ def _measure(
     name: str, options: Sequence[str], pairs: int, say: Callable[[str], None]
 ) -> list[Pair]:
     command = [*options, *DEFAULT]
-    _spent([*command, "trainer.max_steps=1"], saving=True)  # the demo is made, files are cached
+    # A first run makes the demo data and fills the caches.
+    _spent([*command, "trainer.max_steps=1"], saving=True)
     found = []
     for number in range(1, pairs + 1):
         first = number % 2 == 0
         spent = {saving: _spent(command, saving=saving) for saving in (first, not first)}
         if spent[True].weights_sha256 != spent[False].weights_sha256:
-            raise UsageError(f"{name}: two runs of one command have come to other weights")
+            raise UsageError(f"{name}: two runs of one command have different final weights")
         found.append((spent[True], spent[False]))
         (more,) = _more(found[-1:], "cpu_s")
         say(f"[{number}/{pairs}] {name}: {spent[False].cpu_s:.1f} s of a processor, {more:+.2%}")
@@ -97,7 +107,7 @@ def _measure(
 
 
 def _more(pairs: Sequence[Pair], clock: str) -> list[float]:
-    """By pair, the share that checkpoints add."""
+    """Return the share that checkpoints add, for each pair."""
     return [getattr(with_, clock) / getattr(without, clock) - 1 for with_, without in pairs]
 
 
@@ -125,8 +135,9 @@ def _spent(options: Sequence[str], *, saving: bool) -> Spent:
 
 
 def _train(scratch: str, options: list[str], saving: bool) -> None:
-    """In the fork: ``kfac-train``, its time, and no word of it on the terminal."""
-    multiprocessing.set_start_method("fork", force=True)  # of the loader's, as without a fork
+    """Run `kfac-train` in the fork, write its time to a file, and print nothing."""
+    # The data loader must start its workers as it does outside a fork.
+    multiprocessing.set_start_method("fork", force=True)
     said = os.open(Path(scratch) / "said", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -149,7 +160,11 @@ def _train(scratch: str, options: list[str], saving: bool) -> None:
     if end.status == "failed":
         sys.exit(end.message)
     spent = Spent(
-        *(cpu_s, wall_s, end.train_s, end.step, len(written)),
+        cpu_s,
+        wall_s,
+        end.train_s,
+        end.step,
+        len(written),
         sum(e.write_s + e.cpu_s for e in written),
         end.weights_sha256,
     )

@@ -1,1 +1,1 @@
-"""``python -m tests.reliability.soak``: a long run whose processes are watched from outside."""
+"""The soak test: a long run whose processes are watched from outside (`make soak`)."""

@@ -1,4 +1,4 @@
-"""``make soak``: check that the memory, files and threads of a long run do not grow."""
+"""`make soak`: check that the memory, files and threads of a long run do not grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--steps", type=int, default=2000)
     command.add_argument("--ranks", type=int, default=2)
     command.add_argument("--runs-dir", type=Path, default=Path("runs/soak"))
-    command.add_argument("overrides", nargs="*", help="of kfac-train: model=resnet20 ...")
+    command.add_argument("overrides", nargs="*", help="options of kfac-train: model=resnet20 ...")
     return _soak(command.parse_args(arguments))
 
 
@@ -23,13 +23,16 @@ def _soak(options: argparse.Namespace) -> int:
     from tests.reliability.soak.command import Soak, soak
 
     if not (20 <= options.steps < 1 << 31 and 1 <= options.ranks <= 1024):
-        raise UsageError("soak: at least 20 steps, on 1 to 1024 ranks")
+        raise UsageError(
+            f"--steps {options.steps} --ranks {options.ranks}: use at least 20 steps on 1 to 1024 "
+            "ranks"
+        )
     asked = Soak(options.ranks, options.steps, options.runs_dir, options.overrides)
     verdict = soak(asked, say)
     title = f"{options.steps:,} steps on {options.ranks} ranks"
     say(verdict.table(title, [f"run: {asked.path}"]).markdown())
     if verdict.broken:
-        say(f"not level: {'; '.join(verdict.broken)}")
+        say(f"limits broken: {'; '.join(verdict.broken)}")
     return 1 if verdict.broken else 0
 
 

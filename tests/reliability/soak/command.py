@@ -1,4 +1,4 @@
-"""Train for long, watch the processes meanwhile, and check the record afterwards."""
+"""The soak run: train for long, watch the processes meanwhile, and check the events afterwards."""
 
 from __future__ import annotations
 
@@ -22,20 +22,28 @@ from tests.reliability.soak.verdict import Verdict
 
 SAMPLE_S = 0.5
 LOOKS = 20
-"""Evaluations and checkpoints of a soak."""
+"""Number of evaluations, and of checkpoints, of a soak run."""
 STOP_S = 60.0
 SMALL = (
-    *("data=digits", "model=resnet8", "kfac=comm_opt", "kfac.update_freq=10"),
-    *("kfac.factor_update_freq=5", "optimizer.lr=0.02", "trainer.batch_size=64"),
+    "data=digits",
+    "model=resnet8",
+    "kfac=comm_opt",
+    "kfac.update_freq=10",
+    "kfac.factor_update_freq=5",
+    "optimizer.lr=0.02",
+    "trainer.batch_size=64",
     "trainer.log_freq=10",
-    *("trainer.threads=1", "trainer.watchdog_s=300", "logger=wandb", "logger.mode=offline"),
+    "trainer.threads=1",
+    "trainer.watchdog_s=300",
+    "logger=wandb",
+    "logger.mode=offline",
 )
-"""What is trained, where the command line does not say otherwise."""
+"""The default options of the run. The command line may change them."""
 
 
 @dataclass(frozen=True)
 class Soak:
-    """A run on ranks of this machine, and where it goes."""
+    """The settings of a soak run on ranks of this machine."""
 
     ranks: int
     steps: int
@@ -54,32 +62,40 @@ class Soak:
 
     @property
     def options(self) -> list[str]:
-        """Of kfac-train."""
+        """The options of kfac-train."""
         freq = self.look_freq
         return [
-            *(*SMALL, *self.overrides, f"trainer.max_steps={self.steps}"),
-            *("trainer.max_epochs=null", "trainer.target=null", "trainer.predictions=0"),
-            *(f"trainer.eval_freq={freq}", f"trainer.checkpoint_freq={freq}"),
-            *("trainer.check_ranks=true", f"runs_dir={self.runs_dir}", f"run_id={self.path.name}"),
+            *SMALL,
+            *self.overrides,
+            f"trainer.max_steps={self.steps}",
+            "trainer.max_epochs=null",
+            "trainer.target=null",
+            "trainer.predictions=0",
+            f"trainer.eval_freq={freq}",
+            f"trainer.checkpoint_freq={freq}",
+            "trainer.check_ranks=true",
+            f"runs_dir={self.runs_dir}",
+            f"run_id={self.path.name}",
         ]
 
     @property
     def command(self) -> list[str]:
-        """What starts it."""
+        """The command that starts the run."""
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [sys.executable, *launch, "-m", "kfac_bench", *self.options]
 
 
 def soak(asked: Soak, say: Callable[[str], None]) -> Verdict:
-    """Run it to its end, with what it says and the samples beside its directory.
+    """Run to the end and judge. The output and the samples go beside the run directory.
 
-    Raises :class:`UsageError` where it cannot begin, or ends without events.
+    Raises:
+        UsageError: If the run cannot begin, or ends without events.
     """
     config = compose.load(asked.options)
     if not processes.PROC.is_dir():
         raise UsageError("python -m tests.reliability.soak needs /proc: run it on Linux")
     if asked.path.exists():
-        raise UsageError(f"{asked.path} is there already: delete it, or set --runs-dir")
+        raise UsageError(f"{asked.path} exists already; delete it, or set --runs-dir")
     say(f"{asked.steps:,} steps on {asked.ranks} ranks; events: {asked.path / EVENTS_FILE}")
     log = asked.runs_dir / f"{asked.path.name}.log"
     samples, finish_s = watch(asked.command, asked.path / EVENTS_FILE, log)
@@ -100,22 +116,24 @@ def soak(asked: Soak, say: Callable[[str], None]) -> Verdict:
 
 
 def watch(command: Sequence[str], events: Path, log: Path) -> tuple[list[Sample], float]:
-    """Samples of the ranks that ``command`` starts, until it ends; seconds since the last event.
+    """Sample the ranks that `command` starts until it ends. The output goes to `log`.
 
-    What it says goes to ``log``.
+    Returns:
+        The samples, and the seconds from the last event to the end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     samples: list[Sample] = []
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         follow = Follow(events)
         try:
             while process.poll() is None:
                 samples += processes.sample(process.pid, follow.step())
                 time.sleep(SAMPLE_S)
         finally:
-            if process.poll() is None:  # we are told to stop
+            # The loop ends early if somebody interrupts the soak test.
+            if process.poll() is None:
                 process.terminate()
                 process.wait(STOP_S)
     return samples, time.time() - events.stat().st_mtime if events.exists() else 0.0
@@ -129,13 +147,13 @@ def _write(samples: Sequence[Sample], path: Path) -> None:
 
 
 class Follow:
-    """The last step in an event file that grows."""
+    """A reader of the last step in an event file that grows."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read, self._step = path, 0, 0
 
     def step(self) -> int:
-        """By its whole lines so far."""
+        """Return the last step of the complete lines so far."""
         if not self._path.exists():
             return 0
         with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What Linux says of a launcher's ranks, and of the processes that they start: /proc alone."""
+"""Samples of a launcher's ranks, and of the processes that the ranks start, from /proc."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Sample:
-    """One process at one moment; those that a rank starts under one name are taken together."""
+    """One process at one moment. Processes of a rank with the same name are added up."""
 
     step: int
-    """Updates done, by the event file."""
+    """The number of updates done, from the event file."""
     process: str
-    """``rank 1``, or ``rank 0's wandb-core``."""
+    """Name of the process: `rank 1`, or `rank 0's wandb-core`."""
     resident_mb: float
     open_files: float
     threads: float
 
 
 def sample(launcher: int, step: int) -> list[Sample]:
-    """All ranks that the process ``launcher`` started, and all that is below a rank."""
+    """Sample all ranks that the process `launcher` started, and all their descendants."""
     children: dict[int, list[int]] = defaultdict(list)
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (parent := _field(entry, "PPid")):
@@ -39,7 +39,7 @@ def sample(launcher: int, step: int) -> list[Sample]:
         _add(total[f"rank {rank}"], pid)
         for below in _descendants(pid, children):
             _add(total[f"rank {rank}'s {_field(PROC / str(below), 'Name')}"], below)
-    return [Sample(step, name, *figures) for name, figures in total.items() if figures[0]]
+    return [Sample(step, name, *values) for name, values in total.items() if values[0]]
 
 
 def _descendants(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
@@ -48,30 +48,31 @@ def _descendants(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
         yield from _descendants(child, children)
 
 
-def _add(figures: list[float], pid: int) -> None:
+def _add(values: list[float], pid: int) -> None:
     process = PROC / str(pid)
     resident_kb, threads = (_field(process, key) for key in ("VmRSS", "Threads"))
-    with suppress(OSError):  # it may end meanwhile
+    # The process may end in the meantime.
+    with suppress(OSError):
         files = len(os.listdir(process / "fd"))
         for i, value in enumerate((float(resident_kb or 0) * 1024 / 1e6, files, threads or 0)):
-            figures[i] += float(value)
+            values[i] += float(value)
 
 
 def _rank(pid: int) -> str | None:
-    """By the variable that torchrun gives it."""
+    """Return the rank of a process, from the variable that torchrun sets."""
     try:
         variables = (PROC / str(pid) / "environ").read_bytes()
     except OSError:
         return None
-    found = re.search(rb"(?:^|\0)RANK=(\d+)\0", variables)
-    return found and found[1].decode()
+    match = re.search(rb"(?:^|\0)RANK=(\d+)\0", variables)
+    return match and match[1].decode()
 
 
 def _field(process: Path, key: str) -> str | None:
-    """Of /proc/PID/status, without its unit."""
+    """Return a field of /proc/PID/status without its unit."""
     try:
         status = (process / "status").read_text(errors="replace")
     except OSError:
         return None
-    found = re.search(rf"^{key}:\s+(\S+)", status, re.MULTILINE)
-    return found and found[1]
+    match = re.search(rf"^{key}:\s+(\S+)", status, re.MULTILINE)
+    return match and match[1]
