@@ -198,13 +198,11 @@ class KFAC:
         model_parallel: Collective | None = None,
     ) -> None:
         # Step 1, validate: refuse what cannot work, before anything is built.
-        validation.check_options(
+        validation.check_choices(
             factor_convention=factor_convention,
             fisher=fisher,
             weight_sharing=weight_sharing,
             state_dtype=state_dtype,
-            damping=damping,
-            is_pipeline=model_parallel is not None,
         )
         self.fisher = fisher
         self.collective = collective or default_collective()
@@ -231,7 +229,12 @@ class KFAC:
             spread=spread,
             state_dtype=state_dtype,
         )
-        validation.check_plan(self.plan, damping, factored_damping=factored_damping)
+        validation.check_damping(
+            self.plan,
+            damping,
+            factored_damping=factored_damping,
+            is_pipeline=model_parallel is not None,
+        )
 
         # Step 3, connect: to the other ranks, to the tensors, and to the model.
         construction.connect_ranks(

@@ -15,37 +15,20 @@ from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.plan import Plan
 
-WEIGHT_SHARING = ("expand", "reduce")
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHOICES: dict[str, tuple[object, ...]] = {
+    "factor_convention": tuple(CONVENTIONS),
+    "fisher": FISHERS,
+    "weight_sharing": ("expand", "reduce"),
+    "state_dtype": (torch.float32, torch.bfloat16, torch.float16),
+}
 
 
-def check_options(
-    *,
-    factor_convention: str,
-    fisher: str,
-    weight_sharing: str,
-    state_dtype: torch.dtype,
-    damping: object,
-    is_pipeline: bool,
-) -> None:
-    """Check the options that depend on neither the model nor the plan.
-
-    ``is_pipeline`` says that other ranks hold further layers of the model.
-    """
-    _check_choice("factor_convention", factor_convention, tuple(CONVENTIONS))
-    _check_choice("fisher", fisher, FISHERS)
-    _check_choice("weight_sharing", weight_sharing, WEIGHT_SHARING)
-    _check_choice("state_dtype", state_dtype, STATE_DTYPES)
-    if is_pipeline and isinstance(damping, LevenbergMarquardt):
-        raise ValueError(
-            "damping=LevenbergMarquardt(...) needs all layers of the model on each rank. "
-            "With model_parallel, give a number or a function of the step."
-        )
-
-
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+def check_choices(**options: object) -> None:
+    """Check that each option has one of its :data:`CHOICES`."""
+    for name, value in options.items():
+        if value not in CHOICES[name]:
+            choices = ", ".join(map(str, CHOICES[name]))
+            raise ValueError(f"{name}={value!r}: choose one of {choices}")
 
 
 def check_layers(
@@ -77,15 +60,22 @@ def check_layers(
         )
 
 
-def check_plan(plan: Plan, damping: object, *, factored_damping: bool) -> None:
-    """Check that a rank which decomposes one factor of a layer does not need the other one."""
-    if plan.colocated:
-        return
-    for name, needs_both in (
-        ("factored_damping", plan.method == "inverse" and factored_damping),
-        ("an adaptive damping", isinstance(damping, LevenbergMarquardt)),
-    ):
-        if needs_both:
-            raise ValueError(
-                f"{name} needs both factors of a layer on one rank: leave colocate_factors=True"
-            )
+def check_damping(
+    plan: Plan, damping: object, *, factored_damping: bool, is_pipeline: bool
+) -> None:
+    """Check that a rank has the factors and layers that its damping needs.
+
+    ``is_pipeline`` says that other ranks hold further layers of the model.
+    """
+    is_adaptive = isinstance(damping, LevenbergMarquardt)
+    if is_pipeline and is_adaptive:
+        raise ValueError(
+            "damping=LevenbergMarquardt(...) needs all layers of the model on each rank: "
+            "with model_parallel give a number or a function of the step"
+        )
+    splits = factored_damping and plan.method == "inverse"
+    if not plan.colocated and (splits or is_adaptive):
+        name = "factored_damping" if splits else "an adaptive damping"
+        raise ValueError(
+            f"{name} needs both factors of a layer on one rank: leave colocate_factors=True"
+        )

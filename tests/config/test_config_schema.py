@@ -41,11 +41,11 @@ def test_kfac_defaults_are_those_of_the_core():
 def test_names_are_those_of_the_core():
     assert list(config.CONVENTIONS) == list(conventions.CONVENTIONS)
     assert config.FISHERS == fisher.FISHERS
-    assert config.WEIGHT_SHARING == validation.WEIGHT_SHARING
+    assert validation.CHOICES["weight_sharing"] == config.WEIGHT_SHARING
     assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP
     assert list(config.PRECISIONS) == list(update.DTYPES)
     assert list(config.PRECISIONS) == list(build.DTYPES)
-    assert tuple(build.DTYPES.values()) == validation.STATE_DTYPES
+    assert tuple(build.DTYPES.values()) == validation.CHOICES["state_dtype"]
 
 
 @pytest.mark.parametrize(
