@@ -37,7 +37,7 @@ KINDS = {
 }
 
 
-def metrics_by_step(path):
+def outcome_of(path):
     """Losses, dampings, weights, and K-FAC's factors by layer, of a run's end."""
     trained, shards = of_kind(path, Trained), checkpoint.find(path)[0].shards
     states = [s["kfac"]["layers"] for s in shards if s["kfac"] is not None]
@@ -64,7 +64,7 @@ def test_unequal_shares_give_the_same_result_as_one_process(tmp_path, world, bat
     done = run_ranks(world, train_here, tmp_path, (*options, "run_id=ranks"))
     assert {status for status, _, _ in done} == {"finished"}
     assert len({weights for _, _, weights in done}) == 1, "the ranks' weights differ"
-    ours, theirs = metrics_by_step(tmp_path / "ranks"), metrics_by_step(alone)
+    ours, theirs = outcome_of(tmp_path / "ranks"), outcome_of(alone)
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
     assert ours[1] == theirs[1]
     for name, weight in theirs[2].items():

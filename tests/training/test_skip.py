@@ -15,7 +15,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, SampleSkipped, Trained
 from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.record.sinks.metrics import metrics_of
-from tests.core.test_unequal_batches import metrics_by_step
+from tests.core.test_unequal_batches import outcome_of
 from tests.support.distributed import run_ranks
 from tests.support.runs import CPU, end, of_kind, train, train_here, trainer_of
 
@@ -107,7 +107,7 @@ def test_ranks_leave_out_the_same_examples_as_one_process(root, tmp_path):
     done = run_ranks(2, train_here, tmp_path, ("run_id=ranks",), options)
     assert [status for status, _, _ in done] == ["finished"] * 2
     assert len({weights for _, _, weights in done}) == 1
-    ours, theirs = metrics_by_step(tmp_path / "ranks"), metrics_by_step(alone)
+    ours, theirs = outcome_of(tmp_path / "ranks"), outcome_of(alone)
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
     for name, weight in theirs[2].items():
         torch.testing.assert_close(ours[2][name], weight, rtol=1e-4, atol=1e-5)
