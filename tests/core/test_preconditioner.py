@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_bench.core import KFAC
+from kfac_bench import KFAC
+from kfac_bench.core.damping import LevenbergMarquardt
 from tests.support import oracle
 
 DAMPING = 0.03
@@ -216,6 +217,29 @@ def test_statistics_are_collected_only_when_due():
         seen.append(kfac.state_dict()["layers"]["0"]["G"]["factor"].clone())
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
+
+
+def test_kfac_tells_what_the_next_step_will_do():
+    model = tiny_model()
+    damping = LevenbergMarquardt(interval=2)
+    every = {"update_freq": lambda step: 2 if step < 2 else 3, "spread": False}
+    kfac, answers = kfac_of(model, damping=damping, **every), []
+    for _ in range(5):
+        answers.append((kfac.update_freq, kfac.will_decompose_all, kfac.will_adapt_damping))
+        backward(model, *batch())
+        kfac.step()
+        assert ("Decompose" in kfac.stage_s) == answers[-1][1]
+        assert kfac.stage_s.keys() <= set(kfac.stage_names)
+    assert answers == [
+        (2, True, False),
+        (2, False, True),
+        (3, False, False),
+        (3, True, True),
+        (3, False, False),
+    ]
+    in_slices = kfac_of(tiny_model(), update_freq=4, spread=True)
+    assert not in_slices.will_decompose_all
+    assert not in_slices.will_adapt_damping
 
 
 def test_detach_takes_the_hooks_off():
