@@ -1,1 +1,1 @@
-"""Commands that measure: ``python benchmarks/speed.py``, ``python benchmarks/gpu.py``."""
+"""Commands that measure time and memory of K-FAC, such as `python benchmarks/speed.py`."""

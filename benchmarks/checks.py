@@ -1,4 +1,4 @@
-"""Checks of K-FAC on a GPU: its step is right, and the host does not wait for the device."""
+"""Checks of K-FAC on a GPU: its step is correct, and the host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.schedule import Schedule
 
 TOLERANCE = 1e-3
-"""Of ||fp32 - float64|| / ||float64||, the worst tensor; rounding leaves about 1e-5."""
+"""Largest ||fp32 - float64|| / ||float64|| of any tensor. Rounding alone leaves about 1e-5."""
 Tensors = dict[str, Tensor]
 
 
 def check_step(device: str, method: str) -> dict[str, Any]:
-    """Three steps in fp32 on the device against the CPU in float64: gradients, and factors."""
+    """Compare gradients and factors of three steps in fp32 with float64 on the CPU."""
     measure.set_precision("fp32")
     result: dict[str, Any] = {"check": f"{method}: fp32 on {device} against float64 on the CPU"}
     try:
@@ -41,11 +41,17 @@ def check_step(device: str, method: str) -> dict[str, Any]:
 
 
 def _train(device: str, dtype: torch.dtype, method: str) -> tuple[Tensors, Tensors]:
-    """Gradients of the last step and running factors of a small convolutional net."""
+    """Return the last gradients and the running factors of a small convolutional network."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU()),
-        *(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 3 * 3, 10)),
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 3 * 3, 10),
     )
     batches = torch.randn(3, 16, 3, 8, 8)
     labels = torch.randint(10, (3, 16), device="cpu").to(device)
@@ -80,11 +86,13 @@ def _worst(found: Tensors, expected: Tensors) -> float:
 
 
 def check_sync(device: str, method: str, kind: str) -> dict[str, Any]:
-    """Does ``kfac.step()`` make the host wait? Not in steps without a decomposition.
+    """Check whether `kfac.step()` makes the host wait for the GPU.
 
-    In those torch raises at a synchronising call; of the others the calls are counted.
+    A step without a decomposition must not wait, so torch raises at a synchronizing call. In a step
+    with a decomposition the synchronizing calls are counted.
     """
-    schedule = ("decompose", kind, kind)  # the second fills caches
+    # The second step fills caches, the third is checked.
+    schedule = ("decompose", kind, kind)
 
     def every(*kinds: str) -> Schedule:
         return lambda step: 1 if schedule[min(step, 2)] in kinds else step + 1
@@ -104,7 +112,7 @@ def check_sync(device: str, method: str, kind: str) -> dict[str, Any]:
 
 
 def watch(step: Callable[[], None], allowed: bool) -> dict[str, Any]:
-    """Run it; torch raises at a call that waits for the GPU, or warns where that is ``allowed``."""
+    """Run `step`. torch raises at a call that waits for the GPU, or counts it if `allowed`."""
     try:
         with _sync_debug("warn" if allowed else "error") as caught:
             step()
@@ -126,9 +134,9 @@ def _sync_debug(mode: str) -> Iterator[list[warnings.WarningMessage]]:
 
 
 def run_all(device: str, methods: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Every check; none raises."""
-    found = []
+    """Run all checks. A failed check is a row of the result, not an exception."""
+    results = []
     for method in methods:
-        found.append(check_step(device, method))
-        found += [check_sync(device, method, kind) for kind in KINDS]
-    return found
+        results.append(check_step(device, method))
+        results += [check_sync(device, method, kind) for kind in KINDS]
+    return results

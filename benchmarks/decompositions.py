@@ -1,8 +1,8 @@
-"""Seconds of decomposing one factor, by its size: print the table of ``core/planning/cost.py``.
+"""Measure the time of decomposing one factor, by its size, for `core/planning/cost.py`.
 
-``python benchmarks/decompositions.py`` measures one thread's own CPU time, so that other work on
-the machine counts little; ``--device cuda`` the GPU's wall time. The factors are those of random
-activations; each figure is the least of several runs.
+`python benchmarks/decompositions.py` measures the CPU time of one thread, on which other programs
+have little influence. With `--device cuda` it measures wall time on the GPU. The factors come from
+random activations. Each number is the fastest of several runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DAMPING = 1e-3
 
 
 def main() -> None:
-    """Print one row per method."""
+    """Print one row of the table per method."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)

@@ -1,4 +1,4 @@
-"""The FLOPs that K-FAC cannot do without: what its measured stages are held against."""
+"""The floor: the FLOPs that K-FAC cannot avoid, as a lower limit for its measured stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kfac_bench.core.planning.estimate import flops
 
 
 def floor_flops(kfac: KFAC, workload: Workload) -> dict[str, float]:
-    """FLOPs that K-FAC cannot do without, by kind of op, each time the op runs.
+    """Return the FLOPs that K-FAC cannot avoid when an op runs, by kind of op.
 
-    Counts as core/planning/estimate.py does, but half of a symmetric product, and A of a 3x3
-    convolution of stride 1 from 13 offsets of the input's autocorrelation instead of 9x9 products
-    of patches.
+    The count follows core/planning/estimate.py with two exceptions. A symmetric product counts
+    half. A 3x3 convolution of stride 1 needs 13 offsets of the input's autocorrelation for A,
+    instead of 9x9 products of patches.
     """
     rows = _Rows()
     handles = [
@@ -54,7 +54,7 @@ def _is_3x3_of_stride_1(m: nn.Module | None) -> bool:
 
 
 class _Rows(dict[str, int]):
-    """Batch times positions by module; a part of a module has its module's."""
+    """The number of rows (batch times positions) by module. A part of a module inherits it."""
 
     def __missing__(self, name: str) -> int:
         parent = name.rpartition(".")[0]

@@ -1,4 +1,7 @@
-"""K-FAC on one GPU: is it right, does it wait, what does it cost. Run: python benchmarks/gpu.py."""
+"""Check and measure K-FAC on one GPU: correctness, waiting, time, memory.
+
+Run: python benchmarks/gpu.py
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
-if not __package__:  # started as a file
+# A file that is started directly does not find its package.
+if not __package__:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import checks, memory, speed, tables
@@ -26,7 +29,7 @@ from kfac_bench.errors import UsageError
 METHODS = ("eigen", "inverse")
 SETTINGS = ((10, 100), (50, 500))
 GOAL = 1.05
-"""ResNet-50 at (50, 500): mean step over SGD's at most."""
+"""Goal for ResNet-50 at (50, 500): the mean step takes at most so many times SGD's time."""
 FIRST = [
     ("resnet50", 128, 0, "bf16"),
     ("resnet50", 64, 0, "tf32"),
@@ -38,27 +41,26 @@ FIRST = [
 ]
 SHAPES = [
     *(("resnet50", batch, 0) for batch in (64, 128, 32, 256)),
-    *(("bert_base", 32, 128), ("bert_base", 8, 512), ("resnet32", 128, 0)),
+    ("bert_base", 32, 128),
+    ("bert_base", 8, 512),
+    ("resnet32", 128, 0),
 ]
-ALL = list(
-    dict.fromkeys(
-        [*FIRST, *((*shape, p) for p, shape in product(("bf16", "tf32", "fp32"), SHAPES))]
-    )
-)
-"""Most important first."""
+_GRID = [(*shape, precision) for precision in ("bf16", "tf32", "fp32") for shape in SHAPES]
+ALL = list(dict.fromkeys([*FIRST, *_GRID]))
+"""The configurations, the most important ones first."""
 RESERVE_S = 10.0
-"""For the files at the end."""
+"""Time for writing the files at the end."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Options, checked."""
+    """Parse and check the options."""
     parser = speed.Parser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=8.0, help="all of it ends after about so long")
+    add("--minutes", type=float, default=8.0, help="minutes for everything")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--quick", action="store_true", help="tiny models, one of each: does the code run")
+    add("--quick", action="store_true", help="run the code once with tiny models")
     add("--out", type=Path, default=Path("benchmarks/results/gpu.json"))
     add("--page", type=Path, default=Path("docs/gpu.md"))
     options = parser.parse_args(arguments)
@@ -71,7 +73,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Checks, then configurations until the time is spent; the file is written after each."""
+    """Run the checks, then measure configurations until the time is used up.
+
+    The file is written after each configuration.
+    """
     deadline = time.perf_counter() + 60 * options.minutes - RESERVE_S * (not options.quick)
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -90,11 +95,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if left < cost.get(name, 0.0):
                 say_left_out(results, case, f"{left:.0f} s left, needs {cost[name]:.0f} s")
                 continue
-            share = 2 * left / (len(todo) - i + 1)  # more for the first
+            # The first configurations get more time than the last ones.
+            share = 2 * left / (len(todo) - i + 1)
             start = time.perf_counter()
             try:
                 entry = measure_case(case, share, progress)
-            except RuntimeError as error:  # out of memory, above all: the others go on
+            except RuntimeError as error:
+                # Most likely the GPU is out of memory. Other configurations may still fit.
                 say_left_out(results, case, str(error).splitlines()[0])
                 continue
             entry["seconds"] = time.perf_counter() - start
@@ -108,7 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_case(case: Case, share_s: float, progress: Progress) -> dict[str, Any]:
-    """The entry of one configuration in about ``share_s``: rounds first, memory if it fits."""
+    """Measure one configuration in about `share_s` seconds: time first, memory if time is left."""
     start = time.perf_counter()
     free_memory(case.device)
     rounds = 2 if case.size.quick else 9
@@ -123,21 +130,21 @@ def measure_case(case: Case, share_s: float, progress: Progress) -> dict[str, An
 
 
 def free_memory(device: str) -> None:
-    """What the last configuration left behind."""
+    """Free the memory that the last configuration left behind."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def say_left_out(results: dict[str, Any], case: Case, reason: str) -> None:
-    """One that is not measured is named, with the reason."""
+    """Note a configuration that is not measured, and why."""
     size = f"batch {case.size.batch}" + (f", {case.size.tokens} tokens" if case.size.tokens else "")
     what = f"{case.name} ({size}, {case.precision})"
     results["left_out"].append({"configuration": what, "reason": reason})
 
 
 def goal(entries: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """ResNet-50 at the goal's setting, by configuration and method."""
+    """Yield whether ResNet-50 reaches the goal, by configuration and method."""
     for entry in entries:
         for method, settings in entry["settings"].items():
             for found in settings:
@@ -148,9 +155,9 @@ def goal(entries: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/gpu.md."""
+    """Return the page docs/gpu.md."""
     verdict = {True: "passed", False: "**failed**", None: "not run"}
-    found = [[c["check"], verdict[c["passed"]], figures(c)] for c in results["checks"]]
+    found = [[c["check"], verdict[c["passed"]], values(c)] for c in results["checks"]]
     goals = [
         [g["what"], f"{100 * (g['ratio'] - 1):+.1f} %", "reached" if g["reached"] else "missed"]
         for g in results["goal"]
@@ -159,14 +166,14 @@ def page(results: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in results["machine"]["versions"].items())
     parts = [
         "# K-FAC on a GPU",
-        "Written by `python benchmarks/gpu.py`; not by hand.",
+        "`python benchmarks/gpu.py` wrote this page. Do not edit it.",
         tables.render(results, body=False).strip(),
         f"Versions: {versions}.",
         "## Checks",
-        tables.table(["check", "result", "figures"], found),
+        tables.table(["check", "result", "values"], found),
         f"## ResNet-50 at (50, 500): at most {100 * (GOAL - 1):.0f} % over SGD",
         tables.table(["configuration", "over SGD", "goal"], goals),
-        "## Figures",
+        "## Measurements",
         tables.render(results, head=False).strip(),
     ]
     if left_out:
@@ -174,8 +181,8 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def figures(check: Mapping[str, Any]) -> str:
-    """What a check found."""
+def values(check: Mapping[str, Any]) -> str:
+    """Return the values that a check found, in words."""
     if "gradient_error" in check:
         return (
             f"gradients {check['gradient_error']:.1e}, factors {check['factor_error']:.1e}, "
@@ -185,12 +192,12 @@ def figures(check: Mapping[str, Any]) -> str:
 
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
-    """As JSON."""
+    """Write the results as JSON."""
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 1 if a check failed, 2 for bad input or without a GPU."""
+    """Measure, and return the exit code: 1 if a check failed, 2 for bad input or without a GPU."""
     try:
         options = parse(arguments)
         results = run(options)
@@ -198,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
     print(options.page.read_text())
-    print(f"all figures: {options.out}; the page: {options.page}", file=sys.stderr)
+    print(f"all results: {options.out}; the page: {options.page}", file=sys.stderr)
     return int(any(c["passed"] is False for c in results["checks"]))
 
 

@@ -1,9 +1,9 @@
-"""Ideas for speed, measured: prediction, figure and verdict are in docs/performance.md.
+"""Measure ideas for more speed. docs/performance.md has prediction, result and verdict of each.
 
     python benchmarks/ideas.py [--rounds 11]
 
-Each idea runs interleaved with what it would replace, on one thread; printed are medians in
-milliseconds, their ratio, and what it costs in accuracy where it costs any.
+Each idea alternates with the code that it would replace, on one thread. The table shows medians in
+milliseconds, their ratio, and the loss of accuracy if there is one.
 """
 
 from __future__ import annotations
@@ -24,40 +24,44 @@ from kfac_bench.core.kernels.patches import pad_input, patch_moment
 
 
 def interleaved(rounds: int, old: Callable[[], object], new: Callable[[], object]) -> list[float]:
-    """Medians of both in milliseconds."""
+    """Return the medians of both functions in milliseconds."""
     times: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
         for kept, run in zip(times, (old, new), strict=True):
             start = time.perf_counter()
             run()
             kept.append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(t[1:]) for t in times]  # the first one warms up
+    # The first round warms up.
+    return [statistics.median(t[1:]) for t in times]
 
 
 def one_by_one(function: Callable[..., object], calls: Sequence[tuple[Tensor, ...]]) -> None:
-    """Call it with each tuple of arguments."""
+    """Call `function` with each tuple of arguments."""
     for arguments in calls:
         function(*arguments)
 
 
 def as_one_batch(grads: Sequence[Tensor], a: Tensor, g: Tensor, values: Tensor) -> Tensor:
-    """Precondition layers of one shape: gradients lie apart, decompositions together."""
+    """Precondition layers of one shape, whose decompositions already form one batch."""
     return linalg.precondition_eigen(torch.cat(list(grads)), a, g, values)
 
 
 def row(name: str, times: Sequence[float], note: str = "") -> None:
-    """One line of the table."""
+    """Print one row of the table."""
     old, new = times
     print(f"| {name} | {old:.2f} | {new:.2f} | {new / old:.2f} | {note} |", flush=True)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """In the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return float((got - want).norm() / want.norm())
 
 
 def drifting_factors(n: int) -> tuple[Tensor, Tensor]:
-    """A running factor and the one 10 updates of weight 0.05 later: eigenvalues fall as 1/k."""
+    """Return a running factor, and the factor 10 updates of weight 0.05 later.
+
+    The eigenvalues fall as 1/k.
+    """
     scale = torch.arange(1, n + 1).float().rsqrt()
     mix = torch.linalg.qr(torch.randn(n, n))[0]
 
@@ -73,7 +77,7 @@ def drifting_factors(n: int) -> tuple[Tensor, Tensor]:
 
 
 def warm_start(rounds: int) -> None:
-    """One orthogonal iteration from the old eigenvectors (as SOAP) instead of eigh."""
+    """Measure one orthogonal iteration from the old eigenvectors (as in SOAP) instead of eigh."""
     for n in (257, 577, 1025):
         before, after = drifting_factors(n)
         old = linalg.eigendecompose(before.unsqueeze(0))[1][0].flip(-1)
@@ -92,7 +96,7 @@ def warm_start(rounds: int) -> None:
 
 
 def low_precision(rounds: int) -> None:
-    """Factor products of bf16 rows instead of fp32."""
+    """Measure factor products of bf16 rows instead of fp32 rows."""
     for rows, n in ((2048, 256), (2048, 1024), (32768, 144)):
         x = torch.randn(1, rows, n)
         half = x.bfloat16()
@@ -105,7 +109,7 @@ def low_precision(rounds: int) -> None:
 
 
 def subsample(rounds: int) -> None:
-    """Half of the positions at each factor update, against all at every second."""
+    """Measure half of the positions at each update against all positions at every second one."""
     n, rows, updates = 512, 2048, 20
     scale = torch.arange(1, n + 1).float().rsqrt()
     truth = torch.diag(scale**2)
@@ -123,7 +127,7 @@ def subsample(rounds: int) -> None:
 
 
 def batches(rounds: int) -> None:
-    """Equal shapes in one batch instead of one after the other."""
+    """Measure equal shapes in one batch instead of one after the other."""
     for layers, g, a in ((10, 16, 145), (10, 64, 577), (16, 256, 257)):
         grads = torch.randn(layers, g, a)
         qa, qg = torch.randn(layers, a, a), torch.randn(layers, g, g)
@@ -148,7 +152,7 @@ def batches(rounds: int) -> None:
 
 
 def convolution(rounds: int) -> None:
-    """A of a 3x3 convolution without patches, against one product of all patches."""
+    """Measure A of a 3x3 convolution without patches against one product of all patches."""
     for n, c, size in ((128, 16, 32), (128, 32, 16), (128, 64, 8), (8, 256, 14), (8, 512, 7)):
         x = torch.randn(n, c, size, size)
 
@@ -161,7 +165,7 @@ def convolution(rounds: int) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=11)
     rounds = parser.parse_args().rounds

@@ -1,4 +1,4 @@
-"""What an interval of steps comes to."""
+"""Intervals: the mean step of an interval, put together from the measured kinds of steps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from kfac_bench.errors import UsageError
 
 
 def mean_step(seconds: Mapping[str, float], factor_freq: int, update_freq: int) -> float:
-    """Mean of an interval, from the seconds of each kind of step.
+    """Return the mean step of an interval from the seconds of each kind of step.
 
-    plain + (factors - plain) / factor_freq + (decompose - factors) / update_freq. Raises
-    UsageError unless update_freq is a multiple of factor_freq: a decomposition without new
-    factors is no kind of step that was timed.
+    The mean is plain + (factors - plain) / factor_freq + (decompose - factors) / update_freq.
+
+    Raises:
+        UsageError: If update_freq is no multiple of factor_freq. Some decompositions would then
+            have no new factors, and such a step is not measured.
     """
     if factor_freq < 1 or update_freq < 1 or update_freq % factor_freq:
-        raise UsageError(f"setting {factor_freq},{update_freq}: the second must be a multiple")
+        raise UsageError(
+            f"setting {factor_freq},{update_freq}: the second must be a multiple of the first"
+        )
     plain, factors, decompose = (seconds[kind] for kind in KINDS)
     return plain + (factors - plain) / factor_freq + (decompose - factors) / update_freq
 
 
 def combine(timing: Timing, method: str, factor_freq: int, update_freq: int) -> dict[str, Any]:
-    """The mean step of an interval from medians over rounds, and over SGD's; per round, too."""
+    """Return the mean step of an interval and its ratio to SGD, by medians and by round."""
     kinds = timing.methods[method]
     medians = {kind: statistics.median(kinds[kind]) for kind in KINDS}
     mean_s = mean_step(medians, factor_freq, update_freq)
@@ -44,7 +48,7 @@ def combine(timing: Timing, method: str, factor_freq: int, update_freq: int) -> 
 
 
 def summarize(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median and slowest step without the first, which is apart."""
+    """Return mean, median and slowest step without the first step, and the first step."""
     first, rest = seconds[0], seconds[1:]
     median = statistics.median(rest)
     return {

@@ -1,8 +1,8 @@
-"""Step times of SGD and K-FAC, interleaved in one process, by kind of step.
+"""Measure step times of SGD and K-FAC, interleaved in one process, by kind of step.
 
-Decompositions are rare, so intervals are not run: each kind of step is timed apart, in blocks that
-alternate; :mod:`benchmarks.intervals` puts an interval together. :func:`run_intervals` runs whole
-ones.
+Decompositions are rare, so whole intervals would take long. Each kind of step is therefore timed
+separately, in blocks that alternate, and `benchmarks.intervals` puts an interval together.
+`run_intervals` runs whole intervals.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from kfac_bench.core.schedule import Schedule
 from kfac_bench.errors import UsageError
 
 KINDS = ("plain", "factors", "decompose")
-"""Steps that only precondition; that update factors, too; that decompose them, too."""
+"""Kinds of steps: precondition only; also update factors; also decompose them."""
 PRECISIONS = ("fp32", "tf32", "bf16")
 BLOCK_S = 1.0
-"""A block runs about so long, where a step is short."""
+"""Approximate duration of a block of short steps."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one precision on one device; the variants of a case differ in K-FAC alone."""
+    """One model in one precision on one device. The variants of a case differ in K-FAC only."""
 
     name: str
     size: Size = field(default_factory=Size)
     device: str = "cpu"
     precision: str = "fp32"
     kfac: dict[str, Any] = field(default_factory=dict)
-    """Keywords of every KFAC."""
+    """Keywords for KFAC, in all variants."""
     clock: str = "wall"
-    """Or ``cpu``: the process' own time, for one thread on a core that others use, too."""
+    """`wall`, or `cpu`: processor time of one thread, on a core that other programs use too."""
 
     def now(self) -> float:
-        """Seconds of the clock; the device has finished its work."""
+        """Wait for the device, and return the seconds of the clock."""
         synchronize(self.device)
         return time.process_time() if self.clock == "cpu" else time.perf_counter()
 
 
 @dataclass
 class Timing:
-    """Seconds per step, a figure per round."""
+    """Seconds per step, one value per round."""
 
     shape: str
     block_steps: int
     sgd_s: list[float] = field(default_factory=list)
     cpu_share: float = 0.0
-    """CPU seconds over wall seconds: what one thread got of its core."""
+    """CPU seconds divided by wall seconds: the share of its core that one thread got."""
     gemm_flop_s: list[float] = field(default_factory=list)
-    """Of :func:`matmul_rate`: the machine's speed at the time of the round."""
+    """Results of `matmul_rate`: the machine's speed at the time of the round."""
     methods: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """By method and kind of step."""
+    """Seconds by method and kind of step."""
     stage_s: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    """Host seconds of ``statistics()``, by method, kind of step and kind of op."""
+    """Host seconds of `KFAC.statistics`, by method, kind of step and kind of op."""
     first_step_s: dict[str, float] = field(default_factory=dict)
     floor_flop: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By method and kind of op; see :func:`floor_flops`."""
+    """Results of `floor_flops`, by method and kind of op."""
 
 
 class Variant:
-    """A training loop of its own: model, SGD with momentum, and K-FAC unless ``method`` is None."""
+    """A training loop: model, SGD with momentum, and K-FAC unless `method` is None."""
 
     def __init__(
         self, case: Case, method: str | None, factors: Schedule = 1, decompose: Schedule = 1,
@@ -94,21 +94,21 @@ class Variant:
                 raise UsageError(f"KFAC of {case.name}: {error}") from error
 
     def step(self) -> None:
-        """One training step on the workload's batch."""
+        """Train one step on the workload's batch."""
         self.backward()
         if self.kfac is not None:
             self.kfac.step()
         self.optimizer.step()
 
     def backward(self) -> None:
-        """The part of the step before K-FAC's."""
+        """Run the part of the step before K-FAC."""
         self.optimizer.zero_grad()
         with autocast(self.case):
             loss = self.workload.loss()
         loss.backward()  # type: ignore[no-untyped-call]
 
     def block(self, steps: int) -> float:
-        """Seconds per step of so many; the device has finished before both clock readings."""
+        """Run `steps` steps and return the seconds per step, with the device's work included."""
         start = self.case.now()
         for _ in range(steps):
             self.step()
@@ -116,30 +116,33 @@ class Variant:
 
 
 class Cycle:
-    """Kinds of steps as a function of the step: each once, then blocks of each, again and again.
+    """The order of the kinds of steps: each kind once, then blocks of each kind, repeatedly.
 
-    Of short steps one more goes before the blocks, not timed: caches hold another variant's data.
+    Before the blocks of short steps goes an untimed step, because the caches hold another variant's
+    data.
     """
 
     def __init__(self, block_steps: int) -> None:
-        self.start = ("decompose", "plain", "factors")  # KFAC decomposes in its first step
+        # KFAC decomposes in its first step.
+        self.start = ("decompose", "plain", "factors")
         self.warm = 1 if block_steps > 1 else 0
         self.blocks = (("plain", block_steps), ("factors", block_steps), ("decompose", 1))
         self.cycle = ["plain"] * self.warm + [kind for kind, n in self.blocks for _ in range(n)]
 
     def kind(self, step: int) -> str:
-        """The kind of a step."""
+        """Return the kind of `step`."""
         if step < len(self.start):
             return self.start[step]
         return self.cycle[(step - len(self.start)) % len(self.cycle)]
 
     def every(self, *kinds: str) -> Schedule:
-        """For KFAC: an interval of 1 at steps of these kinds, one that misses the step else."""
+        """Return a schedule for KFAC by which it works at steps of these kinds only."""
+        # An interval of 1 always hits a step, and an interval of step + 1 never does.
         return lambda step: 1 if self.kind(step) in kinds else step + 1
 
 
 def at_once() -> dict[str, bool]:
-    """Keywords with which KFAC makes all decompositions in one step."""
+    """Return the keywords with which KFAC makes all decompositions in one step."""
     return {"spread": False} if "spread" in inspect.signature(KFAC).parameters else {}
 
 
@@ -147,25 +150,17 @@ def time_kinds(
     case: Case, methods: Sequence[str], rounds: int, *, budget_s: float = float("inf"),
     on_round: Callable[[int, float], None] = lambda done, seconds: None,
 ) -> Timing:  # fmt: skip
-    """SGD and each method, block by block in turn, in an order that rotates with the round.
+    """Time SGD and each method in alternating blocks, in an order that rotates with the round.
 
-    Ends after ``rounds``, or before a round (never the first) that would not fit ``budget_s``.
+    The measurement ends after `rounds` rounds, or before a round (never the first) that would not
+    fit into `budget_s` seconds.
     """
     started, cpu = time.perf_counter(), time.process_time()
     sgd = Variant(case, None)
     sgd.block(2)
     steps = min(5 if case.device == "cpu" else 20, max(1, int(BLOCK_S / sgd.block(1))))
     result, cycle = Timing(sgd.workload.shape, steps), Cycle(steps)
-    variants: dict[str, Variant] = {}
-    for m in methods:
-        factors, decompose = cycle.every("factors", "decompose"), cycle.every("decompose")
-        variants[m] = variant = Variant(case, m, factors, decompose, **at_once())
-        result.first_step_s[m] = variant.block(1)
-        variant.block(len(cycle.start) - 1)
-        assert variant.kfac is not None
-        result.floor_flop[m] = floor_flops(variant.kfac, sgd.workload)
-        result.methods[m] = {kind: [] for kind in KINDS}
-        result.stage_s[m] = {kind: {} for kind in KINDS}
+    variants = {m: _first_steps(case, m, cycle, result, sgd.workload) for m in methods}
     turns: list[str | None] = [None, *methods]
     for done in range(rounds):
         begun = time.perf_counter()
@@ -186,6 +181,21 @@ def time_kinds(
     return result
 
 
+def _first_steps(
+    case: Case, method: str, cycle: Cycle, result: Timing, workload: Workload
+) -> Variant:
+    """Make a method's variant, do its first steps, and prepare its entries in `result`."""
+    factors, decompose = cycle.every("factors", "decompose"), cycle.every("decompose")
+    variant = Variant(case, method, factors, decompose, **at_once())
+    result.first_step_s[method] = variant.block(1)
+    variant.block(len(cycle.start) - 1)
+    assert variant.kfac is not None
+    result.floor_flop[method] = floor_flops(variant.kfac, workload)
+    result.methods[method] = {kind: [] for kind in KINDS}
+    result.stage_s[method] = {kind: {} for kind in KINDS}
+    return variant
+
+
 def _time_blocks(
     variant: Variant,
     cycle: Cycle,
@@ -194,7 +204,8 @@ def _time_blocks(
 ) -> None:
     for kind, steps in cycle.blocks:
         times[kind].append(variant.block(steps))
-        if variant.kfac is not None and variant.case.device == "cpu":  # a GPU's host runs ahead
+        # With a GPU the host runs ahead, so its seconds say nothing about the stages.
+        if variant.kfac is not None and variant.case.device == "cpu":
             for op, seconds in variant.kfac.statistics()["stage_s"].items():
                 stages[kind].setdefault(op, []).append(seconds)
 
@@ -202,10 +213,13 @@ def _time_blocks(
 def run_intervals(
     case: Case, methods: Sequence[str], factor_freq: int, update_freq: int, intervals: int
 ) -> dict[str, list[float]]:
-    """Seconds of every step of whole intervals, K-FAC's own spreading included; turns of a tenth.
+    """Time every step of whole intervals, in which K-FAC spreads its decompositions.
 
-    By method, and ``sgd``. The first step, which makes every decomposition, comes before the
-    intervals: 1 + intervals * update_freq figures.
+    The variants take turns, each for a tenth of an interval.
+
+    Returns:
+        The seconds of 1 + intervals * update_freq steps, by method and for `sgd`. The first step,
+        which makes every decomposition, comes before the intervals.
     """
     variants = {"sgd": Variant(case, None)}
     variants |= {m: Variant(case, m, factor_freq, update_freq) for m in methods}
@@ -219,7 +233,10 @@ def run_intervals(
 
 
 def set_precision(precision: str) -> None:
-    """For the process: fp32 is IEEE's; tf32, and bf16 in what autocast leaves alone, TF32."""
+    """Set the precision of fp32 products in this process: IEEE for fp32, else TF32.
+
+    With bf16, TF32 applies to the products that autocast leaves in fp32.
+    """
     if precision not in PRECISIONS:
         raise UsageError(f"unknown precision {precision!r}: choose from {', '.join(PRECISIONS)}")
     mode = "ieee" if precision == "fp32" else "tf32"
@@ -228,7 +245,7 @@ def set_precision(precision: str) -> None:
 
 
 def autocast(case: Case) -> Any:
-    """bf16 autocast of the forward pass where the case asks for it."""
+    """Return bf16 autocast for the forward pass if the case asks for it."""
     if case.precision == "bf16":
         return torch.autocast(case.device, dtype=torch.bfloat16)
     return nullcontext()
@@ -241,7 +258,7 @@ def synchronize(device: str) -> None:
 
 
 def matmul_rate(case: Case, n: int = 2048) -> float:
-    """FLOP/s of an fp32 product of n x n (TF32 unless the precision is fp32): the floor's unit."""
+    """Return the FLOP/s of a product of n x n fp32 matrices, in TF32 unless the case is fp32."""
     x = torch.ones(n, n, device=case.device)
     seconds = []
     for _ in range(2):

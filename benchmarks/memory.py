@@ -1,4 +1,4 @@
-"""Peak memory of a few full steps over what was there before the model: a process per variant."""
+"""Measure the peak memory of a few full steps, above the memory before the model existed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-if not __package__:  # started as a file, by peaks() below
+# peaks() starts this file directly, and then it does not find its package.
+if not __package__:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measure import Case, Variant, set_precision, synchronize
@@ -28,10 +29,11 @@ STEPS = 3
 def peaks(
     case: Case, methods: Sequence[str], *, steps: int = STEPS, in_process: bool = False
 ) -> dict[str, int]:
-    """Bytes by method, and ``sgd``: weights, gradients, momentum, activations, K-FAC's own.
+    """Return the peak bytes by method, and for `sgd`.
 
-    Every K-FAC step updates the factors and decomposes them. On a GPU the figure is of torch's
-    allocator; on a CPU of the resident set, exact only in a fresh process per variant.
+    The peak includes weights, gradients, momentum, activations and K-FAC. Every K-FAC step updates
+    the factors and decomposes them. On a GPU torch's allocator counts. On a CPU the resident memory
+    counts, which is exact only in a new process per variant.
     """
     if in_process or case.device == "cuda":
         return {m or "sgd": peak_bytes(case, m, steps) for m in (None, *methods)}
@@ -52,7 +54,7 @@ def peaks(
 
 
 def peak_bytes(case: Case, method: str | None, steps: int) -> int:
-    """Peak of the steps above the baseline: after all imports and a tiny model's step."""
+    """Return the peak of the steps above the memory after all imports and a tiny model's step."""
     set_precision(case.precision)
     tiny = Variant(replace(case, size=Size(quick=True)), method)
     tiny.step()
@@ -67,15 +69,17 @@ def peak_bytes(case: Case, method: str | None, steps: int) -> int:
 
 
 def _reset_peak(device: str) -> int:
-    """Bytes in use now; forget that it was more."""
+    """Reset the peak, and return the bytes in use now."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    with suppress(OSError, AttributeError):  # glibc: give back what the tiny model has freed
+    # glibc returns the memory that the tiny model has freed.
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     clear = Path("/proc/self/clear_refs")
-    if not clear.exists():  # not Linux: the imports' peak is the baseline
+    # Only Linux can reset the peak. Elsewhere the peak of the imports is the baseline.
+    if not clear.exists():
         return _peak(device)
     clear.write_text("5")
     return _resident("VmRSS")
@@ -85,7 +89,7 @@ def _peak(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     if Path("/proc/self/status").exists():
-        # not ru_maxrss, which a process inherits from the one that started it
+        # ru_maxrss is of no use: a process inherits it from the process that started it.
         return _resident("VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""What is measured: models with one fixed batch and a loss, all drawn from one seed."""
+"""The workloads to measure: models with one fixed batch and a loss, drawn from one seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfac_bench.models.torchvision_resnet import TorchvisionResNetConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """A model in training mode and the loss of its one batch."""
+    """A model in training mode, and the loss of its one batch."""
 
     name: str
     shape: str
@@ -28,16 +28,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Size:
-    """Examples per step and tokens per example; 0 for what is usual with the model."""
+    """Examples per step and tokens per example. 0 means the model's usual size."""
 
     batch: int = 0
     tokens: int = 0
     quick: bool = False
-    """A tiny model of the same kind, to run the code and not to measure anything."""
+    """Use a tiny model of the same kind, to run the code without measuring anything."""
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward network with residuals; q, k, v and o apart."""
+    """Pre-norm attention and feed-forward network with residuals and separate q, k, v and o."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens [n, tokens] to logits [n, tokens, vocabulary]."""
+    """A transformer encoder that maps tokens [n, tokens] to logits [n, tokens, vocabulary]."""
 
     def __init__(
         self, layers: int, width: int, hidden: int, vocabulary: int, tokens: int, heads: int = 4
@@ -76,7 +76,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
+        """Map tokens to logits."""
         out: Tensor = self.head(self.norm(self.layers(self.embedding(tokens) + self.position)))
         return out
 
@@ -87,7 +87,8 @@ def _images(
     x = torch.randn(batch, 3, side, side).to(device)
     y = torch.randint(classes, (batch,)).to(device)
     model = model.to(device).train()
-    if device == "cuda":  # what is fast there: the baseline must be, too
+    # channels_last is fast on a GPU, and the baseline must be fast.
+    if device == "cuda":
         x = x.to(memory_format=torch.channels_last)
         model = model.to(memory_format=torch.channels_last)
     shape = f"batch {batch}, 3x{side}x{side}"
@@ -129,7 +130,8 @@ def _encoder(size: Size, device: str) -> Workload:
 
 
 def _bert_base(size: Size, device: str) -> Workload:
-    from transformers import BertConfig, BertForMaskedLM  # seconds: not for the other models
+    # The import takes seconds, which other models need not wait for.
+    from transformers import BertConfig, BertForMaskedLM
 
     batch, tokens = size.batch or 4, size.tokens or 128
     config = BertConfig()
@@ -142,8 +144,9 @@ def _bert_base(size: Size, device: str) -> Workload:
     model: nn.Module = BertForMaskedLM(config)
     model = model.to(device).train()
     labels = torch.randint(config.vocab_size, (batch, tokens))
-    masked = torch.rand(batch, tokens) < 0.15  # of masked language modelling
-    masked[:, 0] = True  # never none
+    masked = torch.rand(batch, tokens) < 0.15
+    # A batch without a masked token would have no loss.
+    masked[:, 0] = True
     x = labels.masked_fill(masked, 3).to(device)
     labels = labels.masked_fill(~masked, -100).to(device)
     return Workload(
@@ -156,7 +159,7 @@ def _bert_base(size: Size, device: str) -> Workload:
 
 
 def _maskrcnn(size: Size, device: str) -> Workload:
-    """Random images of 800 x 1216 with seven things each; only the heads are K-FAC's."""
+    """Make random images of 800 x 1216 with seven objects each. K-FAC sees the heads only."""
     from kfac_bench.models.networks.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
 
     batch, height, width = size.batch or 1, 800, 1216
@@ -194,9 +197,10 @@ NAMES = tuple(_MAKERS)
 
 
 def build(name: str, size: Size, device: str = "cpu", seed: int = 0) -> Workload:
-    """The same weights and the same batch for the same arguments.
+    """Build a workload. The same arguments give the same weights and the same batch.
 
-    Raises UsageError for an unknown name or where the model's package is missing.
+    Raises:
+        UsageError: If the name is unknown or the model's package is missing.
     """
     if name not in _MAKERS:
         raise UsageError(f"unknown model {name!r}: choose from {', '.join(NAMES)}")

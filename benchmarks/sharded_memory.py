@@ -1,4 +1,4 @@
-"""What one rank holds: DistributedDataParallel, FSDP2 and tensor parallel, by strategy.
+"""Measure the memory of one rank with DDP, FSDP2 and tensor parallel, by strategy.
 
 Run: torchrun --nproc-per-node 2 benchmarks/sharded_memory.py
 """
@@ -23,25 +23,25 @@ BLOCKS, WIDTH, HIDDEN, BATCH = 6, 512, 2048, 64
 
 
 class Block(nn.Module):
-    """A perceptron with a shortcut."""
+    """A two-layer perceptron with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [N, WIDTH] to as many."""
+        """Map [N, WIDTH] to [N, WIDTH]."""
         out: Tensor = x + self.down(self.up(x).relu())
         return out
 
 
 def ddp(model: nn.Sequential) -> nn.Module:
-    """Whole on each rank."""
+    """Keep the whole model on each rank."""
     return DistributedDataParallel(model)
 
 
 def fsdp2(model: nn.Sequential) -> nn.Module:
-    """In parts, gathered block by block."""
+    """Split each parameter, and gather block by block."""
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -49,7 +49,7 @@ def fsdp2(model: nn.Sequential) -> nn.Module:
 
 
 def tensor_parallel(model: nn.Sequential) -> nn.Module:
-    """Hidden features in parts."""
+    """Split the hidden features."""
     style: dict[str, Any] = {f"{i}.up": ColwiseParallel() for i in range(BLOCKS)}
     style |= {f"{i}.down": RowwiseParallel() for i in range(BLOCKS)}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -57,7 +57,7 @@ def tensor_parallel(model: nn.Sequential) -> nn.Module:
 
 
 def measure(wrap: Callable[[nn.Sequential], nn.Module], strategy: str) -> list[float]:
-    """MiB of parameters, gradients, factors and decompositions, between steps."""
+    """Return the MiB of parameters, gradients, factors and decompositions between steps."""
     torch.manual_seed(0)
     model = wrap(nn.Sequential(*(Block() for _ in range(BLOCKS))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -78,12 +78,12 @@ def measure(wrap: Callable[[nn.Sequential], nn.Module], strategy: str) -> list[f
 
 
 def size(tensors: Iterable[Tensor]) -> float:
-    """MiB of this rank's parts."""
+    """Return the MiB of this rank's parts."""
     return sum(local(t.detach()).nbytes for t in tensors) / 2**20
 
 
 def main() -> None:
-    """Print one row for each, the most of any rank."""
+    """Print a row for each combination, with the largest value of any rank."""
     rows = ["| MiB of a rank | parameters | gradients | factors | decompositions |"]
     rows.append("| --- |" + " ---: |" * 4)
     for strategy in ("comm_opt", "mem_opt", "owner_reduce"):

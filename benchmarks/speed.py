@@ -1,4 +1,4 @@
-"""Step time and memory of K-FAC over plain SGD. Run: python benchmarks/speed.py --help."""
+"""Measure step time and memory of K-FAC relative to SGD. Run: python benchmarks/speed.py --help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-if not __package__:  # started as a file
+# A file that is started directly does not find its package.
+if not __package__:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import intervals, measure, memory, tables
@@ -29,37 +30,37 @@ from kfac_bench.errors import UsageError
 from kfac_bench.training import environment
 
 SETTINGS = ((1, 10), (10, 100))
-"""Steps between factor updates, and between decompositions."""
+"""Pairs of steps between factor updates and steps between decompositions."""
 REAL = ("resnet32", "encoder")
-"""Models whose whole intervals take minutes, not hours, on a CPU."""
+"""Models whose whole intervals take minutes rather than hours on a CPU."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """See the class."""
+        """Raise `UsageError` instead of ending the process."""
         raise UsageError(message)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Options, checked: what can fail at once does so before anything is measured."""
+    """Parse and check the options, so that bad input fails before anything is measured."""
     parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--models", type=words, default=list(NAMES), help="of " + ",".join(NAMES))
-    add("--batch", type=whole, default=None, help="examples per step; None: the model's usual")
-    add("--methods", type=words, default=["eigen", "inverse"], help="KFAC's")
-    add("--rounds", type=whole, default=9, help="medians are of so many")
-    add("--real", action="store_true", help=f"whole intervals of {', '.join(REAL)}, too")
-    add("--intervals", type=whole, default=2, help="of --real")
-    add("--no-memory", action="store_true", help="no peak memory")
+    add("--models", type=words, default=list(NAMES), help="some of " + ",".join(NAMES))
+    add("--batch", type=whole, help="examples per step; None is the model's usual number")
+    add("--methods", type=words, default=["eigen", "inverse"], help="methods of KFAC")
+    add("--rounds", type=whole, default=9, help="number of rounds for each median")
+    add("--real", action="store_true", help=f"also run whole intervals of {', '.join(REAL)}")
+    add("--intervals", type=whole, default=2, help="number of intervals of --real")
+    add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--precision", choices=PRECISIONS, default="fp32")
-    add("--kfac", action="append", default=[], metavar="KEY=VALUE", help="a keyword of KFAC")
-    add("--threads", type=whole, default=1, help="of the CPU")
-    add("--clock", choices=("wall", "cpu"), default="wall", help="cpu: the process' own time")
+    add("--kfac", action="append", default=[], metavar="KEY=VALUE", help="a keyword for KFAC")
+    add("--threads", type=whole, default=1, help="threads on the CPU")
+    add("--clock", choices=("wall", "cpu"), default="wall", help="cpu is processor time")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--out", type=Path, default=Path("benchmarks/results/speed.json"))
-    add("--quick", action="store_true", help="tiny models and 2 rounds: does the code run")
+    add("--quick", action="store_true", help="run the code once with tiny models")
     options = parser.parse_args(arguments)
     unknown = [m for m in options.models if m not in NAMES]
     if unknown:
@@ -71,7 +72,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     check_device(options.device)
     if options.clock == "cpu" and (options.device != "cpu" or options.threads > 1):
         raise UsageError("--clock cpu is for one thread on the CPU")
-    for method in options.methods:  # what KFAC refuses, it refuses now
+    # KFAC refuses bad keywords now, and not after minutes.
+    for method in options.methods:
         measure.Variant(Case("encoder", Size(quick=True), kfac=options.kfac), method)
     make_parent(options.out)
     if options.quick:
@@ -80,12 +82,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def words(text: str) -> list[str]:
-    """Names between commas; none twice."""
+    """Split names at commas, without repetitions."""
     return list(dict.fromkeys(w for w in re.split(r"[,\s]+", text) if w))
 
 
 def keyword(text: str) -> tuple[str, Any]:
-    """KEY=VALUE, the value as in YAML."""
+    """Split KEY=VALUE and read the value as YAML."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise UsageError(f"--kfac {text}: not KEY=VALUE")
@@ -96,20 +98,20 @@ def keyword(text: str) -> tuple[str, Any]:
 
 
 def whole(text: str) -> int:
-    """A whole number from 1."""
+    """Read a whole number from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
 def check_device(device: str) -> None:
-    """UsageError if it is not there."""
+    """Raise `UsageError` if the device is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device: torch sees none; --device cpu runs without")
 
 
 def make_parent(path: Path) -> None:
-    """UsageError if the file cannot be written, now and not after the measurement."""
+    """Raise `UsageError` if the file cannot be written: now, not after the measurement."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a"):
@@ -119,7 +121,7 @@ def make_parent(path: Path) -> None:
 
 
 def header(device: str, quick: bool) -> dict[str, Any]:
-    """What the figures depend on; ``models`` is filled as they come."""
+    """Return what the results depend on, with an empty list of models."""
     machine = environment.describe()
     for package in ("transformers",):
         try:
@@ -140,7 +142,7 @@ def measure_case(
     *,
     budget_s: float = float("inf"),
 ) -> dict[str, Any]:
-    """Time the kinds of steps; the entry of one model, without intervals and memory."""
+    """Time the kinds of steps, and return the model's entry without intervals and memory."""
     measure.set_precision(case.precision)
     what = f"{case.name} {case.precision}"
     task = progress.add_task(f"{what}: warming up", total=rounds)
@@ -167,21 +169,21 @@ def measure_case(
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds."""
+    """Return minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def measure_intervals(
     case: Case, methods: Sequence[str], setting: tuple[int, int], count: int
 ) -> dict[str, Any]:
-    """Every step of whole intervals, and what they come to."""
+    """Time every step of whole intervals, and summarize."""
     seconds = measure.run_intervals(case, methods, *setting, count)
     summary = {name: intervals.summarize(s) for name, s in seconds.items()}
     return {"setting": list(setting), "seconds": seconds, "summary": summary}
 
 
 def progress_bar() -> Progress:
-    """On stderr: the table alone goes to stdout."""
+    """Return a progress bar on stderr, because stdout is for the table."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     hidden = not console.is_terminal
@@ -189,7 +191,7 @@ def progress_bar() -> Progress:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all models; the file is written after each part."""
+    """Measure all models, and write the file after each part."""
     torch.set_num_threads(options.threads)
     if options.device == "cpu":
         environment.keep_freed_memory()
@@ -205,10 +207,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def measure_model(
     name: str, options: argparse.Namespace, progress: Progress, entries: list[dict[str, Any]]
 ) -> Iterator[None]:
-    """Add the model's entry, part by part; yields after each."""
+    """Add the model's entry part by part, and yield after each part."""
     say, methods = progress.console.print, options.methods
     size = Size(batch=options.batch or 0, quick=options.quick)
-    case = Case(*(name, size, options.device, options.precision, options.kfac, options.clock))
+    case = Case(name, size, options.device, options.precision, options.kfac, options.clock)
     settings = ((1, 2), (2, 4)) if options.quick else SETTINGS
     entry = measure_case(case, methods, settings, options.rounds, progress)
     entries.append(entry)
@@ -228,11 +230,11 @@ def measure_model(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 2 for bad input."""
+    """Measure, and return the exit code: 2 for bad input."""
     try:
         options = parse(arguments)
         print(tables.render(run(options)))
-        print(f"all figures: {options.out}", file=sys.stderr)
+        print(f"all results: {options.out}", file=sys.stderr)
     except UsageError as error:
         print(f"speed.py: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Markdown tables from the figures of a measurement: the dict that the JSON file holds."""
+"""Markdown tables of a measurement, from the dict that the JSON file holds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 CROWDED = 0.95
-"""With less of its core, wall seconds of a process are in doubt."""
+"""If a process gets a smaller share of its core, its wall seconds are in doubt."""
 Results = Mapping[str, Any]
 Entry = Mapping[str, Any]
-"""One model's figures."""
+"""The results of one model."""
 
 
 def render(results: Results, *, head: bool = True, body: bool = True) -> str:
-    """The machine and all tables, with the sentences without which they cannot be read."""
+    """Return the machine and all tables, each with an explanation."""
     entries = results["models"]
     parts = [_machine(results)] if head else []
     if body:
@@ -23,7 +23,7 @@ def render(results: Results, *, head: bool = True, body: bool = True) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; all columns but the first to the right."""
+    """Return a Markdown table whose first column is left-aligned and the others right-aligned."""
     ruler = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows))
 
@@ -41,8 +41,8 @@ def _machine(results: Results) -> str:
     if results["clock"] == "cpu":
         speed += "; seconds are of CPU time"
     elif results["device"] == "cpu" and hardware["threads"] == 1 and alone < CROWDED:
-        speed += f"; **others took the core: this process had {100 * alone:.0f} % of it**"
-    quick = " **Tiny models: the figures mean nothing.**" if results["quick"] else ""
+        speed += f"; **other programs used the core: this process had {100 * alone:.0f} % of it**"
+    quick = " **Tiny models: the numbers mean nothing.**" if results["quick"] else ""
     return (
         f"{on}, {hardware['threads']} of {hardware['cpu_count']} CPU threads, torch "
         f"{versions['torch']}, {results['date']}, commit {found['git_commit'][:9] or 'unknown'}"
@@ -70,11 +70,11 @@ def _steps(entries: Sequence[Entry]) -> Iterator[str]:
          "K-FAC / SGD (range)", "rounds"], rows,
     )  # fmt: skip
     yield (
-        "Medians over interleaved rounds, of blocks of steps of one kind (plain: precondition "
-        "only; factors: update them, too; decompose: do that, too), put together as plain + "
-        "(factors - plain) / f + (decompose - factors) / d for every f and d steps; the range is "
-        "of single rounds. Both variants share the process, the batch and the optimizer (SGD, "
-        "momentum 0.9)."
+        "Each number is a median over interleaved rounds. A round times blocks of steps of one "
+        "kind: plain (precondition only), factors (also update factors), decompose (also "
+        "decompose). The mean step is plain + (factors - plain) / f + (decompose - factors) / d, "
+        "for factors every f steps and decompositions every d steps. The range covers single "
+        "rounds. SGD and K-FAC share the process, the batch and the optimizer (SGD, momentum 0.9)."
     )
 
 
@@ -92,11 +92,11 @@ def _stages(results: Results) -> Iterator[str]:
         ["model", "method", "stage", "ms", "SGD steps", "floor ms", "measured / floor"], rows
     )
     yield (
-        "Rows with a minus are differences of whole steps and so hold all that a stage costs; the "
-        "others are the host's wall seconds inside the stage (`statistics()`): on a CPU, without "
-        "`--clock cpu`. Floor: "
-        "FLOPs at the rate of the matrix product above, half of a symmetric product, 3x3 "
-        "convolutions of stride 1 without patches."
+        "Rows with a minus are differences of whole steps, so they include the whole cost of a "
+        "stage. The other rows are the host's wall seconds within the stage (`statistics()`), on a "
+        "CPU and without `--clock cpu`. The floor is the time of the unavoidable FLOPs at the rate "
+        "of the matrix product above: half of a symmetric product, and no patches for 3x3 "
+        "convolutions of stride 1."
     )
 
 
@@ -108,7 +108,10 @@ FLOORS = {
 
 
 def stages(entry: Entry, method: str, *, host: bool) -> Iterator[tuple[str, float, float]]:
-    """Stage, its seconds and the seconds of its floor (0: none); the ``host``'s own, too."""
+    """Yield each stage with its seconds and the seconds of its floor (0 if it has none).
+
+    With `host` the host's own seconds within each op follow.
+    """
     times = {kind: statistics.median(x) for kind, x in entry["methods"][method].items()}
     times["SGD"] = statistics.median(entry["sgd_s"])
     floor = {op: n / rate(entry) for op, n in entry["floor_flop"][method].items()}
@@ -124,7 +127,7 @@ def stages(entry: Entry, method: str, *, host: bool) -> Iterator[tuple[str, floa
     }
     for op in sorted({op for by_op in by_kind.values() for op in by_op}):
         most = max(by_op.get(op, 0.0) for by_op in by_kind.values())
-        # where it runs with the least else: the first kind of step with about its full time
+        # Take the op's time from the simplest kind of step in which the op does its full work.
         seconds = next(x for b in by_kind.values() if (x := b.get(op, 0.0)) >= most / 2)
         yield op, seconds, floor.get(op, 0.0)
 
@@ -147,7 +150,7 @@ def _intervals(entries: Sequence[Entry]) -> Iterator[str]:
             ["model", "variant", "factors, decompositions every", "mean ms", "median ms",
              "slowest ms", "slowest / median", "first ms"], rows,
         )  # fmt: skip
-        yield "The first step makes every decomposition; it is in no other column."
+        yield "The first step makes every decomposition. No other column includes it."
 
 
 def _memory(entries: Sequence[Entry]) -> Iterator[str]:
@@ -163,24 +166,24 @@ def _memory(entries: Sequence[Entry]) -> Iterator[str]:
         yield "### Peak memory"
         yield table(["model", "method", "SGD MB", "K-FAC MB", "over SGD"], rows)
         yield (
-            "Of three steps that do everything: weights, gradients, momentum, activations and "
-            "K-FAC; on a CPU the growth of a fresh process' resident set, on a GPU of the "
-            "allocator."
+            "The peak of three steps that do everything, with weights, gradients, momentum, "
+            "activations and K-FAC. On a CPU it is the growth of a new process' resident memory, "
+            "on a GPU the growth of torch's allocated memory."
         )
 
 
 def rate(entry: Entry) -> float:
-    """FLOP/s of the matrix product, median over rounds."""
+    """Return the FLOP/s of the matrix product, as the median over rounds."""
     return float(statistics.median(entry["gemm_flop_s"]))
 
 
 def label(entry: Entry) -> str:
-    """Model, batch and precision."""
+    """Return model, batch and precision in words."""
     precision = "" if entry["precision"] == "fp32" else f", {entry['precision']}"
     return f"{entry['name']} ({entry['shape']}{precision})"
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds with about three digits."""
+    """Return milliseconds with about three digits."""
     x = 1e3 * seconds
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.2f}" if abs(x) >= 1 else f"{x:.3f}"

@@ -2,10 +2,15 @@
 
     python scripts/measure_hardware.py NAME [--out FILE] [--device cpu]
 
-Products, a ResNet-20's forward, backward and factors, eigh and Cholesky on one process of one
-thread (or one GPU); on a CPU the ResNet-20 on as many ranks as cores, and twice as many; all-reduce
-and broadcast on 2 gloo ranks. About a minute. Products, decompositions and messages are the fastest
-of several, the network's steps medians: those depend on what is left in caches.
+The script takes about a minute. It measures:
+
+* on one process with one thread (or on one GPU): matrix products; forward, backward and factors of
+  a ResNet-20; eigh and Cholesky,
+* on a CPU also the ResNet-20 on as many ranks as cores, and on twice as many,
+* all-reduce and broadcast on 2 gloo ranks.
+
+Products, decompositions and messages are the fastest of several runs. The network's steps are
+medians, because they depend on the contents of the caches.
 """
 
 from __future__ import annotations
@@ -32,19 +37,19 @@ from kfac_bench.simulate import workload
 from kfac_bench.training import environment
 
 ALL_REDUCES = (1 << 12, 1 << 18, 1 << 22)
-"""Elements of fp32."""
+"""Sizes of messages, in fp32 elements."""
 EXAMPLES, NETWORK_STEPS, CROWD_ROUNDS = 32, 20, 4
-"""Of the network: a batch; steps of each kind; parts that they are done in, in turn."""
+"""For the network: examples per batch, steps of each kind, and rounds into which they are split."""
 MOST_RANKS = 8
-"""That fill cores while they are timed; as many again where these are all cores."""
+"""Most ranks to time on full cores. If the cores are no more than that, twice as many are timed."""
 SIZES = (16, 64, 256, 512, 1024)
-"""Of matrices to decompose."""
+"""Sizes of the matrices to decompose."""
 LEAST_S = 1.0
-"""For the repetitions of one thing, together."""
+"""Least total time of the repetitions of one measurement."""
 
 
 def best(work: Callable[[], object], device: torch.device, least: int = 5) -> float:
-    """Seconds of the fastest of at least ``least`` repetitions that took LEAST_S together."""
+    """Return the fastest of at least `least` repetitions, which together take LEAST_S seconds."""
     work()
     fastest, total, count = float("inf"), 0.0, 0
     while count < least or total < LEAST_S:
@@ -63,16 +68,16 @@ def _wait(device: torch.device) -> None:
 
 
 def products(device: torch.device) -> float:
-    """FLOP/s of [512, 512] @ [512, 512]."""
+    """Return the FLOP/s of [512, 512] @ [512, 512]."""
     x = torch.randn(512, 512, device=device)
     return 2 * 512**3 / best(lambda: x @ x, device)
 
 
 class ResNet20:
-    """Forward and backward of a CIFAR ResNet-20, on one batch."""
+    """A CIFAR ResNet-20 with one batch, for forward and backward."""
 
     def __init__(self, device: torch.device) -> None:
-        environment.keep_freed_memory()  # as kfac-train does
+        environment.keep_freed_memory()  # like kfac-train
         config = compose.load(["model=resnet20", "data=cifar10", f"trainer.batch_size={EXAMPLES}"])
         self.work = workload.of_config(config)
         self.model = config.model.build((3, 32, 32), 10, "classification").to(device)
@@ -80,7 +85,7 @@ class ResNet20:
         self._device = device
 
     def seconds(self, then: Callable[[], object] = lambda: None) -> float:
-        """Of one step, with what comes ``then``."""
+        """Return the seconds of one step, followed by `then`."""
         _wait(self._device)
         start = time.perf_counter()
         self.model(self._x).sum().backward()
@@ -90,10 +95,10 @@ class ResNet20:
 
 
 def training(device: torch.device) -> tuple[float, float]:
-    """FLOP/s of a :class:`ResNet20`'s step, and of the factors of its layers.
+    """Return the FLOP/s of a ResNet-20's step, and of the factors of its layers.
 
-    The second is what a backward takes longer that makes A and G, too, in FLOPs of full products
-    of all patches: this code needs fewer. Steps with and without take turns.
+    The time of the factors is the difference of steps with and without A and G, which take turns.
+    Their FLOPs are those of full products of all patches, although this code needs fewer.
     """
     net = ResNet20(device)
     capture = Capture(net.model, find_layers(net.model)[0])
@@ -109,7 +114,10 @@ def training(device: torch.device) -> tuple[float, float]:
 
 
 def _in_crowd(rank: int, counts: Sequence[int], steps: int, path: str, results: str) -> None:
-    """So many ranks at a time do ``steps`` together, as data-parallel training does."""
+    """Run the steps of one rank, on each number of ranks in `counts` in turn.
+
+    The ranks wait for each other after each step, as in data-parallel training.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=max(counts))
     net = ResNet20(torch.device("cpu"))
@@ -130,9 +138,10 @@ def _in_crowd(rank: int, counts: Sequence[int], steps: int, path: str, results: 
 
 
 def crowding() -> dict[int, float]:
-    """How many times as long a step takes where ranks fill all cores, and where two share one.
+    """Return how many times as long a step takes, by number of ranks on this machine.
 
-    Of more cores than MOST_RANKS, what is measured on so many is taken to hold until all are busy.
+    One number of ranks fills all cores, the other puts two ranks on each core. On a machine with
+    more than MOST_RANKS cores, the factor of MOST_RANKS ranks counts for all cores.
     """
     cores = len(os.sched_getaffinity(0))
     full = min(cores, MOST_RANKS)
@@ -146,7 +155,7 @@ def crowding() -> dict[int, float]:
 
 
 def decompositions(device: torch.device) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of eigh and of a Cholesky inverse, by size."""
+    """Return the seconds of eigh and of a Cholesky inverse, by size."""
     eigen, inverse = {}, {}
     for n in SIZES:
         x = torch.randn(n, 2 * n, device=device)
@@ -183,16 +192,18 @@ def _rank(rank: int, path: str, results: str) -> None:
                 seconds[kind, n] = float(slowest.min())
         if rank == 0:
             torch.save({f"{k} {n}": s for (k, n), s in seconds.items()}, results)
-        dist.barrier()  # nobody leaves while another still reads its last message
+        # No rank may leave while another rank still reads its last message.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 def messages() -> tuple[float, float]:
-    """Latency per hop and bytes per second of the ring model (simulate/network.py) on 2 ranks.
+    """Return latency per hop and bytes per second of the ring model (simulate/network.py).
 
-    Two ranks' all-reduce takes 2 alpha + m / beta, a broadcast alpha + m / beta: a line through
-    the least and the most elements of each, and the mean of both.
+    On two ranks an all-reduce takes 2 alpha + m / beta, and a broadcast takes alpha + m / beta. A
+    line through the smallest and the largest message gives alpha and beta. The result is the mean
+    over both operations.
     """
     with tempfile.TemporaryDirectory() as folder:
         path, results = f"{folder}/join", f"{folder}/seconds.pt"
@@ -208,7 +219,7 @@ def messages() -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measure and write."""
+    """Measure, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("name")
     parser.add_argument("--out", type=Path)
@@ -216,7 +227,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     out = options.out or Path("conf/hardware") / f"{options.name}.yaml"
-    if not out.parent.is_dir():  # before half a minute is spent
+    # Find out before half a minute is spent.
+    if not out.parent.is_dir():
         parser.error(f"{out.parent}: no such folder")
     latency, bandwidth = messages()
     gemm = products(options.device)
@@ -227,7 +239,7 @@ def main() -> int:
     crowd = ""
     if options.device.type == "cpu":
         factors = ", ".join(f"{n}: {factor:.3g}" for n, factor in crowding().items())
-        crowd = f"crowding: {{{factors}}}  # measured: so many ranks' forward and backward\n"
+        crowd = f"crowding: {{{factors}}}  # measured: forward and backward, by number of ranks\n"
     day = datetime.datetime.now(datetime.UTC).date()
     out.write_text(
         f"""\

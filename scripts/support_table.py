@@ -1,7 +1,7 @@
-"""The table of docs/distributed.md: what each backend can do, as the tests have shown.
+"""Write the table of docs/distributed.md: what each backend can do, as shown by tests.
 
-``pytest --support=build/support.json`` writes what tests marked ``supports`` showed; this puts it
-into the document, or with ``--check`` says where the document claims something else.
+`pytest --support=build/support.json` writes the outcomes of tests with the marker `supports`. This
+script puts them into the document. With `--check` it only compares the document with the outcomes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ BACKENDS = {
     "pipeline": "pipeline",
 }
 ROWS = (
-    *("comm_opt", "layer_wise", "mem_opt", "hybrid_opt", "owner_reduce", "local_factors"),
-    *("gradient accumulation", "bf16 autocast", "fp16 with GradScaler"),
-    *("resume on another world size", "kfac-train", "documented command"),
+    "comm_opt",
+    "layer_wise",
+    "mem_opt",
+    "hybrid_opt",
+    "owner_reduce",
+    "local_factors",
+    "gradient accumulation",
+    "bf16 autocast",
+    "fp16 with GradScaler",
+    "resume on another world size",
+    "kfac-train",
+    "documented command",
 )
-_STAND_IN = (
-    "Apex needs a GPU: ticks are of the adapter on real ranks with a stand-in for Apex's wrapper"
-)
-_OTHER_STAGE = "the command of ZeRO 2 with another `backend.zero_stage`"
-_SCRIPTS = "for scripts; kfac-train has neither"
+_STAND_IN = "Apex needs a GPU; the ticks show our adapter on real ranks with a stand-in for Apex"
+_OTHER_STAGE = "same command as ZeRO 2, with another `backend.zero_stage`"
+_SCRIPTS = "for scripts only: kfac-train does not offer it"
 WHY: dict[tuple[str, str], str] = {
     ("apex", "kfac-train"): _STAND_IN,
     ("apex", "documented command"): _STAND_IN,
@@ -44,29 +51,30 @@ WHY: dict[tuple[str, str], str] = {
     ("tensor parallel", "kfac-train"): _SCRIPTS,
     ("pipeline", "kfac-train"): _SCRIPTS,
     ("tensor parallel", "local_factors"): (
-        "refused: its ranks share out the samples of one batch, no rank has one of its own"
+        "refused, because no rank has a batch of its own: the ranks share the samples of one batch"
     ),
     ("tensor parallel", "fp16 with GradScaler"): (
-        "torch 2.14 tells only some ranks of an overflow where the first gradient is replicated"
+        "if the first gradient is replicated, torch 2.14 reports an overflow to some ranks only"
     ),
     ("pipeline", "local_factors"): (
-        "not compared with anything: which rank owns a layer depends on the layers of its stage"
+        "not compared, because the owner of a layer depends on the layers of its stage"
     ),
     (
         "pipeline",
         "fp16 with GradScaler",
-    ): "not tried: every stage would need to hear of an overflow",
+    ): "not tried, because every stage would have to learn of an overflow",
     ("pipeline", "resume on another world size"): (
-        "each stage saves its own layers, by their names in it; other stages have other names"
+        "not possible, because each stage saves its layers under names of its own"
     ),
 }
-"""By (backend, row): why it is not there."""
+"""Reasons for missing ticks, by backend and row."""
 
 
 def table(shown: Mapping[str, Mapping[str, str]]) -> str:
-    """Markdown: a tick where a test passed, else the number of the reason below the table.
+    """Return a Markdown table with a tick for each passed test and a footnote for each gap.
 
-    Raises ``ValueError`` for a test that failed, and for a gap without a reason.
+    Raises:
+        ValueError: If a test failed, or a gap has no reason.
     """
     reasons: list[str] = []
     lines = ["| | " + " | ".join(BACKENDS.values()) + " |", "| --- |" + " :-: |" * len(BACKENDS)]
@@ -90,7 +98,7 @@ def table(shown: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def main() -> int:
-    """0: done, or the document is true; 1: it is not; 2: tests did not show enough."""
+    """Return 0 for success, 1 if the document is outdated, 2 if tests are missing or failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("support", type=Path, help="what pytest --support wrote")
     parser.add_argument("--check", action="store_true", help="write nothing")
@@ -104,7 +112,7 @@ def main() -> int:
     before, rest = text.split(BEGIN)
     new = f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
     if options.check and new != text:
-        print(f"{DOCUMENT}: other claims than the tests'; run make support", file=sys.stderr)
+        print(f"{DOCUMENT} differs from the test outcomes; run make support", file=sys.stderr)
         return 1
     DOCUMENT.write_text(new, encoding="utf-8")
     return 0

@@ -1,10 +1,10 @@
-"""Train on 1, 2 and 4 gloo ranks of this machine, and compare with the simulation's seconds.
+"""Train on 1, 2 and 4 gloo ranks of this machine, and compare the times with the simulation.
 
     python scripts/validate_local.py [HARDWARE] [MODEL]
 
-HARDWARE is a file of scripts/measure_hardware.py, which has rates from a ResNet-20; MODEL another
-of its kind. Steps are sorted by what K-FAC does in them, and the median of each sort counts. A
-minute and a half.
+HARDWARE is a file of scripts/measure_hardware.py with the rates of a ResNet-20. MODEL is another
+model of this kind. The steps are sorted by what K-FAC does in them, and the median of each sort
+counts. The script takes a minute and a half.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from kfac_bench.training import environment
 
 FACTORS, DECOMPOSE, STEPS = 3, 9, 37
 BATCH = 32
-"""Of a rank."""
+"""Examples of a rank."""
 RANKS = (1, 2, 4)
 SORTS = ("precondition", "factors too", "decompositions too")
 
 
 def overrides(model: str) -> list[str]:
-    """Of kfac-train."""
+    """Return the options of kfac-train."""
     return [f"model={model}", "data=cifar10", f"trainer.batch_size={BATCH}"]
 
 
 def _rank(rank: int, world_size: int, model_name: str, path: str, results: str) -> None:
     torch.set_num_threads(1)
-    environment.keep_freed_memory()  # as kfac-train does
+    environment.keep_freed_memory()  # like kfac-train
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
     try:
         torch.manual_seed(0)
@@ -70,13 +70,14 @@ def _rank(rank: int, world_size: int, model_name: str, path: str, results: str) 
         if rank == 0:
             torch.save(torch.stack([torch.stack(s).median() for s in seconds]), results)
         kfac.detach()
-        dist.barrier()  # nobody leaves while another still reads its last message
+        # No rank may leave while another rank still reads its last message.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 def measured(world_size: int, model: str) -> list[float]:
-    """Seconds of each sort of step."""
+    """Measure the seconds of each sort of step."""
     with tempfile.TemporaryDirectory() as folder:
         path, results = f"{folder}/join", f"{folder}/seconds.pt"
         mp.spawn(_rank, (world_size, model, path, results), nprocs=world_size)
@@ -85,24 +86,25 @@ def measured(world_size: int, model: str) -> list[float]:
 
 
 def predicted(world_size: int, model: str, machine: hardware.Hardware) -> list[float]:
-    """The same, simulated."""
+    """Simulate the seconds of each sort of step."""
     work = workload.of_config(compose.load(overrides(model)))
     plan = plan_of(work, Variant("comm_opt"), world_size, "eigen")
-    found = step_time(work, world_size, machine, plan)
-    first = found.sgd_s + found.stages_s[Stage.PRECONDITION]
-    second = first + found.stages_s[Stage.FACTORS]
-    return [first, second, second + found.stages_s[Stage.DECOMPOSE]]
+    time = step_time(work, world_size, machine, plan)
+    first = time.sgd_s + time.stages_s[Stage.PRECONDITION]
+    second = first + time.stages_s[Stage.FACTORS]
+    return [first, second, second + time.stages_s[Stage.DECOMPOSE]]
 
 
 def mean(sorts: list[float]) -> float:
-    """Of a step, each sort as often as it comes."""
+    """Return the mean step, with each sort as often as it occurs."""
     some = (DECOMPOSE - DECOMPOSE // FACTORS, DECOMPOSE // FACTORS - 1, 1)
     return sum(n * s for n, s in zip(some, sorts, strict=True)) / DECOMPOSE
 
 
 def main() -> int:
-    """The table on stdout."""
-    name, model = [*sys.argv[1:], *("two_cores", "resnet32")[len(sys.argv) - 1 :]]
+    """Print the table."""
+    given = sys.argv[1:]
+    name, model = [*given, *["two_cores", "resnet32"][len(given) :]]
     machine = hardware.load(Path(compose.CONF_DIR) / "hardware" / f"{name}.yaml")
     print("| ranks | step | predicted | measured | error |")
     print("| ---: | --- | ---: | ---: | ---: |")
@@ -110,10 +112,8 @@ def main() -> int:
         columns = predicted(world_size, model, machine), measured(world_size, model)
         rows = zip((*SORTS, "mean"), *([*c, mean(c)] for c in columns), strict=True)
         for sort, ours, real in rows:
-            figures = (
-                f"{1e3 * ours:.1f} ms | {1e3 * real:.1f} ms | {100 * (ours / real - 1):+.0f} %"
-            )
-            print(f"| {world_size} | {sort} | {figures} |")
+            values = f"{1e3 * ours:.1f} ms | {1e3 * real:.1f} ms | {100 * (ours / real - 1):+.0f} %"
+            print(f"| {world_size} | {sort} | {values} |")
     return 0
 
 

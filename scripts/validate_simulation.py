@@ -2,9 +2,10 @@
 
     python scripts/validate_simulation.py [FILE.md]
 
-Prints a Markdown table: predicted, published, error. What is published is conf/simulation/
-tpds2022.yaml. The paper prints nothing of ResNet-50 at 16 GPUs, against which its efficiencies
-are; in its place the calibration takes SGD's efficiency, which is then no prediction.
+The script prints a Markdown table of predicted numbers, published numbers (from
+conf/simulation/tpds2022.yaml) and errors. The paper's efficiencies are relative to ResNet-50 at 16
+GPUs, for which the paper prints no time. The calibration therefore uses SGD's efficiency, which is
+then no prediction.
 """
 
 from __future__ import annotations
@@ -38,48 +39,48 @@ from kfac_bench.simulate.sweep import (
 
 FOLDER = compose.CONF_DIR / "simulation"
 PAPERS_CODE = Conduct(factor_traffic=2.0, tensors_per_decomposition=2)
-"""It sends full factors, not triangles; eigenvectors and eigenvalues one by one."""
+"""The paper's code sends full factors, not triangles, and eigenvectors and -values separately."""
 OPT, LW, FIRST = Variant("comm_opt"), Variant("layer_wise"), Variant(SGD)
 SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A number that the paper prints, and ours; ``unit`` min or s, %, points."""
+class PaperNumber:
+    """A number that the paper prints, and our prediction. `unit` is min, s, % or times."""
 
     what: str
     predicted: float
     published: float
     unit: str
     used: bool = False
-    """In the calibration: no prediction."""
+    """Whether the calibration uses the number, so that it is no prediction."""
     below: bool = False
-    """``published`` is a limit."""
+    """Whether the paper gives an upper limit only."""
     aside: bool = False
-    """A reading of the paper that was tried after its numbers were seen: not in the means."""
+    """Whether the means leave the number out: this reading was tried after seeing the numbers."""
 
     @property
     def error(self) -> float:
-        """Percent of a time or ratio; points of a percentage."""
+        """The error in percent of a time or ratio, or in percentage points."""
         gap = self.predicted - self.published
         return gap if self.unit == "%" else 100 * gap / self.published
 
 
 def published() -> dict[str, Any]:
-    """The paper's numbers."""
-    found: dict[str, Any] = yaml.safe_load((FOLDER / "tpds2022.yaml").read_text(encoding="utf-8"))
-    return found
+    """Read the paper's numbers."""
+    numbers: dict[str, Any] = yaml.safe_load((FOLDER / "tpds2022.yaml").read_text(encoding="utf-8"))
+    return numbers
 
 
 @cache
 def resnet(name: str, batch: int) -> Workload:
-    """On ImageNet, by a dry run."""
+    """Return the workload of a ResNet on ImageNet, from a dry run."""
     overrides = [f"model={name}", "data=imagefolder", f"trainer.batch_size={batch}"]
     return workload.of_config(compose.load(overrides))
 
 
 def fit(paper: Mapping[str, Any]) -> Hardware:
-    """Of Longhorn: five rates from Table 5's ResNet-50 and one efficiency."""
+    """Fit five rates of the cluster Longhorn to Table 5's ResNet-50 and one efficiency."""
     known = hardware.load(compose.CONF_DIR / "hardware" / "longhorn_v100.yaml")
     minutes, epochs = paper["table5_minutes"]["resnet50"], paper["epochs"]
     steps = paper["images"] // (64 * paper["per_rank_batch"])
@@ -87,17 +88,17 @@ def fit(paper: Mapping[str, Any]) -> Hardware:
         k: 60 * m / steps / epochs["sgd" if k == "sgd" else "kfac"] for k, m in minutes.items()
     }
     share = paper["fig8_efficiency"]
-    found = StepMeasurement(
+    measured = StepMeasurement(
         64,
         seconds.pop("sgd"),
         seconds,
         (share["from"], share["at"], share["sgd"] / 100),
     )
-    return calibrate(known, resnet("resnet50", paper["per_rank_batch"]), found, PAPERS_CODE)
+    return calibrate(known, resnet("resnet50", paper["per_rank_batch"]), measured, PAPERS_CODE)
 
 
-def table5(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
-    """Minutes to the last epoch on 64 GPUs."""
+def table5(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
+    """Predict Table 5: minutes to the last epoch on 64 GPUs."""
     for name, row in paper["table5_minutes"].items():
         work = resnet(name, paper["per_rank_batch"])
         for key, minutes in row.items():
@@ -107,7 +108,7 @@ def table5(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
             (cell,) = sweep(work, machine, [each], [64], intervals, conduct=PAPERS_CODE)
             predicted = _minutes(cell, paper)
             label = f"Table 5, {name}, {'SGD' if first else f'K-FAC every {key}'}"
-            yield Row(label, predicted, minutes, "min", used=name == "resnet50")
+            yield PaperNumber(label, predicted, minutes, "min", used=name == "resnet50")
 
 
 def _minutes(cell: SimulatedCell, paper: Mapping[str, Any]) -> float:
@@ -115,8 +116,8 @@ def _minutes(cell: SimulatedCell, paper: Mapping[str, Any]) -> float:
     return float(epochs * cell.epoch_s(paper["images"]) / 60)
 
 
-def fig8(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
-    """ResNet-50 on 16 to 256 GPUs."""
+def fig8(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
+    """Predict Fig. 8 and a number of Fig. 7: ResNet-50 on 16 to 256 GPUs."""
     work = resnet("resnet50", paper["per_rank_batch"])
     every = paper["fig8_update_freq"]
     intervals = Intervals(every["decompose"] / 10, every["decompose"], every["at"])
@@ -125,27 +126,32 @@ def fig8(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
     share = paper["fig8_efficiency"]
     for each, key in ((FIRST, "sgd"), (LW, "layer_wise"), (OPT, "comm_opt")):
         predicted = 100 * efficiency(cells, of[each, share["at"]])
-        yield Row(f"Fig. 8, efficiency at 128, {key}", predicted, share[key], "%", key == "sgd")
+        yield PaperNumber(
+            f"Fig. 8, efficiency at 128, {key}", predicted, share[key], "%", key == "sgd"
+        )
     for each in (LW, OPT):
         less = {n: _less(*(_minutes(of[v, n], paper) for v in (each, FIRST))) for n in SIZES}
         name = each.strategy
         low, high = paper["fig8_improvement"][name]
-        yield Row(f"Fig. 8, {name}, least less time", min(less.values()), low, "%")
-        yield Row(f"Fig. 8, {name}, most less time", max(less.values()), high, "%")
+        yield PaperNumber(f"Fig. 8, {name}, least less time", min(less.values()), low, "%")
+        yield PaperNumber(f"Fig. 8, {name}, most less time", max(less.values()), high, "%")
         at_256 = paper["fig8_improvement_at_256"][name]
-        if at_256 != low:  # the same number twice otherwise
-            yield Row(f"Fig. 8, {name}, less time at 256", less[256], at_256, "%")
+        # Otherwise the same number would count twice.
+        if at_256 != low:
+            yield PaperNumber(f"Fig. 8, {name}, less time at 256", less[256], at_256, "%")
     for each in (FIRST, LW, OPT):
         predicted = 100 * efficiency(cells, of[each, 256])
         limit = float(paper["fig8_efficiency_at_256"]["below"])
-        yield Row(f"Fig. 8, efficiency at 256, {each.label}", predicted, limit, "%", below=True)
+        yield PaperNumber(
+            f"Fig. 8, efficiency at 256, {each.label}", predicted, limit, "%", below=True
+        )
     kinds = {v: of[v, 64].time.kinds_s for v in (OPT, LW)}
     ratio = kinds[OPT]["ShareDecompositions"] / kinds[LW]["ShareGradients"]
-    yield Row("Fig. 7, share ratio", ratio, paper["fig7_share_ratio"], "times")
+    yield PaperNumber("Fig. 7, share ratio", ratio, paper["fig7_share_ratio"], "times")
 
 
-def maskrcnn(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
-    """K-FAC on the heads; steps are the paper's."""
+def maskrcnn(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
+    """Predict Mask R-CNN with K-FAC on the heads. The numbers of steps are the paper's."""
     facts = paper["maskrcnn"]
     whole = workload.of_file(FOLDER / "maskrcnn_heads.yaml", facts["per_rank_batch"])
     layers = [spec for spec in whole.layers if spec.name != "box_head.fc6"]
@@ -155,7 +161,7 @@ def maskrcnn(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
 
 def _maskrcnn(
     facts: Mapping[str, Any], work: Workload, machine: Hardware, name: str, aside: bool
-) -> Iterator[Row]:
+) -> Iterator[PaperNumber]:
     intervals = Intervals(**facts["intervals"])
     cells = sweep(work, machine, [FIRST, OPT], list(facts["steps"]), intervals, conduct=PAPERS_CODE)
     of = {(c.variant, c.world_size): c for c in cells}
@@ -163,27 +169,33 @@ def _maskrcnn(
         minutes = kfac * of[OPT, n].step_s / 60, sgd * of[FIRST, n].step_s / 60
         less = facts["less_time"][n]
         if n in facts["kfac_minutes"]:
-            told = facts["kfac_minutes"][n]
-            yield Row(f"6.3.2, {name}, {n}, K-FAC", minutes[0], told, "min", aside=aside)
-            base = told / (1 - less / 100)
+            minutes_of_paper = facts["kfac_minutes"][n]
+            yield PaperNumber(
+                f"6.3.2, {name}, {n}, K-FAC", minutes[0], minutes_of_paper, "min", aside=aside
+            )
+            base = minutes_of_paper / (1 - less / 100)
             if not aside:
-                yield Row(f"6.3.2, {name}, {n}, SGD (from K-FAC's)", minutes[1], base, "min")
-        yield Row(f"Fig. 9a, {name}, {n}, less time", _less(*minutes), less, "%", aside=aside)
+                yield PaperNumber(
+                    f"6.3.2, {name}, {n}, SGD (from K-FAC's)", minutes[1], base, "min"
+                )
+        yield PaperNumber(
+            f"Fig. 9a, {name}, {n}, less time", _less(*minutes), less, "%", aside=aside
+        )
     share = facts["efficiency"]
     seconds = {n: facts["steps"][n][0] * of[OPT, n].step_s for n in facts["steps"]}
     few, many = share["from"], share["at"]
     predicted = 100 * seconds[few] * few / seconds[many] / many
     what = f"6.4.2, {name}, efficiency at 128"
-    yield Row(what, predicted, share["kfac"], "%", aside=aside)
+    yield PaperNumber(what, predicted, share["kfac"], "%", aside=aside)
 
 
 def without_coordinator(fitted: Hardware) -> Hardware:
-    """Apex and DDP fix the order of their messages beforehand."""
+    """Return the hardware without coordination: Apex and DDP know the order of their messages."""
     return replace(fitted, network=replace(fitted.network, coordination_s=0.0))
 
 
-def bert(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
-    """Both phases: one global batch, in local parts that are whole."""
+def bert(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
+    """Predict both phases of BERT: a global batch is split into complete local parts."""
     facts = paper["bert"]
     share, intervals = facts["efficiency"], facts["intervals"]
 
@@ -199,31 +211,33 @@ def bert(paper: Mapping[str, Any], machine: Hardware) -> Iterator[Row]:
 
     at_16 = {length: times(length, 16) for length in facts["steps"]}
     seconds = facts["steps"][128][1] * at_16[128].sgd_s
-    yield Row("6.3.4, BERT phase 1, 16, LAMB", seconds, facts["phase1_lamb_seconds"], "s")
+    yield PaperNumber("6.3.4, BERT phase 1, 16, LAMB", seconds, facts["phase1_lamb_seconds"], "s")
     stages = at_16[128].stages_s
     update = sum(stages[s] for s in Stage)
-    yield Row("6.3.4, BERT, an updating step's more", update, facts["update_seconds"], "s")
+    yield PaperNumber("6.3.4, BERT, an updating step's more", update, facts["update_seconds"], "s")
     for length in facts["steps"]:
         few, many = (times(length, share[k]) for k in ("from", "at"))
         scaled = 100 * kfac_s(few) * share["from"] / kfac_s(many) / share["at"]
-        yield Row(f"Fig. 9b,c, BERT T={length}, efficiency at 128", scaled, share[length], "%")
+        yield PaperNumber(
+            f"Fig. 9b,c, BERT T={length}, efficiency at 128", scaled, share[length], "%"
+        )
     less = []
     for n in (8, 16, 32, 64, 128):
-        found = {length: times(length, n) for length in facts["steps"]}
-        kfac = sum(facts["steps"][t][0] * kfac_s(time) for t, time in found.items())
-        lamb = sum(facts["steps"][t][1] * time.sgd_s for t, time in found.items())
+        phases = {length: times(length, n) for length in facts["steps"]}
+        kfac = sum(facts["steps"][t][0] * kfac_s(time) for t, time in phases.items())
+        lamb = sum(facts["steps"][t][1] * time.sgd_s for t, time in phases.items())
         less.append(_less(kfac, lamb))
     low, high = facts["less_time"]
-    yield Row("6.4.3, BERT, least less time", min(less), low, "%")
-    yield Row("6.4.3, BERT, most less time", max(less), high, "%")
+    yield PaperNumber("6.4.3, BERT, least less time", min(less), low, "%")
+    yield PaperNumber("6.4.3, BERT, most less time", max(less), high, "%")
 
 
 def _less(time: float, base: float) -> float:
     return 100 * (1 - time / base)
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown, and the means below."""
+def table(rows: list[PaperNumber]) -> str:
+    """Return the Markdown table with the means below it."""
     lines = ["| number | predicted | published | error |", "| --- | ---: | ---: | ---: |"]
     for row in rows:
         unit = "points" if row.unit == "%" else "%"
@@ -238,27 +252,27 @@ def table(rows: list[Row]) -> str:
     return "\n".join([*lines, "", *means(rows)])
 
 
-def means(rows: list[Row]) -> Iterator[str]:
-    """Mean absolute errors of what was predicted, by sort."""
-    fresh = [row for row in rows if not (row.used or row.below or row.aside)]
+def means(rows: list[PaperNumber]) -> Iterator[str]:
+    """Yield the mean absolute errors of the predictions, by sort."""
+    predicted = [row for row in rows if not (row.used or row.below or row.aside)]
     for title, chosen in (
-        ("times, ResNet", [r for r in fresh if r.unit == "min" and "resnet" in r.what]),
-        ("times, all", [r for r in fresh if r.unit in ("min", "s")]),
-        ("efficiencies, ResNet", [r for r in fresh if "efficiency at 128, " in r.what]),
-        ("efficiencies, all at 128", [r for r in fresh if "efficiency at 128" in r.what]),
+        ("times, ResNet", [r for r in predicted if r.unit == "min" and "resnet" in r.what]),
+        ("times, all", [r for r in predicted if r.unit in ("min", "s")]),
+        ("efficiencies, ResNet", [r for r in predicted if "efficiency at 128, " in r.what]),
+        ("efficiencies, all at 128", [r for r in predicted if "efficiency at 128" in r.what]),
         (
             "percent less time, ResNet",
-            [r for r in fresh if "less time" in r.what and "8" in r.what[:7]],
+            [r for r in predicted if "less time" in r.what and "8" in r.what[:7]],
         ),
-        ("percent less time, all", [r for r in fresh if "less time" in r.what]),
+        ("percent less time, all", [r for r in predicted if "less time" in r.what]),
     ):
         error = fmean(abs(row.error) for row in chosen)
         unit = "%" if title.startswith("times") else "points"
         yield f"* mean absolute error of {title}: {error:.1f} {unit} of {len(chosen)} numbers"
 
 
-def stale(fitted: Hardware) -> list[str]:
-    """What conf/hardware/longhorn_v100.yaml says that the fit does not."""
+def outdated(fitted: Hardware) -> list[str]:
+    """Return the values of conf/hardware/longhorn_v100.yaml that differ from the fit."""
     kept = hardware.load(compose.CONF_DIR / "hardware" / "longhorn_v100.yaml")
     pairs = {
         "coordination_s": (kept.network.coordination_s, fitted.network.coordination_s),
@@ -277,7 +291,7 @@ def stale(fitted: Hardware) -> list[str]:
 
 
 def main() -> int:
-    """The table on stdout, or in a file."""
+    """Print the table, and write it to a file if one is named."""
     paper = published()
     fitted = fit(paper)
     a100 = hardware.load(compose.CONF_DIR / "hardware" / "theta_a100.yaml")
@@ -291,9 +305,9 @@ def main() -> int:
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(text + "\n", encoding="utf-8")
     print(text)
-    old = stale(fitted)
+    old = outdated(fitted)
     for line in old:
-        print(f"conf/hardware/longhorn_v100.yaml is stale: {line}", file=sys.stderr)
+        print(f"conf/hardware/longhorn_v100.yaml is outdated: {line}", file=sys.stderr)
     return 1 if old else 0
 
 

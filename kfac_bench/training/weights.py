@@ -5,7 +5,7 @@ The optimizer's state is not taken over. `resume` continues a run with its whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -55,12 +55,11 @@ def load(model: nn.Module, config: ModelConfig) -> list[str]:
     with torch.no_grad():
         for name in common:
             own[name].copy_(theirs[name])
-    unused = sorted(theirs.keys() - common)
-    return [
-        f"weights of {source}: {len(common)} tensors"
-        + (f"; new: {_names(new)}" if new else "")
-        + (f"; not used: {_names(unused)}" if unused else "")
-    ]
+    line = f"weights of {source}: {len(common)} tensors"
+    line += f"; new: {_names(new)}" if new else ""
+    unused = theirs.keys() - common
+    line += f"; not used: {_names(unused)}" if unused else ""
+    return [line]
 
 
 def _is_required_of_bert(name: str) -> bool:
@@ -68,7 +67,7 @@ def _is_required_of_bert(name: str) -> bool:
     return name.startswith(_ENCODER) and not name.startswith(_POOLER)
 
 
-def _names(names: list[str]) -> str:
+def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted({name.rpartition(".")[0] or name for name in names}))
 
 

@@ -1,4 +1,4 @@
-"""The measuring commands run and compute what they say; how fast anything is, is no test."""
+"""The measuring commands run and compute correctly. No test depends on speed."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def one_thread():
 
 
 def run_script(name, *arguments):
-    """As a user does: the file, from the root of the repository."""
+    """Run a file of benchmarks/ as a user does, from the root of the repository."""
     command = [sys.executable, f"benchmarks/{name}", *map(str, arguments)]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -48,18 +48,18 @@ def kind_of(step, factor_freq, update_freq):
 
 
 @pytest.mark.parametrize("setting", [(1, 10), (10, 100), (50, 500), (2, 4), (3, 3)])
-def test_mean_step_is_the_mean_of_an_interval(setting):
+def test_the_mean_step_is_the_mean_of_an_interval(setting):
     seconds = {"plain": 1.25, "factors": 3.5, "decompose": 17.0}
     steps = [seconds[kind_of(step, *setting)] for step in range(setting[1])]
     assert intervals.mean_step(seconds, *setting) == pytest.approx(statistics.fmean(steps))
 
 
-def test_a_setting_whose_steps_were_not_timed_is_refused():
+def test_a_setting_with_unmeasured_steps_is_refused():
     with pytest.raises(UsageError, match="multiple"):
         intervals.mean_step({"plain": 1, "factors": 2, "decompose": 3}, 10, 15)
 
 
-def test_combine_takes_medians_and_the_range_of_rounds():
+def test_combine_returns_medians_and_the_range_of_rounds():
     kinds = {"plain": [2.0, 4.0, 9.0], "factors": [3.0, 5.0, 9.0], "decompose": [8.0, 9.0, 29.0]}
     timing = Timing("", 1, sgd_s=[1.0, 2.0, 3.0], methods={"eigen": kinds})
     found = intervals.combine(timing, "eigen", 1, 2)
@@ -70,7 +70,7 @@ def test_combine_takes_medians_and_the_range_of_rounds():
     assert (found["low"], found["high"]) == pytest.approx((3.5, 38 / 6))
 
 
-def test_the_first_step_is_apart():
+def test_summarize_leaves_the_first_step_out_of_the_mean():
     found = intervals.summarize([9.0, 1.0, 2.0, 2.0, 5.0])
     assert found == {
         "mean_s": 2.5,
@@ -85,7 +85,7 @@ def test_the_first_step_is_apart():
 
 
 @pytest.mark.parametrize("block_steps", [1, 2])
-def test_kfac_does_in_each_step_what_the_cycle_says(block_steps):
+def test_kfac_follows_the_cycle_in_each_step(block_steps):
     cycle = Cycle(block_steps)
     length = len(cycle.start) + 2 * len(cycle.cycle)
     kinds = [cycle.kind(step) for step in range(length)]
@@ -105,7 +105,7 @@ def test_kfac_does_in_each_step_what_the_cycle_says(block_steps):
     assert done == kinds
 
 
-def test_what_kfac_may_spread_over_steps_happens_in_one(monkeypatch):
+def test_timed_steps_do_not_spread_decompositions(monkeypatch):
     seen = []
 
     def spreading(model, optimizer, *, skip=("^layers.0.q$",), spread=True, **keywords):
@@ -115,7 +115,7 @@ def test_what_kfac_may_spread_over_steps_happens_in_one(monkeypatch):
     monkeypatch.setattr(measure, "KFAC", spreading)
     measure.time_kinds(TINY, ["inverse"], 1)
     measure.run_intervals(TINY, ["inverse"], 1, 2, intervals=1)
-    skip = ("^layers.0.q$", "^embedding$", "^head$")  # KFAC's own, and the model's
+    skip = ("^layers.0.q$", "^embedding$", "^head$")  # KFAC's own default, and the model's
     assert seen == [(False, skip), (True, skip)]
 
 
@@ -139,7 +139,7 @@ def test_rounds_are_interleaved_and_rotate(monkeypatch):
     assert timing.methods["inverse"] == {kind: [0.5, 0.5] for kind in measure.KINDS}
 
 
-def test_a_spent_budget_ends_after_a_whole_round():
+def test_a_used_up_budget_ends_after_a_whole_round():
     done = []
     timing = measure.time_kinds(
         TINY, ["eigen"], 5, budget_s=0.0, on_round=lambda n, seconds: done.append(n)
@@ -165,21 +165,21 @@ def test_whole_intervals_record_every_step(monkeypatch):
 
 
 @pytest.mark.parametrize("clock", ["wall", "cpu"])
-def test_the_clocks(clock, monkeypatch):
+def test_a_case_reads_its_clock(clock, monkeypatch):
     monkeypatch.setattr(measure.time, "perf_counter", lambda: 7.0)
     monkeypatch.setattr(measure.time, "process_time", lambda: 8.0)
     assert Case("encoder", clock=clock).now() == {"wall": 7.0, "cpu": 8.0}[clock]
 
 
 @pytest.mark.parametrize(("share", "crowded"), [(0.5, True), (0.97, False)])
-def test_a_core_that_others_used_is_named(share, crowded):
+def test_a_core_that_other_programs_used_is_reported(share, crowded):
     results = speed.header("cpu", False)
     results["machine"]["hardware"]["threads"] = 1
     entry = {"precision": "fp32", "gemm_flop_s": [1e9], "cpu_share": share}
     text = tables.render(results | {"models": [entry]}, body=False)
     assert ("this process had 50 % of it" in text) == crowded
     text = tables.render(results | {"models": [entry], "clock": "cpu"}, body=False)
-    assert "others took" not in text
+    assert "other programs used" not in text
     assert "seconds are of CPU time" in text
 
 
@@ -187,7 +187,7 @@ def test_a_core_that_others_used_is_named(share, crowded):
 
 
 class Loop:
-    """What floor_flops needs of a workload."""
+    """The part of a workload that floor_flops needs."""
 
     def __init__(self, model, x):
         self.model, self.loss = model, lambda: model(x).sum()
@@ -198,7 +198,7 @@ def kfac_of(model, method):
 
 
 @pytest.mark.parametrize(("method", "cube", "products"), [("eigen", 14 / 3, 4), ("inverse", 1, 2)])
-def test_floor_of_a_linear_layer(method, cube, products):
+def test_the_floor_of_a_linear_layer(method, cube, products):
     model = nn.Sequential(nn.Linear(3, 5))
     found = floor_flops(kfac_of(model, method), Loop(model, torch.randn(6, 7, 3)))
     assert found == pytest.approx(
@@ -211,8 +211,8 @@ def test_floor_of_a_linear_layer(method, cube, products):
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_floor_of_a_convolution(stride):
-    """Of stride 1: 13 offsets of the autocorrelation, 2 n C^2 each, not patches."""
+def test_the_floor_of_a_convolution(stride):
+    """With stride 1, A needs 13 offsets of the autocorrelation, 2 n C^2 each, and no patches."""
     model = nn.Sequential(nn.Conv2d(4, 5, 3, stride=stride, padding=1))
     loop = Loop(model, torch.randn(6, 4, 8, 8))
     found = floor_flops(kfac_of(model, "eigen"), loop)["ComputeFactor"]
@@ -225,7 +225,7 @@ def test_floor_of_a_convolution(stride):
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-def test_a_model_is_the_same_each_time_and_learns_nothing_of_the_last(name):
+def test_a_workload_is_the_same_each_time(name):
     one, two = (models.build(name, QUICK) for _ in range(2))
     for p, q in zip(one.model.parameters(), two.model.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -240,7 +240,7 @@ def covered(name, size):
     return {layer.name for layer in Variant(Case(name, size), "inverse").kfac.report().layers}
 
 
-def test_kfac_covers_the_layers_between_embedding_and_head():
+def test_kfac_covers_all_layers_but_embedding_and_head():
     encoder = covered("encoder", Size())
     linear = {f"layers.{i}.{x}" for i in range(4) for x in ("q", "k", "v", "o", "up", "down")}
     assert linear <= encoder
@@ -254,8 +254,8 @@ def test_kfac_covers_the_layers_between_embedding_and_head():
 
 
 @pytest.mark.slow
-def test_peak_memory_holds_kfac_and_nothing_of_the_parent():
-    """A process inherits ru_maxrss from the one that started it: the ballast must not show."""
+def test_peak_memory_includes_kfac_but_not_the_parent_process():
+    """A process inherits ru_maxrss from its parent, so the parent's ballast must not count."""
     ballast = torch.ones(300, 1 << 20)
     case = Case("resnet32", QUICK)
     found = memory.peaks(case, ["eigen"], steps=1)
@@ -266,7 +266,7 @@ def test_peak_memory_holds_kfac_and_nothing_of_the_parent():
     assert found["eigen"] < 100e6
 
 
-def test_a_process_that_fails_is_one_line():
+def test_a_failed_memory_process_is_one_line():
     with pytest.raises(UsageError, match=r"^memory of lenet, sgd: unknown model 'lenet'"):
         memory.peaks(Case("lenet", QUICK), ["eigen"])
 
@@ -284,7 +284,7 @@ def speed_run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_speed_writes_all_figures(speed_run):
+def test_speed_writes_all_results(speed_run):
     _, results = speed_run
     assert results["machine"]["hardware"]["threads"] == 1
     assert results["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0]
@@ -304,7 +304,7 @@ def test_speed_writes_all_figures(speed_run):
 
 
 @pytest.mark.slow
-def test_speed_combines_its_own_medians(speed_run):
+def test_speed_combines_its_medians_correctly(speed_run):
     _, results = speed_run
     for entry in results["models"]:
         medians = {k: statistics.median(x) for k, x in entry["methods"]["eigen"].items()}
@@ -316,17 +316,17 @@ def test_speed_combines_its_own_medians(speed_run):
 
 
 @pytest.mark.slow
-def test_speed_prints_the_tables_of_its_file(speed_run):
+def test_speed_prints_the_tables_of_its_results(speed_run):
     done, results = speed_run
     assert done.stdout.strip() == tables.render(results).strip()
-    assert "encoder fp32: 2 rounds of" in done.stderr  # how long still
+    assert "encoder fp32: 2 rounds of" in done.stderr  # the estimate of the remaining time
     rows = [line for line in done.stdout.splitlines() if line.startswith("| encoder")]
     assert len(rows) == 2 + 3 + 4 + 1  # settings, stages, intervals of two variants, memory
     for title in ("Mean step time", "Stages", "Whole intervals", "Peak memory"):
         assert f"### {title}" in done.stdout
 
 
-def test_stages_are_differences_and_the_hosts_own_seconds():
+def test_stages_are_differences_of_steps_and_host_seconds():
     kinds = {"plain": [3.0], "factors": [5.0], "decompose": [11.0]}
     own = {
         "plain": {"ComputeFactor": [0.0], "Precondition": [1.0]},
@@ -376,7 +376,7 @@ def test_stages_are_differences_and_the_hosts_own_seconds():
 def test_bad_input_of_speed_is_one_line_and_exit_code_2(
     arguments, reason, tmp_path, monkeypatch, capsys
 ):
-    """Before anything is measured."""
+    """Bad input fails before anything is measured."""
     monkeypatch.setattr(speed, "measure_case", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     common = ["--quick", "--models", "encoder", "--no-memory", "--out", str(tmp_path / "x.json")]
@@ -413,7 +413,7 @@ def test_gpu_checks_and_measures_one_configuration_of_each_model(gpu_run):
 
 
 @pytest.mark.slow
-def test_gpu_page_has_the_goal_and_the_machine(gpu_run):
+def test_gpu_page_shows_the_goal_and_the_machine(gpu_run):
     results, page = gpu_run
     assert [g["what"].rpartition(" ")[2] for g in results["goal"]] == ["eigen", "inverse"]
     for goal in results["goal"]:
@@ -424,7 +424,7 @@ def test_gpu_page_has_the_goal_and_the_machine(gpu_run):
     assert "Left out" not in page
 
 
-def test_the_goal_is_one_model_at_one_setting():
+def test_the_goal_covers_resnet50_at_one_setting():
     def entry(name, *ratios):
         settings = [{"setting": [10 * 5**i, 100 * 5**i], "ratio": r} for i, r in enumerate(ratios)]
         return {"name": name, "shape": "x", "precision": "tf32", "settings": {"eigen": settings}}
@@ -435,20 +435,20 @@ def test_the_goal_is_one_model_at_one_setting():
     assert found[0]["what"] == "resnet50 (x, tf32), eigen"
 
 
-def test_configurations_are_the_grid_once_most_important_first():
+def test_configurations_cover_the_grid_once_with_the_important_ones_first():
     assert len(set(gpu.ALL)) == len(gpu.ALL) == 7 * 3
     assert gpu.ALL[: len(gpu.FIRST)] == gpu.FIRST
 
 
 @pytest.fixture
 def gpu_options(tmp_path, monkeypatch):
-    """Of a run whose checks and measurements are faked."""
+    """Return the options of a run whose checks and measurements are faked."""
     monkeypatch.setattr(checks, "run_all", lambda *arguments: [])
     paths = ["--out", str(tmp_path / "x.json"), "--page", str(tmp_path / "x.md")]
     return gpu.parse(["--device", "cpu", *paths])
 
 
-def test_what_does_not_fit_the_time_is_left_out_by_name(gpu_options, monkeypatch):
+def test_configurations_that_do_not_fit_the_time_are_listed(gpu_options, monkeypatch):
     clock = [0.0]
     shares = []
 
@@ -468,7 +468,7 @@ def test_what_does_not_fit_the_time_is_left_out_by_name(gpu_options, monkeypatch
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(gpu, "measure_case", measured)
     results = gpu.run(gpu_options)
-    # 470 s: five of 100 s, were the fifth's 90 s not above the 70 s left
+    # 470 s hold four configurations of 100 s. The fifth needs 90 s, but only 70 s are left.
     names = [(e["name"], e["precision"]) for e in results["models"]]
     assert names == [(name, precision) for name, _, _, precision in gpu.FIRST[:4]]
     assert shares[0] == pytest.approx(2 * 470 / 22)
@@ -481,7 +481,7 @@ def test_what_does_not_fit_the_time_is_left_out_by_name(gpu_options, monkeypatch
     assert "* bert_base (batch 8, 512 tokens, bf16): 70 s left" in gpu_options.page.read_text()
 
 
-def test_a_configuration_that_fails_does_not_end_the_others(gpu_options, monkeypatch):
+def test_a_failed_configuration_does_not_end_the_others(gpu_options, monkeypatch):
     seen = []
 
     def measured(case, share_s, progress):
@@ -535,7 +535,7 @@ def test_a_wrong_step_fails_its_check(monkeypatch):
     assert found["gradient_error"] > 1e-3
 
 
-def test_a_missing_tensor_is_an_infinite_error():
+def test_a_missing_tensor_counts_as_an_infinite_error():
     one = {"a": torch.ones(2)}
     assert checks._worst(one, one) == 0
     assert checks._worst(one, one | {"b": torch.ones(2)}) == float("inf")
@@ -544,13 +544,13 @@ def test_a_missing_tensor_is_an_infinite_error():
 
 @pytest.fixture
 def modes(monkeypatch):
-    """The modes that torch was told, without a GPU."""
+    """Record the modes that torch receives, without a GPU."""
     seen = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", seen.append)
     return seen
 
 
-def test_a_wait_fails_a_step_that_must_not(modes):
+def test_a_forbidden_wait_fails_the_check(modes):
     def step():
         raise RuntimeError("called a synchronizing CUDA operation\nat")
 
@@ -559,7 +559,7 @@ def test_a_wait_fails_a_step_that_must_not(modes):
     assert modes == ["error", "default"]
 
 
-def test_waits_are_counted_where_they_are_allowed(modes):
+def test_allowed_waits_are_counted(modes):
     def step():
         for _ in range(3):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)

@@ -1,4 +1,4 @@
-"""Scripts that measure this machine: their files can be read, their figures are of real work."""
+"""The scripts that measure this machine: their files can be read, and their times are real."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from scripts import measure_hardware, validate_local
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_measured_machine_is_one_that_the_simulation_reads(tmp_path, monkeypatch, capsys):
+def test_the_simulation_reads_a_measured_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure_hardware, "LEAST_S", 0.02)
     monkeypatch.setattr(measure_hardware, "NETWORK_STEPS", 4)
     monkeypatch.setattr(measure_hardware, "SIZES", (16, 256))
@@ -38,7 +38,7 @@ def test_a_measured_machine_is_one_that_the_simulation_reads(tmp_path, monkeypat
         assert 1e6 < rate < 1e16
 
 
-def test_no_time_is_spent_on_a_file_that_cannot_be_written(monkeypatch, capsys):
+def test_an_unwritable_file_fails_before_anything_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["measure_hardware.py", "x", "--out", "/nowhere/x.yaml"])
     with pytest.raises(SystemExit) as caught:
         measure_hardware.main()
@@ -46,8 +46,8 @@ def test_no_time_is_spent_on_a_file_that_cannot_be_written(monkeypatch, capsys):
     assert "/nowhere: no such folder" in capsys.readouterr().err
 
 
-def test_steps_are_predicted_and_measured_by_what_is_done_in_them(monkeypatch, capsys):
-    """Alone, in this process: its steps are real, a second rank would take longer to start."""
+def test_steps_are_predicted_and_measured_by_kind(monkeypatch, capsys):
+    """One rank in this process suffices: its steps are real, and it starts quickly."""
     calls = []
 
     def here(rank, args, nprocs):
