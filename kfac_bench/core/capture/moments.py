@@ -47,7 +47,7 @@ class Collected:
 
 
 @dataclass(slots=True)
-class _Sums:
+class _PositionSums:
     """Sums over positions of one layer in one forward, for ``weight_sharing="reduce"``."""
 
     a: Tensor
@@ -79,7 +79,7 @@ class Moments:
     def __init__(self, *, reduce: bool, eigenbasis: Eigenbasis) -> None:
         self._reduce, self._eigenbasis = reduce, eigenbasis
         self._collected: dict[str, Collected] = {}
-        self._sums: dict[str, tuple[Layer, _Sums]] = {}
+        self._sums: dict[str, tuple[Layer, _PositionSums]] = {}
         self._second_moments: dict[str, Tensor] = {}
         self._calls: dict[str, _Calls] = {}
 
@@ -111,7 +111,7 @@ class Moments:
         if scale is not None:
             g = g * scale(samples)
         if self._reduce:
-            self._add_sums(layer, x, g, _Sums(x, g, samples, positions, forward), first)
+            self._add_sums(layer, x, g, _PositionSums(x, g, samples, positions, forward), first)
         else:
             a = layer.moment_a(x, g) if first else None
             self._count(layer, a, layer.moment_g(x, g), samples, samples * positions, forward)
@@ -159,7 +159,9 @@ class Moments:
             old.samples += samples
             old.forward = forward
 
-    def _add_sums(self, layer: Layer, x: Tensor, g: Tensor, new: _Sums, first: bool) -> None:
+    def _add_sums(
+        self, layer: Layer, x: Tensor, g: Tensor, new: _PositionSums, first: bool
+    ) -> None:
         """Add up positions, also over calls, before the product ("reduce")."""
         new.a, new.g = layer.sums(x, g)
         if layer.name in self._sums:

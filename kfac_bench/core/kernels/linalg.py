@@ -12,12 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-Eigen = tuple[Tensor, Tensor | None]
-"""Eigenvalues [..., n], not negative, and eigenvectors [..., n, n] in columns.
-
-No eigenvectors: the factor is a diagonal, its own eigenvalues.
-"""
-
 
 class DecompositionError(RuntimeError):
     """A factor could be decomposed neither in its own precision nor in float64."""
