@@ -391,7 +391,9 @@ def fisher_on_rank(options):
     compare(shard(tiny_model(), world_mesh()), tiny_model, batch, options, "mem_opt")
 
 
-@pytest.mark.parametrize("options", [{"fisher": "type2"}, {"damping": adaptive}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"fisher": "type2"}, {"damping": adaptive}], ids=["type2", "adaptive"]
+)
 def test_fsdp2_with_other_fishers_and_dampings_equals_one_process(options):
     run_ranks(2, fisher_on_rank, options)
 
