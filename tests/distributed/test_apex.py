@@ -1,4 +1,4 @@
-"""NVIDIA Apex: the adapter on a stand-in of the same interface, on real ranks; the rest on GPUs."""
+"""The Apex backend on real ranks, with a stand-in for Apex. Real Apex needs GPUs."""
 
 import contextlib
 import importlib.util
@@ -67,7 +67,7 @@ STAND_IN = {
 
             def forward(self, *args, **kwargs):
                 if not self._disable_allreduce:
-                    self.queued = False  # as in Apex: a part that is not enabled prepares nothing
+                    self.queued = False  # like Apex: a disabled part prepares nothing
                 return self.module(*args, **kwargs)
 
             def _hook(self, _):
@@ -112,7 +112,7 @@ STAND_IN = {
 
 @pytest.fixture
 def install(tmp_path):
-    """Writes files as packages that this process imports; it returns their folder."""
+    """Return a function that writes packages for this process and returns their folder."""
     if importlib.util.find_spec("apex") is not None:
         pytest.skip("the real Apex is installed")
     folder = tmp_path / "path"
@@ -134,7 +134,7 @@ def stand_in(install):
 
 @contextlib.contextmanager
 def imports_from(folder):
-    """Also in a rank's process, of a pool that later tests use."""
+    """Import from `folder` inside the block, also in the process of a rank of a shared pool."""
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -147,7 +147,7 @@ def imports_from(folder):
 
 @contextlib.contextmanager
 def apex_here(folder):
-    """This rank's backend."""
+    """Return this rank's backend."""
     with imports_from(folder):
         yield apex.Apex(Ranks(CPU, TorchCollective()))
 
@@ -156,7 +156,7 @@ def apex_here(folder):
 
 
 def equal_on_rank(folder, strategy, options, parts):
-    """Compare with one process here; the hash of all bits, and messages at each update."""
+    """Compare with one process; return the hash of all bits and the messages of each update."""
     with apex_here(folder) as backend:
         model, bits, sent = tiny_model(), [], []
         optimizer = sgd(model)
@@ -187,7 +187,7 @@ def check_equal(world, *args):
 @pytest.mark.supports("apex", "{strategy}")
 @pytest.mark.parametrize("method", ["eigen", slow("inverse")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_equals_one_process(stand_in, strategy, method):
+def test_training_equals_one_process(stand_in, strategy, method):
     options = {"method": method, "spread": False}
     check_equal(4 if strategy == "hybrid_opt" else 2, stand_in, strategy, options, 1)
 
@@ -206,16 +206,20 @@ def run_here(folder, runs_dir, options):
 
 TRAINED = (
     *SMALL,
-    *("optimizer.lr=0.02", "kfac.damping=0.1", "kfac.update_freq=4", "kfac.factor_update_freq=2"),
-    *("kfac.spread=false", "trainer.log_freq=1"),
+    "optimizer.lr=0.02",
+    "kfac.damping=0.1",
+    "kfac.update_freq=4",
+    "kfac.factor_update_freq=2",
+    "kfac.spread=false",
+    "trainer.log_freq=1",
 )
-"""Small differences stay small."""
+"""Options with which small differences stay small."""
 
 
 @pytest.mark.ranks
 @pytest.mark.supports("apex", "bf16 autocast")
 @pytest.mark.supports("apex", "fp16 with GradScaler")
-def test_a_run_in_half_precision(stand_in, tmp_path):
+def test_a_run_trains_in_half_precision(stand_in, tmp_path):
     for precision in ("bf16", "fp16"):
         options = (f"trainer.precision={precision}", "trainer.accumulate=2", "trainer.max_steps=6")
         run_ranks(2, run_here, stand_in, tmp_path, (*options, f"run_id={precision}"))
@@ -230,7 +234,7 @@ def test_a_run_in_half_precision(stand_in, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.supports("apex", "resume on another world size")
 @pytest.mark.parametrize("optimizer", [slow("sgd"), "fused_lamb"])
-def test_a_run_goes_on_elsewhere_and_comes_back(stand_in, tmp_path, optimizer):
+def test_a_run_continues_with_another_backend_and_back(stand_in, tmp_path, optimizer):
     options = (f"optimizer={optimizer}", f"optimizer.lr={ {'sgd': 0.02}.get(optimizer, 0.002) }")
     run_ranks(2, run_here, stand_in, tmp_path, (*options, "run_id=r", "trainer.max_steps=5"))
     train(tmp_path, *options, "run_id=r", "trainer.max_steps=10", base=TRAINED)
@@ -243,20 +247,21 @@ def test_a_run_goes_on_elsewhere_and_comes_back(stand_in, tmp_path, optimizer):
 
 def names_on_rank(folder):
     with apex_here(folder) as backend:
-        wrapped, optimizer = backend.wrap(*(lambda model: (model, sgd(model)))(tiny_model()))
+        model = tiny_model()
+        wrapped, optimizer = backend.wrap(model, sgd(model))
         kfac = KFAC(wrapped, optimizer, **OPTIONS)
         return unwrap(wrapped) is wrapped.module, [*kfac.state_dict()["layers"]]
 
 
 @pytest.mark.ranks
-def test_a_wrapped_model_has_clean_names_in_k_fac(stand_in):
+def test_k_fac_names_layers_without_the_wrapper(stand_in):
     assert run_ranks(2, names_on_rank, stand_in) == [(True, ["0", "2", "5", "7", "9"])] * 2
 
 
 # ---- which Apex there is ----
 
 
-def test_it_runs_on_gpus_only(stand_in):
+def test_apex_refuses_cpus(stand_in):
     config = compose.load(["backend=apex"]).backend
     with (
         pytest.raises(UsageError, match="on GPUs only; use backend=ddp"),
@@ -278,7 +283,7 @@ NEW = {k: v for k, v in STAND_IN.items() if k != "apex/parallel/__init__.py"}
     ],
     ids=["none", "wrong", "new"],
 )
-def test_an_apex_that_does_not_serve_is_named(install, files, said):
+def test_a_missing_or_foreign_apex_is_reported(install, files, said):
     install(files)
     with (
         pytest.raises(UsageError, match=said),

@@ -1,4 +1,4 @@
-"""What is said where a backend is missing."""
+"""A missing backend is reported."""
 
 import sys
 from unittest import mock
@@ -10,7 +10,7 @@ from kfac_bench.distributed.horovod import HorovodConfig
 from kfac_bench.errors import UsageError
 
 
-def test_without_horovod_the_error_says_how_to_install_it():
+def test_a_missing_horovod_is_reported_with_the_install_command():
     missing = {"horovod": None, "horovod.torch": None}
     with (
         mock.patch.dict(sys.modules, missing),

@@ -1,4 +1,4 @@
-"""DeepSpeed with ZeRO 0 to 2 on real ranks: equal to one process, and to DDP."""
+"""DeepSpeed with ZeRO 0 to 2 on real ranks trains like one process and like DDP."""
 
 import contextlib
 import functools
@@ -51,14 +51,14 @@ STAGES = [slow(0), slow(1), 2]
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_of_our_own():
-    """Later tests get new ranks: DeepSpeed changes torch for good (ZeRO 3: functional.linear)."""
+    """Give later tests new ranks: DeepSpeed changes torch for good (functional.linear)."""
     yield
     close_pools()
 
 
 @contextlib.contextmanager
 def deepspeed_here(stage):
-    """This rank's backend in a pool, as ``join`` makes it."""
+    """Return this rank's backend, as `join` makes it."""
     from kfac_bench.distributed.backends import deepspeed
 
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
@@ -74,7 +74,7 @@ def deepspeed_here(stage):
 
 
 def equal_on_rank(stage, strategy, options, parts):
-    """Compare with one process here; the hash of all bits."""
+    """Compare with one process, and return the hash of all bits."""
     with deepspeed_here(stage) as backend:
         model = tiny_model()
         optimizer = sgd(model)
@@ -100,7 +100,9 @@ def start_on_rank():
 
 
 def check_equal(world, *args):
-    run_ranks(world, start_on_rank)  # apart: imports take long on a busy machine
+    run_ranks(
+        world, start_on_rank
+    )  # a call of its own, because imports take long on a busy machine
     results = run_ranks(world, equal_on_rank, *args)
     assert all(bits == results[0] for bits in results), "ranks differ"
     assert len(results[0]) == STEPS
@@ -110,7 +112,7 @@ def check_equal(world, *args):
 @pytest.mark.parametrize("method", ["eigen", slow("inverse")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_equals_one_process(stage, strategy, method):
+def test_training_equals_one_process(stage, strategy, method):
     options = {"method": method, "spread": False}
     check_equal(4 if strategy == "hybrid_opt" else 2, stage, strategy, options, 1)
 
@@ -125,29 +127,37 @@ def test_a_batch_in_parts_equals_one_process(stage):
 # ---- runs ----
 
 TRAINED = (
-    *("model=autoencoder", "model.hidden=[16,6]", "logger=none", "trainer.threads=1"),
-    *("kfac.damping=0.1", "kfac.update_freq=4", "kfac.factor_update_freq=2", "kfac.spread=false"),
-    *("optimizer.lr=0.02", "trainer.log_freq=1", "trainer.checkpoint_freq=5"),
+    "model=autoencoder",
+    "model.hidden=[16,6]",
+    "logger=none",
+    "trainer.threads=1",
+    "kfac.damping=0.1",
+    "kfac.update_freq=4",
+    "kfac.factor_update_freq=2",
+    "kfac.spread=false",
+    "optimizer.lr=0.02",
+    "trainer.log_freq=1",
+    "trainer.checkpoint_freq=5",
 )
-"""Small differences stay small."""
+"""Options with which small differences stay small."""
 
 
 def run_here(folder, options, stage):
-    """On every rank; ``stage`` None: DistributedDataParallel."""
+    """Train on every rank. With `stage=None` the backend is DDP."""
     config = config_of(folder, *options, base=TRAINED)
     with contextlib.nullcontext(here()) if stage is None else deepspeed_here(stage) as backend:
         return run.train(config, backend)[0]
 
 
 def ran(folder, name, *options, stage):
-    """Run on two ranks; its directory."""
+    """Train on two ranks, and return the run directory."""
     assert run_ranks(2, run_here, folder, (*options, f"run_id={name}"), stage) == ["finished"] * 2
     return folder / name
 
 
 @pytest.fixture(scope="module")
 def with_ddp(tmp_path_factory):
-    """The directory of a run with DistributedDataParallel, made once."""
+    """Return the directory of a run with DDP, which is made once."""
     folder = tmp_path_factory.mktemp("ddp")
 
     @functools.cache
@@ -162,7 +172,7 @@ def losses_of(path):
 
 
 def state_of(path):
-    """Weights and the optimizer's state of the newest checkpoint."""
+    """Return weights and optimizer state of the newest checkpoint."""
     saved = checkpoint.find(path)[0].shards[0]
     return saved["model"], saved["optimizer"]
 
@@ -199,7 +209,7 @@ def test_a_run_equals_one_with_ddp(tmp_path, with_ddp, stage, options):
 
 @pytest.mark.supports("deepspeed zero {stage}", "bf16 autocast")
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16(tmp_path, with_ddp, stage):
+def test_a_run_in_bf16_is_close_to_ddp(tmp_path, with_ddp, stage):
     options = ("trainer.precision=bf16", "trainer.accumulate=2", "trainer.max_steps=6")
     ours = ran(tmp_path, "ours", *options, stage=stage)
     theirs, plain = with_ddp(*options), with_ddp(*options[1:])
@@ -208,7 +218,7 @@ def test_bf16(tmp_path, with_ddp, stage):
 
 
 def overflow_on_rank(stage):
-    """Weights after updates whose loss scale begins too high, and whether each was made."""
+    """Return the weights after each update with a loss scale that starts too high."""
     with contextlib.nullcontext(here()) if stage is None else deepspeed_here(stage) as backend:
         model = tiny_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -235,7 +245,7 @@ def overflow_on_rank(stage):
 
 @pytest.mark.supports("deepspeed zero {stage}", "fp16 with GradScaler")
 @pytest.mark.parametrize("stage", STAGES)
-def test_fp16_leaves_out_updates_that_overflow(stage):
+def test_fp16_skips_updates_that_overflow(stage):
     [(made, ours), (_, twin)] = run_ranks(2, overflow_on_rank, stage)
     wanted, theirs = run_ranks(2, overflow_on_rank, None)[0]
     assert made == wanted
@@ -247,7 +257,7 @@ def test_fp16_leaves_out_updates_that_overflow(stage):
 @pytest.mark.supports("deepspeed zero {stage}", "resume on another world size")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", [slow("sgd"), "adam"])
-def test_a_run_goes_on_elsewhere_and_comes_back(tmp_path, stage, optimizer):
+def test_a_run_continues_with_another_backend_and_back(tmp_path, stage, optimizer):
     lr = {"sgd": 0.02, "adam": 0.002}[optimizer]
     options = (f"optimizer={optimizer}", f"optimizer.lr={lr}")
     path = ran(tmp_path, "r", *options, "trainer.max_steps=5", stage=stage)
@@ -259,7 +269,7 @@ def test_a_run_goes_on_elsewhere_and_comes_back(tmp_path, stage, optimizer):
     assert_same_state(state_of(path), state_of(alone), 1e-2)
 
 
-def test_a_schedule_and_groups_that_count_their_steps(tmp_path):
+def test_a_schedule_works_with_groups_that_count_steps(tmp_path):
     options = ("optimizer=muon", "schedule=cosine", "kfac=none", "trainer.max_epochs=3")
     path = ran(tmp_path, "r", *options, "trainer.max_steps=6", stage=0)
     ran(tmp_path, "r", *options, "trainer.max_steps=15", stage=0)
@@ -276,7 +286,7 @@ def test_a_schedule_and_groups_that_count_their_steps(tmp_path):
 
 
 def script_on_rank(stage, autocast):
-    """The gradients and weights of the lines in docs/distributed.md."""
+    """Run the lines of docs/distributed.md, and return gradients and weights."""
     with deepspeed_here(stage):
         import deepspeed
 
@@ -321,7 +331,7 @@ def test_a_script_with_whole_gradients_equals_one_process(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_script_with_deepspeeds_autocast(stage):
+def test_a_script_may_use_deepspeeds_autocast(stage):
     (got, twin), wanted = (
         run_ranks(2, script_on_rank, stage, True),
         one_process(tiny_model, batch, (("spread", False),)),
@@ -352,7 +362,7 @@ def refused_on_rank(config):
             return str(error)
         finally:
             engine.destroy()
-            # DeepSpeed remembers it for all engines of a process to come
+            # DeepSpeed keeps the setting for all later engines of the process.
             deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
 
@@ -365,7 +375,7 @@ def refused_on_rank(config):
     ],
     ids=["bf16", "stage 3", "fp16"],
 )
-def test_what_k_fac_cannot_work_with_is_said(config, said):
+def test_an_unsupported_configuration_is_refused(config, said):
     assert all(said in answer for answer in run_ranks(2, refused_on_rank, config))
 
 
@@ -375,7 +385,7 @@ def example_on_rank():
 
 
 @pytest.mark.slow
-def test_the_example():
+def test_the_example_script_runs():
     accuracies = run_ranks(2, example_on_rank)
     assert accuracies[0] == accuracies[1] > 0.9
 
@@ -384,14 +394,20 @@ def test_the_example():
 
 
 def command(folder, *options):
-    """kfac-train under torchrun as users type it: exit code and what was printed."""
-    # DeepSpeed's environment variables are its users' business: they get none
+    """Run kfac-train with torchrun as users type it, and return exit code and output."""
+    # Users need not set DeepSpeed's environment variables.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DS_")}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = subprocess.run(
         [
-            *(*torchrun, "--nproc-per-node", "2", "-m", "kfac_bench", "backend=deepspeed"),
-            *(*options, f"runs_dir={folder}"),
+            *torchrun,
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "kfac_bench",
+            "backend=deepspeed",
+            *options,
+            f"runs_dir={folder}",
         ],
         env=environment | {"OMP_NUM_THREADS": "1"},
         cwd=ROOT,
@@ -404,7 +420,7 @@ def command(folder, *options):
 @pytest.mark.slow
 @pytest.mark.supports("deepspeed zero 2", "kfac-train")
 @pytest.mark.supports("deepspeed zero 2", "documented command")
-def test_the_documented_command(tmp_path):
+def test_the_documented_command_trains(tmp_path):
     code, said = command(
         tmp_path, *SMALL, "backend.zero_stage=2", "trainer.max_steps=6", "run_id=r"
     )
@@ -426,7 +442,7 @@ def test_fused_lamb_is_refused():
         compose.load(["backend=deepspeed", "optimizer=fused_lamb"])
 
 
-def test_without_deepspeed_the_error_says_how_to_get_it(monkeypatch):
+def test_a_missing_deepspeed_is_reported_with_the_install_command(monkeypatch):
     from kfac_bench import distributed
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Runs of kfac-train with backend=fsdp2: equal to one process, and its checkpoints are as well."""
+"""Runs with backend=fsdp2 train like one process, and write the same checkpoints."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def train_here(folder, *overrides):
 
 
 def stop_here(folder, *overrides):
-    """Rank 1 gets SIGTERM in step 7."""
+    """Train, and send SIGTERM to rank 1 in step 7."""
     backend = here()
     with before_step(7, terminate if backend.ranks.rank == 1 else lambda _: None):
         return train(folder, *overrides, backend=backend)
@@ -71,7 +71,7 @@ def test_a_run_equals_one_process(tmp_path, strategy):
 
 
 @pytest.mark.supports("fsdp2", "resume on another world size")
-def test_a_run_goes_on_with_another_number_of_ranks_and_another_backend(tmp_path):
+def test_a_run_continues_on_other_ranks_with_another_backend(tmp_path):
     adam = ("optimizer=adam", "optimizer.lr=0.002")
     options = (*STABLE, *adam, "run_id=r")
     run_ranks(2, train_here, tmp_path, *options, "trainer.max_steps=5")
@@ -98,7 +98,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
 
 
 def evaluate_here(folder, saved, examples):
-    """On every rank: the validation figures for saved weights."""
+    """Return the validation metrics of saved weights, on every rank."""
     trainer = trainer_of(folder, "trainer.eval_batch_size=100", base=RESNET, backend=here())
     trainer.restore(checkpoint.load(saved))
     seen = []
@@ -114,8 +114,8 @@ def evaluate_here(folder, saved, examples):
     return seen[0].metrics
 
 
-def test_validation_figures_are_exact(tmp_path):
-    """450 and 405 examples in batches of 25 on 4 ranks: some have one more; 3: one has none."""
+def test_validation_metrics_are_exact(tmp_path):
+    """Cover ranks with one batch more than others, and a rank without examples."""
     _, path = train(tmp_path, *KFAC, "trainer.max_steps=21", base=RESNET)
     saved = checkpoint.find(path)[0].path
     want = of_kind(path, Evaluated)[-1].metrics
@@ -129,7 +129,7 @@ def test_validation_figures_are_exact(tmp_path):
 
 
 def not_finite_here(folder):
-    """Only in rank 1's part: no rank writes a checkpoint."""
+    """Make a weight infinite in rank 1's part only: no rank may write a checkpoint."""
     trainer = trainer_of(folder, *STABLE, backend=here())
     if trainer.ranks.rank == 1:
         local(next(trainer.model.parameters())).data.fill_(torch.nan)
@@ -137,7 +137,7 @@ def not_finite_here(folder):
         trainer.save()
 
 
-def test_a_weight_that_is_not_finite_on_one_rank_is_no_checkpoint(tmp_path):
+def test_an_infinite_weight_on_one_rank_prevents_the_checkpoint(tmp_path):
     run_ranks(2, not_finite_here, tmp_path)
 
 
@@ -150,7 +150,7 @@ def test_a_weight_that_is_not_finite_on_one_rank_is_no_checkpoint(tmp_path):
         ("gradient accumulation", "trainer.accumulate=3"),
     ],
 )
-def test_precision_and_accumulation(tmp_path, what, option):
+def test_a_run_with_low_precision_or_accumulation_trains(tmp_path, what, option):
     options = (*STABLE, option, "trainer.max_steps=10")
     run_ranks(2, train_here, tmp_path, *options, "run_id=sharded")
     _, alone = train(tmp_path, *options, "run_id=alone")
@@ -160,7 +160,7 @@ def test_precision_and_accumulation(tmp_path, what, option):
 
 
 class Turned(torch.nn.Module):
-    """Its output is a view, as that of BERT's heads."""
+    """A module whose output is a view, like the output of BERT's heads."""
 
     def __init__(self):
         super().__init__()
@@ -175,12 +175,12 @@ def views_here():
         warnings.simplefilter("error")
         model = here().shard(Turned())
         model(torch.ones(2, 5, 4)).square().sum().backward()
-        with pytest.raises(UserWarning):  # as PyTorch 2.14 says it
+        with pytest.raises(UserWarning):  # the warning of PyTorch 2.14
             warnings.warn("FSDP2-wrapped module (FSDPLinear) returned a view tensor", stacklevel=1)
     return local(model.head.weight.grad).abs().sum().item()
 
 
-def test_an_output_that_is_a_view_is_no_cause_to_warn_but_a_blocks_is():
+def test_a_view_as_output_warns_for_a_block_but_not_for_the_model():
     assert all(gradient > 0 for gradient in run_ranks(2, views_here))
 
 
@@ -194,7 +194,7 @@ def test_blocks_are_the_members_of_the_outermost_lists():
 
 @pytest.mark.slow
 @pytest.mark.supports("fsdp2", "documented command")
-def test_the_documented_command(tmp_path):
+def test_the_documented_command_trains(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", "-m", "kfac_bench", *SMALL, "backend=fsdp2", "trainer.max_steps=5"]
     done = subprocess.run(

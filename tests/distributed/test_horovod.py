@@ -1,4 +1,4 @@
-"""backend=horovod on ranks of a real horovodrun: equal to one process."""
+"""The Horovod backend on ranks of a real horovodrun trains like one process."""
 
 import importlib.util
 import os
@@ -57,7 +57,7 @@ def _pools():
 
 
 def prepare(make_model, **options):
-    """This rank's backend, model, K-FAC and optimizer, as a run makes them."""
+    """Make this rank's backend, model, K-FAC and optimizer as a run does."""
     backend = here()
     model, kfac, optimizer = with_kfac(make_model, backend, options)
     model, optimizer = backend.wrap(model, optimizer)
@@ -71,7 +71,7 @@ def with_kfac(make_model, backend, options):
 
 
 def update(backend, model, kfac, optimizer, x, y, parts=1, scaler=None, dtype=None):
-    """As :class:`kfac_bench.training.update.Update`; the preconditioned gradients."""
+    """Update like `kfac_bench.training.update.Update`, and return the preconditioned gradients."""
     scaler = scaler or GradScaler("cpu", enabled=False)
     optimizer.zero_grad()
     for i, (a, b) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
@@ -93,13 +93,13 @@ def mine(backend, tensors):
 
 
 def equals_here(make_model, make_batch, options, strategies, tolerance, how, wanted):
-    """On every rank: hold each strategy against one process; hashes of the weights."""
+    """Compare each strategy with one process, on every rank, and return hashes of the weights."""
     digests = []
-    if wanted:  # arrays, for tensors do not travel between pools
+    if wanted:  # arrays, because tensors cannot be sent between pools
         wanted = [[[torch.tensor(x) for x in e] for e in s[:2]] + [()] for s in wanted]
     else:
         wanted = one_process(make_model, make_batch, tuple(options.items()))
-    if "dtype" in how:  # one process computes in it, too
+    if "dtype" in how:  # one process computes in this precision too
         enabled = how["dtype"] == torch.float16
         how = how | {"scaler": GradScaler("cpu", init_scale=256.0, enabled=enabled)}
         alone = (ALONE, *with_kfac(make_model, ALONE, options))
@@ -153,8 +153,8 @@ def test_every_kind_of_layer_equals_one_process(strategy, method):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 @pytest.mark.parametrize("method", METHODS)
-def test_messages_in_half_precision(method, dtype):
-    """One process keeps its state in half precision, too: apart are roundings only."""
+def test_messages_in_half_precision_are_close(method, dtype):
+    """One process keeps its state in half precision too, so only rounding differs."""
     equal(2, "comm_opt", "mem_opt", method=method, state_dtype=dtype, damping=0.3, tolerance=0.1)
 
 
@@ -165,7 +165,7 @@ def test_gradient_accumulation_equals_one_process(strategy):
 
 
 def messages_here():
-    """On every rank: names of the gradients sent after each part of three."""
+    """Return the names of the gradients sent after each of three parts, on every rank."""
     import horovod.torch.optimizer as averaging
 
     made, sent, seen = prepare(tiny_model), [], []
@@ -204,7 +204,7 @@ def test_a_scaled_loss_is_close_to_one_process(method):
 
 
 def overflow_here():
-    """On every rank: an update whose gradients overflow on rank 1 alone, then a good one."""
+    """Make an update whose gradients overflow on rank 1 only, then a good update."""
     made, scaler = prepare(tiny_model), GradScaler("cpu", init_scale=256.0)
     before = weights_of(made[1])
     x, y = mine(made[0], batch(0))
@@ -217,13 +217,13 @@ def overflow_here():
     return sha256(weights_of(made[1]))
 
 
-def test_an_overflow_on_one_rank_leaves_the_update_out_on_all():
+def test_an_overflow_on_one_rank_skips_the_update_on_all():
     first, second = run_ranks(2, overflow_here)
     assert first == second != sha256(weights_of(tiny_model()))
 
 
 class Forked(nn.Module):
-    """The examples say which of its branches run; one never does."""
+    """A model whose examples decide which branch runs. One branch never runs."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class Forked(nn.Module):
 
 
 def unused_here(parts):
-    """On every rank: a branch that backward reaches on one rank only."""
+    """Train a model with a branch that backward reaches on one rank only."""
     made = prepare(Forked)
     for step in range(3):
         x, y = mine(made[0], batch(step))
@@ -244,7 +244,7 @@ def unused_here(parts):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_layers_that_backward_did_not_reach_on_a_rank(parts):
+def test_a_layer_without_gradient_on_one_rank_keeps_ranks_equal(parts):
     first, second = run_ranks(2, unused_here, parts)
     assert first == second
 
@@ -279,12 +279,12 @@ def other_weights_here():
     return sha256(weights_of(model))
 
 
-def test_weights_are_those_of_rank_0():
+def test_all_ranks_start_with_the_weights_of_rank_0():
     assert run_ranks(2, other_weights_here) == [sha256(weights_of(tiny_model()))] * 2
 
 
 def script_here():
-    """On every rank: as a user's script; K-FAC finds Horovod, two of them at once."""
+    """Run a user's script with two models at once, in which K-FAC finds Horovod."""
     import horovod.torch as hvd
 
     models = [tiny_model(), tiny_model()]
@@ -310,12 +310,12 @@ def prefixed(model):
     return [(f"second.{n}", p) for n, p in model.named_parameters()]
 
 
-def test_a_script_of_two_models():
+def test_a_script_may_train_two_models():
     run_ranks(2, script_here)
 
 
 def static_here():
-    """On every rank: a group, where ``hvd.init()`` was told of none."""
+    """Ask for a group of ranks that `hvd.init()` does not allow."""
     import horovod.torch as hvd
 
     refuse = mock.Mock(side_effect=ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1"))
@@ -334,7 +334,7 @@ def test_groups_need_dynamic_process_sets():
 
 
 RUN = (*KFAC_RUN, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")
-"""Stable, and with the same decompositions on any number of ranks."""
+"""Stable options, with the same decompositions on any number of ranks."""
 
 
 def run_here(folder, overrides):
@@ -343,9 +343,9 @@ def run_here(folder, overrides):
 
 
 @pytest.mark.supports("horovod", "resume on another world size")
-def test_a_run_goes_on_without_horovod_and_with_it(tmp_path):
+def test_a_run_continues_without_horovod_and_back(tmp_path):
     _, alone = train(tmp_path, *RUN, "run_id=alone", "trainer.max_steps=15")
-    # as horovod, one process, horovod; whose momenta the optimizer state holds
+    # Horovod, then one process, then Horovod again.
     run_ranks(2, run_here, tmp_path, (*RUN, "run_id=r", "trainer.max_steps=5"))
     _, path = train(tmp_path, *RUN, "run_id=r", "trainer.max_steps=10")
     done = run_ranks(2, run_here, tmp_path, (*RUN, "run_id=r", "trainer.max_steps=15"))
@@ -361,7 +361,7 @@ def test_a_run_goes_on_without_horovod_and_with_it(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
-def test_a_run_in_parts_and_mixed_precision(tmp_path, precision):
+def test_a_run_with_accumulation_and_mixed_precision_trains(tmp_path, precision):
     options = (*RUN, "run_id=r", "trainer.max_steps=4", "trainer.accumulate=3")
     run_ranks(2, run_here, tmp_path, (*options, f"trainer.precision={precision}"))
     losses = [e.metrics["squared_error"] for e in of_kind(tmp_path / "r", Evaluated)]
@@ -378,7 +378,7 @@ def horovodrun(*overrides, world=2):
 @pytest.mark.slow
 @pytest.mark.supports("horovod", "kfac-train")
 @pytest.mark.supports("horovod", "documented command")
-def test_the_documented_command(tmp_path):
+def test_the_documented_command_trains(tmp_path):
     run = (*SMALL, *RUN, f"runs_dir={tmp_path}", "trainer.max_steps=5", "trainer.log_freq=1")
     done = horovodrun(*run, "run_id=r", "kfac=mem_opt")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -392,7 +392,7 @@ def test_the_documented_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_input_is_said_once_though_rank_0_is_the_last_to_see_it(tmp_path, monkeypatch):
+def test_bad_input_is_reported_once_even_if_rank_0_is_last(tmp_path, monkeypatch):
     late = "import os, time\nif os.environ.get('HOROVOD_RANK') == '0':\n    time.sleep(3)\n"
     (tmp_path / "sitecustomize.py").write_text(late)
     path = os.environ.get("PYTHONPATH", "")

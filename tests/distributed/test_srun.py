@@ -1,6 +1,6 @@
-"""Ranks that srun starts, by Slurm's variables; and what a notice does to a run. Without a Slurm.
+"""Ranks from Slurm's variables, and a run that gets Slurm's notice. These tests need no Slurm.
 
-With a real one: ``make slurm-test``.
+`make slurm-test` runs further tests with a real Slurm.
 """
 
 import os
@@ -29,7 +29,7 @@ BATCH_SHELL = {
     "SLURM_PROCID": "0",
     "SLURM_TASKS_PER_NODE": "2(x2)",
 }
-"""As Slurm 22.05 sets them."""
+"""The variables as Slurm 22.05 sets them."""
 TASK = BATCH_SHELL | {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
@@ -48,7 +48,7 @@ def adopted(environ):
     return {name: environ[name] for name in TORCH if name in environ}
 
 
-def test_a_task_of_srun_is_a_rank():
+def test_a_task_of_srun_becomes_a_rank():
     found = adopted(TASK)
     port = int(found.pop("MASTER_PORT"))
     assert list(found.values()) == ["3", "4", "1", "2", "node1"]
@@ -64,16 +64,16 @@ def test_a_task_of_srun_is_a_rank():
     "environ",
     [
         {},
-        BATCH_SHELL,  # kfac-train in a batch script without srun is alone, and waits for nobody
+        BATCH_SHELL,  # kfac-train in a batch script without srun is a single process
         TASK | {"SLURM_STEP_NUM_TASKS": "1"},
         TASK | {"HOROVOD_RANK": "1"},
     ],
 )
-def test_what_is_no_rank_of_srun(environ):
+def test_other_processes_do_not_become_ranks(environ):
     assert adopted(environ) == {}
 
 
-def test_torchrun_within_srun_has_the_word():
+def test_variables_of_torchrun_win_over_those_of_srun():
     torchrun = dict(zip(TORCH, ("1", "8", "1", "4", "elsewhere", "1"), strict=True))
     assert adopted(TASK | torchrun) == torchrun
     assert adopted(TASK | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
@@ -90,15 +90,15 @@ def test_torchrun_within_srun_has_the_word():
         ("b,a[1-2]", "b"),
     ],
 )
-def test_the_first_node_of_a_list(nodes, first):
+def test_first_host_returns_the_first_node_of_a_list(nodes, first):
     assert slurm_rank.first_host(nodes) == first
 
 
-def test_tasks_per_node():
+def test_tasks_per_node_expands_the_short_form():
     assert slurm_rank.tasks_per_node("2(x3),1") == (2, 2, 2, 1)
 
 
-def test_a_task_that_sees_its_own_gpu_alone_takes_that(monkeypatch):
+def test_a_task_that_sees_only_its_own_gpu_takes_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -114,7 +114,7 @@ def test_a_task_that_sees_its_own_gpu_alone_takes_that(monkeypatch):
     assert find_device("auto", 1) == torch.device("cuda", 0)
 
 
-def test_without_slurm_submit_says_so(tmp_path, monkeypatch):
+def test_submit_without_slurm_is_a_usage_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="launcher=slurm: there is no sbatch here"):
         slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path)
@@ -124,7 +124,7 @@ LONG = (*KFAC, "trainer.max_steps=8", "trainer.log_freq=1", "trainer.eval_freq=4
 
 
 def notice_in_evaluation(monkeypatch, step):
-    """SIGUSR1 while the batch of the evaluation after so many steps goes through the model."""
+    """Raise SIGUSR1 in the evaluation after `step` steps."""
     original, within = (Trainer._evaluate, Trainer._to_device), []
 
     def evaluate(self):
@@ -144,7 +144,7 @@ def notice_in_evaluation(monkeypatch, step):
 
 
 @pytest.mark.parametrize("step", [0, 4, 8])
-def test_an_evaluation_cut_short_is_made_up(tmp_path, monkeypatch, step):
+def test_an_interrupted_evaluation_is_repeated_after_the_restart(tmp_path, monkeypatch, step):
     _, straight = train(tmp_path, *LONG, "run_id=straight")
     with monkeypatch.context() as patch:
         notice_in_evaluation(patch, step)
@@ -164,8 +164,12 @@ def test_an_evaluation_cut_short_is_made_up(tmp_path, monkeypatch, step):
     assert (path / "state").read_text() == f"finished 8 {path}\n"
 
 
-def test_a_target_reached_in_an_evaluation_that_was_made_up_ends_the_run(tmp_path, monkeypatch):
-    options = (*LONG, "trainer.target=100", "run_id=r")  # of a squared error: the first that is
+def test_a_repeated_evaluation_that_reaches_the_target_ends_the_run(tmp_path, monkeypatch):
+    options = (
+        *LONG,
+        "trainer.target=100",
+        "run_id=r",
+    )  # a squared error that the first evaluation reaches
     _, path = train(tmp_path, *LONG, "trainer.max_steps=4", "run_id=r")
     with monkeypatch.context() as patch:
         notice_in_evaluation(patch, 8)
@@ -175,12 +179,12 @@ def test_a_target_reached_in_an_evaluation_that_was_made_up_ends_the_run(tmp_pat
     assert steps_of(path, Evaluated) == [0, 4, 8]
 
 
-def test_the_state_goes_where_the_batch_script_looks(tmp_path, monkeypatch):
+def test_the_state_file_of_the_batch_script_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KFAC_STATE_FILE", str(tmp_path / "job.state"))
     _, path = train(tmp_path, *LONG, "trainer.max_steps=2", "run_id=r")
     assert (tmp_path / "job.state").read_text() == f"finished 2 {path}\n"
     (tmp_path / "job.state").unlink()
-    train(tmp_path, *LONG, "trainer.max_steps=2", "run_id=r")  # complete already
+    train(tmp_path, *LONG, "trainer.max_steps=2", "run_id=r")  # this run is complete already
     assert (tmp_path / "job.state").read_text() == f"finished 2 {path}\n"
     assert not list(tmp_path.rglob("*.partial"))
     monkeypatch.setenv("KFAC_STATE_FILE", "/nowhere/job.state")

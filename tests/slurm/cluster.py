@@ -1,4 +1,4 @@
-"""The throw-away cluster of the tests: submit, wait, look."""
+"""The test cluster: submit jobs, wait for them, and look at them."""
 
 import os
 import subprocess
@@ -17,15 +17,20 @@ FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_F
 
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=1")
 SMALL = (
-    *("profile=smoke", "trainer.device=cpu", "trainer.threads=1", "trainer.predictions=0"),
-    *("trainer.batch_size=16", "trainer.target=null", "trainer.checkpoint_freq=1000"),
+    "profile=smoke",
+    "trainer.device=cpu",
+    "trainer.threads=1",
+    "trainer.predictions=0",
+    "trainer.batch_size=16",
+    "trainer.target=null",
+    "trainer.checkpoint_freq=1000",
 )
 RUN = (*SMALL, "trainer.max_steps=16", "trainer.eval_freq=8", "kfac.update_freq=4", "logger=none")
 """16 steps of K-FAC that take seconds, with two evaluations and four decompositions."""
 
 
 class Cluster:
-    """Jobs run in ``folder``, where their output and their runs are."""
+    """A Slurm cluster whose jobs run in `folder`, with their output and their run directories."""
 
     def __init__(self, state, folder):
         self.folder, self.runs = folder, folder / "runs"
@@ -40,7 +45,7 @@ class Cluster:
         }
 
     def __call__(self, *command, check=True, timeout=60, **env):
-        """What the command says; an error with all it said if it fails."""
+        """Run a command, and return its output. A failed command raises its output."""
         done = subprocess.run(
             list(map(str, command)),
             cwd=self.folder,
@@ -53,30 +58,30 @@ class Cluster:
         return done.stdout.strip()
 
     def environment(self):
-        """For code of ours that calls sbatch."""
+        """Return the environment for our own code that calls sbatch."""
         return self._env
 
     def submit(self, script, *overrides, options=(), **env):
-        """The id of a job of slurm/SCRIPT.sbatch."""
+        """Submit slurm/SCRIPT.sbatch, and return the job's id."""
         path = ROOT / "slurm" / f"{script}.sbatch"
         words = (*overrides, f"runs_dir={self.runs}")
         return self("sbatch", "--parsable", "--time=10", *options, path, *words, **env)
 
     def show(self, job, key):
-        """What scontrol says of a job (of each of an array)."""
+        """Return a field of scontrol for a job, or for each job of an array."""
         said = self("scontrol", "--oneliner", "show", "job", job).split()
         return [word.partition("=")[2] for word in said if word.startswith(f"{key}=")]
 
     def wait(self, job, done=None, patience_s=PATIENCE_S):
-        """Until it has ended, or ``done()``; its states.
+        """Wait until the job has ended or `done()` is true, and return the job's states.
 
-        What is requeued is held for as long as its old credential lives (10 s; elsewhere 120): to
-        start it at once (StartTime=now) can kill it.
+        Slurm holds a requeued job as long as its old credential is valid: 10 s here, 120 s by
+        default. Starting the job earlier (StartTime=now) can kill it.
         """
         deadline, final_since = time.monotonic() + patience_s, None
         while True:
             states = set(self.show(job, "JobState"))
-            # on its way back into the queue a job passes through these
+            # A requeued job passes through final states, so a final state must last for a while.
             final_since = (final_since or time.monotonic()) if states <= FINAL else None
             lasting = 0 if states == {"COMPLETED"} else LASTING_S
             ended = final_since is not None and time.monotonic() >= final_since + lasting
@@ -87,14 +92,14 @@ class Cluster:
             time.sleep(0.2)
 
     def wait_until_held(self, job, place, start=0, ranks=2):
-        """Every rank stands there, in that start of the job."""
+        """Wait until every rank stands still at `place`, in the job's start number `start`."""
         marks = [self.folder / f"{job}-{place}-{start}-{rank}" for rank in range(ranks)]
         self.wait(job, lambda: all(mark.exists() for mark in marks))
         for mark in marks:
             mark.unlink()
 
     def lose(self, node):
-        """Take a node down, and back. Refused is what it has done by itself (ReturnToService)."""
+        """Take a node down and back. The node may return by itself first (ReturnToService)."""
         self("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
         for _ in range(50):
             self("scontrol", "update", f"nodename={node}", "state=resume", check=False)
@@ -104,21 +109,21 @@ class Cluster:
         raise AssertionError(f"{node} stays down\n{self.log()}")
 
     def finish(self, job):
-        """Wait for a job that must go well."""
+        """Wait for a job that must succeed."""
         states = self.wait(job)
         assert states == {"COMPLETED"}, f"{states}\n{self.said()}\n{self.log()}"
 
     def said(self):
-        """The output of all jobs."""
+        """Return the output of all jobs."""
         return "\n".join(f"{p.name}:\n{p.read_text()}" for p in self.folder.rglob("*.out"))
 
     def log(self):
-        """What the controller did last."""
+        """Return the last lines of the controller's log."""
         return "\n".join(self._log.read_text().splitlines()[-30:])
 
 
 def weights_of(path):
-    """The hash at the end of a run that is complete."""
+    """Return the hash of the final weights of a finished run."""
     ended = of_kind(path, RunEnded)[-1]
     assert ended.status == "finished"
     return ended.weights_sha256

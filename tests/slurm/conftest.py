@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, as long as the tests run: make slurm-test."""
+"""Fixtures with a real Slurm of two nodes on this machine, for `make slurm-test`."""
 
 import os
 import random
@@ -15,7 +15,7 @@ NOT_HERE = 77
 SETTINGS = {
     "SLURM_TEST_GRACE": "60",
     "SLURM_TEST_KILLWAIT": "30",
-    # Another cluster may be on this machine: cgroups bear the names of nodes.
+    # Another cluster on this machine may have nodes, and so cgroups, of the same names.
     "SLURM_TEST_CGROUP": "0",
     "SLURM_TEST_PORT": str(random.randrange(17000, 29000, 10)),
 }
@@ -23,13 +23,13 @@ SETTINGS = {
 
 @pytest.fixture(scope="session")
 def nodes():
-    """The cluster's state directory: of root's, short, and open to munge, as tmp_path is not."""
+    """Return the cluster's state directory, whose path must be short and open to munge."""
     state = Path(tempfile.mkdtemp(prefix="kfac-slurm-"))
     state.chmod(0o755)
     env = os.environ | SETTINGS | {"SLURM_TEST_DIR": str(state)}
     up = subprocess.run([UP], env=env, capture_output=True, text=True, timeout=280)
     if up.returncode == NOT_HERE:
-        pytest.skip(f"NO SLURM HERE, SO NOTHING OF IT WAS TESTED: {up.stderr.strip()}")
+        pytest.skip(f"NO SLURM HERE, SO SLURM WAS NOT TESTED: {up.stderr.strip()}")
     assert up.returncode == 0, up.stderr
     yield state
     down = subprocess.run([DOWN, "--purge"], env=env, capture_output=True, text=True, timeout=120)
@@ -39,7 +39,7 @@ def nodes():
 
 @pytest.fixture
 def cluster(nodes, tmp_path):
-    """No job is left when a test begins, none when it ends, both nodes are up."""
+    """Return the cluster. At the end of a test no job is left and both nodes are up."""
     cluster = Cluster(nodes, tmp_path)
     yield cluster
     for job in cluster("squeue", "--noheader", "--format=%A").split():
@@ -50,8 +50,17 @@ def cluster(nodes, tmp_path):
 
 @pytest.fixture(scope="session")
 def straight(nodes, tmp_path_factory):
-    """The run of :data:`RUN` on two nodes that nothing happened to."""
+    """Run `RUN` on two nodes without any disturbance, and return its run directory."""
     cluster = Cluster(nodes, tmp_path_factory.mktemp("straight"))
     job = cluster.submit("resnet32_cifar10", *RUN, "run_id=straight", options=TWO_NODES)
     cluster.finish(job)
     return cluster.runs / "straight"
+
+
+@pytest.fixture
+def here(cluster, monkeypatch):
+    """Let this process call the sbatch of the cluster, in the cluster's folder."""
+    for name, value in cluster.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(cluster.folder)
+    return cluster

@@ -1,4 +1,4 @@
-"""Ranks started by srun, in all ways that there are, and what a real Slurm's variables say."""
+"""Ranks that srun starts with every backend, and the variables of a real Slurm."""
 
 import pytest
 
@@ -8,13 +8,18 @@ from tests.slurm.cluster import RUN, SMALL, TWO_NODES
 from tests.support.runs import end, of_kind
 
 APPLICATIONS = (
-    *("resnet50_imagenet", "resnet32_cifar10", "maskrcnn_coco", "bert_phase1", "bert_phase2"),
-    *("squad", "unet_lgg"),
+    "resnet50_imagenet",
+    "resnet32_cifar10",
+    "maskrcnn_coco",
+    "bert_phase1",
+    "bert_phase2",
+    "squad",
+    "unet_lgg",
 )
 
 
 def test_every_application_trains(cluster):
-    """All at once, as many as there are nodes."""
+    """Submit all jobs at once; as many run together as there are nodes."""
     node = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--exclusive")
     words = (
         *SMALL,
@@ -36,7 +41,7 @@ def test_every_application_trains(cluster):
 @pytest.mark.parametrize(
     "words", [("backend=horovod", "kfac=hybrid_opt"), ("backend=fsdp2",), ("backend=deepspeed",)]
 )
-def test_other_backends_take_their_place_from_srun(cluster, straight, words):
+def test_other_backends_find_their_ranks_from_srun(cluster, straight, words):
     job = cluster.submit("resnet32_cifar10", *RUN, "run_id=r", *words, options=TWO_NODES)
     cluster.finish(job)
     losses = [
@@ -45,14 +50,14 @@ def test_other_backends_take_their_place_from_srun(cluster, straight, words):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_two_ranks_a_node(cluster):
+def test_two_ranks_per_node_train(cluster):
     options = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
     words = (*RUN, "trainer.max_steps=2", "run_id=r")
     cluster.finish(cluster.submit("resnet32_cifar10", *words, options=options))
     assert end(cluster.runs / "r").step == 2
 
 
-def test_a_mistake_is_one_line_of_one_rank(cluster):
+def test_bad_input_is_one_line_from_one_rank(cluster):
     job = cluster.submit("smoke", "experiment=nothing", options=TWO_NODES)
     assert cluster.wait(job) == {"FAILED"}
     said = [line for line in cluster.said().splitlines() if "kfac-train" in line]
@@ -61,7 +66,7 @@ def test_a_mistake_is_one_line_of_one_rank(cluster):
     assert cluster.show(job, "ExitCode") == ["2:0"]
 
 
-def test_first_host_is_what_slurm_means(cluster):
+def test_first_host_agrees_with_scontrol(cluster):
     for nodes in ("node[1-2]", "a1", "a[3,1]", "gpu[02-04,7],x", "r[1-2]n[05-16]", "b,a[1-2]"):
         assert first_host(nodes) == cluster("scontrol", "show", "hostnames", nodes).split()[0]
 
@@ -74,7 +79,7 @@ def test_first_host_is_what_slurm_means(cluster):
         (("--gpus-per-node=2",), False),
     ],
 )
-def test_whether_a_task_sees_its_own_gpu_alone(cluster, options, own):
+def test_has_its_own_gpus_agrees_with_slurm(cluster, options, own):
     code = (
         "import os; from kfac_bench.distributed import slurm_rank; "
         "n = len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')); "

@@ -1,4 +1,4 @@
-"""The shipped scripts, told to stop by a real Slurm: nothing is lost, the weights are the same."""
+"""Batch scripts that a real Slurm interrupts lose no step and end with the same weights."""
 
 from kfac_bench.record.events import Checkpointed, Evaluated, Resumed, RunStarted, Trained
 from tests.slurm.cluster import RUN, TWO_NODES, weights_of
@@ -8,7 +8,7 @@ SCRIPT = "resnet32_cifar10"
 
 
 def notice(cluster, job):
-    """What --signal=B:USR1@120 makes Slurm do: USR1 to the shell of the batch script."""
+    """Send USR1 to the shell of the batch script, as Slurm does with --signal=B:USR1@120."""
     cluster("scancel", "--signal=USR1", "--batch", job)
 
 
@@ -20,24 +20,26 @@ def same_run(path, straight):
     assert [e.loss for e in of_kind(path, Trained)] == [e.loss for e in of_kind(straight, Trained)]
 
 
-def test_notice_in_an_evaluation_and_in_a_decomposition(cluster, straight):
+def test_a_run_survives_a_notice_in_an_evaluation_and_in_a_decomposition(cluster, straight):
     words = ("logger=wandb", "logger.mode=offline")
     job = cluster.submit(
-        *(SCRIPT, *RUN, *words),
+        SCRIPT,
+        *RUN,
+        *words,
         options=TWO_NODES,
         KFAC_TEST_HOLD="evaluation:8,decomposition:12",
     )
     cluster.wait_until_held(job, "evaluation", start=0)
-    (path,) = cluster.runs.iterdir()  # named by the job, for no run_id was given
+    (path,) = cluster.runs.iterdir()  # named after the job, because run_id is not set
     assert (path / "state").read_text().split()[0] == "running"
     notice(cluster, job)
     cluster.wait_until_held(job, "decomposition", start=1)
     assert steps_of(path, Resumed) == [8]
-    assert steps_of(path, Evaluated) == [0, 8], "the evaluation that was cut short was not made up"
+    assert steps_of(path, Evaluated) == [0, 8], "the interrupted evaluation was not repeated"
     notice(cluster, job)
     cluster.finish(job)
     assert cluster.show(job, "Restarts") == ["2"]
-    assert steps_of(path, Resumed) == [8, 13]  # the update was finished, no other begun
+    assert steps_of(path, Resumed) == [8, 13]  # the run finished this update and began no other
     same_run(path, straight)
     assert list(cluster.runs.iterdir()) == [path]
     assert (path / "state").read_text() == f"finished 16 {path}\n"
@@ -52,9 +54,12 @@ def test_notice_in_an_evaluation_and_in_a_decomposition(cluster, straight):
     assert "Traceback" not in said
 
 
-def test_torchrun_hands_the_notice_on(cluster, straight):
+def test_torchrun_forwards_the_notice(cluster, straight):
     job = cluster.submit(
-        *("torchrun", "experiment=table2_fig4_cifar_correctness", *RUN, "run_id=r"),
+        "torchrun",
+        "experiment=table2_fig4_cifar_correctness",
+        *RUN,
+        "run_id=r",
         options=(*TWO_NODES, "--cpus-per-task=2"),
         KFAC_TEST_HOLD="step:5",
     )
@@ -67,10 +72,15 @@ def test_torchrun_hands_the_notice_on(cluster, straight):
 
 
 def test_a_preempted_job_comes_back(cluster, straight):
-    job = cluster.submit(*(SCRIPT, *RUN, "run_id=r"), options=TWO_NODES, KFAC_TEST_HOLD="step:5")
+    job = cluster.submit(SCRIPT, *RUN, "run_id=r", options=TWO_NODES, KFAC_TEST_HOLD="step:5")
     cluster.wait_until_held(job, "step")
     urgent = cluster(
-        *("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--time=1"),
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--time=1",
         "--wrap=sleep 1",
     )
     cluster.finish(job)
@@ -79,18 +89,25 @@ def test_a_preempted_job_comes_back(cluster, straight):
     same_run(cluster.runs / "r", straight)
 
 
-def test_the_time_limit(cluster, straight):
-    options = (*TWO_NODES, "--time=1", "--signal=B:USR1@5")  # after 25 to 55 s: Slurm is not exact
-    job = cluster.submit(*(SCRIPT, *RUN, "run_id=r"), options=options, KFAC_TEST_HOLD="step:5")
+def test_a_run_survives_the_time_limit(cluster, straight):
+    options = (
+        *TWO_NODES,
+        "--time=1",
+        "--signal=B:USR1@5",
+    )  # the notice comes after 25 to 55 s, because Slurm is not exact
+    job = cluster.submit(SCRIPT, *RUN, "run_id=r", options=options, KFAC_TEST_HOLD="step:5")
     cluster.finish(job)
     assert cluster.show(job, "Restarts") != ["0"]
     assert steps_of(cluster.runs / "r", Resumed)[0] == 6
     same_run(cluster.runs / "r", straight)
 
 
-def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(cluster, straight):
+def test_a_lost_node_loses_only_steps_since_the_last_checkpoint(cluster, straight):
     job = cluster.submit(
-        *(SCRIPT, *RUN, "run_id=r", "trainer.checkpoint_freq=6"),
+        SCRIPT,
+        *RUN,
+        "run_id=r",
+        "trainer.checkpoint_freq=6",
         options=TWO_NODES,
         KFAC_TEST_HOLD="step:10",
     )
@@ -103,10 +120,10 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(cluster, straight
     same_run(path, straight)
 
 
-def test_a_cancelled_job_saves_and_stays_away(cluster):
+def test_a_cancelled_job_saves_and_does_not_return(cluster):
     job = cluster.submit(SCRIPT, *RUN, "run_id=r", options=TWO_NODES, KFAC_TEST_HOLD="step:5")
     cluster.wait_until_held(job, "step")
-    cluster("scancel", "--signal=USR1", job)  # to the ranks, which hold until then
+    cluster("scancel", "--signal=USR1", job)  # the ranks stand still until this signal
     cluster("scancel", job)
     assert cluster.wait(job) == {"CANCELLED"}
     cluster.wait(job, lambda: cluster("squeue", "--noheader", "--jobs", job, check=False) == "")
@@ -116,11 +133,14 @@ def test_a_cancelled_job_saves_and_stays_away(cluster):
     assert (path / "checkpoints" / "step-00000006").is_dir()
 
 
-def test_of_an_array_of_seeds_only_the_one_that_was_told_comes_back(cluster):
-    """The last task of an array bears the array's own number, which means all of them."""
+def test_a_notice_requeues_one_task_of_an_array_only(cluster):
+    """The last task has the array's own number, which can also mean the whole array."""
     options = ("--array=0-1%1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1")
     job = cluster.submit(
-        *("unet_lgg", *RUN, "kfac.factor_update_freq=4", "trainer.max_steps=4"),
+        "unet_lgg",
+        *RUN,
+        "kfac.factor_update_freq=4",
+        "trainer.max_steps=4",
         options=options,
         KFAC_TEST_HOLD="step:2",
         KFAC_TEST_HOLD_TASK="1",

@@ -1,8 +1,6 @@
-"""``kfac-bench scaling launcher=slurm``: the same runs as jobs, and the table after them."""
+"""`kfac-bench scaling launcher=slurm` runs jobs, and writes the table after them."""
 
 import re
-
-import pytest
 
 from kfac_bench.benchmark.scaling import scaling_options
 from kfac_bench.cli.entry import say
@@ -10,22 +8,19 @@ from kfac_bench.record.events import RunStarted
 from tests.support.runs import of_kind
 
 WORDS = (
-    *("model=autoencoder", "model.hidden=[16,6]", "optimizer.lr=0.01", "kfac.update_freq=4"),
-    *("kfac.factor_update_freq=2", "trainer.batch_size=64", "world_size=2"),
-    *("strategy=layer_wise", "rounds=1"),
+    "model=autoencoder",
+    "model.hidden=[16,6]",
+    "optimizer.lr=0.01",
+    "kfac.update_freq=4",
+    "kfac.factor_update_freq=2",
+    "trainer.batch_size=64",
+    "world_size=2",
+    "strategy=layer_wise",
+    "rounds=1",
 )
 
 
-@pytest.fixture
-def here(cluster, monkeypatch):
-    """sbatch of this process is that of the cluster."""
-    for name, value in cluster.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(cluster.folder)
-    return cluster
-
-
-def test_runs_are_jobs_of_two_ranks_and_the_last_job_writes_the_table(here, capsys):
+def test_runs_on_two_ranks_are_jobs_and_the_last_job_writes_the_table(here, capsys):
     slurm = ("launcher=slurm", "sbatch=--exclusive,--time=5", f"runs_dir={here.folder / 's'}")
     assert scaling_options.scaling([*WORDS, *slurm], say) == 0
     [first, last] = re.findall(r"jobs (\d+) to (\d+)", capsys.readouterr().out)[0]
@@ -39,7 +34,6 @@ def test_runs_are_jobs_of_two_ranks_and_the_last_job_writes_the_table(here, caps
         [started] = of_kind(path, RunStarted)
         assert started.environment["world_size"] == 2
         assert started.environment["slurm_job_id"]
-    assert (
-        scaling_options.scaling([*WORDS, *slurm], say) == 0
-    )  # all are measured: nothing is submitted
+    # All runs are measured, so a second call submits nothing.
+    assert scaling_options.scaling([*WORDS, *slurm], say) == 0
     assert here("squeue", "--noheader") == ""

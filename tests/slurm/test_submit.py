@@ -10,19 +10,14 @@ from kfac_bench.record.events import Resumed
 from tests.support.runs import steps_of
 
 TINY = (
-    *("model=autoencoder", "task=reconstruction", "model.hidden=[8]", "trainer.max_steps=6"),
-    *("trainer.threads=1", "logger=none"),
+    "model=autoencoder",
+    "task=reconstruction",
+    "model.hidden=[8]",
+    "trainer.max_steps=6",
+    "trainer.threads=1",
+    "logger=none",
 )
 NODE = ("--exclusive", "--time=5")
-
-
-@pytest.fixture
-def here(cluster, monkeypatch):
-    """sbatch of this process is that of the cluster."""
-    for name, value in cluster.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(cluster.folder)
-    return cluster
 
 
 def cell(seed):
@@ -34,7 +29,7 @@ REPORT = (
 )
 
 
-def test_cells_are_jobs_and_the_report_waits_for_those_that_come_back(here, monkeypatch):
+def test_the_report_waits_for_cells_that_were_requeued(here, monkeypatch):
     monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
     commands = {f"seed {i}; $(touch {i})": cell(i) for i in (0, 1)}
     report = [sys.executable, "-c", REPORT, "$HOME 'x", "a  b"]
@@ -58,7 +53,7 @@ def test_cells_are_jobs_and_the_report_waits_for_those_that_come_back(here, monk
     assert {p.name for p in here.folder.iterdir()} == {"runs", "table"}, "a label was executed"
 
 
-def test_what_slurm_refuses_is_one_line_and_leaves_no_job(here):
+def test_a_job_that_slurm_refuses_is_one_line_and_leaves_no_job(here):
     commands = {"good": cell(0), "bad": ["x" * 200_000]}
     with pytest.raises(UsageError, match=r"launcher=slurm: .+"):
         slurm_submit.submit(commands, cell(0), here.folder, NODE)
@@ -67,12 +62,10 @@ def test_what_slurm_refuses_is_one_line_and_leaves_no_job(here):
         slurm_submit.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
 
 
-def test_a_benchmark_s_cells_are_jobs_and_its_table_is_there_at_the_end(here):
-    words = (
-        *("run", "kaisa_unet_lgg", "profile=smoke", "launcher=slurm", "trainer.max_steps=2"),
-        *("trainer.eval_freq=2", "trainer.target=null", "logger=none"),
-        *("--seeds", "0", "--runs-dir", "runs/row", "--sbatch", " ".join(NODE)),
-    )
+def test_a_benchmark_runs_as_jobs_and_ends_with_its_table(here):
+    run = ("run", "kaisa_unet_lgg", "profile=smoke", "launcher=slurm", "--seeds=0")
+    options = ("trainer.max_steps=2", "trainer.eval_freq=2", "trainer.target=null", "logger=none")
+    words = (*run, *options, "--runs-dir=runs/row", f"--sbatch={' '.join(NODE)}")
     said = here(sys.executable, "-c", "from kfac_bench.cli import bench; bench()", *words)
     *cells, last = said.splitlines()[-1].partition(": jobs ")[2].split()
     assert len(cells) == 2

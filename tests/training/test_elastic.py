@@ -1,4 +1,4 @@
-"""Real launches: ranks and nodes are killed, and the run goes on; what goes wrong is one line."""
+"""Real launches: a run survives killed ranks and nodes, and reports errors in one line."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ LONG = (
     "trainer.eval_freq=400",
     "trainer.checkpoint_freq=50",
 )
-"""Some seconds: enough to be killed in between."""
+"""A run of some seconds, so that a test can kill it in between."""
 PATIENCE_S = 120
 
 
@@ -52,7 +52,7 @@ def free_port():
 
 
 def start(folder, *command, env=()):
-    """A command of Python's, in ``folder``, its output in a file beside the runs."""
+    """Start Python with `command` in `folder`. Its output goes to a file beside the runs."""
     name = folder / f"{time.monotonic_ns()}.txt"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(env)
     with name.open("w") as out:
@@ -69,7 +69,7 @@ def start(folder, *command, env=()):
 
 @contextlib.contextmanager
 def started(*processes):
-    """None of them outlives the block, nor do their children."""
+    """Kill the processes and their children at the end of the block."""
     try:
         yield processes
     finally:
@@ -81,7 +81,7 @@ def started(*processes):
 
 
 def children(pid):
-    """Process ids of the ranks that an agent started, by rank."""
+    """Return the process ids of the ranks that an agent started, by rank."""
     found = {}
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
@@ -115,7 +115,7 @@ def wait_for_checkpoint(path, step):
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "documented command")
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
+def test_a_killed_rank_loses_only_steps_since_the_last_checkpoint(tmp_path):
     options = (*SMALL, *STABLE, *LONG, "run_id=killed", "kfac=mem_opt")
     restarts = ("--nproc-per-node", "2", "--max-restarts", "3")
     path = tmp_path / "runs" / "killed"
@@ -143,29 +143,28 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "resume on another world size")
-def test_a_lost_node_leaves_the_others_training(tmp_path):
-    calm = (*STABLE, *LONG, "optimizer.lr=0.002", "kfac.damping=1.0")  # differences do not grow
+def test_the_other_nodes_go_on_after_one_is_lost(tmp_path):
+    calm = (
+        *STABLE,
+        *LONG,
+        "optimizer.lr=0.002",
+        "kfac.damping=1.0",
+    )  # small differences stay small
     options = (*SMALL, *calm, "run_id=elastic")
     port = free_port()
     elastic = [
-        "--nnodes",
-        "1:2",
-        "--nproc-per-node",
-        "1",
-        "--max-restarts",
-        "3",
-        "--rdzv-id",
-        "job",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"localhost:{port}",
-        "--rdzv-conf",
-        "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-id=job",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]
     path = tmp_path / "runs" / "elastic"
     first = start(tmp_path, *torchrun(*elastic), *options)
-    wait_for_port(port)  # it must be the one that holds the rendezvous: that must not be lost
+    # The first agent must hold the rendezvous, because the second one will be killed.
+    wait_for_port(port)
     second = start(tmp_path, *torchrun(*elastic), *options)
     with started(first, second):
         wait_for_checkpoint(path, 50)
@@ -183,7 +182,7 @@ def test_a_lost_node_leaves_the_others_training(tmp_path):
 
 
 def by_hand(folder, *options, env=()):
-    """Two ranks without an agent, as srun starts them."""
+    """Start two ranks without an agent, like srun."""
     port = str(free_port())
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
@@ -200,7 +199,7 @@ def by_hand(folder, *options, env=()):
 
 
 @pytest.mark.ranks
-def test_ranks_with_other_options_end_with_one_line(tmp_path):
+def test_ranks_with_different_options_end_with_one_line(tmp_path):
     with started(*by_hand(tmp_path, "seed=${oc.env:RANK}")) as ranks:
         assert [rank.wait(PATIENCE_S) for rank in ranks] == [2, 2]
     said = "".join(rank.said.read_text() for rank in ranks).splitlines()
@@ -210,8 +209,8 @@ def test_ranks_with_other_options_end_with_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("agent", [False, True])
-def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(monkeypatch, agent):
-    """Rank 0 of two keeps the store itself, or torchrun's agent does."""
+def test_waiting_for_a_missing_rank_ends_after_the_timeout(monkeypatch, agent):
+    """Rank 0 of two keeps the store, or torchrun's agent keeps it."""
     port = free_port()
     store = (
         dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
@@ -226,11 +225,11 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(monkeypatch,
     del store
 
 
-# ---- what one rank alone meets, told by all ----
+# ---- errors of one rank, reported by all ----
 
 
 def refused_here(folder, spoil, *overrides):
-    """On every rank: what the run ends with, where ``spoil(rank, folder)`` came first."""
+    """Call `spoil`, train, and return the error of the run, on every rank."""
     from kfac_bench.training import run
 
     backend = here()
@@ -293,7 +292,7 @@ def another_folder(rank, folder, config):
         (other_workers, None),
     ],
 )
-def test_what_one_rank_meets_is_told_by_all(tmp_path, spoil, fragment):
+def test_an_error_of_one_rank_is_reported_by_all(tmp_path, spoil, fragment):
     said = run_ranks(2, refused_here, tmp_path, spoil, "run_id=r")
     assert said[0] == said[1]
     if fragment is None:
@@ -303,7 +302,7 @@ def test_what_one_rank_meets_is_told_by_all(tmp_path, spoil, fragment):
 
 
 def other_checkpoints_here(folder):
-    """On every rank: rank 1 finds an older checkpoint of the run."""
+    """Train where rank 1 finds an older checkpoint of the run."""
     from kfac_bench.training import checkpoint
 
     backend, find = here(), checkpoint.find
@@ -317,7 +316,7 @@ def other_checkpoints_here(folder):
 
 
 @pytest.mark.ranks
-def test_ranks_that_see_other_checkpoints_stop(tmp_path):
+def test_ranks_that_see_different_checkpoints_stop(tmp_path):
     train(tmp_path, "trainer.max_steps=10", "run_id=r")
     run_ranks(2, other_checkpoints_here, tmp_path)
 
@@ -332,5 +331,5 @@ def another_model_here(folder):
 
 
 @pytest.mark.ranks
-def test_another_model_on_a_rank_is_an_error_not_a_hang(tmp_path):
+def test_a_different_model_on_one_rank_is_an_error_and_no_hang(tmp_path):
     run_ranks(2, another_model_here, tmp_path)

@@ -1,8 +1,8 @@
-"""In a job of a test: stand still at a place that the test names, until Slurm's notice is there.
+"""Hold the ranks of a test's job at a place that the test names, until Slurm's notice arrives.
 
-KFAC_TEST_HOLD is ``evaluation:8,decomposition:12``: where, and after how many steps, for each start
-of the job (of an array: of task KFAC_TEST_HOLD_TASK). Every rank leaves a file there and waits.
-Python reads this file by itself where its folder is on PYTHONPATH.
+KFAC_TEST_HOLD is, for example, `evaluation:8,decomposition:12`: place and step for each start of
+the job. KFAC_TEST_HOLD_TASK names the task of an array. Every rank leaves a file and waits. Python
+imports this file by itself, because its folder is on PYTHONPATH.
 """
 
 import os
@@ -25,7 +25,7 @@ def main(places, folder):
 
     from kfac_bench.training.trainer import Trainer
 
-    now = {}  # the trainer, and what it is at
+    now = {}  # the trainer, and the place it has reached
 
     def within(name, method):
         def wrapped(self, *arguments):
@@ -40,7 +40,7 @@ def main(places, folder):
         return wrapped
 
     def hold():
-        """Until this rank got the signal, and its own handler has seen it."""
+        """Wait until this rank has received the signal and handled it."""
         if now["trainer"].step != int(step) or place in held:
             return
         held.add(place)

@@ -1,4 +1,4 @@
-"""Checkpoints and weights of anybody: read, passed over, or refused in one line; never executed."""
+"""Fuzz tests of checkpoints and weights: code in a file never runs, and errors are one line."""
 
 import contextlib
 import hashlib
@@ -31,14 +31,14 @@ STEPS = (*KFAC, "trainer.max_steps=5", "optimizer=adam", "optimizer.lr=0.001")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run directory with one checkpoint, of step 5."""
+    """Return the checkpoint of step 5 of a run."""
     _, path = train(tmp_path_factory.mktemp("runs"), *STEPS, "run_id=r")
     (found,) = (path / "checkpoints").iterdir()
     return found
 
 
 def signed(folder, content, **more):
-    """A checkpoint whose manifest vouches for whatever is in its only shard."""
+    """Write a checkpoint whose manifest fits any content of its only shard."""
     folder.mkdir(parents=True)
     (folder / "rank0.pt").write_bytes(content)
     sha256 = {"rank0.pt": hashlib.sha256(content).hexdigest()}
@@ -47,8 +47,8 @@ def signed(folder, content, **more):
     return folder
 
 
-def taken(path):
-    """By all that read checkpoints, but for training."""
+def read_everywhere(path):
+    """Read a checkpoint with every reader but training."""
     refused_or(lambda: checkpoint.load(path))
     refused_or(lambda: checkpoint.find(path))
     refused_or(lambda: checkpoint.find(path.parent))
@@ -60,7 +60,7 @@ def taken(path):
 
 
 class Evil:
-    """Unpickled, it writes a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -71,7 +71,7 @@ class Evil:
 
 @pytest.fixture
 def trap(tmp_path):
-    """A file that nobody may write, and content that does when it is unpickled."""
+    """Return a path that must not exist at the end. Unpickling `Evil` would create the file."""
     path = tmp_path / "executed"
     pickle.loads(pickle.dumps(Evil(path)))
     assert path.exists(), "the trap does not work"
@@ -81,7 +81,7 @@ def trap(tmp_path):
 
 
 def evil_contents(path):
-    """In each format that torch reads, and pickle's own."""
+    """Yield evil content in each format that torch reads, and in pickle's own formats."""
     for new in (True, False):
         out = io.BytesIO()
         torch.save({"model": Evil(path)}, out, _use_new_zipfile_serialization=new)
@@ -98,15 +98,15 @@ def evil_contents(path):
     yield repacked.getvalue()
 
 
-def test_no_reader_of_checkpoints_executes_anything(tmp_path, trap):
+def test_readers_of_checkpoints_run_no_code(tmp_path, trap):
     for number, content in enumerate(evil_contents(trap)):
         path = signed(tmp_path / str(number) / "checkpoints" / "step-00000005", content)
-        taken(path)
+        read_everywhere(path)
         with pytest.raises(UsageError, match="not a checkpoint of ours"):
             checkpoint.load(path)
 
 
-def test_no_reader_of_weights_executes_anything(tmp_path, trap):
+def test_readers_of_weights_run_no_code(tmp_path, trap):
     body = nn.Sequential(nn.Linear(2, 2))
     for number, content in enumerate(evil_contents(trap)):
         for ending in ("pt", "pth", "safetensors", "bin"):
@@ -121,34 +121,34 @@ def test_no_reader_of_weights_executes_anything(tmp_path, trap):
             weights.load(body, config)
 
 
-def test_no_reader_of_data_executes_anything(tmp_path, trap):
+def test_readers_of_data_run_no_code(tmp_path, trap):
     for content in evil_contents(trap):
         with pytest.raises(ValueError):  # noqa: PT011
             cifar10.decode_python(content)
-        with contextlib.suppress(ValueError):  # old torch files begin with a mere number
+        with contextlib.suppress(ValueError):  # an old torch file begins with a plain number
             cifar10_pickle.loads(content)
 
 
 @fuzz(30)
 @given(data=st.data())
-def test_spoilt_manifests(tmp_path_factory, saved, data):
+def test_a_malformed_manifest_is_refused_or_read(tmp_path_factory, saved, data):
     folder = tmp_path_factory.mktemp("r") / "checkpoints" / saved.name
     shutil.copytree(saved, folder)
     tree = json.loads((saved / "manifest.json").read_text())
     (folder / "manifest.json").write_text(as_json(data.draw(spoilt(tree))))
-    taken(folder)
+    read_everywhere(folder)
 
 
 @fuzz(40)
 @given(data=st.data())
-def test_damaged_shards_that_a_manifest_vouches_for(tmp_path_factory, saved, data):
+def test_a_damaged_shard_with_a_fitting_manifest_is_refused_or_read(tmp_path_factory, saved, data):
     content = data.draw(damaged((saved / "rank0.pt").read_bytes()))
-    taken(signed(tmp_path_factory.mktemp("r") / "checkpoints" / saved.name, content))
+    read_everywhere(signed(tmp_path_factory.mktemp("r") / "checkpoints" / saved.name, content))
 
 
 @fuzz(40)
 @given(content=st.data())
-def test_damaged_weights(tmp_path_factory, content):
+def test_damaged_weights_are_refused_or_read(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("w")
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     save_file(model.state_dict(), folder / "good.safetensors")
@@ -162,7 +162,7 @@ def test_damaged_weights(tmp_path_factory, content):
 
 
 def plain(tree):
-    """A state of plain containers, whose tensors are leaves."""
+    """Return the state as plain containers with tensors as leaves."""
     if isinstance(tree, dict):
         return {k: plain(v) for k, v in tree.items()}
     return [plain(v) for v in tree] if isinstance(tree, list | tuple) else tree
@@ -183,14 +183,14 @@ TENSORS = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """The configuration of a run like that of :func:`saved`."""
+    """Return the configuration of a run like the one of `saved`."""
     return config_of(tmp_path_factory.mktemp("runs"), *STEPS, "run_id=again")
 
 
 @fuzz(40)
 @given(data=st.data())
-def test_states_of_another_kind_do_not_resume(tmp_path_factory, saved, template, data):
-    """A shard that torch reads and a manifest vouches for, but no state of this run."""
+def test_a_foreign_state_does_not_resume(tmp_path_factory, saved, template, data):
+    """torch reads the shard and the manifest fits, but the state is not this run's."""
     folder = tmp_path_factory.mktemp("runs")
     state = torch.load(saved / "rank0.pt", weights_only=True)
     tree = data.draw(spoilt(plain(state)))
@@ -210,7 +210,7 @@ def test_states_of_another_kind_do_not_resume(tmp_path_factory, saved, template,
 
 
 @pytest.mark.parametrize("part", ["scaler", "train_s", "rng", "optimizer", "model", "kfac"])
-def test_a_tensor_in_place_of_a_part_does_not_resume(tmp_path, saved, template, part):
+def test_a_tensor_instead_of_a_part_does_not_resume(tmp_path, saved, template, part):
     state = torch.load(saved / "rank0.pt", weights_only=True)
     out = io.BytesIO()
     torch.save(state | {part: torch.zeros(0)}, out)
