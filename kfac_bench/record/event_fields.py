@@ -1,4 +1,7 @@
-"""Fields of a dataclass as JSON has them, held against its annotations: files are not trusted."""
+"""Check values from JSON against the annotations of a dataclass, because files are not trusted.
+
+:func:`kfac_bench.record.events.read` builds its events from what :func:`checked` returns.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,14 @@ Check = Callable[[Any], Any]
 
 
 def checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``cls`` that ``found`` has, numbers as ``int`` and ``float``; others left out.
+    """Return the values in ``found`` that are fields of ``cls``, as keyword arguments of ``cls``.
 
-    In a mapping, what is not of its type is left out; a list that is none is empty. Raises
-    ``ValueError`` that names any other field which is missing or of another type.
+    Numbers become ``int`` or ``float`` as the field asks. An entry of a mapping that has a wrong
+    type is left out. A field that must be a list and is none becomes an empty list.
+
+    Raises:
+        ValueError: Another field has a wrong type, or a field without a default is missing. The
+            message names the field.
     """
     made = {}
     for name, (check, required) in _checks(cls).items():
@@ -42,7 +49,7 @@ def _checks(cls: type) -> Mapping[str, tuple[Check, bool]]:
 
 
 def _check(hint: Any) -> Check:
-    """What returns a value of that type, or raises."""
+    """Return a function that returns its argument as the type ``hint``, or raises."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: value
@@ -52,7 +59,7 @@ def _check(hint: Any) -> Check:
     if origin is Mapping:
         of = _check(arguments[1])
         return lambda value: _those_that_are(of, value)
-    if origin is Sequence:  # of what its readers look at themselves
+    if origin is Sequence:  # the readers of the list check its items
         return lambda value: value if isinstance(value, list) else []
     if hint in (int, float):
         return lambda value: hint(_exactly(value, int, float))
@@ -62,7 +69,7 @@ def _check(hint: Any) -> Check:
 
 
 def _those_that_are(of: Check, value: Any) -> dict[str, Any]:
-    """Entries of a mapping whose values are of their type."""
+    """Return the entries of a mapping whose values have the right type."""
     found = {}
     for key, each in _exactly(value, dict).items():
         with suppress(TypeError, ValueError, OverflowError):
@@ -71,7 +78,8 @@ def _those_that_are(of: Check, value: Any) -> dict[str, Any]:
 
 
 def _exactly(value: Any, *kinds: type) -> Any:
-    """A bool is no int here."""
+    """Return the value if its type is one of ``kinds``; raise ``TypeError`` otherwise."""
+    # isinstance() would take True for an int.
     if type(value) not in kinds:
         raise TypeError
     return value

@@ -1,9 +1,10 @@
-"""One stream of typed events per run; everything that is shown, plotted or tabled reads it.
+"""The typed events of a run, and the file that holds them.
 
-``events.jsonl`` is the record of a run: one JSON object a line, flushed at once, appended
-only. Console, W&B and TensorBoard are views (:class:`Sink`). Field names carry the unit
-(``_s``, ``_bytes``). Times are seconds of the *training clock*, which stands still during
-evaluation, checkpoints and logging.
+``events.jsonl`` is the record of a run. Each line is a JSON object, is written at once and never
+changes. Tables, figures and reports are computed from event files alone; the console, W&B and
+TensorBoard are views of the same stream (:class:`Sink`). Names of fields end with the unit
+(``_s``, ``_bytes``). Times are seconds of the *training clock*, which is paused during evaluation,
+checkpoints and logging.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ EVENTS_FILE = "events.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base: every event knows the step (updates done so far) and the training clock."""
+    """Base class: ``step`` counts the updates so far, ``train_s`` is the training clock."""
 
     step: int
     train_s: float
@@ -33,10 +34,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """First event of a run: what is run (the resolved configuration), where, with what.
+    """First event of a run: its complete configuration and its environment.
 
-    ``metric`` names the validation figure that a target is about. ``payload_bytes`` is what K-FAC's
-    messages carry, by stage and kind of op, each time that the stage runs.
+    ``metric`` is the name of the validation metric that a target is about. ``payload_bytes`` is
+    the size of K-FAC's messages each time that a stage runs, by stage and kind of op.
     """
 
     run_id: str
@@ -49,23 +50,29 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """The run went on from a checkpoint of ``step``: events after that step are void."""
+    """The run continues from a checkpoint of ``step``: earlier events after that step are void."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trained(Event):
-    """The last training step: global mean loss, throughput since the previous event.
+    """A training step that is recorded, every ``trainer.log_freq`` steps.
 
-    ``nu`` is the KL clip factor (eq. 16), ``cosine`` the angle between the gradient and the
-    preconditioned gradient by layer, ``stage_s`` seconds of the step's K-FAC stages,
-    ``stage_mean_s`` the same as means of all steps since the previous event and of all ranks,
-    ``damping`` that of the next step; ``failed_decompositions`` and ``dropped_statistics``
-    (not finite, left out) count over all ranks since the process started. All empty without
-    K-FAC. ``data_wait_share`` is what the slowest rank spent waiting for batches, of the training
-    seconds since the previous event. ``peak_memory_bytes`` is the most that a rank has held since
-    its process started: on a GPU what torch allocated, on a CPU the resident set.
+    ``loss`` is the mean over the global batch. ``examples_per_s`` and ``data_wait_share`` cover the
+    time since the previous event of this kind; ``data_wait_share`` is the share of the training
+    seconds that the slowest rank waited for batches. ``peak_memory_bytes`` is the maximum over the
+    ranks since their processes started: torch's allocations on a GPU, the resident set on a CPU.
+
+    The other fields are about K-FAC and empty without it:
+
+    * ``nu``: the factor of the KL clip (eq. 16).
+    * ``cosine``: the cosine between gradient and preconditioned gradient, by layer.
+    * ``stage_s``: seconds of each K-FAC stage in this step.
+    * ``stage_mean_s``: means over all ranks and all steps since the previous event.
+    * ``damping``: the damping of the next step.
+    * ``failed_decompositions``, ``dropped_statistics``: counts over all ranks since the processes
+      started. Statistics that are not finite are dropped.
     """
 
     epoch: float
@@ -85,9 +92,10 @@ class Trained(Event):
 
 @dataclass(frozen=True, slots=True)
 class Evaluated(Event):
-    """Exact metrics over the whole validation set (each example once, on any rank count).
+    """Exact metrics over the validation set: each example counts once on any number of ranks.
 
-    But for ``left_out`` examples whose files cannot be read (``data.on_error=skip``).
+    ``left_out`` examples are not counted, because their files cannot be read
+    (``data.on_error=skip``).
     """
 
     epoch: float
@@ -97,9 +105,10 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class SampleSkipped(Event):
-    """A file that cannot be read, and why: its examples are left out (``data.on_error=skip``).
+    """A file that cannot be read, so that its examples are left out (``data.on_error=skip``).
 
-    ``rank`` is one that met it. The ``count``-th such file of the process; each has one event.
+    Each such file has one event. ``rank`` is a rank that tried to read the file. ``count`` is the
+    number of such files of this process so far.
     """
 
     path: str
@@ -118,9 +127,10 @@ class TargetReached(Event):
 
 
 class PredictedItem(TypedDict):
-    """One example: a line about it, a PNG file relative to the run directory, text of any length.
+    """A held-out example with the model's prediction.
 
-    ``file`` is None where the example is text, or where the picture could not be written.
+    ``caption`` is a line about the example. ``file`` is a PNG file relative to the run directory,
+    or None if the example is text or the picture could not be written.
     """
 
     caption: str
@@ -130,7 +140,7 @@ class PredictedItem(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Predicted(Event):
-    """Held-out examples with what the model makes of them, to be looked at; ``path``: where."""
+    """Held-out examples with the model's predictions, in the folder ``path``."""
 
     path: str
     items: Sequence[PredictedItem]
@@ -138,9 +148,10 @@ class Predicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed(Event):
-    """The checkpoint of ``step`` is complete on disk; ``write_s`` is what the training waited.
+    """The checkpoint of ``step`` is complete on disk.
 
-    It is written beside the training: ``cpu_s`` processor seconds of a thread on rank 0.
+    ``write_s`` is how long the training waited. ``cpu_s`` is the processor time of the thread on
+    rank 0 that writes the checkpoint while the training continues.
     """
 
     path: str
@@ -150,9 +161,10 @@ class Checkpointed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunEnded(Event):
-    """Last event of a process: ``reached``, ``finished``, ``interrupted`` or ``failed``.
+    """Last event of a process; ``status``: ``reached``, ``finished``, ``interrupted``, ``failed``.
 
-    ``weights_sha256`` is of all parameters and buffers: equal runs have equal ones.
+    ``weights_sha256`` is a hash of all parameters and buffers, so that equal weights have equal
+    hashes.
     """
 
     status: str
@@ -177,23 +189,24 @@ EVENTS: dict[str, type[Event]] = {
 
 
 class Sink(Protocol):
-    """Receives events; a view of the stream, never its owner."""
+    """A view of the event stream."""
 
     def write(self, event: Event) -> None:
         """Show or store one event."""
 
     def close(self) -> None:
-        """Release what is open; called once, also after an error."""
+        """Close files and connections; called once, also after an error."""
 
 
 class RecordError(Exception):
-    """The record of a run cannot be written, and why."""
+    """The record of a run cannot be written; the message says why."""
 
 
 class JsonlSink:
-    """The record: appends to ``path``, one whole line per event.
+    """The sink that writes the record: it appends one whole line per event to ``path``.
 
-    Raises :class:`UsageError` if the file cannot be opened.
+    Raises:
+        UsageError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -206,7 +219,11 @@ class JsonlSink:
             raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
 
     def write(self, event: Event) -> None:
-        """Append one line, or nothing of it. Raises :class:`RecordError`, as on a full disk."""
+        """Append one line.
+
+        Raises:
+            RecordError: The line cannot be written, as on a full disk. No part of it remains.
+        """
         line = json.dumps({"event": type(event).__name__, **asdict(event)}).encode() + b"\n"
         before = self._file.seek(0, os.SEEK_END)
         try:
@@ -223,19 +240,20 @@ class JsonlSink:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off what a killed process did not finish, or the next event would be glued to it."""
+    """Remove an unfinished last line, which a killed process left behind."""
+    # The next event would otherwise continue the unfinished line.
     with path.open("r+b") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
 
 
 class EventLog:
-    """Fans events out to the sinks of this rank (none on ranks above 0)."""
+    """The sinks of this rank, which all receive each event; only rank 0 has sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self.problem: str | None = None
-        """Why the record lacks an event; whoever runs the run is to stop it, on all ranks."""
+        """Why an event is missing in the record; the trainer then stops the run on all ranks."""
 
     def emit(self, event: Event) -> None:
         """Write the event to every sink."""
@@ -252,10 +270,16 @@ class EventLog:
 
 
 def read(path: Path) -> list[Event]:
-    """Events of a run (its directory or its event file), without those a resume made void.
+    """Return the events of a run, without the events that a resume made void.
 
-    A torn last line (the process was killed while writing) is dropped; unknown events and
-    fields of later versions are skipped. Raises :class:`UsageError` on anything else.
+    An unfinished last line, which a killed process leaves behind, is dropped. Events and fields
+    that this version does not know are skipped.
+
+    Args:
+        path: The run directory, or its event file.
+
+    Raises:
+        UsageError: The file cannot be read, or another line is no event.
     """
     path = path / EVENTS_FILE if path.is_dir() else path
     try:
@@ -266,7 +290,7 @@ def read(path: Path) -> list[Event]:
 
 
 def parse(text: str, path: Path) -> list[Event]:
-    """:func:`read` of what an event file holds; errors name ``path``."""
+    """Return the events in ``text`` as :func:`read` does; error messages name ``path``."""
     lines = text.split("\n")
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):
@@ -275,10 +299,11 @@ def parse(text: str, path: Path) -> list[Event]:
         try:
             event = _parse(json.loads(line))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            if number == len(lines):  # no newline after it: torn by a kill
+            if number == len(lines):  # no newline follows: the process was killed here
                 break
             raise UsageError(f"{path}:{number}: not an event ({error})") from None
-        if isinstance(event, RunStarted):  # anew: killed before its first checkpoint
+        # A run that was killed before its first checkpoint starts again from the beginning.
+        if isinstance(event, RunStarted):
             events = []
         if isinstance(event, Resumed):
             resumed_at = event.step
@@ -298,11 +323,11 @@ def _parse(fields: Any) -> Event | None:
 
 
 CLOCKS = ("wall", "cpu")
-"""What a training clock reads: the time of day, or what processors worked for this process."""
+"""Kinds of training clocks: the time of day, or the processor time of this process."""
 
 
 class Clock:
-    """Training time: a stopwatch that is paused for all that is not training."""
+    """The training clock: a stopwatch that is paused during everything but training."""
 
     def __init__(self, kind: str) -> None:
         self._elapsed_s = 0.0
@@ -310,28 +335,28 @@ class Clock:
         self._kind = kind
 
     def set(self, elapsed_s: float) -> None:
-        """Stand still at that reading."""
+        """Stop the clock and set its reading."""
         self._elapsed_s, self._since = elapsed_s, None
 
     def _now(self) -> float:
         return time.process_time() if self._kind == "cpu" else time.perf_counter()
 
     def start(self) -> None:
-        """Let it run."""
+        """Start the clock."""
         self._since = self._now()
 
     def stop(self) -> None:
-        """Let it stand still."""
+        """Stop the clock."""
         self._elapsed_s, self._since = self.train_s(), None
 
     def train_s(self) -> float:
-        """Seconds counted so far."""
+        """Return the seconds so far."""
         running = 0.0 if self._since is None else self._now() - self._since
         return self._elapsed_s + running
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still inside the block (and stay so if it stood still before)."""
+        """Pause the clock inside the block; a clock that was stopped before stays stopped."""
         was_running = self._since is not None
         self.stop()
         try:

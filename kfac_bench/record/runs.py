@@ -1,6 +1,7 @@
-"""Runs as their event files tell them, and settings: runs that differ only in the seed.
+"""Runs as their event files describe them, and settings: runs that differ only in the seed.
 
-What an event file says is not trusted: text is made printable, numbers may be none.
+A table has one row per setting. The contents of event files are not trusted: text is made
+printable, and a value that should be a number may be something else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "l
 
 @dataclass(frozen=True)
 class Run:
-    """One event file: its path (resolved), its first event and all events that count."""
+    """A run: the resolved path of its event file, its first event, and all valid events."""
 
     path: Path
     started: RunStarted
@@ -32,9 +33,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ only in the seed; ``options`` is the configuration they share, flat.
+    """Runs that differ only in the seed.
 
-    ``task`` and ``optimizer`` are labels, unique as a pair within one :func:`group` call.
+    ``options`` holds the RESULT options that the runs share, by their dotted names. ``task`` and
+    ``optimizer`` are labels; no two settings of one :func:`group` call have the same pair.
     """
 
     task: str
@@ -44,9 +46,10 @@ class Setting:
 
 
 def load(path: Path) -> Run:
-    """Read the run at ``path`` (a run directory or its event file).
+    """Read the run at ``path``, a run directory or its event file.
 
-    Raises :class:`UsageError` where there is no event file or it does not start a run.
+    Raises:
+        UsageError: There is no event file, or it has no ``RunStarted`` event.
     """
     file = path / EVENTS_FILE if path.is_dir() else path
     events = read(file)
@@ -57,14 +60,15 @@ def load(path: Path) -> Run:
 
 
 def was_computed(run: Run) -> bool:
-    """Whether a benchmark computed it (``kfac_bench.benchmark.computed``): nothing was trained."""
+    """Return whether ``kfac_bench.benchmark.computed`` wrote the run, so that nothing trained."""
     return "computed" in run.started.config
 
 
 def find(path: Path) -> list[Path]:
-    """Event files at ``path``: an event file, a run directory, or all runs below a directory.
+    """Return the event files at ``path``: an event file, a run directory or a folder of runs.
 
-    Raises :class:`UsageError` if there is none.
+    Raises:
+        UsageError: There is no event file.
     """
     if path.is_dir() and not (path / EVENTS_FILE).exists():
         found = sorted(path.rglob(EVENTS_FILE))
@@ -77,7 +81,7 @@ def find(path: Path) -> list[Path]:
 
 
 def number(value: object) -> float:
-    """``value`` as a float; NaN for what is no number (event files are not trusted)."""
+    """Return ``value`` as a float; NaN if it is no number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -85,15 +89,16 @@ def number(value: object) -> float:
 
 
 def plain(value: object) -> str:
-    """``value`` as printable text on one line: no control characters, no lone surrogates."""
+    """Return ``value`` as printable text on one line, without control characters."""
     return "".join(c if c.isprintable() else "\ufffd" for c in str(value))
 
 
 def flatten(options: Mapping[str, Any]) -> dict[str, str]:
-    """Nested options as ``{"kfac.damping": "0.003"}``, sorted, values as YAML would say them."""
+    """Return nested options by their sorted dotted names, such as ``{"kfac.damping": "0.003"}``."""
     flat: dict[str, str] = {}
     todo: list[tuple[str, Any]] = [("", options)]
-    while todo:  # a stack, so that absurdly deep nesting is no RecursionError
+    # A stack instead of recursion, because a damaged file may nest thousands of levels.
+    while todo:
         prefix, value = todo.pop()
         if isinstance(value, Mapping) and value:
             todo += [(f"{prefix}.{key}" if prefix else str(key), value[key]) for key in value]
@@ -108,7 +113,7 @@ def _text(value: Any) -> str:
 
 
 def option(config: Mapping[str, Any], *keys: str) -> Any:
-    """Look up ``config[key][key]...``; None where a level is missing."""
+    """Return ``config[key][key]...``, or None if a level is missing."""
     value: Any = config
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -128,14 +133,15 @@ def target(run: Run) -> float | None:
 
 
 def clock(run: Run) -> str:
-    """Whose seconds the run's times are: ``wall``, or ``cpu``."""
+    """Return the kind of the run's training clock, ``wall`` or ``cpu``."""
     return plain(option(run.started.config, "trainer", "clock") or "wall")
 
 
 def group(runs: Iterable[Run]) -> list[Setting]:
-    """Group runs into settings, sorted by task, then K-FAC last, then label.
+    """Return the settings of the runs, sorted by task, then first-order before K-FAC, then label.
 
-    A run that is given twice (same path) counts once.
+    Two runs with the same path count as one. Settings that would have the same labels get the
+    options in which they differ, such as ``SGD (lr 0.1)``.
     """
     members: dict[tuple[str, tuple[tuple[str, str], ...]], list[Run]] = defaultdict(list)
     for run in {run.path: run for run in runs}.values():
@@ -155,7 +161,7 @@ def group(runs: Iterable[Run]) -> list[Setting]:
 
 
 def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names of the options that are not the same everywhere (or missing somewhere), sorted."""
+    """Return the sorted names of the options whose values differ or that some do not have."""
     keys = sorted({key for flat in options for key in flat})
     return [key for key in keys if len({flat.get(key) for flat in options}) > 1]
 
@@ -201,7 +207,10 @@ def _optimizer_label(run: Run) -> str:
 
 
 def _shown(options: Mapping[str, str], keys: Sequence[str]) -> str:
-    """``damping 0.03, lr 0.1``: last part of each option's name unless two would be alike."""
+    """Return a text such as ``damping 0.03, lr 0.1``.
+
+    A name is the last part of the option's dotted name, unless two options share that part.
+    """
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: key.rpartition(".")[2] for key in keys}
     return ", ".join(

@@ -1,7 +1,7 @@
 """Results of runs, computed from their event files alone: time to target, medians over seeds.
 
-A run that misses its target, dies or never ended counts as infinite; it is never dropped.
-All functions are pure.
+A run that misses its target, fails or never ends has an infinite time to target; no run is left
+out. All functions are pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kfac_bench.record.runs import clock, differences, flatten, number, plain, s
 from kfac_bench.record.runs import group as group
 from kfac_bench.record.runs import load as load
 
-# Parts of a run's environment that are its own and say nothing about its speed.
+# Parts of a run's environment that differ between any two runs and say nothing about speed.
 OWN_TO_A_RUN = frozenset({"command", "slurm_job_id"})
 
 RESAMPLES = 10_000
@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, minimum and maximum; infinite where that run never got there."""
+    """Median, minimum and maximum over runs; a run that missed its target counts as infinite."""
 
     median: float
     low: float
@@ -39,10 +39,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result table: a setting, its runs summed up.
+    """One line of the result table: a summary of the runs of a setting.
 
-    ``seconds`` is training-clock seconds; ``final`` is the median of the last validation
-    metric (NaN if there is none); ``reached`` of ``seeds`` runs met the target.
+    ``reached`` of the ``seeds`` runs met the target. ``seconds`` are seconds of the training clock.
+    ``final`` is the median of the last validation metric, NaN if there is none.
     """
 
     task: str
@@ -56,26 +56,26 @@ class Row:
 
 
 def target_reached(run: Run) -> TargetReached | None:
-    """Find the event of meeting the target; None if it never was met."""
+    """Return the event of the moment when the target was met; None if it was missed."""
     return next((e for e in run.events if isinstance(e, TargetReached)), None)
 
 
 def time_to_target_s(run: Run) -> float:
-    """Training-clock seconds until the target was met; infinite if it never was."""
+    """Return the training seconds until the target was met; infinite if it was missed."""
     event = target_reached(run)
     seconds = math.inf if event is None else number(event.train_s)
     return math.inf if math.isnan(seconds) else seconds
 
 
 def steps_to_target(run: Run) -> float:
-    """Optimizer steps until the target was met; infinite if it never was."""
+    """Return the optimizer steps until the target was met; infinite if it was missed."""
     event = target_reached(run)
     steps = math.inf if event is None else number(event.step)
     return math.inf if math.isnan(steps) else steps
 
 
 def metric_curve(run: Run) -> list[tuple[float, float, float]]:
-    """(step, training seconds, validation metric) of every evaluation, in order."""
+    """Return (step, training seconds, validation metric) of every evaluation, in order."""
     return [
         (number(e.step), number(e.train_s), number(e.metrics[run.started.metric]))
         for e in run.events
@@ -92,36 +92,39 @@ def final_metric(run: Run) -> float:
 
 
 def best_metric(run: Run) -> float:
-    """Return the best value the metric ever had; NaN if it never had one."""
+    """Return the best value of the metric; NaN if it never had a value."""
     values = [value for _, _, value in metric_curve(run) if not math.isnan(value)]
     best = max if run.started.higher_is_better else min
     return best(values, default=math.nan)
 
 
 def status(run: Run) -> str:
-    """How the run ended (``finished``, ``failed``, ...), or ``not ended``."""
+    """Return how the run ended (``finished``, ``failed``, ...), or ``not ended``."""
     ended = [e for e in run.events if isinstance(e, RunEnded)]
     return plain(ended[-1].status) if ended else "not ended"
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Median and range; ``inf`` is a value like any other: the median of 5, inf, inf is inf."""
+    """Return median and range. The median of 5, inf, inf is inf."""
     ordered = sorted(values)
     return Spread(statistics.median(ordered), ordered[0], ordered[-1])
 
 
 def bootstrap_median(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and its 95 % interval by the bootstrap's percentiles: (median, low, high).
+    """Return the median and the ends of its 95 % interval: (median, low, high).
 
-    ``inf`` (a miss) is a value like any other; an end of the interval may be infinite. Of five
-    values or fewer the interval is their range: no narrower one holds 95 % of the resampled
-    medians. The resamples are the same each time. ``ValueError`` for no values, or a NaN.
+    The interval comes from the percentiles of a bootstrap whose resamples are the same each time.
+    A miss is infinite, and an end of the interval may be infinite too. The interval of five or
+    fewer values is their range, because no narrower one holds 95 % of the resampled medians.
+
+    Raises:
+        ValueError: There are no values, or one is NaN.
     """
     numbers = np.array(values, dtype=np.float64)
     if not len(numbers) or np.isnan(numbers).any():
         raise ValueError(f"a median needs one number or more, and no NaN: {list(values)}")
     draws = np.random.default_rng(0).integers(len(numbers), size=(RESAMPLES, len(numbers)))
-    # Order statistics throughout: to interpolate between infinities gives NaN.
+    # No interpolation between two values, because between infinities it would give NaN.
     medians = np.sort(np.median(numbers[draws], axis=1))
     tail = (1 - CONFIDENCE) / 2
     low, high = (medians[int(share * (RESAMPLES - 1))] for share in (tail, 1 - tail))
@@ -129,7 +132,10 @@ def bootstrap_median(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def median_run(setting: Setting) -> Run:
-    """Choose the run to draw: median time to target, ties by the final metric (upper of two)."""
+    """Return the run to draw: the one with the median time to target.
+
+    The final metric decides between equal times. Of two middle runs it is the slower one.
+    """
 
     def rank(run: Run) -> tuple[float, float, str]:
         return time_to_target_s(run), _badness(run), str(run.path)
@@ -138,11 +144,11 @@ def median_run(setting: Setting) -> Run:
 
 
 def row(setting: Setting) -> Row:
-    """Compute the line of ``setting`` in the result table."""
+    """Return the line of ``setting`` in the result table."""
     runs = setting.runs
     steps = [steps_to_target(run) for run in runs]
-    # NaN (diverged, or never evaluated) ranks as the worst value: the median must not depend
-    # on where a NaN happens to stand in the list.
+    # NaN (diverged, or never evaluated) counts as the worst value. Otherwise the median would
+    # depend on the position of the NaN in the list.
     badness = statistics.median(_badness(run) for run in runs)
     sign = -1.0 if runs[0].started.higher_is_better else 1.0
     return Row(
@@ -158,7 +164,7 @@ def row(setting: Setting) -> Row:
 
 
 def notes(settings: Sequence[Setting]) -> list[str]:
-    """Tell what a reader of the table must know: dead runs, repeated seeds, unequal machines."""
+    """Return what a reader of the table must know: failed runs, repeated seeds, other machines."""
     found = []
     for setting in settings:
         name = f"{setting.task}, {setting.optimizer}"
@@ -170,7 +176,7 @@ def notes(settings: Sequence[Setting]) -> list[str]:
         seeds = Counter(seed(run) for run in setting.runs)
         found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
     if any(clock(run) == "cpu" for setting in settings for run in setting.runs):
-        found.append("seconds are those that a processor worked (trainer.clock=cpu)")
+        found.append("seconds are processor time, not time of day (trainer.clock=cpu)")
     by_task: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for setting in settings:
         by_task[setting.task] += [flatten(run.started.environment) for run in setting.runs]
@@ -189,7 +195,7 @@ def _ending(run: Run) -> str:
 
 
 def _badness(run: Run) -> float:
-    """Turn the final metric so that less is better; infinite for NaN."""
+    """Return the final metric with its sign turned so that less is better; infinite for NaN."""
     value = final_metric(run)
     if math.isnan(value):
         return math.inf

@@ -1,4 +1,4 @@
-"""A run's curves as points: what of them can be drawn, and fewer of them that show as much."""
+"""Curves of a run as points that can be drawn, and fewer points that show the same shape."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from kfac_bench.record.events import Trained
 from kfac_bench.record.runs import Run, number
 from kfac_bench.record.score import metric_curve
 
-HUGE = 1e30  # what a diverged run says beyond this is not drawn
+HUGE = 1e30
+"""Values of a diverged run beyond this limit are not drawn."""
 
-Point = tuple[float, float, float]  # step, training seconds, value
+CurvePoint = tuple[float, float, float]
+"""Step, training seconds, value."""
 
 
-def points(run: Run, *, metric: bool) -> list[Point]:
-    """The validation metric's curve or the training loss's, without what cannot be drawn."""
+def points(run: Run, *, metric: bool) -> list[CurvePoint]:
+    """Return the points of the validation metric or of the training loss that can be drawn."""
     if metric:
         curve = metric_curve(run)
     else:
@@ -28,16 +30,17 @@ def points(run: Run, *, metric: bool) -> list[Point]:
     return [point for point in curve if drawable(point)]
 
 
-def drawable(point: Point) -> bool:
-    """Whether the point is somewhere: NaN, infinity and what is as good as that are not."""
+def drawable(point: CurvePoint) -> bool:
+    """Return whether the point can be drawn: no NaN, and no value beyond ``HUGE``."""
     return all(abs(x) < HUGE for x in point)
 
 
 def worst_shown(curves: Iterable[Sequence[float]], *, higher_is_better: bool) -> float:
-    """The worst of the curves' values that an axis has room for: who diverges hides no other run.
+    """Return the worst value that an axis shows, so that a diverged run hides no other run.
 
-    As far beyond the worst start as that is from zero, or half as far as any run came from it.
-    Infinite where none came to anything better than that start.
+    With S the worst start and B the best value of all curves, the limit lies beyond S by the
+    size of S, or by half the distance from S to B if that is more. It is infinite if no curve
+    improved on S.
     """
     sign = -1.0 if higher_is_better else 1.0
     badness = [[sign * value for value in curve] for curve in curves if curve]
@@ -48,10 +51,11 @@ def worst_shown(curves: Iterable[Sequence[float]], *, higher_is_better: bool) ->
     return sign * (start + max(abs(start), (start - best) / 2))
 
 
-def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """At most ``most`` (4 or more) of the points, and no peak lost.
+def thin(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
+    """Return at most ``most`` (4 or more) of the points, without losing a peak.
 
-    The first, the last, and of equal stretches between them the lowest and the highest.
+    These are the first and the last point. Between them, the points are divided into equal
+    stretches, and each stretch keeps its lowest and its highest point.
     """
     if len(points) <= most:
         return list(points)

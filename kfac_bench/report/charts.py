@@ -16,7 +16,7 @@ from typing import Any
 
 from kfac_bench.record.runs import Run, Setting, number, plain, seed, target
 from kfac_bench.record.score import median_run, target_reached
-from kfac_bench.record.series import HUGE, Point, drawable, points, thin, worst_shown
+from kfac_bench.record.series import HUGE, CurvePoint, drawable, points, thin, worst_shown
 from kfac_bench.report.curves import Style
 
 MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100
@@ -76,7 +76,7 @@ def _run(run: Run, most: int) -> dict[str, Any]:
     }
 
 
-def _columns(found: Sequence[Point]) -> list[list[float]]:
+def _columns(found: Sequence[CurvePoint]) -> list[list[float]]:
     """Steps, seconds and values: three lists, shorter than a list per point."""
     return [[_short(point[i]) for point in found] for i in range(3)]
 

@@ -266,7 +266,7 @@ def test_notes_say_whose_seconds_they_are_and_never_mix_them(tmp_path: Path) -> 
     assert score.notes(found) == []
     write_run(tmp_path / "c", *reached(1, 1.0), trainer__clock="cpu")
     found = score.group(score.load(file) for file in runs.find(tmp_path))
-    assert "seconds are those that a processor worked (trainer.clock=cpu)" in score.notes(found)
+    assert "seconds are processor time, not time of day (trainer.clock=cpu)" in score.notes(found)
     assert "SGD (clock cpu)" in [setting.optimizer for setting in found]
 
 
