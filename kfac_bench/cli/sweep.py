@@ -1,4 +1,4 @@
-"""``kfac-train --multirun``: a sweep, whose runs Hydra starts one after the other here."""
+"""`kfac-train --multirun`: a sweep, whose runs Hydra starts here one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(overrides: list[str], config_dir: Path | None, train: Callable[[Any], in
 
     Args:
         overrides: What the user wrote on the command line. A list of values makes several jobs.
-        config_dir: The folder of ``--config-dir``.
+        config_dir: The folder of `--config-dir`.
         train: Trains with one configuration and returns the exit code.
     """
     import hydra

@@ -23,8 +23,8 @@ class DeepSpeedConfig(BackendConfig):
 
     zero_stage: int = option(
         1,
-        "what ZeRO cuts up over ranks: 0 nothing, 1 optimizer state, 2 gradients too; K-FAC needs "
-        "whole weights, so for stage 3 use backend=fsdp2",
+        "what ZeRO splits over ranks: 0 nothing, 1 optimizer state, 2 also gradients; K-FAC needs "
+        "whole weights, so use backend=fsdp2 instead of stage 3",
         RESULT,
         resumable=True,
         at_least=0,

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertForPreTraining, BertForQuestionAnswering
 
-from kfac_bench import models
 from kfac_bench.config import compose
 from kfac_bench.data.base.batch import split
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.language import masked_text
+from kfac_bench.models import networks
 from kfac_bench.models.networks import bert
 from kfac_bench.record.events import Evaluated, Trained
 from kfac_bench.tasks.objectives.pretraining import Pretraining
@@ -382,7 +382,7 @@ def test_without_the_packages_one_line_says_what_to_install(root, tmp_path, monk
         return real(name, *rest)
 
     monkeypatch.delitem(sys.modules, "kfac_bench.models.networks.bert")
-    monkeypatch.delattr(models, "bert")
+    monkeypatch.delattr(networks, "bert")
     monkeypatch.setattr(builtins, "__import__", without)
     config = compose.load(BERT)
     said = refused(config.model.build, (LENGTH,), VOCABULARY, "pretraining")

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 (``fully_shard``): each rank holds a part of every parameter."""
+"""PyTorch's FSDP2 (`fully_shard`): each rank holds a part of every parameter."""
 
 from __future__ import annotations
 
