@@ -1,4 +1,4 @@
-"""``kfac-data``: data in their real layouts, made, verified and prepared."""
+"""``kfac-data``: makes demo datasets, verifies datasets on disk, prepares published datasets."""
 
 from __future__ import annotations
 
@@ -11,23 +11,35 @@ from kfac_bench.errors import printable
 
 
 def data(arguments: list[str]) -> int:
-    """Parse and run; the exit code."""
+    """Parse the arguments, run the command and return the exit code."""
     from kfac_bench.data.demo import demo_folder
 
-    parser = Parser(prog="kfac-data", description="Make demo data, verify data on disk.")
+    parser = Parser(prog="kfac-data", description="Make demo datasets, verify data on disk.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    make = commands.add_parser("make-demo", help="write a small demo in a data set's real layout")
-    make.add_argument("layout", choices=demo_folder.LAYOUTS)
+    make = commands.add_parser("make-demo", help="write a small demo in a published layout")
+    make.add_argument("layout", choices=demo_folder.DEMOS)
     verify = commands.add_parser("verify", help="read every file; exit code 1 if one is damaged")
-    prepare = commands.add_parser("prepare", help="make of a published data set what is trained on")
+    prepare = commands.add_parser(
+        "prepare", help="convert a published dataset to the form that is trained on"
+    )
     prepare.add_argument("layout", choices=("shards", "wikipedia", "wikitext", "text"))
-    prepare.add_argument("--source", type=Path, required=True, help="ImageNet's folders, or text")
+    prepare.add_argument(
+        "--source", type=Path, required=True, help="folder of ImageNet, or file or folder of text"
+    )
     for command in (make, verify, prepare):
         command.add_argument("folder", type=Path)
-    prepare.add_argument("--vocab-file", type=Path, help="vocab.txt to use, instead of a new one")
-    prepare.add_argument("--vocab-size", type=int, default=30522, help="of a new one (30522)")
-    prepare.add_argument("--sequence-length", type=int, nargs="+", default=[128], help="128, 512")
-    prepare.add_argument("--eval-share", type=float, default=0.01, help="documents held out (0.01)")
+    prepare.add_argument(
+        "--vocab-file", type=Path, help="vocab.txt to use; by default a new vocabulary is trained"
+    )
+    prepare.add_argument(
+        "--vocab-size", type=int, default=30522, help="tokens of a new vocabulary (30522)"
+    )
+    prepare.add_argument(
+        "--sequence-length", type=int, nargs="+", default=[128], help="tokens of an example (128)"
+    )
+    prepare.add_argument(
+        "--eval-share", type=float, default=0.01, help="share of documents to hold out (0.01)"
+    )
     options = parser.parse_args(arguments)
     if options.command == "prepare":
         return _prepare(options)
@@ -35,12 +47,16 @@ def data(arguments: list[str]) -> int:
         demo_folder.make(options.layout, options.folder)
         print(f"{options.folder}: made")
         return 0
-    from kfac_bench.data.verify import verify as check
+    return _verify(options.folder)
 
-    found, faults = check(options.folder)
-    for path, fault in faults:
-        print(printable(f"{path}: {fault}"))
-    print(f"{found}; {counted(len(faults), 'fault', none='no')}")
+
+def _verify(folder: Path) -> int:
+    from kfac_bench.data import verify
+
+    content, faults = verify.verify(folder)
+    for fault in faults:
+        print(printable(f"{fault.path}: {fault.reason}"))
+    print(f"{content}; {counted(len(faults), 'fault', none='no')}")
     return 1 if faults else 0
 
 
@@ -53,10 +69,9 @@ def _prepare(options: argparse.Namespace) -> int:
         return 0
     from functools import partial
 
-    from kfac_bench.data.language import documents
-    from kfac_bench.data.language import prepare as preparation
+    from kfac_bench.data.language import documents, prepare
 
-    preparation.prepare(
+    prepare.prepare(
         partial(documents.read, options.layout, options.source),
         options.folder,
         vocabulary_file=options.vocab_file,

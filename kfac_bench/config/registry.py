@@ -35,15 +35,15 @@ MODELS = {
 
 DATASETS = {
     "cifar10": "kfac_bench.data.cifar10:CIFAR10Config",
-    "coco": "kfac_bench.config.data:COCOConfig",
+    "coco": "kfac_bench.data.coco:COCOConfig",
     "digits": "kfac_bench.data.digits:DigitsConfig",
-    "imagefolder": "kfac_bench.config.data:DataConfig",
-    "lgg": "kfac_bench.config.data:LGGConfig",
-    "pictures": "kfac_bench.config.data:PicturesConfig",
-    "pydoc": "kfac_bench.config.data:PydocConfig",
-    "shards": "kfac_bench.config.data:DataConfig",
-    "squad": "kfac_bench.config.data:SquadConfig",
-    "text": "kfac_bench.config.data:TextConfig",
+    "imagefolder": "kfac_bench.data.imagefolder:ImageFolderConfig",
+    "lgg": "kfac_bench.data.lgg:LGGConfig",
+    "pictures": "kfac_bench.data.pictures:PicturesConfig",
+    "pydoc": "kfac_bench.data.pydoc:PydocConfig",
+    "shards": "kfac_bench.data.shards:ShardsConfig",
+    "squad": "kfac_bench.data.squad:SquadConfig",
+    "text": "kfac_bench.data.text:TextConfig",
 }
 
 TASKS = {

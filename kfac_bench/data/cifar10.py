@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kfac_bench.config.data import DataConfig
+from kfac_bench.data.files import FilesConfig
 
 if TYPE_CHECKING:
     from kfac_bench.data.base.dataset import Data
+    from kfac_bench.data.base.unreadable import Unreadable
 
 
 @dataclass
-class CIFAR10Config(DataConfig):
+class CIFAR10Config(FilesConfig):
     """CIFAR-10, read from its archives."""
 
     num_classes: ClassVar[int] = 10
 
     def build(self, task: str) -> Data:
         """See :meth:`DataConfig.build`."""
-        from kfac_bench.data.base.root import root_of
         from kfac_bench.data.images import cifar10
 
-        return cifar10.load(root_of(self), augment=self.augment)
+        return cifar10.load(self.folder(), augment=self.augment)
+
+    @classmethod
+    def is_at(cls, root: Path) -> bool:
+        """See :meth:`FilesConfig.is_at`."""
+        return root.is_file() or any(root.glob("cifar-10-*"))
+
+    @classmethod
+    def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:
+        """See :meth:`FilesConfig.scan`."""
+        from kfac_bench.data.images import cifar10
+
+        data = cifar10.load(root)
+        return f"{data.train_size} images to train on, {data.eval_size} to evaluate", []

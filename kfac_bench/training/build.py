@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,85 +17,19 @@ from kfac_bench.config import (
     OptimizerConfig,
     TaskConfig,
 )
-from kfac_bench.config.data import (
-    COCOConfig,
-    LGGConfig,
-    PicturesConfig,
-    PydocConfig,
-    SquadConfig,
-    TextConfig,
-)
 from kfac_bench.config.optimizers import Group
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import Collective, PlansDifferError
 from kfac_bench.data.base.dataset import Data
-from kfac_bench.data.base.root import root_of
-from kfac_bench.data.images import lgg, pictures
-from kfac_bench.data.language import masked_text, pydoc, squad_windows
 from kfac_bench.errors import UsageError
 from kfac_bench.training.update import has_batch_norm
 
 
 def build_data(config: DataConfig, task: TaskConfig) -> Data:
-    """The data set; raises :class:`UsageError` naming a missing folder and its layout."""
-    if type(config).build is not DataConfig.build:
-        built: Data = config.build(task.name)
-        return built
-    if isinstance(config, PydocConfig):
-        return pydoc.load(config.sequence_length)
-    if isinstance(config, PicturesConfig):
-        return pictures.load(config.image_size, config.noise)
-    root = root_of(config)
-    if isinstance(config, LGGConfig):
-        return lgg.load(
-            root,
-            config.image_size,
-            config.workers,
-            augment=config.augment,
-            eval_share=config.eval_share,
-            on_error=config.on_error,
-        )
-    if isinstance(config, COCOConfig):
-        from kfac_bench.data.images import coco_dataset
-
-        return coco_dataset.load(
-            root,
-            config.image_size,
-            config.max_size,
-            config.workers,
-            min_sizes=config.min_sizes,
-            augment=config.augment,
-            on_error=config.on_error,
-            year=config.year,
-        )
-    if isinstance(config, TextConfig):
-        return masked_text.load(
-            root,
-            config.sequence_length,
-            config.workers,
-            masked=config.masked,
-            max_predictions=config.max_predictions,
-        )
-    if isinstance(config, SquadConfig):
-        vocabulary = config.vocabulary_file
-        return squad_windows.load(
-            root,
-            config.sequence_length,
-            config.workers,
-            vocabulary_file=None if vocabulary is None else Path(vocabulary),
-            stride=config.stride,
-            question_length=config.question_length,
-            on_error=config.on_error,
-        )
-    from kfac_bench.data.images import (  # torchvision, which the others do without
-        imagefolder,
-        tar_shards,
-    )
-
-    if config.name == "shards":
-        return tar_shards.load(root, config.image_size, config.workers, config.on_error)
-    return imagefolder.load(root, config.image_size, config.workers, config.on_error)
+    """Return the dataset; see :meth:`DataConfig.build`."""
+    data: Data = config.build(task.name)
+    return data
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:

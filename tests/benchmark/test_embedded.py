@@ -2,7 +2,6 @@
 
 import math
 import socket
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from kfac_bench.config import compose
 from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.images import pictures
+from kfac_bench.data.images import installed_file, pictures
 from kfac_bench.data.language import pydoc
 from kfac_bench.errors import UsageError
 from kfac_bench.models.networks.transformer import Transformer
@@ -85,7 +84,7 @@ def test_noisy_patches_of_pictures_that_are_here(monkeypatch):
 
 def test_pictures_held_out_are_not_trained_on():
     assert not set(pictures.TRAIN) & set(pictures.HELD_OUT)
-    patch = pictures._patches("camera", 16)[37]
+    patch = pictures._patches("camera.png", 16)[37]
     assert any(torch.equal(patch, p) for p in pictures.load(16)._train[1])
     assert not any(torch.equal(patch, p) for p in pictures.load(16)._evaluation[1])
 
@@ -96,7 +95,7 @@ def test_a_patch_larger_than_the_pictures_is_refused():
 
 
 def test_without_scikit_image_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "skimage.data", None)
+    monkeypatch.setattr(installed_file, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'kfac-bench\[pictures\]'"):
         pictures.load()
 
@@ -249,5 +248,5 @@ def test_grey_is_the_luma_of_red_green_and_blue():
 
     rgb = skimage.data.astronaut()[:16, :16].astype(np.float64)
     grey = (0.299 * rgb[..., 0] + 0.587 * rgb[..., 1] + 0.114 * rgb[..., 2]) / 255
-    got = pictures._patches("astronaut", 16)[0, 0].double().numpy()
+    got = pictures._patches("astronaut.png", 16)[0, 0].double().numpy()
     np.testing.assert_allclose(got, grey, atol=1e-6)

@@ -1,4 +1,4 @@
-"""kfac-data: demos in the real layouts, which the readers read; what is damaged is named."""
+"""kfac-data: demos in published layouts, which the readers can read, and damaged files."""
 
 import pytest
 from PIL import Image
@@ -10,7 +10,7 @@ from tests.support.runs import RESNET, train
 
 
 def run(capsys, *arguments):
-    """(exit code, standard output, standard error)"""
+    """Return (exit code, standard output, standard error) of kfac-data."""
     with pytest.raises(SystemExit) as stop:
         cli.data([str(a) for a in arguments])
     return stop.value.code, *capsys.readouterr()
@@ -25,7 +25,7 @@ def imagenet(tmp_path_factory):
     return folder
 
 
-def test_the_demo_of_imagenet_is_the_digits(capsys, imagenet):
+def test_the_imagenet_demo_contains_the_digits(capsys, imagenet):
     code, out, _ = run(capsys, "verify", imagenet)
     assert (code, out) == (0, "imagefolder: 1347 images in train, 450 images in val; no faults\n")
     data = imagefolder.load(imagenet, image_size=32, workers=0)
@@ -42,7 +42,7 @@ def test_a_network_learns_the_demo(tmp_path, imagenet):
     assert status == "finished"
 
 
-def test_damaged_images_are_named_one_by_one(capsys, tmp_path):
+def test_verify_names_each_damaged_image(capsys, tmp_path):
     for split in ("train", "val"):
         for name in "ab":
             folder = tmp_path / split / f"class_{name}"
@@ -58,7 +58,7 @@ def test_damaged_images_are_named_one_by_one(capsys, tmp_path):
     assert lines[-1] == "imagefolder: 2 images in train, 2 images in val; 2 faults"
 
 
-def test_the_demo_of_lgg_is_verified(capsys, tmp_path):
+def test_verify_reads_the_lgg_demo(capsys, tmp_path):
     assert run(capsys, "make-demo", "lgg", tmp_path)[0] == 0
     code, out, _ = run(capsys, "verify", tmp_path)
     assert (code, out) == (0, "lgg: 256 good slices in 16 volumes; no faults\n")
@@ -74,12 +74,12 @@ def test_the_demo_of_lgg_is_verified(capsys, tmp_path):
     ("arguments", "said"),
     [
         (("verify", "{folder}/none"), "none: no such folder"),
-        (("verify", "{folder}"), "has the layout of no known data set"),
+        (("verify", "{folder}"), "has the layout of no known dataset"),
         (("make-demo", "mnist", "{folder}"), "invalid choice"),
         (("make-demo", "imagenet", "{folder}/has"), "has train or val already"),
     ],
 )
-def test_bad_input_is_one_clear_line(capsys, tmp_path, arguments, said):
+def test_bad_input_gives_one_clear_line(capsys, tmp_path, arguments, said):
     (tmp_path / "has" / "train").mkdir(parents=True)
     code, out, err = run(capsys, *(a.format(folder=tmp_path) for a in arguments))
     assert (code, out) == (2, "")

@@ -100,14 +100,14 @@ def test_data_root_demo(cache):
     config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke"])
     assert build.build_data(config.data, config.task).train_size == 192
     config.data.name = "mine"
-    with pytest.raises(UsageError, match="no demo of data=mine, only of shards, cifar10, lgg"):
+    with pytest.raises(UsageError, match="no demo of data=mine, only of imagenet, shards"):
         build.build_data(config.data, config.task)
 
 
 def test_the_digits_are_the_same_in_all_layouts(cache):
     found = {}
     for name in ("imagefolder", "shards", "cifar10"):
-        data = build.build_data(compose.load([f"data={name}", "data.root=demo"]).data, None)
+        data = compose.load([f"data={name}", "data.root=demo"]).data.build("classification")
         assert (data.num_classes, data.train_size, data.eval_size) == (10, 1347, 450)
         if name != "cifar10":
             batches = list(data.evaluate(450, Shard()))

@@ -151,7 +151,9 @@ def test_a_replaced_first_convolution_is_initialised_as_the_others():
 
 def test_slow_imports_wait_until_they_are_needed():
     code = (
-        "import sys, kfac_bench.models.torchvision_resnet, kfac_bench.data.images.digits\n"
-        "sys.exit(sum(name in sys.modules for name in ('torchvision', 'sklearn')))"
+        "import sys, kfac_bench.models.torchvision_resnet\n"
+        "from kfac_bench.data.images import digits, pictures\n"
+        "digits.load(), pictures.load()\n"
+        "sys.exit(sum(name in sys.modules for name in ('torchvision', 'sklearn', 'skimage')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

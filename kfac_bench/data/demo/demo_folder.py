@@ -1,4 +1,4 @@
-"""Demo sets in real layouts: made by ``kfac-data make-demo``, and by ``data.root=demo``."""
+"""Demo datasets in published layouts: made by `kfac-data make-demo`, and by `data.root=demo`."""
 
 import hashlib
 import os
@@ -9,60 +9,55 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError
 
-LAYOUTS = {
-    "imagenet": "demo_imagenet",
-    "shards": "demo_shards",
-    "cifar10": "demo_cifar10",
-    "lgg": "demo_lgg",
-    "coco": "demo_coco",
-    "squad": "demo_squad",
-    "text": "demo_text",
+DEMOS = {
+    "imagenet": "kfac_bench.data.demo.demo_imagenet",
+    "shards": "kfac_bench.data.demo.demo_shards",
+    "cifar10": "kfac_bench.data.demo.demo_cifar10",
+    "lgg": "kfac_bench.data.demo.demo_lgg",
+    "coco": "kfac_bench.data.demo.demo_coco",
+    "squad": "kfac_bench.data.demo.demo_squad",
+    "text": "kfac_bench.data.demo.demo_text",
 }
-"""By name, the module whose ``make(root)`` writes it."""
-
-_LAYOUT_OF = {
-    **{name: name for name in ("shards", "cifar10", "lgg", "coco", "squad", "text")},
-    "imagefolder": "imagenet",
-}
-"""By the name of the data set that reads it."""
+"""Import paths of the modules that make the demos; each has a function `make(root)`."""
 
 
-def make(layout: str, root: Path) -> None:
-    """Write the demo; raises :class:`UsageError` where there is something in its place."""
-    import_module(f"kfac_bench.data.demo.{LAYOUTS[layout]}").make(root)
+def make(demo: str, root: Path) -> None:
+    """Write a demo into `root`. Raise UsageError if a dataset is there already."""
+    import_module(DEMOS[demo]).make(root)
 
 
-def folder(data: str) -> Path:
-    """Where the demo of a data set lies: in the user's cache, made there when first asked for.
+def folder(demo: str) -> Path:
+    """Return the folder of a demo in the user's cache; make the demo if it is not there.
 
-    Its name depends on this package's source: another version makes its own. Raises
-    :class:`UsageError` for data without a demo, or if the cache cannot be written.
+    Raises:
+        UsageError: There is no such demo, or the cache cannot be written.
     """
-    layout = _LAYOUT_OF.get(data)
-    if layout is None:
+    if demo not in DEMOS:
         raise UsageError(
-            f"data.root=demo: there is no demo of data={data}, only of {', '.join(_LAYOUT_OF)}"
+            f"data.root=demo: there is no demo of data={demo}, only of {', '.join(DEMOS)}"
         )
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))  # makers use much of this package
+    # The folder's name contains a hash of this package's source, so another version of the package
+    # makes its own demo. The whole source counts, because the makers also use the readers.
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kfac_bench"
-    place = cache / f"demo-{layout}-{digest[:8]}"
+    final = cache / f"demo-{demo}-{digest[:8]}"
     try:
-        if not place.is_dir():
+        if not final.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache, prefix=f"{place.name}-") as scratch:
-                make(layout, Path(scratch) / "made")
-                _move(Path(scratch) / "made", place)
+            with tempfile.TemporaryDirectory(dir=cache, prefix=f"{final.name}-") as scratch:
+                make(demo, Path(scratch) / "made")
+                _move(Path(scratch) / "made", final)
     except OSError as error:
-        raise UsageError(f"data.root=demo: {place} cannot be written ({error.strerror})") from None
-    return place
+        raise UsageError(f"data.root=demo: {final} cannot be written ({error.strerror})") from None
+    return final
 
 
-def _move(made: Path, place: Path) -> None:
-    """At once or not at all; another rank's copy, if that was faster, is as good."""
+def _move(made: Path, final: Path) -> None:
+    """Move a complete demo into place, unless another rank was faster."""
     try:
-        made.rename(place)
+        made.rename(final)
     except OSError:
-        if not place.is_dir():
+        if not final.is_dir():
             raise
         shutil.rmtree(made)

@@ -1,1 +1,1 @@
-"""Datasets of images: ImageNet folders, tar shards, CIFAR-10, digits, pictures, MRI slices."""
+"""Readers of images: ImageNet folders, tar shards, CIFAR-10, digits, pictures, MRI slices."""

@@ -1,4 +1,4 @@
-"""CIFAR-10 from the published archives, packed or unpacked, binary or Python version."""
+"""Reading CIFAR-10 from the published archives: packed or unpacked, binary or Python version."""
 
 import tarfile
 import zlib
@@ -17,31 +17,45 @@ from kfac_bench.errors import UsageError
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 CLASSES = (
-    *("airplane", "automobile", "bird", "cat", "deer"),
-    *("dog", "frog", "horse", "ship", "truck"),
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
 )
 PIXELS = 3 * 32 * 32
 PADDING = 4
-MAX_FILE_BYTES = 64 * 2**20  # a real file has 31 MB: more is no CIFAR-10 but a decompression bomb
+MAX_FILE_BYTES = 64 * 2**20
+"""The published files have 31 MB. A much larger member of an archive is a decompression bomb."""
 
-Split = tuple[Tensor, Tensor]
+CifarPart = tuple[Tensor, Tensor]
 """uint8 images [n, 3, 32, 32] and int64 labels [n]."""
 
 
 def load(root: Path, augment: bool = True) -> LabelledImages:
-    """Return CIFAR-10 from `root`, normalised per channel; [3, 32, 32], 10 classes.
+    """Return CIFAR-10 from `root`, normalized per channel.
 
     `root` holds `cifar-10-batches-bin/` or `cifar-10-batches-py/`, or their archives
-    `cifar-10-binary.tar.gz` or `cifar-10-python.tar.gz`, or is one of these four itself.
-    Archives are read in memory, nothing is extracted; pickles are read without executing
-    anything. `augment` crops at random from the image padded by 4 pixels and flips half of the
-    training images. Raises UsageError, naming the file, if something is missing or damaged.
+    `cifar-10-binary.tar.gz` or `cifar-10-python.tar.gz`. It may also be one of these four itself.
+    Archives are read in memory and not extracted. Pickles are read without executing anything.
+
+    Args:
+        root: Where the dataset is.
+        augment: Augment training images with `crop_and_flip`.
+
+    Raises:
+        UsageError: A file is missing or damaged.
     """
     files, names, decode = _open(root)
     splits = []
     for name in names:
         if name not in files:
-            raise UsageError(f"CIFAR-10: {root} lacks the file {name}: unpack the archive again")
+            raise UsageError(f"CIFAR-10: {root} lacks the file {name}. Unpack the archive again")
         try:
             splits.append(decode(files[name]))
         except ValueError as error:
@@ -59,65 +73,78 @@ def load(root: Path, augment: bool = True) -> LabelledImages:
 
 
 def crop_and_flip(images: Tensor, draws: Tensor) -> Tensor:
-    """Crop each image [n, C, H, W] at random from itself padded by 4 zeros; flip every second.
+    """Pad each image [n, C, H, W] by 4 zeros, crop it at random to its size, and flip half of them.
 
-    As in He et al. 2016, section 4.2; any dtype, all randomness from `draws` [n, 3] in [0, 1).
+    As in He et al. 2016, section 4.2. `draws` [n, 3] are random numbers in [0, 1): top, left, flip.
     """
     count, _, height, width = images.shape
     top, left = (draws[:, :2] * (2 * PADDING + 1)).long().T[:, :, None]
     flip = draws[:, 2:] < 0.5
     rows = top + torch.arange(height)
     columns = left + torch.where(flip, torch.arange(width).flip(0), torch.arange(width))
+    # One gather crops and flips all images, which is faster than a loop over images.
     padded = functional.pad(images, (PADDING,) * 4)
     example = torch.arange(count)[:, None, None]
     cropped = padded[example, :, rows[:, :, None], columns[:, None, :]]  # [n, H, W, C]
     return cropped.permute(0, 3, 1, 2).contiguous()
 
 
-def decode_binary(content: bytes) -> Split:
+def decode_binary(content: bytes) -> CifarPart:
     """Decode records of one label byte and 3072 pixels (channel, row, column).
 
-    Raises ValueError if the content is not a whole number of records, or a label is not in 0..9.
+    Raises:
+        ValueError: The content is not a whole number of records, or a label is not in 0..9.
     """
     if not content or len(content) % (PIXELS + 1):
-        raise ValueError(f"{len(content)} bytes are no whole number of {PIXELS + 1}-byte records")
+        raise ValueError(
+            f"{len(content)} bytes are not a whole number of {PIXELS + 1}-byte records"
+        )
     records = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(-1, PIXELS + 1)
     if records[:, 0].max() > 9:
         raise ValueError("a label is not in 0..9")
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
 
-def decode_python(content: bytes) -> Split:
+def decode_python(content: bytes) -> CifarPart:
     """Decode a pickled dict of `data` (uint8 [n, 3072]) and `labels` (list of n integers).
 
-    Raises ValueError if the pickle is damaged, is something else, or wants to run anything.
+    Raises:
+        ValueError: The pickle is damaged, has other content, or would execute something.
     """
     batch = cifar10_pickle.loads(content)
     if not isinstance(batch, dict):
-        raise ValueError("it holds no dictionary")
-    # published with Python 2, so the keys are bytes; a copy pickled with Python 3 has strings
+        raise ValueError("it is not a dictionary")
+    # Python 2 wrote the published files, so their keys are bytes. Python 3 writes strings.
     data = cifar10_pickle.uint8_array(batch.get(b"data", batch.get("data")))
     labels = batch.get(b"labels", batch.get("labels"))
     if data.ndim != 2 or data.shape[1] != PIXELS:
         raise ValueError(f"data has the shape {data.shape}, not (n, {PIXELS})")
     if not isinstance(labels, list) or not all(label in range(10) for label in labels):
-        raise ValueError("labels is no list of integers in 0..9")
+        raise ValueError("labels is not a list of integers in 0..9")
     if not 0 < len(data) == len(labels):
         raise ValueError(f"{len(data)} images have {len(labels)} labels")
     images = torch.from_numpy(np.ascontiguousarray(data).copy()).view(-1, 3, 32, 32)
     return images, torch.tensor(labels, dtype=torch.int64)
 
 
-BINARY = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
-PYTHON = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-FORMATS: tuple[tuple[str, str, tuple[str, ...], Callable[[bytes], Split]], ...] = (
+PYTHON = (
+    "data_batch_1",
+    "data_batch_2",
+    "data_batch_3",
+    "data_batch_4",
+    "data_batch_5",
+    "test_batch",
+)
+BINARY = tuple(f"{name}.bin" for name in PYTHON)
+FORMATS: tuple[tuple[str, str, tuple[str, ...], Callable[[bytes], CifarPart]], ...] = (
     ("cifar-10-batches-bin", "cifar-10-binary.tar.gz", BINARY, decode_binary),
     ("cifar-10-batches-py", "cifar-10-python.tar.gz", PYTHON, decode_python),
 )
+"""Of each version: folder, archive, file names (the last one is for evaluation) and decoder."""
 
 
-def _open(root: Path) -> tuple[dict[str, bytes], tuple[str, ...], Callable[[bytes], Split]]:
-    """Find the data; return the contents by file name, the names wanted and their decoder."""
+def _open(root: Path) -> tuple[dict[str, bytes], tuple[str, ...], Callable[[bytes], CifarPart]]:
+    """Find the data. Return the contents by file name, the names of all files, and the decoder."""
     for folder, archive, names, decode in FORMATS:
         for place in (root / folder, root):
             if any((place / name).is_file() for name in names):
@@ -141,7 +168,7 @@ def _read_folder(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _read_archive(archive: Path, folder: str, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Read the wanted members into memory; no path of the archive ever reaches the disk."""
+    """Read the files of the dataset into memory. Nothing is written to disk."""
     wanted = {f"{folder}/{name}": name for name in names}
     files: dict[str, bytes] = {}
     try:

@@ -1,7 +1,11 @@
-"""Reading arrays out of a pickle that may come from anyone: nothing in it is executed."""
+"""Reading the uint8 arrays of a pickle that may come from anyone.
+
+A pickle is a program, which can import and call anything. This reader executes none of it: it knows
+six names, and replaces each of them by a class that only stores its arguments.
+"""
 
 import io
-import pickle  # only as the base of an unpickler that can build nothing
+import pickle
 import pickletools
 
 import numpy as np
@@ -9,10 +13,10 @@ from numpy.typing import NDArray
 
 
 class _Array:
-    """Stands for numpy.ndarray and its `_reconstruct`; keeps what the pickle says, unread.
+    """Replaces numpy.ndarray and its `_reconstruct`; stores the state without using it.
 
-    numpy itself is no safe stand-in: ndarray.__setstate__ believes a forged dtype, which makes
-    raw bytes into object pointers. `__setstate__` and the slots also keep a pickle from setting
+    numpy's own classes are not safe: ndarray.__setstate__ trusts a forged dtype, which turns raw
+    bytes into object pointers. `__setstate__` and the slots also prevent a pickle from setting
     attributes on these classes.
     """
 
@@ -27,7 +31,7 @@ class _Array:
 
 
 class _Buffered(_Array):
-    """Stands for numpy's `_frombuffer(buffer, dtype, shape, order)`, pickle protocol 5."""
+    """Replaces numpy's `_frombuffer(buffer, dtype, shape, order)` of pickle protocol 5."""
 
     __slots__ = ()
 
@@ -38,7 +42,7 @@ class _Buffered(_Array):
 
 
 class _DType:
-    """Stands for numpy.dtype; only its type code, as "u1", is kept."""
+    """Replaces numpy.dtype; stores only the type code, for example "u1"."""
 
     __slots__ = ("code",)
 
@@ -46,14 +50,16 @@ class _DType:
         self.code = code
 
     def __setstate__(self, state: object) -> None:
-        pass  # byte order and fields: meaningless for bytes, the only type read here
+        # The state has byte order and fields, which single bytes do not need.
+        pass
 
 
 _ALLOWED: dict[tuple[str, str], type] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _DType,
-    ("numpy.core.multiarray", "_reconstruct"): _Array,  # numpy 1, and the published archives
-    ("numpy._core.multiarray", "_reconstruct"): _Array,  # numpy 2
+    # numpy 1 (and the published archives) has numpy.core, numpy 2 has numpy._core.
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
     ("numpy.core.numeric", "_frombuffer"): _Buffered,
     ("numpy._core.numeric", "_frombuffer"): _Buffered,
 }
@@ -68,20 +74,28 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(content: bytes) -> object:
-    """Unpickle plain containers, numbers, strings and arrays; Python 2 strings become bytes.
+    """Unpickle plain containers, numbers, strings and arrays. Python 2 strings become bytes.
 
-    Arrays come back as opaque stand-ins for `uint8_array`. Raises ValueError, whose message
-    says why, on anything else: a forbidden name (before it is imported) or a damaged pickle.
+    Arrays become opaque objects, which `uint8_array` converts.
+
+    Raises:
+        ValueError: The pickle is damaged, or names something else. A forbidden name is not
+            imported.
     """
     try:
         _check_memo(content)
         return _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    except Exception as error:  # the documentation of pickle: any exception may come out
+    # By its documentation, pickle may raise any exception for damaged content.
+    except Exception as error:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
 def _check_memo(content: bytes) -> None:
-    """Python's own reader makes a table as long as the largest number an object is kept under."""
+    """Refuse absurd memo numbers.
+
+    Python's unpickler allocates a table as long as the largest number under which a pickle
+    memorizes an object. A few bytes could thus allocate all memory.
+    """
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
             assert isinstance(argument, int)
@@ -90,14 +104,15 @@ def _check_memo(content: bytes) -> None:
 
 
 def uint8_array(value: object) -> NDArray[np.uint8]:
-    """Turn a stand-in from `loads` into the uint8 array that was pickled.
+    """Convert an array from the result of `loads`.
 
-    Raises ValueError if it is not an array of uint8 whose shape and bytes agree.
+    Raises:
+        ValueError: It is not a uint8 array, or its shape does not match its number of bytes.
     """
     match getattr(value, "state", None):
         case (_, tuple(shape), _DType(code="u1" | b"u1"), fortran, bytes() | bytearray() as raw):
             if not all(type(n) is int and n >= 0 for n in shape):
-                raise ValueError(f"{shape} is no shape of an array")
+                raise ValueError(f"{shape} is not the shape of an array")
             array = np.frombuffer(raw, np.uint8)
             return array.reshape(shape, order="F" if fortran else "C")
     raise ValueError("an array of uint8 is missing")

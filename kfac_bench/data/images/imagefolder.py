@@ -6,13 +6,13 @@ from typing import Any
 from torchvision.datasets import ImageFolder
 
 from kfac_bench.data.base.dataset import Data
-from kfac_bench.data.base.unreadable import Faults
+from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import reading
 from kfac_bench.errors import UsageError
 
 
 class Folder:
-    """One of the two folders; see reading.Source."""
+    """The images below `train` or `val`; a `reading.Source`."""
 
     def __init__(self, root: Path, split: str) -> None:
         self.root = root / split
@@ -20,7 +20,8 @@ class Folder:
             raise UsageError(f"no folder {self.root}: expected {self.root}/<class>/<image>.JPEG")
         try:
             found: Any = ImageFolder(str(self.root))
-        except FileNotFoundError as error:  # no classes, or a class without images
+        # There are no classes, or a class has no images.
+        except FileNotFoundError as error:
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"images are missing: {reason}; expected {self.root}/<class>/<image>.JPEG"
@@ -28,32 +29,40 @@ class Folder:
         self.classes: list[str] = found.classes
         self.labels: list[int] = found.targets
         self.paths: list[str] = [path for path, _ in found.samples]
+        # A damaged file is noticed only when it is decoded.
+        self.faults: list[Unreadable] = []
 
     def name(self, index: int) -> str:
-        """The file's path."""
+        """Return the path of an image file."""
         return self.paths[index]
 
     def read(self, index: int) -> bytes:
-        """The file's content."""
+        """Return the content of an image file."""
         return Path(self.paths[index]).read_bytes()
 
 
 def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "fatal") -> Data:
-    """Open `root/train/<class>/*.JPEG` and `root/val/<class>/*.JPEG`; see reading.ImageData.
+    """Open `root/train/<class>/*.JPEG` and `root/val/<class>/*.JPEG`; see `reading.ImageData`.
 
-    Raises UsageError for a missing folder, classes that differ between train and val, and, while
-    iterating, a corrupt image, unless `on_error` is "skip".
+    Raises:
+        UsageError: A folder is missing, or train and val have different classes. While iterating:
+            an image cannot be decoded, unless `on_error` is "skip".
     """
     train, evaluation = open_folders(root)
-    faults = Faults(skip=on_error == "skip")
     return reading.ImageData(
-        *("imagefolder", train, evaluation, len(train.classes)),
-        *(image_size, workers, faults, train.classes),
+        "imagefolder",
+        train,
+        evaluation,
+        len(train.classes),
+        image_size,
+        workers,
+        Faults(skip=on_error == "skip"),
+        train.classes,
     )
 
 
 def open_folders(root: Path) -> tuple[Folder, Folder]:
-    """`train` and `val`, of the same classes; raises UsageError as :func:`load` does."""
+    """Return `train` and `val`, which must have the same classes; raise UsageError as `load`."""
     train, evaluation = Folder(root, "train"), Folder(root, "val")
     only_train = sorted(set(train.classes) - set(evaluation.classes))
     only_val = sorted(set(evaluation.classes) - set(train.classes))
@@ -66,19 +75,10 @@ def open_folders(root: Path) -> tuple[Folder, Folder]:
     return train, evaluation
 
 
-def scan(root: Path) -> tuple[dict[str, int], list[tuple[Path, str]]]:
-    """Decode every image: how many are good in `train` and `val`, and (file, fault) of the others.
-
-    Raises UsageError as :func:`load` does.
-    """
-    counts: dict[str, int] = {}
-    faults: list[tuple[Path, str]] = []
-    for folder in open_folders(root):
-        checked = (reading.check(folder, i) for i in range(len(folder.labels)))
-        bad = [(Path(fault.path), fault.reason) for fault in checked if fault]
-        faults += bad
-        counts[folder.root.name] = len(folder.labels) - len(bad)
-    return counts, faults
+def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
+    """Decode every image; see `reading.scan`. Raise UsageError as `load`."""
+    train, evaluation = open_folders(root)
+    return reading.scan({"train": train, "val": evaluation})
 
 
 def _listed(names: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""Brain MRI slices with tumour masks, in the layout of the LGG MRI segmentation set (Buda et al.).
+"""Brain MRI slices with tumour masks, in the layout of the LGG segmentation dataset (Buda et al.).
 
-`kaggle_3m/TCGA_<institution>_<patient>_<date>/` is a volume of one patient. It holds RGB slices
-`<volume>_<number>.tif` (three MR sequences as channels) and for each `<volume>_<number>_mask.tif`,
-whose pixels are 0 or 255.
+`kaggle_3m/TCGA_<institution>_<patient>_<date>/` is a volume, the scan of one patient. It holds RGB
+slices `<volume>_<number>.tif` (three MR sequences as channels). Each slice has a mask
+`<volume>_<number>_mask.tif`, whose pixels are 0 or 255.
 """
 
 import hashlib
@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Generator, Tensor
 from torch.nn import functional
@@ -27,17 +27,19 @@ from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.errors import UsageError
 
-PLACES = ("kaggle_3m", "lgg-mri-segmentation/kaggle_3m", ".")
+FOLDERS = ("kaggle_3m", "lgg-mri-segmentation/kaggle_3m", ".")
 LAYOUT = "kaggle_3m/TCGA_<institution>_<patient>_<date>/<volume>_<slice>.tif and ..._mask.tif"
 DEGREES, SCALE = 15.0, 0.05
-
-Array = np.ndarray[Any, np.dtype[np.uint8]]
-Fault = tuple[Path, str]
+"""Largest turn, and largest relative change of size, of an augmented slice."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """One scan: (image, mask) by slice; mean and std of its pixels in [0, 1], by channel."""
+    """One scan of a patient.
+
+    `slices` are the files (image, mask) in order. `mean` and `std` are those of all pixels in
+    [0, 1], by channel.
+    """
 
     name: str
     slices: tuple[tuple[Path, Path], ...]
@@ -46,7 +48,7 @@ class Volume:
 
     @property
     def patient(self) -> str:
-        """TCGA_<institution>_<patient>: the name without the date."""
+        """The patient TCGA_<institution>_<patient>: the name of the volume without the date."""
         return "_".join(self.name.split("_")[:3])
 
 
@@ -59,84 +61,102 @@ def load(
     eval_share: float = 0.1,
     on_error: str = "fatal",
 ) -> "LGG":
-    """Open the volumes below `root`; images [3, size, size], masks uint8 [1, size, size] of 0, 1.
+    """Open the volumes in `root`: images [3, size, size], masks uint8 [1, size, size] of 0 and 1.
 
-    Every file is read once, here, so that a bad one is known before hours are spent: with
-    `on_error` "fatal" UsageError names the first ones, with "skip" their slices are left out
-    and named in `faults`. Of the patients `eval_share`, at least one, are for evaluation: those
-    whose names' hashes are least, whatever the seed. A volume is normalised by its own mean and
-    std per channel. Slices of another size are resized bilinearly, masks too (1 from one half on).
-    `augment` flips half of the training slices, turns them by up to 15 degrees and scales
-    them by up to 5 %. `workers` processes per rank read ahead. Raises UsageError for a missing
-    folder, or if either part would be without a slice.
+    This function reads every file once, so that a damaged file stops a run at its start. Each
+    volume is normalized by its own mean and standard deviation per channel.
+
+    Args:
+        root: Folder of the dataset.
+        image_size: Side of a slice in pixels. Slices and masks of another size are resized
+            bilinearly; a pixel of the mask is 1 from one half on.
+        workers: Processes per rank that read ahead.
+        augment: Flip half of the training slices, turn them by up to 15 degrees and scale them by
+            up to 5 %.
+        eval_share: Share of the patients for evaluation; at least one patient. A hash of the name
+            decides, so the patients are the same for all seeds.
+        on_error: What happens to slices that cannot be used. "fatal": UsageError. "skip": they are
+            left out and listed in `faults`.
+
+    Raises:
+        UsageError: The folder is missing, or training or evaluation would have no slice.
     """
     if image_size < 1 or workers < 0:
         raise UsageError(
-            f"image_size must be at least 1 and workers at least 0, got {image_size} and {workers}"
+            "data.image_size must be at least 1 and data.workers at least 0, "
+            f"got {image_size} and {workers}"
         )
-    volumes, found = scan(root)
+    volumes, unreadable = scan(root)
     faults = Faults(skip=on_error == "skip")
-    faults.add_all(root, [Unreadable(str(path), reason) for path, reason in found])
+    faults.add_all(root, unreadable)
     held_out = _held_out({v.patient for v in volumes}, eval_share)
     good = [v for v in volumes if v.slices]
     train = [v for v in good if v.patient not in held_out]
     evaluation = [v for v in good if v.patient in held_out]
     if not train or not evaluation:
         raise UsageError(
-            f"{root} has {len(train)} volumes for training and {len(evaluation)} for evaluation: "
-            "two patients are needed, and a data.eval_share between them"
+            f"{root} has {len(train)} volumes for training and {len(evaluation)} for evaluation, "
+            "but both need one. Add patients, or change data.eval_share"
         )
     return LGG(train, evaluation, image_size, workers, augment, faults)
 
 
-def scan(root: Path) -> tuple[list[Volume], list[Fault]]:
-    """Read every file below `root`: its volumes, of good slices only, and (file, fault) pairs.
+def folders(root: Path) -> list[Path]:
+    """Return the folders of the volumes in `root`, sorted by name."""
+    found = (sorted(p for p in (root / name).glob("TCGA_*") if p.is_dir()) for name in FOLDERS)
+    return next((paths for paths in found if paths), [])
 
-    A slice is good if image and mask are there, can be decoded and have one size, the image is
-    RGB and the mask's pixels are 0 or 255. Raises UsageError where there are no volumes.
+
+def scan(root: Path) -> tuple[list[Volume], list[Unreadable]]:
+    """Read every file in `root`. Return the volumes, with good slices only, and all faults.
+
+    A slice is good if image and mask exist, can be decoded and have the same size, the image is
+    RGB, and the pixels of the mask are 0 or 255.
+
+    Raises:
+        UsageError: There are no volumes.
     """
-    found = (sorted(p for p in (root / place).glob("TCGA_*") if p.is_dir()) for place in PLACES)
-    folders = next((f for f in found if f), None)
-    if folders is None:
+    paths = folders(root)
+    if not paths:
         raise UsageError(f"no LGG MRI volumes in {root}: expected {root}/{LAYOUT}")
-    faults: list[Fault] = []
-    volumes = [_scan_volume(folder, faults) for folder in folders]
-    return volumes, sorted(faults)
+    faults: list[Unreadable] = []
+    volumes = [_scan_volume(path, faults) for path in paths]
+    return volumes, sorted(faults, key=lambda fault: (fault.path, fault.reason))
 
 
-def _scan_volume(folder: Path, faults: list[Fault]) -> Volume:
+def _scan_volume(folder: Path, faults: list[Unreadable]) -> Volume:
+    """Read one volume; add the reasons why files cannot be used to `faults`."""
     files = set(folder.glob("*.tif"))
     numbers = {p: int(m[1]) for p in files if (m := re.fullmatch(r".*_(\d+)\.tif", p.name))}
     masks = {p: p.with_name(f"{p.stem}_mask.tif") for p in sorted(numbers, key=numbers.__getitem__)}
     strays = files - masks.keys() - set(masks.values())
-    faults += [(p, "it is neither a slice nor the mask of one") for p in strays]
+    faults += [Unreadable(str(p), "it is neither a slice nor a mask of a slice") for p in strays]
     if not masks:
-        faults.append((folder, "a volume without slices"))
+        faults.append(Unreadable(str(folder), "the volume has no slices"))
     slices: list[tuple[Path, Path]] = []
     count, sums, squares = 0, np.zeros(3), np.zeros(3)
     for image, mask in masks.items():
         if mask not in files:
-            faults.append((image, f"there is no {mask.name}"))
+            faults.append(Unreadable(str(image), f"there is no {mask.name}"))
             continue
         read = _read(image, mask)
         if isinstance(read, Unreadable):
-            faults.append((Path(read.path), read.reason))
+            faults.append(read)
             continue
         pixels = read[0].reshape(-1, 3) / 255
-        count, sums, squares = (
-            count + len(pixels),
-            sums + pixels.sum(0),
-            squares + (pixels**2).sum(0),
-        )
+        count += len(pixels)
+        sums += pixels.sum(0)
+        squares += (pixels**2).sum(0)
         slices.append((image, mask))
     mean = sums / max(count, 1)
     std = np.sqrt(np.maximum(squares / max(count, 1) - mean**2, 0))
-    std[std < 1e-6] = 1  # a channel of one grey
+    # A channel whose pixels are all equal has no deviation to divide by.
+    std[std < 1e-6] = 1
     return Volume(folder.name, tuple(slices), tuple(mean.tolist()), tuple(std.tolist()))
 
 
-def _read(image: Path, mask: Path) -> tuple[Array, Array] | Unreadable:
-    """uint8 [H, W, 3], and the mask [H, W] of 0 and 255."""
+def _read(image: Path, mask: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | Unreadable:
+    """Return the pixels [H, W, 3] of a slice and its mask [H, W] of 0 and 255."""
     decoded = []
     for path, mode in ((image, "RGB"), (mask, "L")):
         try:
@@ -144,14 +164,15 @@ def _read(image: Path, mask: Path) -> tuple[Array, Array] | Unreadable:
                 if file.mode != mode:
                     return Unreadable(str(path), f"its mode is {file.mode}, not {mode}")
                 decoded.append(np.array(file))
-        except Exception as error:  # a damaged TIFF makes Pillow raise nearly anything
-            return Unreadable(str(path), " ".join(str(error).split()) or type(error).__name__)
+        # Pillow raises exceptions of many types for a damaged file.
+        except Exception as error:
+            return Unreadable.because(path, error)
     pixels, inside = decoded
     if pixels.shape[:2] != inside.shape:
         sizes = [" x ".join(map(str, x.shape[1::-1])) for x in decoded]
         return Unreadable(str(mask), f"it has {sizes[1]} pixels, its slice {sizes[0]}")
     if ((inside != 0) & (inside != 255)).any():
-        return Unreadable(str(mask), "a mask's pixels must be 0 or 255")
+        return Unreadable(str(mask), "the pixels of a mask must be 0 or 255")
     return pixels, inside
 
 
@@ -161,9 +182,10 @@ def _held_out(patients: set[str], share: float) -> set[str]:
 
 
 class LGG(Data):
-    """The two sets of volumes as `Data`; evaluation batches have each slice's volume, int64 [n].
+    """The dataset. Batches are (images, masks), in evaluation (images, masks, volumes).
 
-    Volumes are numbered from 0 to `eval_volumes` - 1 in the order of their names.
+    `volumes` int64 [n] are the numbers of the volumes, from 0 to `eval_volumes` - 1, in the order
+    of their names.
     """
 
     def __init__(
@@ -188,13 +210,13 @@ class LGG(Data):
         self._augment = augment
 
     def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
-        """Yield (images, masks); the augmentation of a slice depends on key and index alone."""
+        """Yield (images, masks); the augmentation of a slice depends only on key and index."""
         samples = _Slices(self._train, self.shape[1], key if self._augment else None)
         for images, masks, _ in self._batches(samples, indices):
             yield images, masks
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
-        """Yield this rank's (images, masks, volumes); see Data.evaluate."""
+        """Yield this rank's (images, masks, volumes); see `Data.evaluate`."""
         indices = eval_indices(self.eval_size, batch_size, shard)
         return self._batches(_Slices(self._evaluation, self.shape[1]), indices)
 
@@ -205,7 +227,10 @@ class LGG(Data):
 
 
 class _Slices(Dataset[Sample]):
-    """(image, mask, volume) of slices, normalised; with a key, a pure function of key and index."""
+    """Samples (image, mask, volume), normalized.
+
+    With a key they are augmented, as a function of key and index.
+    """
 
     def __init__(
         self, volumes: Sequence[Volume], size: int, key: tuple[int, int] | None = None
@@ -226,8 +251,8 @@ class _Slices(Dataset[Sample]):
         return image, (mask >= 0.5).to(torch.uint8), volume
 
 
-def _to_tensor(pixels: Array, size: int) -> Tensor:
-    """[H, W] or [H, W, C] as float32 [C, size, size] in [0, 1]."""
+def _to_tensor(pixels: NDArray[np.uint8], size: int) -> Tensor:
+    """Resize pixels [H, W] or [H, W, C] and return them as float32 [C, size, size] in [0, 1]."""
     if pixels.shape[:2] != (size, size):
         resized = Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR)
         pixels = np.array(resized)
@@ -235,9 +260,9 @@ def _to_tensor(pixels: Array, size: int) -> Tensor:
 
 
 def turn_and_flip(image: Tensor, mask: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Turn, scale and perhaps mirror [C, H, W] and its mask alike; all randomness from `generator`.
+    """Turn, scale and perhaps mirror an image [C, H, W] and its mask in the same way.
 
-    Both are interpolated bilinearly; what comes in from outside is black and no tumour.
+    Both are interpolated bilinearly. Pixels from outside the image are black and not tumour.
     """
     turn, grow, flip = torch.rand(3, generator=generator).tolist()
     angle, scale = math.radians(DEGREES) * (2 * turn - 1), 1 + SCALE * (2 * grow - 1)

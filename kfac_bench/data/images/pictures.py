@@ -1,36 +1,54 @@
-"""Patches of scikit-image's pictures with noise on them: real pictures without a download.
+"""Reading patches of scikit-image's pictures, in grey, and adding noise to them.
 
-Only pictures that are inside the wheel; others it would fetch. Photographs and textures train,
-other pictures are held out. In grey.
+The pictures are those that the scikit-image wheel contains; scikit-image would download others.
+Photographs and textures are for training, other pictures are held out.
 """
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.base.in_memory import InMemory
 from kfac_bench.data.base.order import keyed_generator
+from kfac_bench.data.images.installed_file import installed_file
 from kfac_bench.errors import UsageError
 
-TRAIN = ("brick", "camera", "chelsea", "coffee", "coins", "grass", "gravel", "moon", "rocket")
-HELD_OUT = ("astronaut", "cell", "immunohistochemistry", "page")
+TRAIN = (
+    "brick.png",
+    "camera.png",
+    "chelsea.png",
+    "coffee.png",
+    "coins.png",
+    "grass.png",
+    "gravel.png",
+    "moon.png",
+    "rocket.jpg",
+)
+HELD_OUT = ("astronaut.png", "cell.png", "ihc.png", "page.png")
 EVAL_SIZE = 256
 MEAN, STD = 0.5, 0.25
-"""Of the pixels in [0, 1], about; a model sees (pixel - MEAN) / STD."""
+"""About the mean and deviation of the pixels in [0, 1]. A model sees (pixel - MEAN) / STD."""
 
 
 def load(size: int = 32, noise: float = 0.15) -> InMemory:
     """Return noisy and clean patches, float32 [n, 1, size, size] each, normalised.
 
-    Patches do not overlap; the noise, Gaussian of that deviation in pixels of [0, 1], is drawn
-    once for each. The 256 held-out patches, evenly chosen, are the same for all seeds. Raises
-    UsageError where scikit-image is not installed, or a patch is larger than the pictures.
+    Patches do not overlap. The 256 held-out patches are evenly chosen and the same for all seeds.
+
+    Args:
+        size: Side of a patch in pixels.
+        noise: Standard deviation of the Gaussian noise, of pixels in [0, 1]. Each patch gets its
+            noise once: it is the same in all epochs.
+
+    Raises:
+        UsageError: scikit-image is not installed, or a patch is larger than the pictures.
     """
     train, held_out = (torch.cat([_patches(n, size) for n in names]) for names in (TRAIN, HELD_OUT))
     if not len(train) or not len(held_out):
-        raise UsageError(f"data.image_size={size}: scikit-image's pictures are smaller")
+        raise UsageError(f"data.image_size={size}: scikit-image's pictures are smaller. Set less")
     count = min(EVAL_SIZE, len(held_out))
     held_out = held_out[torch.arange(count) * len(held_out) // count]
     return InMemory(
@@ -45,15 +63,12 @@ def load(size: int = 32, noise: float = 0.15) -> InMemory:
 
 
 def _patches(name: str, size: int) -> Tensor:
-    """Of a picture, float32 [n, 1, size, size] in [0, 1]."""
-    try:
-        import skimage.data
-    except ImportError:
-        raise UsageError(
-            "data=pictures needs scikit-image: pip install 'kfac-bench[pictures]'"
-        ) from None
-    picture = np.asarray(getattr(skimage.data, name)())
-    if picture.ndim == 3:  # ITU-R 601 luma
+    """Return the patches of one picture, float32 [n, 1, size, size] in [0, 1]."""
+    file = installed_file("skimage", f"data/{name}", "kfac-bench[pictures]")
+    with Image.open(file) as image:
+        picture = np.asarray(image)
+    if picture.ndim == 3:
+        # The luma of ITU-R 601.
         picture = picture[..., :3] @ np.array([0.299, 0.587, 0.114])
     grey = torch.from_numpy(picture.astype(np.float32) / 255)
     if min(grey.shape) < size:

@@ -1,8 +1,11 @@
-"""Photographs in files: read, decoded, cropped and flipped by worker processes; uint8 batches."""
+"""Photographs in files: `ImageData`, for folders of images and for tar shards.
+
+Worker processes read, decode, crop and flip the images. Batches are uint8 until `prepare`.
+"""
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -27,38 +30,46 @@ STD = (0.229, 0.224, 0.225)
 EVAL_RESIZE = 256 / 224
 """The shorter side of an evaluation image before the centre crop, in units of the crop."""
 AREA = (0.08, 1.0)
+"""Smallest and largest share of the image that a random crop covers."""
 RATIO = (3 / 4, 4 / 3)
+"""Smallest and largest ratio of width to height of a random crop."""
 ATTEMPTS = 10
+"""Number of random crops to try before the central crop is taken."""
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom, in pixels."""
 
 
 class Source(Protocol):
-    """Encoded images with labels, wherever they lie. Workers get a copy of it."""
+    """Encoded images with labels, in files of any kind. Each worker gets a copy of the source."""
 
     @property
     def labels(self) -> Sequence[int]:
-        """Of all images, by index."""
+        """Labels of all images."""
+        ...
+
+    @property
+    def faults(self) -> list[Unreadable]:
+        """Faults found when the source was opened."""
         ...
 
     def name(self, index: int) -> str:
-        """What the user knows the image by: a path."""
+        """Return the path of the image, for messages."""
         ...
 
     def read(self, index: int) -> bytes:
-        """The encoded image. Raises OSError."""
+        """Return the encoded image, or raise OSError."""
         ...
 
 
 class ImageData(Data):
-    """Two sources as `Data`: uint8 images [n, 3, size, size] and int64 labels [n].
+    """A dataset of photographs: uint8 images [n, 3, size, size] and int64 labels [n].
 
-    Training images are cropped at random (`random_box`), resized and flipped, as a function of
-    (seed, epoch, index of the image) alone; evaluation images are cropped in the centre
-    (`centre_box`). `prepare` normalises by ImageNet's mean and standard deviation. Each epoch
-    starts `workers` processes of its own, which end with it (0: this process decodes). Raises
-    UsageError for a size below 1 or a negative number of workers.
+    Training images are cropped at random (`random_box`), resized and flipped. These changes depend
+    only on (seed, epoch, index of the image). Evaluation images are cropped in the centre
+    (`centre_box`). `prepare` normalizes by ImageNet's mean and standard deviation.
+
+    Each epoch starts `workers` processes, which end with the epoch; with 0 this process decodes.
     """
 
     def __init__(
@@ -74,7 +85,7 @@ class ImageData(Data):
     ) -> None:
         if image_size < 1 or workers < 0:
             raise UsageError(
-                "image_size must be at least 1 and workers at least 0, "
+                "data.image_size must be at least 1 and data.workers at least 0, "
                 f"got {image_size} and {workers}"
             )
         self.name = name
@@ -94,12 +105,12 @@ class ImageData(Data):
         return self._batches(_Samples(self._train, self.shape[1], key), indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
-        """Yield this rank's evaluation batches; see Data.evaluate."""
+        """Yield this rank's evaluation batches; see `Data.evaluate`."""
         indices = eval_indices(self.eval_size, batch_size, shard)
         return self._batches(_Samples(self._evaluation, self.shape[1]), indices)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Normalise the images."""
+        """Normalize the images."""
         return self._normalize(batch[0]), *batch[1:]
 
     def _batches(self, samples: "_Samples", indices: Iterator[Tensor]) -> Iterator[Batch]:
@@ -109,7 +120,7 @@ class ImageData(Data):
 
 
 class _Samples(Dataset[Sample]):
-    """(image, label); with a key, a pure function of key and index."""
+    """Samples (image, label). With a key they are augmented, as a function of key and index."""
 
     def __init__(self, source: Source, size: int, key: tuple[int, int] | None = None) -> None:
         self.source, self.size, self.key = source, size, key
@@ -130,12 +141,14 @@ def load(
 ) -> Tensor | Unreadable:
     """Read, decode and crop an image: uint8 [3, size, size].
 
-    With `draws`, uniform in [0, 1), for training: the first one flips, the others choose the box.
+    `draws` are the random numbers in [0, 1) of a training image: the first one decides whether to
+    flip, the others choose the crop. Without `draws` the crop is the centre.
     """
     try:
         pixels = decode(source.read(index))
-    except Exception as error:  # a damaged image makes Pillow raise nearly anything
-        return Unreadable(source.name(index), " ".join(str(error).split()) or type(error).__name__)
+    # Pillow raises exceptions of many types for a damaged file.
+    except Exception as error:
+        return Unreadable.because(source.name(index), error)
     height, width = pixels.shape[1:]
     left, top, right, bottom = (
         centre_box(width, height) if draws is None else random_box(width, height, draws[1:])
@@ -146,11 +159,11 @@ def load(
 
 
 def decode(content: bytes) -> Tensor:
-    """An image file's pixels, uint8 [3, H, W]. Raises anything for what is no whole image.
+    """Return the pixels of an image file, uint8 [3, H, W]. Raise any exception if it is damaged.
 
-    torchvision decodes a JPEG in less time than Pillow, to the same pixels but for rounding.
-    Pillow looks at the header first, for it refuses images of absurd sizes; it decodes whatever
-    torchvision does not, and says what is wrong with a damaged one.
+    torchvision decodes JPEG files faster than Pillow; the pixels differ only by rounding. Pillow
+    reads the header first, because it refuses images of absurd sizes. Pillow also decodes all files
+    that torchvision cannot decode, and its errors explain what is wrong with a damaged file.
     """
     with Image.open(io.BytesIO(content)) as image:
         if image.format == "JPEG":
@@ -162,14 +175,14 @@ def decode(content: bytes) -> Tensor:
 
 
 def random_box(width: int, height: int, draws: Sequence[float]) -> Box:
-    """A random part of the image, as GoogLeNet was trained with (Szegedy et al. 2015, section 6).
+    """Return a random crop of an image, as in GoogLeNet (Szegedy et al. 2015, section 6).
 
-    Its area is a share in AREA of the image's, its ratio of width to height in RATIO, both drawn
-    until the box fits; after ATTEMPTS the central one is taken that comes nearest. Takes 4
-    `draws` in [0, 1) an attempt.
+    AREA and RATIO bound the crop. Each attempt uses 4 of the `draws` in [0, 1). If no attempt gives
+    a crop that fits into the image, the result is the largest central crop within RATIO.
     """
     low, high = (math.log(ratio) for ratio in RATIO)
     for i in range(ATTEMPTS):
+        # The logarithm of the ratio is uniform: 3/4 and 4/3 are equally likely.
         share, ratio, left, top = draws[4 * i : 4 * i + 4]
         area = width * height * (AREA[0] + share * (AREA[1] - AREA[0]))
         aspect = math.exp(low + ratio * (high - low))
@@ -184,13 +197,22 @@ def random_box(width: int, height: int, draws: Sequence[float]) -> Box:
 
 
 def centre_box(width: int, height: int) -> Box:
-    """The central square of 224/256 of the shorter side."""
+    """Return the central square crop; its side is 224/256 of the shorter side of the image."""
     side = max(1, round(min(width, height) / EVAL_RESIZE))
     x, y = (width - side) // 2, (height - side) // 2
     return x, y, x + side, y + side
 
 
-def check(source: Source, index: int) -> Unreadable | None:
-    """Decode the image: what is wrong with it."""
-    image = load(source, index, 1)
-    return image if isinstance(image, Unreadable) else None
+def scan(sources: Mapping[str, Source]) -> tuple[dict[str, int], list[Unreadable]]:
+    """Decode every image of each split. Return the number of good images by split, and all faults.
+
+    `kfac-data verify` calls this function.
+    """
+    counts: dict[str, int] = {}
+    faults: list[Unreadable] = []
+    for split, source in sources.items():
+        decoded = (load(source, i, 1) for i in range(len(source.labels)))
+        bad = [image for image in decoded if isinstance(image, Unreadable)]
+        counts[split] = len(source.labels) - len(bad)
+        faults += source.faults + bad
+    return counts, faults

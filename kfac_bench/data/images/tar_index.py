@@ -1,4 +1,7 @@
-"""Where each example of a tar shard lies: a table, made once and kept in the user's cache."""
+"""The index of a tar shard: where each example is in the file.
+
+Reading the headers of a shard takes time, so the index is kept in the user's cache.
+"""
 
 import hashlib
 import io
@@ -19,15 +22,15 @@ from kfac_bench.data.base.unreadable import Unreadable
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 LABEL = "cls"
 LABEL_BYTES = 20
-"""A longer label is no number of a class."""
+"""Maximum length of a label. A longer file is not a class number."""
 
-Place = tuple[int, int]
+ByteRange = tuple[int, int]
 """Offset and size in bytes."""
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The examples of one shard in the order of their images; and what is wrong with the shard."""
+    """The examples of one shard, in the order of their images, and the faults of the shard."""
 
     keys: list[str]
     labels: NDArray[np.int64]
@@ -37,9 +40,12 @@ class ShardIndex:
 
 
 def index_of(shard: Path) -> ShardIndex:
-    """The index, from the cache if the shard has the size and the time of then.
+    """Return the index of a shard, from the cache if the shard has not changed.
 
-    A shard with faults is read again each time. Raises OSError where there is no such file.
+    A shard has changed if its size or modification time differs. A shard with faults is not cached.
+
+    Raises:
+        OSError: The file does not exist or cannot be opened.
     """
     stat = shard.stat()
     key = f"{shard.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
@@ -62,7 +68,7 @@ def _cache() -> Path:
 
 
 def _keep(path: Path, index: ShardIndex) -> None:
-    """Whole or not at all, as other ranks may do the same; without it all is only slower."""
+    """Write an index to the cache. Errors are ignored: without the cache all is only slower."""
     content = io.BytesIO()
     np.savez(
         content,
@@ -71,28 +77,31 @@ def _keep(path: Path, index: ShardIndex) -> None:
         offsets=index.offsets,
         sizes=index.sizes,
     )
-    own = path.with_suffix(f".{os.getpid()}.tmp")
+    # Several ranks may write the same index. Each writes its own file and then renames it.
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        own.write_bytes(content.getvalue())
-        own.replace(path)
+        partial.write_bytes(content.getvalue())
+        partial.replace(path)
     except OSError:
         with suppress(OSError):
-            own.unlink()
+            partial.unlink()
 
 
 def read_index(shard: Path) -> ShardIndex:
-    """Read the headers of all members, and the labels; images are not looked at.
+    """Read the headers of all members and the content of the labels, but not the images.
 
-    An example is `<key>.jpg` (or jpeg, png) and `<key>.cls`, the number of its class in digits; the
-    key ends at the first dot of the file's name, as the webdataset package has it. Other members
-    are passed over. Faults: an end that is missing, a second member of one name, one whose name
-    leads out of the archive, an image without a label, a label that is none. Raises OSError where
-    the file cannot be opened.
+    An example is `<key>.jpg` (or another of IMAGES) and `<key>.cls`, its class number in digits. As
+    in the webdataset package, the key ends at the first dot of the file name. Other members are
+    ignored. These are faults: the end of the shard is missing, two members have the same name, a
+    name leads out of the archive, an image has no label, a label has no image, a label is invalid.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
     faults: list[Unreadable] = []
-    images: dict[str, Place] = {}
-    labels: dict[str, Place] = {}
+    images: dict[str, ByteRange] = {}
+    labels: dict[str, ByteRange] = {}
     with shard.open("rb") as file:
         for name, place in _members(shard, file, faults):
             folder, _, base = name.rpartition("/")
@@ -102,49 +111,54 @@ def read_index(shard: Path) -> ShardIndex:
             if table is None:
                 continue
             if key in table:
-                faults.append(Unreadable(f"{shard}:{name}", "a second one of this name"))
+                faults.append(Unreadable(f"{shard}:{name}", "another member has this name"))
             else:
                 table[key] = place
-        found: list[tuple[str, int, int, int]] = []
+        examples: list[tuple[str, int, int, int]] = []
         for key, (offset, size) in images.items():
             if key not in labels:
-                faults.append(Unreadable(f"{shard}:{key}", f"there is no {key}.{LABEL}"))
+                faults.append(Unreadable(f"{shard}:{key}", f"its label {key}.{LABEL} is missing"))
                 continue
             label = _label(file, *labels[key])
             if label is None:
-                faults.append(Unreadable(f"{shard}:{key}.{LABEL}", "no number of a class"))
+                faults.append(Unreadable(f"{shard}:{key}.{LABEL}", "it is not a class number"))
                 continue
-            found.append((key, label, offset, size))
+            examples.append((key, label, offset, size))
     faults += [
-        Unreadable(f"{shard}:{key}.{LABEL}", "there is no image of it")
+        Unreadable(f"{shard}:{key}.{LABEL}", "its image is missing")
         for key in labels.keys() - images.keys()
     ]
-    labels_of, offsets, sizes = (np.array([x[i] for x in found], np.int64) for i in (1, 2, 3))
+    labels_of, offsets, sizes = (np.array([x[i] for x in examples], np.int64) for i in (1, 2, 3))
     faults.sort(key=lambda fault: fault.path)
-    return ShardIndex([x[0] for x in found], labels_of, offsets, sizes, faults)
+    return ShardIndex([x[0] for x in examples], labels_of, offsets, sizes, faults)
 
 
-def _members(shard: Path, file: Any, faults: list[Unreadable]) -> Iterator[tuple[str, Place]]:
-    """Name and place of all regular files, whole ones, whose names are inside the archive."""
+def _members(shard: Path, file: Any, faults: list[Unreadable]) -> Iterator[tuple[str, ByteRange]]:
+    """Yield the name and place of all complete regular files whose names are inside the archive.
+
+    Add a fault for each other member, except folders.
+    """
     end = os.fstat(file.fileno()).st_size
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # thousands, in each shard
+                # tarfile keeps all members in memory: thousands for each shard.
+                tar.members.clear()  # type: ignore[attr-defined]
                 if member.isdir():
                     continue
                 what = f"{shard}:{member.name}"
                 if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-                    faults.append(Unreadable(what, "neither a file nor a folder"))
+                    faults.append(Unreadable(what, "it is neither a file nor a folder"))
                 elif member.name.startswith("/") or ".." in member.name.split("/"):
-                    faults.append(Unreadable(what, "a name that leads out of the archive"))
+                    faults.append(Unreadable(what, "its name leads out of the archive"))
                 elif member.offset_data + member.size > end:
-                    faults.append(Unreadable(what, "the shard ends within it"))
+                    faults.append(Unreadable(what, "the shard ends before it is complete"))
                 else:
                     yield member.name.removeprefix("./"), (member.offset_data, member.size)
             closed = _is_closed(file, tar.offset)
-    except Exception as error:  # a damaged header makes tarfile raise many things
-        reason = " ".join(str(error).split()) or type(error).__name__
+    # tarfile raises exceptions of many types for a damaged header.
+    except Exception as error:
+        reason = Unreadable.because(shard, error).reason
         faults.append(Unreadable(str(shard), f"it is damaged: {reason}"))
         return
     if not closed:
@@ -152,7 +166,10 @@ def _members(shard: Path, file: Any, faults: list[Unreadable]) -> Iterator[tuple
 
 
 def _is_closed(file: Any, offset: int) -> bool:
-    """Whether an empty block is there: tarfile takes a bad header, or none, for the end too."""
+    """Return whether the shard ends with an empty block, as every complete archive does.
+
+    tarfile does not check the end: it also stops at a bad or missing header.
+    """
     file.seek(offset)
     return bool(file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE))
 

@@ -1,7 +1,7 @@
 """ImageNet as tar shards in the layout of the webdataset package: `train-000000.tar`, `val-...`.
 
-Examples are read one by one from where an index says that they lie, not from a stream: so their
-order, their share among ranks and a run that resumes are the same as for images in folders.
+The index of each shard says where an example is, so examples are read in any order, not as a
+stream. Their order, the part of each rank and a resumed run are the same as for images in folders.
 """
 
 import io
@@ -21,10 +21,11 @@ from kfac_bench.errors import UsageError
 
 LAYOUT = "train-<number>.tar and val-<number>.tar of <key>.jpg and <key>.cls"
 PER_SHARD = 1000
+"""Images per file that `write` makes."""
 
 
-class Shards:
-    """All shards of a split as one sequence of images; see reading.Source."""
+class TarShards:
+    """All shards of a split as one sequence of images; a `reading.Source`."""
 
     def __init__(self, root: Path, split: str) -> None:
         self.paths = sorted(root.glob(f"{split}-*.tar"))
@@ -42,11 +43,11 @@ class Shards:
         self.labels: Sequence[int] = np.concatenate([index.labels for index in indices]).tolist()
 
     def name(self, index: int) -> str:
-        """The shard's path and the key in it."""
+        """Return the path of the shard, and the key of the image in it."""
         return f"{self.paths[self._shards[index]]}:{self._keys[index]}"
 
     def read(self, index: int) -> bytes:
-        """The image; of a shard that has shrunk since it was indexed, what is left."""
+        """Return the encoded image, or less if the shard has shrunk since it was indexed."""
         with self.paths[self._shards[index]].open("rb", buffering=0) as file:
             file.seek(int(self._offsets[index]))
             content: bytes = file.read(int(self._sizes[index]))
@@ -54,54 +55,49 @@ class Shards:
 
 
 def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "fatal") -> Data:
-    """Open the shards in `root`; see reading.ImageData, shard_index.read_index.
+    """Open the shards in `root`; see `reading.ImageData` and `tar_index.read_index`.
 
-    There are as many classes as the largest label of a training image says. Raises UsageError for
-    missing shards, for what is wrong with one, unless `on_error` is "skip", and, likewise, while
-    iterating, for a corrupt image.
+    The number of classes is the largest label of a training image plus 1.
+
+    Raises:
+        UsageError: Shards are missing. Unless `on_error` is "skip" also: a shard has faults or,
+            while iterating, an image cannot be decoded.
     """
-    train, evaluation = Shards(root, "train"), Shards(root, "val")
+    train, evaluation = TarShards(root, "train"), TarShards(root, "val")
     faults = Faults(skip=on_error == "skip")
     faults.add_all(root, train.faults + evaluation.faults)
     if not train.labels or not evaluation.labels:
         raise UsageError(
             f"{root} has {len(train.labels)} good images in train-*.tar and "
-            f"{len(evaluation.labels)} in val-*.tar: both need one"
+            f"{len(evaluation.labels)} in val-*.tar: at least one is needed in each"
         )
     classes = max(train.labels) + 1
     if max(evaluation.labels) >= classes:
         raise UsageError(
-            f"{root}: an image of val-*.tar is of class {max(evaluation.labels)}, "
-            f"those of train-*.tar of 0 to {classes - 1}"
+            f"{root}: an image of val-*.tar has the class {max(evaluation.labels)}, "
+            f"but the classes of train-*.tar are 0 to {classes - 1}"
         )
     return reading.ImageData("shards", train, evaluation, classes, image_size, workers, faults)
 
 
-def scan(root: Path) -> tuple[dict[str, int], list[tuple[Path, str]]]:
-    """Decode every image: how many are good by split, and (member, fault) of the others.
-
-    Raises UsageError for missing shards.
-    """
-    counts: dict[str, int] = {}
-    faults: list[Unreadable] = []
-    for split in ("train", "val"):
-        shards = Shards(root, split)
-        bad = [x for i in range(len(shards.labels)) if (x := reading.check(shards, i))]
-        counts[split] = len(shards.labels) - len(bad)
-        faults += shards.faults + bad
-    return counts, [(Path(fault.path), fault.reason) for fault in faults]
+def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
+    """Decode every image; see `reading.scan`. Raise UsageError for missing shards."""
+    return reading.scan({split: TarShards(root, split) for split in ("train", "val")})
 
 
 def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]:
     """Pack ImageNet's folders `source/train` and `source/val` into shards in `root`.
 
-    Yields a line per shard written. Images are copied byte for byte, `per_shard` of them a file, in
-    an order that mixes classes, for readers that stream; `classes.txt` has the names of the classes
-    by number. The same folders give the same shards. Raises UsageError if there are shards
-    already, and as imagefolder.load does.
+    Yield a line for each shard that was written. Images are copied byte for byte, `per_shard` of
+    them into each file. Their order mixes the classes, for other programs that read shards as a
+    stream. `classes.txt` has the names of the classes by number. The same folders give the same
+    shards.
+
+    Raises:
+        UsageError: `root` has shards already; also as in `imagefolder.load`.
     """
     if per_shard < 1:
-        raise UsageError(f"a shard needs an image, got {per_shard} per shard")
+        raise UsageError(f"images per shard must be at least 1, got {per_shard}")
     if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
         raise UsageError(f"{root} has shards already: choose another folder")
     folders = imagefolder.open_folders(source)
@@ -119,16 +115,16 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
 
 
 def _write_shard(path: Path, source: reading.Source, indices: Sequence[int], start: int) -> None:
-    """Under another name until it is whole."""
-    own = path.with_suffix(".tmp")
+    """Write one shard, under another name until it is complete."""
+    partial = path.with_suffix(".tmp")
     with ExitStack() as stack:
-        stack.callback(own.unlink, missing_ok=True)
-        with tarfile.open(own, "w", format=tarfile.USTAR_FORMAT) as tar:
+        stack.callback(partial.unlink, missing_ok=True)
+        with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
             for number, index in enumerate(indices, start):
                 kind = source.name(index).rpartition(".")[2].lower()
                 _add(tar, f"{number:08d}.{'jpg' if kind == 'jpeg' else kind}", source.read(index))
                 _add(tar, f"{number:08d}.{LABEL}", str(source.labels[index]).encode())
-        own.replace(path)
+        partial.replace(path)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

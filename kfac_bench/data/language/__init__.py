@@ -1,1 +1,1 @@
-"""Datasets of text: masked language modelling, SQuAD, and the Python reference."""
+"""Readers of text: prepared text with masked tokens, SQuAD, Python's language reference."""

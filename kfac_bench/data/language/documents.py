@@ -1,4 +1,4 @@
-"""Documents of a corpus, one by one: plain text, WikiText's raw files, Wikipedia as extracted."""
+"""Reading the documents of a corpus: plain text, WikiText, or Wikipedia from WikiExtractor."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[]?[A-Z0-9])")
 
 @dataclass(frozen=True)
 class Document:
-    """One document; `where` names it, `held_out` says so if its corpus does (None: it does not)."""
+    """One document of a corpus."""
 
     where: str
+    """Its place in the corpus, for messages."""
     text: str
     held_out: bool | None = None
+    """Whether the corpus holds it out for evaluation; None if the corpus does not say."""
 
 
 def read(kind: str, source: Path) -> Iterator[Document]:
-    """Documents below `source`, a file or a folder, in the order of file names; some may be empty.
+    """Yield the documents in `source`, in the order of file names. Documents may be empty.
 
-    `text`: UTF-8, a blank line between documents. `wikitext`: `wiki.train.*` and `wiki.valid.*`
-    (held out), a document from one title to the next. `wikipedia`: what WikiExtractor writes, as
-    JSON lines or `<doc ...>` blocks, also compressed (.bz2); a damaged line is a document without
-    text.
-    Raises UsageError for a missing folder or a file that is no such text.
+    Args:
+        kind: Format of the files. `text`: UTF-8, with a blank line between documents. `wikitext`:
+            `wiki.train.*` and `wiki.valid.*` (held out), with a document from one title to the
+            next. `wikipedia`: the output of WikiExtractor, JSON lines or `<doc ...>` blocks, also
+            compressed (.bz2). A damaged JSON line becomes a document without text.
+        source: A file, or a folder with files.
+
+    Raises:
+        UsageError: There is no such file, or a file cannot be read as text.
     """
     files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _is_text(p))
     if kind == "wikitext":
         files = [p for p in files if source.is_file() or re.match(r"wiki\.(train|valid)\.", p.name)]
     if not files:
-        raise UsageError(f"{source}: no file with text there (prepare {kind})")
+        raise UsageError(f"{source} has no files of {kind}")
     for path in files:
         try:
             with _open(path) as file:
@@ -92,7 +98,7 @@ def _wikitext(path: Path, file: IO[str]) -> Iterator[Document]:
 
 
 def _undo_wikitext(text: str) -> str:
-    """Its own marks of hyphens and separators inside words and numbers."""
+    """Remove WikiText's marks around hyphens and separators inside words and numbers."""
     return re.sub(r" @([-.,])@ ", r"\1", text)
 
 
@@ -103,7 +109,8 @@ def _wikipedia(path: Path, file: IO[str]) -> Iterator[Document]:
         if line.startswith("<doc "):
             where, lines = here, []
         elif line.startswith("</doc>"):
-            yield Document(where or here, "".join(lines[1:]))  # the first line is the title
+            # The first line is the title.
+            yield Document(where or here, "".join(lines[1:]))
             where, lines = "", []
         elif where:
             lines.append(line)
@@ -115,15 +122,15 @@ def _wikipedia(path: Path, file: IO[str]) -> Iterator[Document]:
 
 def _text_of_json(line: str) -> str:
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return ""
-    text = found.get("text") if isinstance(found, dict) else None
+    text = content.get("text") if isinstance(content, dict) else None
     return text if isinstance(text, str) and is_unicode(text) else ""
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can say it: JSON may hold halves of characters."""
+    """Return whether UTF-8 can encode the text. JSON may contain halves of characters."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -132,6 +139,6 @@ def is_unicode(text: str) -> bool:
 
 
 def sentences(text: str) -> list[str]:
-    """The parts of a document: a line, or each sentence of one, without white space around."""
+    """Return the sentences of a text, without surrounding white space. A line also ends one."""
     parts = (s.strip() for line in text.splitlines() for s in _SENTENCE.split(line))
     return [s for s in parts if s]

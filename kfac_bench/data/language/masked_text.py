@@ -1,4 +1,4 @@
-"""Prepared text with masked tokens: what BERT is pre-trained on."""
+"""The dataset of prepared text with masked tokens, on which BERT is pre-trained."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.language import text_shards
-from kfac_bench.data.language.text_shards import HEADER, Array, Manifest
+from kfac_bench.data.language.text_shards import HEADER, Manifest, Rows
 from kfac_bench.data.language.wordpiece import SPECIAL, Vocabulary
 from kfac_bench.errors import UsageError
 
 IGNORED = -100
-"""The label of a place where nothing is predicted."""
+"""The label of a position where nothing is predicted."""
 
 _EVALUATION = (-2, 0)
-"""In place of (seed, epoch): the evaluation set has the same masks in every run."""
+"""Replaces (seed, epoch), so that the evaluation set has the same masks in every run."""
 
 
 def load(
@@ -38,40 +38,53 @@ def load(
     masked: float = 0.15,
     max_predictions: int = 20,
 ) -> Text:
-    """Open what ``kfac-data prepare`` wrote for a length; every shard is read and hashed once.
+    """Open the text that `kfac-data prepare` wrote into `root`.
 
-    UsageError for a shard or a manifest that is not as it was written.
+    This function reads and hashes every shard once.
+
+    Args:
+        root: Folder of the text.
+        sequence_length: Tokens of an example; the text must be prepared for this length.
+        workers: Processes per rank that read ahead.
+        masked: Share of the tokens that are predicted.
+        max_predictions: Largest number of tokens of an example that are predicted.
+
+    Raises:
+        UsageError: A shard or the manifest is missing or damaged.
     """
     manifest, vocabulary = text_shards.read(root, sequence_length)
     if bad := text_shards.faults(root, manifest):
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise UsageError(f"{bad[0][0]}: {bad[0][1]}{more}; prepare the text anew")
+        raise UsageError(f"{bad[0].path}: {bad[0].reason}{more}. Prepare the text again")
     return Text(root, manifest, vocabulary, workers, masked, max_predictions)
 
 
-def scan(root: Path) -> tuple[str, list[text_shards.Fault]]:
-    """What there is, and (file, fault) of what is damaged; for ``kfac-data verify``."""
-    said, bad = [], list[text_shards.Fault]()
+def scan(root: Path) -> tuple[str, list[Unreadable]]:
+    """Return what `root` has, in words, and all faults. `kfac-data verify` calls this function."""
+    contents: list[str] = []
+    faults: list[Unreadable] = []
     for length in text_shards.lengths(root):
         manifest, vocabulary = text_shards.read(root, length)
-        bad += text_shards.faults(root, manifest)
+        faults += text_shards.faults(root, manifest)
         counts = " and ".join(f"{manifest.examples(s)} {s}" for s in text_shards.SPLITS)
-        said.append(f"{counts} examples of {length} tokens")
-    return f"text: {'; '.join(said)}; {len(vocabulary)} tokens in the vocabulary", bad
+        contents.append(f"{counts} examples of {length} tokens")
+    return f"{'; '.join(contents)}; {len(vocabulary)} tokens in the vocabulary", faults
 
 
 class Text(Data):
-    """The two sets as `Data`: `shape` is (L,), `num_classes` the size of the vocabulary.
+    """The dataset. `shape` is (L,), `num_classes` the size of the vocabulary.
 
-    A batch is (inputs, labels, random). `inputs` are int64 `input_ids` [n, L], `token_type_ids`
-    [n, L] (0 for the first stretch, 1 for the second), bool `attention_mask` [n, L] and int64
-    `positions` [n, P], where P is `max_predictions`: the masked places in order, then zeros.
-    `labels` int64 [n, P] are the tokens that belong there, then :data:`IGNORED`; `random` int64 [n]
-    is 1 where the second stretch does not follow the first.
+    A batch is (inputs, labels, random), where P is `max_predictions`:
 
-    Masks are drawn anew in each epoch, by (seed, epoch, index of the example) alone: a share
-    `masked` of the tokens, at least one and at most P, of which 80 % become [MASK], 10 % a token
-    drawn from the vocabulary, 10 % stay. In evaluation they are always the same.
+    * `inputs`: int64 `input_ids` [n, L], int64 `token_type_ids` [n, L] (0 for the first segment, 1
+      for the second), bool `attention_mask` [n, L], and int64 `positions` [n, P], the masked
+      positions in order, padded with zeros.
+    * `labels`: int64 [n, P], the original tokens at these positions, padded with IGNORED.
+    * `random`: int64 [n], 1 where the second segment does not follow the first one.
+
+    A share `masked` of the tokens is masked, at least one and at most P. Of these 80 % become
+    [MASK], 10 % become a random token, and 10 % stay. Masks depend only on (seed, epoch, index of
+    the example); in evaluation they are always the same.
     """
 
     def __init__(
@@ -93,15 +106,15 @@ class Text(Data):
         self._workers, self._predictions = workers, max_predictions
 
     def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
-        """Yield examples, masked anew in each epoch."""
-        return self._batches(_Examples(*self._open, "train", key), indices)
+        """Yield batches, with other masks in each epoch."""
+        return self._batches(_MaskedSamples(*self._open, "train", key), indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
-        """Yield this rank's evaluation batches; see Data.evaluate."""
+        """Yield this rank's evaluation batches; see `Data.evaluate`."""
         indices = eval_indices(self.eval_size, batch_size, shard)
-        return self._batches(_Examples(*self._open, "eval", _EVALUATION), indices)
+        return self._batches(_MaskedSamples(*self._open, "eval", _EVALUATION), indices)
 
-    def _batches(self, samples: _Examples, indices: Iterator[Tensor]) -> Iterator[Batch]:
+    def _batches(self, samples: _MaskedSamples, indices: Iterator[Tensor]) -> Iterator[Batch]:
         ids = torch.empty(0, *self.shape, dtype=torch.int64)
         places = torch.empty(0, self._predictions, dtype=torch.int64)
         inputs = {"input_ids": ids, "token_type_ids": ids, "attention_mask": ids.bool()}
@@ -109,8 +122,8 @@ class Text(Data):
         return load_batches(samples, indices, self._workers, empty, self.faults)
 
 
-class _Examples(Dataset[Sample]):
-    """(inputs, labels, random), a pure function of key and index."""
+class _MaskedSamples(Dataset[Sample]):
+    """Samples (inputs, labels, random), as a function of key and index."""
 
     def __init__(
         self,
@@ -129,10 +142,11 @@ class _Examples(Dataset[Sample]):
         self.special = torch.tensor([vocabulary.special(t) for t in SPECIAL if t != "[UNK]"])
         self.files = manifest.splits[split]
         self.ends = list(accumulate(f.examples for f in self.files))
-        self.opened: dict[int, Array] = {}
+        self.opened: dict[int, Rows] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"opened": {}}  # each worker maps files by itself
+        # Each worker maps the files into its own memory.
+        return self.__dict__ | {"opened": {}}
 
     def __getitem__(self, index: int) -> Sample:
         number = bisect_right(self.ends, index)
@@ -142,9 +156,10 @@ class _Examples(Dataset[Sample]):
             except UsageError as error:
                 return self._changed(number, str(error))
             self.opened[number] = rows
-        row = self.opened[number][index - self.ends[number]]  # from the shard's end
+        # A negative index counts from the end of the shard.
+        row = self.opened[number][index - self.ends[number]]
         if not text_shards.well_formed(row, self.manifest):
-            return self._changed(number, "a row of it is no example")
+            return self._changed(number, "it contains an invalid example")
         random, second, tokens = (int(x) for x in row[:HEADER])
         ids = torch.from_numpy(row[HEADER:].astype(np.int64))
         inside = torch.arange(len(ids))
@@ -167,7 +182,7 @@ class _Examples(Dataset[Sample]):
         return Unreadable(file, f"it has changed since the run began ({how})")
 
     def _masked(self, ids: Tensor, tokens: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """The ids with some tokens changed, and where these were, in order."""
+        """Return the ids with masked tokens, and the masked positions in order."""
         candidates = (~torch.isin(ids[:tokens], self.special)).nonzero().flatten()
         count = min(self.max_predictions, max(1, round(self.masked * tokens)), len(candidates))
         chosen = candidates[torch.randperm(len(candidates), generator=generator)[:count]]

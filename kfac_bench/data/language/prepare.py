@@ -1,4 +1,7 @@
-"""``kfac-data prepare``: from documents to a vocabulary and shards of examples of one length."""
+"""`kfac-data prepare`: turns documents into a vocabulary and shards of examples.
+
+The examples are pairs of text segments, on which BERT is pre-trained; see `sentence_pairs`.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kfac_bench.counted import counted
 from kfac_bench.data.language import documents, text_shards, wordpiece
 from kfac_bench.data.language.documents import Document
 from kfac_bench.data.language.sentence_pairs import Pair, pairs
-from kfac_bench.data.language.text_shards import Array, Manifest, Shard
+from kfac_bench.data.language.text_shards import Manifest, TextShard
 from kfac_bench.errors import UsageError
 
 BLOCK_CHARACTERS = 32_000_000
-"""Of documents in memory at a time: they lend each other second stretches and make one shard."""
+"""Characters of a block, the documents that are in memory at a time.
+
+A block becomes one shard. Random second segments come from other documents of the block."""
 VOCABULARY_CHARACTERS = 500_000_000
-"""A vocabulary is trained on this much text from the beginning."""
+"""A vocabulary is trained on this many characters from the beginning of the text."""
 NAMED = 20
-"""Documents left out that are named one by one; further ones are counted."""
+"""Number of empty documents that are named one by one; further ones are only counted."""
 
 Say = Callable[[str], None]
+"""Function that shows a line to the user."""
 
 
 def prepare(
@@ -40,20 +47,33 @@ def prepare(
     about: str = "",
     say: Say = lambda text: None,
 ) -> None:
-    """Write examples of each length into `root`, in the layout of `data.language.text_shards`.
+    """Write examples of each length into `root`, in the layout of `text_shards`.
 
-    `source()` gives the documents, each time the same ones; those without text are left out,
-    counted and named by `say`, which also hears how far it is. The vocabulary is the given one,
-    else that in `root`, else a new one of the text. Documents are held out for evaluation as their
-    corpus says, else `eval_share` of them by a hash of their text, whatever the seed. A function of
-    the arguments: the same files each time. Raises UsageError where nothing can be made of it.
+    Equal arguments give equal files.
+
+    Args:
+        source: Returns the documents, the same ones at each call. Documents without text are left
+            out.
+        root: Folder to write.
+        vocabulary_file: The vocabulary; by default the one in `root`, or else a new one.
+        vocabulary_size: Tokens of a new vocabulary.
+        sequence_lengths: Lengths of the examples, in tokens.
+        eval_share: Share of the documents for evaluation, chosen by a hash of their text. It does
+            not count where the corpus says which documents are held out.
+        seed: Seed of the pairs and their lengths.
+        about: Where the text comes from, for the manifest.
+        say: Shows the progress and the documents that are left out.
+
+    Raises:
+        UsageError: An argument is out of range, `root` has such text already, or the documents
+            give no example for training or for evaluation.
     """
     if not 0 < eval_share < 1:
-        raise UsageError(f"--eval-share {eval_share:g}: must be above 0 and below 1")
+        raise UsageError(f"--eval-share {eval_share:g} must be above 0 and below 1")
     if bad := [n for n in sequence_lengths if not 8 <= n <= 65_000]:
-        raise UsageError(f"--sequence-length {bad[0]}: must be at least 8 and at most 65000")
+        raise UsageError(f"--sequence-length {bad[0]} must be at least 8 and at most 65000")
     if old := sorted(set(sequence_lengths) & set(text_shards.lengths(root))):
-        raise UsageError(f"{root} has text of length {old[0]} already: choose another folder")
+        raise UsageError(f"{root} has text of length {old[0]} already. Choose another folder")
     root.mkdir(parents=True, exist_ok=True)
     vocabulary = _vocabulary(source, root, vocabulary_file, vocabulary_size, say)
     writers = [_Writer(root, vocabulary, n, seed) for n in sorted(set(sequence_lengths))]
@@ -65,6 +85,7 @@ def prepare(
         for split in text_shards.SPLITS:
             chosen = [d for d in block if _held_out(d, eval_share) == (split == "eval")]
             tokens = [t for d in chosen if (t := _tokens(tokenizer, d))]
+            # All lengths use the same tokens, so each document is tokenized once.
             for writer in writers:
                 writer.add(split, number, tokens)
         made = ", ".join(f"{w.count} examples of {w.length}" for w in writers)
@@ -72,25 +93,25 @@ def prepare(
     _say_skipped(skipped, say)
     if not count:
         raise UsageError("there is no document with text: nothing was prepared")
-    told = {"source": about, "documents": count, "empty_documents": len(skipped), "seed": seed}
+    origin = {"source": about, "documents": count, "empty_documents": len(skipped), "seed": seed}
     for writer in writers:
-        writer.finish(told)
+        writer.finish(origin)
 
 
 def _vocabulary(
     source: Callable[[], Iterator[Document]], root: Path, file: Path | None, size: int, say: Say
 ) -> wordpiece.Vocabulary:
-    """The one to use, in `root` from now on."""
+    """Return the vocabulary to use, and write it into `root` if it is not there."""
     final = root / text_shards.VOCABULARY
     if file is not None:
         given = wordpiece.read(file)
         if final.exists() and wordpiece.read(final) != given:
-            raise UsageError(f"{final}: another vocabulary than {file}: choose another folder")
+            raise UsageError(f"{final} is another vocabulary than {file}. Choose another folder")
         if not final.exists():
             shutil.copyfile(file, final)
         return given
     if final.exists():
-        say(f"vocabulary: {final}, which is there already")
+        say(f"using the vocabulary {final}")
         return wordpiece.read(final)
     texts, characters = list[str](), 0
     for document in source():
@@ -105,7 +126,7 @@ def _vocabulary(
 
 
 def _blocks(source: Iterator[Document], skipped: list[str]) -> Iterator[list[Document]]:
-    """Documents with text, many at a time; the others' names go into `skipped`."""
+    """Yield blocks of documents with text. Add the names of the other documents to `skipped`."""
     block, characters = list[Document](), 0
     for document in source:
         if not document.text.strip():
@@ -128,7 +149,7 @@ def _held_out(document: Document, share: float) -> bool:
 
 
 def _tokens(tokenizer: Any, document: Document) -> list[list[int]]:
-    """Ids by sentence, of those that have any."""
+    """Return the token ids of each sentence that has tokens."""
     encoded = tokenizer.encode_batch(documents.sentences(document.text), add_special_tokens=False)
     return [sentence.ids for sentence in encoded if sentence.ids]
 
@@ -143,7 +164,7 @@ def _say_skipped(skipped: list[str], say: Say) -> None:
 
 
 class _Writer:
-    """Shards of one length."""
+    """Writes the shards of one sequence length."""
 
     def __init__(
         self, root: Path, vocabulary: wordpiece.Vocabulary, length: int, seed: int
@@ -151,10 +172,11 @@ class _Writer:
         self.length, self.count = length, 0
         self._root, self._vocabulary, self._seed = root, vocabulary, seed
         self._cls, self._sep = (vocabulary.special(t) for t in ("[CLS]", "[SEP]"))
-        self._shards: dict[str, list[Shard]] = {split: [] for split in text_shards.SPLITS}
+        self._shards: dict[str, list[TextShard]] = {split: [] for split in text_shards.SPLITS}
 
     def add(self, split: str, block: int, tokens: Sequence[Sequence[Sequence[int]]]) -> None:
-        """A shard of the pairs that a block's documents make, if they make any."""
+        """Write a shard of the pairs that the documents of a block give, if they give any."""
+        # Each block has its own random numbers, so blocks do not depend on each other.
         generator = np.random.default_rng([self._seed, self.length, block, split == "eval"])
         rows = [self._row(pair) for pair in pairs(tokens, self.length - 3, generator)]
         if not rows:
@@ -165,10 +187,11 @@ class _Writer:
             np.save(file, np.stack(rows), allow_pickle=False)
         digest = text_shards.sha256(partial)
         partial.rename(self._root / name)
-        self._shards[split].append(Shard(name, len(rows), digest))
+        self._shards[split].append(TextShard(name, len(rows), digest))
         self.count += len(rows)
 
-    def _row(self, pair: Pair) -> Array:
+    def _row(self, pair: Pair) -> NDArray[np.unsignedinteger[Any]]:
+        """Return a row of a shard; see `text_shards` for its columns."""
         first = [self._cls, *pair.first, self._sep]
         ids = list(chain(first, pair.second, [self._sep]))
         row = np.zeros(text_shards.HEADER + self.length, text_shards.dtype(len(self._vocabulary)))
@@ -177,12 +200,12 @@ class _Writer:
         return row
 
     def finish(self, about: dict[str, Any]) -> None:
-        """Write the manifest; UsageError if a split has nothing."""
+        """Write the manifest. Raise UsageError if a split has no example."""
         for split, made in self._shards.items():
             if not made:
                 raise UsageError(
-                    f"no example of length {self.length} for {split}: more documents are needed, "
-                    "or another --eval-share"
+                    f"no example of length {self.length} for {split}. Add documents, or change "
+                    "--eval-share"
                 )
         splits = {split: tuple(made) for split, made in self._shards.items()}
         vocabulary = self._root / text_shards.VOCABULARY

@@ -1,6 +1,6 @@
-"""Two stretches of text per example: the second follows the first, or comes from elsewhere.
+"""Pairs of text segments: the second segment follows the first, or comes from another document.
 
-Next-sentence prediction as in BERT (Devlin et al. 2019, appendix A.2).
+They are the examples of next-sentence prediction in BERT (Devlin et al. 2019, appendix A.2).
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from dataclasses import dataclass
 import numpy as np
 
 Sentence = Sequence[int]
-"""Ids of its tokens; at least one."""
+"""Token ids of a sentence; at least one."""
 
 SHORT = 0.1
-"""Of the examples, those shorter than they could be: fine-tuning on short ones is no surprise."""
+"""Share of the examples that are shorter than possible: fine-tuning meets short texts, too."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Ids of both stretches, without [CLS] and [SEP]; whether the second does not follow."""
+    """Token ids of two segments, without [CLS] and [SEP]."""
 
     first: list[int]
     second: list[int]
     random: bool
+    """Whether the second segment is from another document."""
 
 
 def pairs(
     documents: Sequence[Sequence[Sentence]], length: int, generator: np.random.Generator
 ) -> Iterator[Pair]:
-    """Pairs of at most `length` tokens in all; each document is used up once, in order.
+    """Yield pairs of at most `length` tokens in all, until each document is used up, in order.
 
-    Half of the pairs, and those where a document has but one sentence left, take the second
-    stretch from another document, and go on in the first where they left off. Where there is no
-    other document all second stretches follow.
+    Half of the pairs take the second segment from another document. So do pairs for which only one
+    sentence of the document is left. The unused sentences then begin the next pair. With a single
+    document, all second segments follow the first.
     """
     for number, document in enumerate(documents):
         position = 0
@@ -47,7 +48,7 @@ def pairs(
 
 
 def _fill(document: Sequence[Sentence], position: int, target: int) -> int:
-    """Where the sentences from `position` on have `target` tokens, or the document ends."""
+    """Return the end of the sentences from `position` on that have at least `target` tokens."""
     tokens, end = 0, position
     while end < len(document) and tokens < target:
         tokens += len(document[end])
@@ -63,7 +64,7 @@ def _pair(
     target: int,
     generator: np.random.Generator,
 ) -> tuple[Pair | None, int]:
-    """A pair of the sentences from `position` to `end`, and where the next one begins."""
+    """Return a pair of the sentences from `position` to `end`, and where the next pair begins."""
     document = documents[number]
     count = end - position
     cut = position + (1 if count < 3 else int(generator.integers(1, count)))
@@ -72,6 +73,7 @@ def _pair(
     if not wants_random or len(documents) == 1:
         return (Pair(first, _joined(document[cut:end]), False) if cut < end else None), end
     other = int(generator.integers(len(documents) - 1))
+    # Skip the document itself.
     elsewhere = documents[other + (other >= number)]
     start = int(generator.integers(len(elsewhere)))
     wanted = max(1, target - len(first))
@@ -80,7 +82,7 @@ def _pair(
 
 
 def _cut(pair: Pair, length: int, generator: np.random.Generator) -> Pair:
-    """At most `length` tokens: off the longer stretch, at either end."""
+    """Cut a pair to `length` tokens: remove tokens from both ends of the longer segment."""
     first, second = pair.first, pair.second
     over = len(first) + len(second) - length
     while over > 0:

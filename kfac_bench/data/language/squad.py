@@ -1,4 +1,4 @@
-"""SQuAD v1.1 (Rajpurkar et al. 2016): questions whose answers are stretches of a paragraph.
+"""Reading SQuAD v1.1 (Rajpurkar et al. 2016): questions about paragraphs, answered by quotations.
 
 `<root>/train-v1.1.json` and `<root>/dev-v1.1.json`: {"data": [{"paragraphs": [{"context": ...,
 "qas": [{"id", "question", "answers": [{"text", "answer_start"}]}]}]}]}.
@@ -12,28 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.counted import counted
+from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.language.documents import is_unicode
 from kfac_bench.errors import UsageError
 
 FILES = {"train": "train-v1.1.json", "eval": "dev-v1.1.json"}
-LAYOUT = " and ".join(FILES.values())
-
-Fault = tuple[str, str]
-"""Where, and what is wrong."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A stretch of the context: `context[start : start + len(text)]` is `text`."""
+    """A quotation from the context: `context[start : start + len(text)]` is `text`."""
 
     text: str
     start: int
 
 
 @dataclass(frozen=True)
-class Question:
-    """One question; `answers` are those that people gave, at least one."""
+class SquadQuestion:
+    """One question about a paragraph, with the answers that people gave; at least one."""
 
     id: str
     text: str
@@ -42,40 +38,43 @@ class Question:
 
 
 class _MalformedError(Exception):
-    """Where the layout ends, and why."""
+    """The file does not have the layout; the message is the place and the reason."""
 
 
-def read(path: Path) -> tuple[list[Question], list[Fault]]:
-    """The good questions of a file in order, and (where, fault) of the others.
+def read(path: Path) -> tuple[list[SquadQuestion], list[Unreadable]]:
+    """Return the good questions of a file in order, and the faults of the others.
 
-    A question is bad if it has no answer, one that is empty or not where its offset says, no words,
-    or the id of an earlier one. Raises UsageError, naming the place, where the file is not of the
-    layout at all.
+    A question is bad if it has no words, no answer, an empty answer, an answer that is not at its
+    offset, or the id of an earlier question.
+
+    Raises:
+        UsageError: The file cannot be read, or does not have the layout of SQuAD v1.1.
     """
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        said = str(error).splitlines()[0][:100]
-        raise UsageError(f"{path}: not a JSON file ({said})") from None
-    questions: dict[str, Question] = {}
-    faults: list[Fault] = []
+        cause = str(error).splitlines()[0][:100]
+        raise UsageError(f"{path}: not a JSON file ({cause})") from None
+    questions: dict[str, SquadQuestion] = {}
+    faults: list[Unreadable] = []
     try:
-        for where, context, entry in _entries(found):
+        for where, context, entry in _entries(content):
             question = _question(where, context, entry)
-            if reason := _fault(question, questions):
-                faults.append((f"{path.name}: {where}, id {question.id[:40]!r}", reason))
+            reason = _fault(question, questions)
+            if reason:
+                faults.append(Unreadable(f"{path}: {where}, id {question.id[:40]!r}", reason))
             else:
                 questions[question.id] = question
     except _MalformedError as error:
-        raise UsageError(f"{path}: not of SQuAD v1.1's layout: {error}") from None
+        raise UsageError(f"{path}: not in the layout of SQuAD v1.1: {error}") from None
     return list(questions.values()), faults
 
 
-def _entries(found: Any) -> Iterator[tuple[str, str, Any]]:
-    """(where, context, entry of a question) throughout a file."""
-    for a, article in enumerate(_field("the file", found, "data", list)):
+def _entries(content: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield (place, context, entry) of each question of a file."""
+    for a, article in enumerate(_field("the file", content, "data", list)):
         paragraphs = _field(f"data[{a}]", article, "paragraphs", list)
         for p, paragraph in enumerate(paragraphs):
             where = f"data[{a}].paragraphs[{p}]"
@@ -84,21 +83,22 @@ def _entries(found: Any) -> Iterator[tuple[str, str, Any]]:
                 yield f"{where}.qas[{q}]", context, entry
 
 
-def _question(where: str, context: str, entry: Any) -> Question:
+def _question(where: str, context: str, entry: Any) -> SquadQuestion:
     answers = []
     for i, answer in enumerate(_field(where, entry, "answers", list)):
         at = f"{where}.answers[{i}]"
         text, start = _field(at, answer, "text", str), _field(at, answer, "answer_start", int)
         answers.append(Answer(text, start))
     identity, text = (_field(where, entry, key, str) for key in ("id", "question"))
-    return Question(identity, text, context, tuple(answers))
+    return SquadQuestion(identity, text, context, tuple(answers))
 
 
-def _field(where: str, found: Any, key: str, kind: type) -> Any:
-    """`found[key]`, which must be of that kind."""
-    if not isinstance(found, dict) or key not in found:
+def _field(where: str, entry: Any, key: str, kind: type) -> Any:
+    """Return `entry[key]`, which must be of the type `kind`."""
+    if not isinstance(entry, dict) or key not in entry:
         raise _MalformedError(f"{where} has no {key!r}")
-    value = found[key]
+    value = entry[key]
+    # bool is a subclass of int.
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _MalformedError(
             f"{where}: {key!r} is a {type(value).__name__}, not a {kind.__name__}"
@@ -106,14 +106,15 @@ def _field(where: str, found: Any, key: str, kind: type) -> Any:
     return value
 
 
-def _fault(question: Question, before: dict[str, Question]) -> str | None:
+def _fault(question: SquadQuestion, before: dict[str, SquadQuestion]) -> str | None:
+    """Return why the question cannot be used; None if it can."""
     context = question.context
     if question.id in before:
         return "an earlier question has this id"
     if not all(map(is_unicode, (question.id, question.text, context))):
-        return "half of a character in its text"
+        return "its text has half of a character (a lone surrogate)"
     if not question.text.strip():
-        return "it asks nothing"
+        return "its text is empty"
     if not question.answers:
         return "it has no answer (v1.1 has only questions that can be answered)"
     for answer in question.answers:
@@ -124,11 +125,12 @@ def _fault(question: Question, before: dict[str, Question]) -> str | None:
     return None
 
 
-def scan(root: Path) -> tuple[str, list[tuple[Path, str]]]:
-    """What there is, and (file, fault) of bad questions; for ``kfac-data verify``."""
-    counts, bad = [], list[tuple[Path, str]]()
+def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
+    """Return the number of good questions of each split, and all faults."""
+    counts: dict[str, int] = {}
+    faults: list[Unreadable] = []
     for split, name in FILES.items():
-        questions, faults = read(root / name)
-        counts.append(f"{counted(len(questions), 'question')} in {split}")
-        bad += [(root / name, f"{where.partition(': ')[2]}: {reason}") for where, reason in faults]
-    return f"squad: {', '.join(counts)}", bad
+        questions, bad = read(root / name)
+        counts[split] = len(questions)
+        faults += bad
+    return counts, faults

@@ -1,4 +1,4 @@
-"""BERT's WordPiece vocabularies: read from vocab.txt, trained from text, and put to use."""
+"""BERT's WordPiece vocabularies: reading vocab.txt, training on text, and tokenizing."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from kfac_bench.errors import UsageError
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD = 0
-"""The id of [PAD]: the first of every vocabulary."""
+"""The id of [PAD], which is the first token of every vocabulary."""
 MAX_SIZE = 2**20
+"""Largest number of tokens of a vocabulary."""
 ALPHABET = 1000
-"""Characters in a trained vocabulary at most; words with rarer ones are [UNK]."""
+"""Largest number of characters in a new vocabulary. Words with rarer characters are [UNK]."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by id; `##x` continues a word. All of :data:`SPECIAL` are there, [PAD] first."""
+    """Tokens by id. `##x` continues a word. The tokens contain SPECIAL, with [PAD] first."""
 
     tokens: tuple[str, ...]
 
@@ -29,45 +30,51 @@ class Vocabulary:
         return len(self.tokens)
 
     def special(self, token: str) -> int:
-        """The id of one of :data:`SPECIAL`."""
+        """Return the id of a token of SPECIAL."""
         return self.tokens.index(token)
 
     @property
     def lowercase(self) -> bool:
-        """Whether it was made of lower-case text: no token but [...] has a capital."""
+        """Whether the tokenizer must lowercase text: no token except [...] has a capital letter."""
         return all(t == t.lower() for t in self.tokens if not t.startswith("["))
 
 
 def read(path: Path) -> Vocabulary:
-    """A vocab.txt, one token a line. Raises UsageError where it is none."""
+    """Read a vocab.txt with one token per line. Raise UsageError if it is invalid."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: no vocabulary can be read ({_first_line(error)})") from None
+        raise UsageError(
+            f"{path}: the vocabulary cannot be read ({str(error).splitlines()[0]})"
+        ) from None
     tokens = tuple(text.removesuffix("\n").split("\n"))
     if missing := [t for t in SPECIAL if t not in tokens]:
-        raise UsageError(f"{path}: a vocabulary of BERT needs the token {missing[0]}")
+        raise UsageError(f"{path}: the token {missing[0]}, which BERT needs, is missing")
     if tokens[PAD] != SPECIAL[PAD]:
         raise UsageError(f"{path}: the first token must be [PAD], not {tokens[PAD][:20]!r}")
     if len(set(tokens)) != len(tokens):
         twice = next(t for t, count in Counter(tokens).items() if count > 1)
-        raise UsageError(f"{path}: the token {twice[:20]!r} is there more than once")
+        raise UsageError(f"{path}: the token {twice[:20]!r} occurs more than once")
     if len(tokens) > MAX_SIZE:
-        raise UsageError(f"{path}: {len(tokens)} tokens; at most {MAX_SIZE} are taken")
+        raise UsageError(
+            f"{path}: {len(tokens)} tokens are too many. At most {MAX_SIZE} are allowed"
+        )
     return Vocabulary(tokens)
 
 
 def write(vocabulary: Vocabulary, path: Path) -> None:
-    """As :func:`read` reads it."""
+    """Write a vocab.txt, as `read` reads it."""
     path.write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
 
 
 def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary:
-    """A vocabulary of at most `size` tokens; the same for the same texts.
+    """Train a vocabulary of at most `size` tokens. Equal texts give equal vocabularies.
 
-    The trainer of tokenizers breaks ties by the order in which it met characters, which is
-    random; so they are given to it in an order of ours, those most frequent first chosen.
+    Raises:
+        UsageError: `size` is smaller than the number of characters in the texts.
     """
+    # The trainer breaks ties by the order in which it met the characters, and that order is random.
+    # So it gets the most frequent characters as "special tokens", in sorted order.
     tokenizers = package()
     held = list(texts)
     normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
@@ -80,7 +87,7 @@ def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary
     first = [*SPECIAL, *alphabet, *inside]
     if size < len(first):
         raise UsageError(
-            f"a vocabulary of {size} tokens is too small: the characters of this text take "
+            f"a vocabulary of {size} tokens is too small: the characters of this text need "
             f"{len(first)}"
         )
     tokenizer = _empty(tokenizers, lowercase, {"[UNK]": 0})
@@ -94,13 +101,13 @@ def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary
 
 
 def tokenizer(vocabulary: Vocabulary) -> Any:
-    """A `tokenizers.Tokenizer` that adds no [CLS] or [SEP] and gives offsets in characters."""
+    """Return a `tokenizers.Tokenizer` without [CLS] and [SEP], with offsets in characters."""
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     return _empty(package(), vocabulary.lowercase, ids)
 
 
 def package() -> Any:
-    """The package tokenizers, or one line that says how to install it."""
+    """Return the package tokenizers; raise UsageError if it is not installed."""
     try:
         import tokenizers
         import tokenizers.models
@@ -109,7 +116,7 @@ def package() -> Any:
         import tokenizers.trainers
     except ImportError:
         raise UsageError(
-            "text is cut into tokens by the package tokenizers: pip install 'kfac-bench[language]'"
+            "text needs the package tokenizers: pip install 'kfac-bench[language]'"
         ) from None
     return tokenizers
 
@@ -123,9 +130,5 @@ def _empty(tokenizers: Any, lowercase: bool, ids: dict[str, int]) -> Any:
 
 
 def _is_punctuation(c: str) -> bool:
-    """As BERT sees it: a word of its own."""
+    """Return whether BERT treats the character as punctuation, which is a word of its own."""
     return unicodedata.category(c).startswith("P") or (c.isascii() and not c.isalnum())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.language.squad import Question
+from kfac_bench.data.language.squad import SquadQuestion
 from kfac_bench.data.language.squad_windows import NO_CHARACTER
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.tasks.answers import exact_match, f1
@@ -29,7 +29,9 @@ class QuestionAnswering:
     windows; all stretches are looked at, which is what a search of n-best lists comes near to.
     """
 
-    def __init__(self, questions: Sequence[Question] = (), max_answer_tokens: int = 30) -> None:
+    def __init__(
+        self, questions: Sequence[SquadQuestion] = (), max_answer_tokens: int = 30
+    ) -> None:
         self.metric = "f1"
         self.higher_is_better = True
         self.likelihood = "categorical"
@@ -66,7 +68,7 @@ class QuestionAnswering:
 class Answers:
     """The best answer so far to each question, by its number."""
 
-    def __init__(self, questions: Sequence[Question], max_answer_tokens: int) -> None:
+    def __init__(self, questions: Sequence[SquadQuestion], max_answer_tokens: int) -> None:
         self.best: dict[int, Found] = {}
         self._questions, self._most = questions, max_answer_tokens
 

@@ -49,7 +49,7 @@ class OneImage:
 
 @pytest.mark.parametrize("kind", sorted(IMAGES))
 def test_intact_images_are_read(kind):
-    assert reading.check(OneImage(IMAGES[kind]), 0) is None
+    assert reading.load(OneImage(IMAGES[kind]), 0, 8).shape == (3, 8, 8)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -146,7 +146,7 @@ def test_a_damaged_shard_index_is_rebuilt(tmp_path_factory, data):
 @given(data=st.data())
 def test_damaged_text_shards_are_refused_and_listed(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("text")
-    shard = text_shards.Shard("text-8-train-00000.npy", 4, "")
+    shard = text_shards.TextShard("text-8-train-00000.npy", 4, "")
     manifest = text_shards.Manifest(8, 30, "", {"train": (shard,), "eval": (shard,)}, {})
     rows = np.zeros((4, 11), np.uint16)
     rows[:, :3] = (0, 3, 6)

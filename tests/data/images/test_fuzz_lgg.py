@@ -97,7 +97,7 @@ def folders(draw):
 
 
 def read_all(root, on_error):
-    """Every batch, as training and evaluation have it."""
+    """Read every batch of training and evaluation."""
     data = refused_or(lambda: lgg.load(root, 8, on_error=on_error, eval_share=0.5))
     if data is None:
         return
@@ -111,7 +111,7 @@ def read_all(root, on_error):
     assert all(x.reason and "\n" not in x.reason for x in data.faults.new)
 
 
-def test_two_whole_volumes_are_read(tmp_path):
+def test_two_intact_volumes_are_read(tmp_path):
     for path, content in WHOLE.items():
         put(tmp_path, path, content)
     assert verify(tmp_path) == ("lgg: 4 good slices in 2 volumes", [])
@@ -121,18 +121,18 @@ def test_two_whole_volumes_are_read(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @fuzz(80)
 @given(files=folders(), on_error=st.sampled_from(["fatal", "skip"]))
-def test_spoilt_folders(tmp_path_factory, files, on_error):
+def test_damaged_folders_are_read_or_refused(tmp_path_factory, files, on_error):
     root = tmp_path_factory.mktemp("lgg")
     for path, content in files.items():
         put(root, path, content)
     read_all(root, on_error)
     found = refused_or(lambda: verify(root))
     if found is not None:
-        assert all(reason and "\n" not in reason for _, reason in found[1])
+        assert all(fault.reason and "\n" not in fault.reason for fault in found[1])
 
 
 @pytest.mark.parametrize("name", ["a\nb_9.tif", "\udcff_9.tif", "\x1b[31m_9.tif"])
-def test_names_that_cannot_be_printed_are_told_of_in_one_line(tmp_path, name, capfd):
+def test_names_that_cannot_be_printed_are_reported_in_one_line(tmp_path, name, capfd):
     for path, content in WHOLE.items():
         put(tmp_path, path, content)
     put(tmp_path, f"kaggle_3m/{NAMES[0]}/{name}", b"no image")

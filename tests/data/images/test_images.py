@@ -22,7 +22,7 @@ from tests.support.runs import RESNET, SMALL, end, here, of_kind, train, train_h
 
 
 class Made:
-    """One smooth picture, as JPEG."""
+    """A `Source` of one smooth image."""
 
     labels = (0,)
 
@@ -50,7 +50,7 @@ def difference(image, expected):
 
 @pytest.mark.parametrize("size", [(500, 375), (333, 500), (1600, 1203), (40, 30), (64, 1000)])
 @pytest.mark.parametrize("side", [28, 224])
-def test_images_are_what_torchvision_makes_of_whole_ones(size, side):
+def test_crops_equal_those_of_torchvision(size, side):
     source = Made(*size)
     resize = v2.Compose([v2.Resize(round(side * 256 / 224)), v2.CenterCrop(side)])
     assert difference(reading.load(source, 0, side), resize(source.pixels())).mean() < 3
@@ -65,7 +65,7 @@ def test_images_are_what_torchvision_makes_of_whole_ones(size, side):
         assert difference(image, expected).mean() < 3
 
 
-def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
+def test_pillow_decodes_what_torchvision_cannot(monkeypatch):
     source = Made(300, 200)
     draws = torch.rand(41, generator=torch.Generator().manual_seed(3)).tolist()
     fast = [reading.load(source, 0, 64), reading.load(source, 0, 64, draws)]
@@ -83,13 +83,13 @@ def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG")])
-def test_other_kinds_of_pictures_become_rgb(mode, kind):
+def test_other_kinds_of_images_become_rgb(mode, kind):
     source = Made(400, 300, mode, kind)
     expected = source.pixels().crop(reading.centre_box(400, 300)).resize((48, 48))
     assert difference(reading.load(source, 0, 48), expected).mean() < 8
 
 
-def test_boxes_cover_the_image_and_have_the_shares_and_ratios_of_the_paper():
+def test_random_crops_have_the_areas_and_ratios_of_the_paper():
     generator, shares, ratios = torch.Generator().manual_seed(0), [], []
     seen = np.zeros((80, 100))
     for _ in range(3000):
@@ -117,7 +117,7 @@ def test_boxes_cover_the_image_and_have_the_shares_and_ratios_of_the_paper():
 
 
 @pytest.mark.parametrize("size", [(1000, 3), (3, 1000), (1, 1)])
-def test_where_no_box_fits_the_middle_is_taken(size):
+def test_if_no_random_crop_fits_the_central_one_is_taken(size):
     left, top, right, bottom = reading.random_box(*size, [0.99] * 40)
     assert min(right - left, bottom - top) >= 1
     assert left == pytest.approx((size[0] - (right - left)) / 2, abs=0.5)
@@ -126,7 +126,7 @@ def test_where_no_box_fits_the_middle_is_taken(size):
         assert max(right - left, bottom - top) == 4
 
 
-def test_no_cut_of_an_image_makes_anything_but_a_fault_or_an_image():
+def test_a_truncated_image_is_read_or_reported_as_unreadable():
     source = Made(60, 40)
     whole, faults = source.content, 0
     for length in range(0, len(whole), 7):
@@ -136,14 +136,14 @@ def test_no_cut_of_an_image_makes_anything_but_a_fault_or_an_image():
             faults += 1
             assert "\n" not in made.reason
             assert made.reason
-        assert isinstance(reading.check(source, 0), reading.Unreadable)
+        assert isinstance(reading.load(source, 0, 1), reading.Unreadable)
     assert faults > 0.9 * len(whole) / 7
 
 
 # ---- what the trainer makes of it ----
 
 
-def test_uint8_goes_to_the_device_and_floats_to_the_model(tmp_path):
+def test_batches_are_uint8_on_the_device_and_float_in_the_model(tmp_path):
     options = ("data=cifar10", f"data.root={write_cifar(tmp_path, BINARY)}", "run_id=x")
     trainer = trainer_of(tmp_path, *options, "trainer.batch_size=4", base=RESNET)
     raw = next(trainer.data.train(4, 0, 0, 0, reading.Shard()))
@@ -179,7 +179,7 @@ STABLE = ("trainer.max_steps=4", "trainer.log_freq=1", "kfac.update_freq=2", "kf
 
 
 @pytest.mark.parametrize("kind", [("kfac=none",), (), ("kfac.method=inverse", "kfac.fisher=mc")])
-def test_channels_last_gives_the_same(tmp_path, kind):
+def test_channels_last_gives_the_same_result(tmp_path, kind):
     options = (*RESNET, *STABLE, "kfac.factor_update_freq=1", "optimizer.lr=0.02", *kind)
     _, first = train(tmp_path, "run_id=first", base=options)
     _, last = train(tmp_path, "run_id=last", "trainer.channels_last=true", base=options)
@@ -194,7 +194,7 @@ def test_channels_last_gives_the_same(tmp_path, kind):
 
 
 @pytest.mark.ranks
-def test_channels_last_on_ranks(tmp_path):
+def test_channels_last_gives_the_same_result_on_two_ranks(tmp_path):
     options = (*SMALL, *STABLE, "kfac.factor_update_freq=1", "trainer.channels_last=true")
     _, alone = train(tmp_path, "run_id=alone", base=options)
     done = run_ranks(2, train_here, tmp_path, ("run_id=ranks",), options)
@@ -217,7 +217,7 @@ def test_the_share_of_time_spent_waiting_is_recorded(tmp_path, capsys):
     assert re.search(r"step 5/10 .* ex/s \(\d+% waiting for data\)", said)
 
 
-def test_a_slow_reader_is_what_a_run_waits_for(tmp_path, monkeypatch):
+def test_a_slow_reader_increases_the_share_of_waiting(tmp_path, monkeypatch):
     original = LabelledImages.train
 
     def slow(self, *arguments):

@@ -1,4 +1,4 @@
-"""The LGG layout: what is read, in which order, and what is said of what cannot be read."""
+"""The LGG layout: order of slices, split, augmentation, and files that cannot be read."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def pixels_of(data, seed=0):
     return [torch.cat(part) for part in zip(*data.evaluate(7, ALONE), strict=True)]
 
 
-def test_slices_come_in_order_with_their_masks_and_normalised_by_volume(made):
+def test_slices_are_in_order_with_their_masks_and_normalized_by_volume(made):
     data = lgg.load(made, SIZE, eval_share=0.4, augment=False)
     assert (data.shape, data.num_classes, data.eval_volumes) == ((3, SIZE, SIZE), 1, 2)
     assert (data.train_size, data.eval_size) == (3 * SLICES, 2 * SLICES)
@@ -72,7 +72,7 @@ def test_slices_come_in_order_with_their_masks_and_normalised_by_volume(made):
     assert masks.max() == 1
 
 
-def test_the_split_is_by_patient_and_does_not_move(root):
+def test_the_split_is_by_patient_and_stable(root):
     folder = next(p for p in (root / "kaggle_3m").iterdir())
     again = folder.with_name(folder.name[:-8] + "20110101")  # the same patient, later
     again.mkdir()
@@ -107,7 +107,7 @@ def test_batches_do_not_depend_on_workers_start_or_sharding(made):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_slice_is_augmented_anew_in_each_epoch_and_never_in_evaluation(made):
+def test_each_epoch_augments_a_slice_differently_and_evaluation_does_not(made):
     plain, data = (lgg.load(made, SIZE, augment=augment) for augment in (False, True))
     size, seen = data.train_size, []
     for epoch in range(2):
@@ -122,7 +122,7 @@ def test_a_slice_is_augmented_anew_in_each_epoch_and_never_in_evaluation(made):
     assert torch.equal(masks[order == 5], masks_again[epoch_order(size, 0, 1) == 5])
 
 
-def test_image_and_mask_are_turned_alike_by_up_to_15_degrees_and_half_are_mirrored():
+def test_image_and_mask_are_turned_together_and_half_are_mirrored():
     y, x = torch.meshgrid(*[torch.linspace(-1, 1, 65)] * 2, indexing="ij")
     blob = ((x - 0.5) ** 2 + y**2 < 0.02).float()[None]
     angles, areas, mirrored = [], [], 0
@@ -141,7 +141,7 @@ def test_image_and_mask_are_turned_alike_by_up_to_15_degrees_and_half_are_mirror
     assert 1.04 < max(areas) < 1.14
 
 
-def test_another_size_is_resized_with_its_mask(made):
+def test_a_slice_of_another_size_is_resized_with_its_mask(made):
     small, large = (pixels_of(lgg.load(made, size, eval_share=0.4)) for size in (SIZE, 4 * SIZE))
     assert large[0].shape[1:] == (3, 64, 64)
     assert set(large[1].unique().tolist()) == {0, 1}
@@ -150,7 +150,7 @@ def test_another_size_is_resized_with_its_mask(made):
 
 
 @pytest.mark.parametrize("place", ["lgg-mri-segmentation/kaggle_3m", "."])
-def test_the_folder_may_be_the_archives_or_the_volumes_own(root, place, tmp_path):
+def test_root_may_be_the_archive_folder_or_the_folder_of_volumes(root, place, tmp_path):
     other = tmp_path / "other"
     (other / place).parent.mkdir(parents=True, exist_ok=True)
     shutil.move(root / "kaggle_3m", other / place)
@@ -181,7 +181,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_slice_is_named_or_left_out_and_named(root, fault):
+def test_a_bad_slice_is_fatal_or_left_out_and_reported(root, fault):
     whole = lgg.load(root, SIZE)
     assert not whole.faults.new
     volume = whole._train[1]
@@ -201,7 +201,7 @@ def test_a_bad_slice_is_named_or_left_out_and_named(root, fault):
     assert len(list(data.train(4, 0, 0, 0, ALONE))) == data.train_size // 4
 
 
-def test_no_cut_of_a_file_makes_anything_but_a_fault(root):
+def test_a_truncated_file_is_reported_as_unreadable(root):
     image = next(p for p in files(root) if not p.stem.endswith("mask"))
     whole, mask = image.read_bytes(), image.with_name(f"{image.stem}_mask.tif")
     for length in range(0, len(whole), 13):
@@ -210,7 +210,7 @@ def test_no_cut_of_a_file_makes_anything_but_a_fault(root):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_goes_away_later_is_named(root, workers):
+def test_a_file_that_disappears_during_a_run_is_named(root, workers):
     data = lgg.load(root, SIZE, workers)
     for path in files(root):
         path.unlink()
@@ -239,7 +239,7 @@ def test_wrong_folders_are_named(root, tmp_path):
         lgg.load(root, workers=-1)
     for folder in sorted((root / "kaggle_3m").iterdir())[1:]:
         shutil.rmtree(folder)
-    with pytest.raises(UsageError, match="two patients are needed"):
+    with pytest.raises(UsageError, match="but both need one"):
         lgg.load(root, SIZE)
     empty = root / "kaggle_3m" / "TCGA_DEMO_0_0"
     empty.mkdir()
@@ -250,7 +250,7 @@ def test_wrong_folders_are_named(root, tmp_path):
 # ---- the demo, and the command line ----
 
 
-def test_the_demo_is_the_same_each_time_and_not_overwritten(made, tmp_path):
+def test_the_demo_is_reproducible_and_not_overwritten(made, tmp_path):
     demo_lgg.make(tmp_path, VOLUMES, SLICES, SIZE)
     for one, two in zip(files(made), files(tmp_path), strict=True):
         assert one.read_bytes() == two.read_bytes()
@@ -263,7 +263,7 @@ def test_the_demo_is_the_same_each_time_and_not_overwritten(made, tmp_path):
     )
 
 
-def test_tumours_of_the_demo_are_inside_the_head_and_many_slices_have_none():
+def test_demo_tumours_are_inside_the_head_and_many_slices_have_none():
     generator = np.random.default_rng(0)
     images, masks = demo_lgg.make_volume(generator, 16, 48, tumour=True)
     with_tumour = (masks > 0).any((1, 2))
@@ -290,7 +290,7 @@ def test_skipped_slices_are_named_on_the_console(root, tmp_path, capsys):
 @pytest.mark.parametrize(
     "overrides", [["model=unet", "data=digits"], ["data=lgg"], ["task=segmentation"]]
 )
-def test_unet_lgg_and_segmentation_go_together(overrides):
+def test_unet_lgg_and_segmentation_fit_together(overrides):
     with pytest.raises(UsageError, match="does not fit task="):
         compose.load(overrides)
     assert compose.load(["model=unet"]).task.name == "segmentation"

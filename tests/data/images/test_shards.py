@@ -1,9 +1,8 @@
-"""ImageNet as tar shards: what webdataset reads too, in our order; what is wrong with a shard."""
+"""ImageNet as tar shards: exchange with the webdataset package, order, and damaged shards."""
 
 import io
 import os
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,20 +61,20 @@ def members(path):
 
 
 def read_by_webdataset(path):
-    """By the package's own iterators; its pipelines leave files open."""
+    """Read with the package's iterators, because its pipelines leave files open."""
     with open(path, "rb") as file:
         members = tariterators.tar_file_expander([{"url": path, "stream": file}])
         found = list(tariterators.group_by_keys(members))
     return [(example["jpg"], example["cls"]) for example in found]
 
 
-def test_the_webdataset_package_reads_what_we_write(root, folders, capsys, tmp_path):
+def test_the_webdataset_package_reads_our_shards(root, folders, capsys, tmp_path):
     for split, count in SPLITS.items():
         paths = sorted(str(path) for path in root.glob(f"{split}-*.tar"))
         assert len(paths) == -(-count // 10)
         theirs = [example for path in paths for example in read_by_webdataset(path)]
         assert len(theirs) == count
-        ours = tar_shards.Shards(root, split)
+        ours = tar_shards.TarShards(root, split)
         assert [ours.read(i) for i in range(count)] == [image for image, _ in theirs]
         assert [str(label).encode() for label in ours.labels] == [label for _, label in theirs]
         source = imagefolder.Folder(folders, split)
@@ -88,7 +87,7 @@ def test_the_webdataset_package_reads_what_we_write(root, folders, capsys, tmp_p
     assert out.splitlines()[0] == f"{tmp_path / 'cli'}/train-000000.tar: 23 images"
 
 
-def test_we_read_what_the_webdataset_package_writes(tmp_path, monkeypatch, folders):
+def test_shards_of_the_webdataset_package_are_read(tmp_path, monkeypatch, folders):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = imagefolder.Folder(folders, "train")
     with TarWriter(str(tmp_path / "train-0.tar"), encoder=True) as writer:
@@ -98,7 +97,7 @@ def test_we_read_what_the_webdataset_package_writes(tmp_path, monkeypatch, folde
     (tmp_path / "val-0.tar").write_bytes((tmp_path / "train-0.tar").read_bytes())
     data = tar_shards.load(tmp_path, 8, 0)
     assert (data.train_size, data.num_classes) == (5, 2)
-    found = tar_shards.Shards(tmp_path, "train")
+    found = tar_shards.TarShards(tmp_path, "train")
     assert [found.read(i) for i in range(5)] == [source.read(i) for i in range(5)]
     assert found.labels == [0, 1, 0, 1, 0]
     assert found.name(3) == f"{tmp_path}/train-0.tar:a/b_3"
@@ -115,7 +114,7 @@ def test_batches_do_not_depend_on_workers_start_or_sharding(root):
         full, [tuple(map(torch.cat, zip(*p, strict=True))) for p in zip(*parts, strict=True)]
     )
     labels = torch.cat([y for _, y in here.evaluate(2, ALONE)])
-    assert labels.tolist() == tar_shards.Shards(root, "val").labels
+    assert labels.tolist() == tar_shards.TarShards(root, "val").labels
 
 
 def test_a_run_on_shards_resumes_at_the_next_sample(root, tmp_path):
@@ -130,7 +129,7 @@ def test_a_run_on_shards_resumes_at_the_next_sample(root, tmp_path):
 # ---- the index ----
 
 
-def test_the_index_is_kept_until_the_shard_changes(root, monkeypatch):
+def test_the_index_is_cached_until_the_shard_changes(root, monkeypatch):
     calls = []
     original = tar_index.read_index
 
@@ -139,27 +138,27 @@ def test_the_index_is_kept_until_the_shard_changes(root, monkeypatch):
         return original(path)
 
     monkeypatch.setattr(tar_index, "read_index", count)
-    first, second = tar_shards.Shards(root, "train"), tar_shards.Shards(root, "train")
+    first, second = tar_shards.TarShards(root, "train"), tar_shards.TarShards(root, "train")
     assert calls == [f"train-00000{i}.tar" for i in range(3)]
     assert [first.name(i) for i in range(23)] == [second.name(i) for i in range(23)]
     assert [first.read(i) for i in range(23)] == [second.read(i) for i in range(23)]
     assert first.labels == second.labels
     path = root / "train-000001.tar"
     write_tar(path, members(path)[:4])
-    assert len(tar_shards.Shards(root, "train").labels) == 15
+    assert len(tar_shards.TarShards(root, "train").labels) == 15
     os.utime(path, ns=(1, 1))
-    tar_shards.Shards(root, "train")
+    tar_shards.TarShards(root, "train")
     assert calls[3:] == ["train-000001.tar"] * 2
     for cached in tar_index._cache().glob("*.npz"):
         cached.write_bytes(cached.read_bytes()[:50])  # torn
-    assert len(tar_shards.Shards(root, "train").labels) == 15
+    assert len(tar_shards.TarShards(root, "train").labels) == 15
     assert len(calls) == 8
 
 
-def test_a_cache_that_cannot_be_written_is_no_matter(root, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_ignored(root, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert len(tar_shards.Shards(root, "train").labels) == 23
+    assert len(tar_shards.TarShards(root, "train").labels) == 23
 
 
 # ---- what is wrong with a shard ----
@@ -170,14 +169,14 @@ def cut(path):
 
 
 def cut_between(path):
-    """Before the third member's header: what is left looks whole."""
+    """Cut before the header of the third member, so that the rest looks complete."""
     with tarfile.open(path) as tar:
         offset = tar.getmembers()[2].offset
     path.write_bytes(path.read_bytes()[:offset])
 
 
 def scramble(path):
-    """The third member's header."""
+    """Overwrite the header of the third member."""
     with tarfile.open(path) as tar:
         offset = tar.getmembers()[2].offset
     content = bytearray(path.read_bytes())
@@ -195,18 +194,21 @@ FAULTS = {
     "a bad header": (scramble, "its end is missing"),
     "empty": (lambda path: path.write_bytes(b""), "damaged"),
     "text": (lambda path: path.write_text("no tar" * 200), "damaged"),
-    "no label": (edit(lambda m: [m[0], *m[2:]]), r"there is no \d+\.cls"),
-    "no image": (edit(lambda m: m[1:]), "there is no image of it"),
-    "twice": (edit(lambda m: [*m, m[0]]), "a second one of this name"),
-    "a word": (edit(lambda m: [m[0], (m[1][0], b"cat"), *m[2:]]), "no number of a class"),
-    "a long label": (edit(lambda m: [m[0], (m[1][0], b"1" * 30), *m[2:]]), "no number of a class"),
+    "no label": (edit(lambda m: [m[0], *m[2:]]), r"its label \d+\.cls is missing"),
+    "no image": (edit(lambda m: m[1:]), "its image is missing"),
+    "twice": (edit(lambda m: [*m, m[0]]), "another member has this name"),
+    "a word": (edit(lambda m: [m[0], (m[1][0], b"cat"), *m[2:]]), "it is not a class number"),
+    "a long label": (
+        edit(lambda m: [m[0], (m[1][0], b"1" * 30), *m[2:]]),
+        "it is not a class number",
+    ),
     "leads out": (edit(lambda m: [("../" + m[0][0], m[0][1]), *m]), "leads out of the archive"),
     "absolute": (edit(lambda m: [("/" + m[0][0], m[0][1]), *m]), "leads out of the archive"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_shard_is_named_or_its_examples_left_out(root, fault, capsys):
+def test_a_bad_shard_is_fatal_or_its_examples_are_left_out(root, fault, capsys):
     path, (spoil, said) = root / "train-000001.tar", FAULTS[fault]
     spoil(path)
     with pytest.raises(UsageError, match=rf"{path}.*{said}.*on_error=skip") as caught:
@@ -223,20 +225,20 @@ def test_a_bad_shard_is_named_or_its_examples_left_out(root, fault, capsys):
     assert "good images in train, 5 good images in val" in out
 
 
-def test_members_that_are_no_files_are_not_followed(root, tmp_path):
+def test_links_are_reported_and_not_followed(root, tmp_path):
     path = root / "train-000000.tar"
     with tarfile.open(path, "a") as tar:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
             member = tarfile.TarInfo(f"link{kind.decode()}.jpg")
             member.type, member.linkname = kind, "/etc/passwd"
             tar.addfile(member)
-    faults = tar_shards.Shards(root, "train").faults
+    faults = tar_shards.TarShards(root, "train").faults
     assert len(faults) == 3
-    assert {fault.reason for fault in faults} == {"neither a file nor a folder"}
+    assert {fault.reason for fault in faults} == {"it is neither a file nor a folder"}
 
 
-def test_an_image_that_went_bad_is_left_out_while_training(root, tmp_path):
-    found = tar_shards.Shards(root, "train")
+def test_an_image_damaged_after_indexing_is_left_out(root, tmp_path):
+    found = tar_shards.TarShards(root, "train")
     path, offset = found.paths[0], int(found._offsets[2])
     content, stat = bytearray(path.read_bytes()), path.stat()
     content[offset : offset + 200] = bytes(200)
@@ -249,12 +251,12 @@ def test_an_image_that_went_bad_is_left_out_while_training(root, tmp_path):
         train(tmp_path, "data.on_error=fatal", base=options)
     said, faults = verify.verify(root)
     assert said == "shards: 22 good images in train, 5 good images in val"
-    assert faults[0][0] == Path(found.name(2))
+    assert faults[0].path == found.name(2)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(position=st.integers(0, 4000), change=st.binary(max_size=600), keep=st.integers(0, 12000))
-def test_no_damage_makes_anything_but_faults(tmp_path_factory, position, change, keep):
+def test_a_damaged_shard_gives_faults_and_no_exception(tmp_path_factory, position, change, keep):
     path = tmp_path_factory.mktemp("fuzz") / "train-0.tar"
     write_tar(path, [("a.cls", b"1"), ("a.jpg", b"i" * 700), ("b.cls", b"2"), ("b.jpg", b"j")])
     content = bytearray(path.read_bytes())
@@ -267,7 +269,7 @@ def test_no_damage_makes_anything_but_faults(tmp_path_factory, position, change,
     assert all(fault.reason and "\n" not in fault.reason for fault in index.faults)
 
 
-def test_an_image_that_a_cut_goes_through_is_not_among_the_examples(tmp_path):
+def test_an_incomplete_image_is_not_among_the_examples(tmp_path):
     path = tmp_path / "train-0.tar"
     write_tar(path, [("a.cls", b"1"), ("a.jpg", b"i" * 700), ("b.cls", b"2"), ("b.jpg", b"j")])
     whole = path.read_bytes()
@@ -283,12 +285,12 @@ def test_an_image_that_a_cut_goes_through_is_not_among_the_examples(tmp_path):
 def test_wrong_shards_are_usage_errors(root, folders, tmp_path):
     with pytest.raises(UsageError, match="has shards already"):
         list(tar_shards.write(root, folders))
-    with pytest.raises(UsageError, match="a shard needs an image"):
+    with pytest.raises(UsageError, match="images per shard must be at least 1"):
         list(tar_shards.write(tmp_path / "new", folders, 0))
     with pytest.raises(UsageError, match=r"no shards .*nowhere/train-\*\.tar: expected train-"):
         tar_shards.load(tmp_path / "nowhere")
     write_tar(root / "val-000000.tar", [("a.jpg", b"x"), ("a.cls", b"7")])
-    with pytest.raises(UsageError, match=r"of class 7, those of train-\*\.tar of 0 to 2"):
+    with pytest.raises(UsageError, match=r"class 7, but the classes of train-\*\.tar are 0 to 2"):
         tar_shards.load(root)
     write_tar(root / "val-000000.tar", [("a.txt", b"x")])
     with pytest.raises(UsageError, match=r"23 good images .* 0 in val"):

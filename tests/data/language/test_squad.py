@@ -1,4 +1,4 @@
-"""SQuAD v1.1: files, windows, answers and their figures."""
+"""SQuAD v1.1: files, windows, answers and their metrics."""
 
 import itertools
 import json
@@ -54,14 +54,14 @@ CONTEXT = "The otter sleeps in the den."
         (question("b", "Who?", ("otter", 10**30)), "not at its offset"),
         (question("b", "Who?", ("", 4)), "an answer is empty"),
         (question("b", "Who?"), "it has no answer"),
-        (question("b", " ", ("otter", 4)), "it asks nothing"),
+        (question("b", " ", ("otter", 4)), "its text is empty"),
         (question("a", "Who?", ("otter", 4)), "an earlier question has this id"),
         (question("b", "\ud800?", ("otter", 4)), "half of a character"),
         (question("b", "Who?", ("otter", 4), ("den", 0)), "'den' is not at its offset 0"),
         (question("b", "Who?", (" ", 3)), "an answer is empty"),
     ],
 )
-def test_bad_questions_are_named_and_fatal_or_left_out(capsys, tmp_path, entry, reason):
+def test_bad_questions_are_fatal_or_left_out_and_reported(capsys, tmp_path, entry, reason):
     good = question("a", "Where?", ("the den", 20))
     root = make_squad(tmp_path / "s", train=squad_file((CONTEXT, [good, entry])))
     said = refused(squad_windows.load, root, LENGTH, **CUT)
@@ -78,7 +78,7 @@ def test_bad_questions_are_named_and_fatal_or_left_out(capsys, tmp_path, entry, 
     assert out.endswith("squad: 1 question in train, 11 questions in eval; 1 fault\n")
 
 
-def test_a_set_without_a_good_question_is_refused(tmp_path):
+def test_a_split_without_a_good_question_is_refused(tmp_path):
     root = make_squad(tmp_path / "s", dev=squad_file((CONTEXT, [question("a", "Who?")])))
     assert "dev-v1.1.json has no good question" in refused(
         squad_windows.load, root, LENGTH, **CUT, on_error="skip"
@@ -103,7 +103,7 @@ def test_a_set_without_a_good_question_is_refused(tmp_path):
         ),
     ],
 )
-def test_what_is_no_squad_is_refused(tmp_path, content, said):
+def test_files_of_another_layout_are_refused(tmp_path, content, said):
     (tmp_path / "f.json").write_bytes(content)
     assert said in refused(squad.read, tmp_path / "f.json")
 
@@ -118,7 +118,7 @@ def places(node, found):
 
 @FUZZ
 @given(where=st.integers(0, 500), value=JSON)
-def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, root, where, value):
+def test_a_file_with_any_value_is_read_or_refused(tmp_path_factory, root, where, value):
     tree = made_up(3)
     found = places(tree, [])
     node, key = found[where % len(found)]
@@ -137,13 +137,13 @@ def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, root, where, va
     assert len(batch[1]) == data.train_size > 0
 
 
-def test_bad_options_and_missing_files(root, tmp_path):
+def test_bad_options_and_missing_files_are_refused(root, tmp_path):
     assert "leaves no room for a question" in refused(squad_windows.load, root, 22, **CUT)
     assert "cannot be read" in refused(squad.read, tmp_path / "none.json")
     (tmp_path / "vocab.txt").write_bytes((root / "vocab.txt").read_bytes())
     assert "train-v1.1.json: cannot be read" in refused(squad_windows.load, tmp_path, LENGTH, **CUT)
     (tmp_path / "vocab.txt").unlink()
-    assert "set data.vocabulary_file" in refused(squad_windows.load, tmp_path, LENGTH, **CUT)
+    assert "Set data.vocabulary_file" in refused(squad_windows.load, tmp_path, LENGTH, **CUT)
     given_one = squad_windows.load(root, LENGTH, vocabulary_file=root / "vocab.txt", **CUT)
     assert given_one.num_classes == len(wordpiece.read(root / "vocab.txt"))
 
@@ -151,7 +151,18 @@ def test_bad_options_and_missing_files(root, tmp_path):
 # ---- windows ----
 
 
-def test_windows_read_the_question_and_cover_the_paragraph(root, data):
+def test_a_paragraph_that_fits_exactly_has_one_window(tmp_path):
+    context, text = " ".join([CONTEXT] * 4), "Where?"
+    entry = question("a", text, ("the den", 20))
+    root = make_squad(tmp_path / "s", train=squad_file((context, [entry])))
+    tokenizer = wordpiece.tokenizer(wordpiece.read(root / "vocab.txt"))
+    tokens = [len(tokenizer.encode(x, add_special_tokens=False).ids) for x in (text, context)]
+    length = 3 + sum(tokens)  # [CLS] and two [SEP]
+    assert squad_windows.load(root, length, **CUT).train_size == 1
+    assert squad_windows.load(root, length - 1, **CUT).train_size == 2
+
+
+def test_windows_contain_the_question_and_cover_the_paragraph(root, data):
     vocabulary = wordpiece.read(root / "vocab.txt")
     tokenizer = wordpiece.tokenizer(vocabulary)
     cls, sep = vocabulary.special("[CLS]"), vocabulary.special("[SEP]")
@@ -189,7 +200,7 @@ def test_windows_read_the_question_and_cover_the_paragraph(root, data):
         assert covered == {begin for begin, _ in encoded.offsets}
 
 
-def test_an_answer_at_any_place_is_marked_where_it_is_whole(tmp_path):
+def test_an_answer_is_marked_in_the_windows_that_contain_all_of_it(tmp_path):
     words = [f"w{i % 10}" for i in range(45)]
     starts = [len(" ".join(words[:i])) + (i > 0) for i in range(45)]
     asked = [
@@ -211,14 +222,14 @@ def test_an_answer_at_any_place_is_marked_where_it_is_whole(tmp_path):
     assert len(marked) == 44
 
 
-def test_every_answer_is_whole_in_some_window_and_cut_ones_are_marked(data):
+def test_each_answer_is_complete_in_at_least_one_window(data):
     batches = list(data.train(1, 0, 0, 0, Shard()))
     marked = [b[1].tolist() != [[0, 0]] for b in batches]
     assert sum(marked) >= 30, "questions"
     assert not all(marked)
 
 
-def test_order_and_ranks(data):
+def test_batches_do_not_depend_on_ranks_or_the_start(data):
     whole = [b[0]["input_ids"] for b in data.train(6, 3, 1, 0, Shard())]
     parts = [[b[0]["input_ids"] for b in data.train(6, 3, 1, 0, Shard(r, 2))] for r in range(2)]
     for x, a, b in zip(whole, *parts, strict=True):
@@ -269,7 +280,7 @@ def brute_f1(answer, truth):
         ("", "otter", 0, 0),
     ],
 )
-def test_figures_of_hand_made_cases(answer, truth, exact, f1):
+def test_metrics_of_hand_made_cases(answer, truth, exact, f1):
     assert answers.exact_match(answer, truth) == exact
     assert answers.f1(answer, truth) == pytest.approx(f1)
 
@@ -279,14 +290,14 @@ WORDS = st.text(st.sampled_from("a an the Otter den. ,-!'xA\n\t"), max_size=20)
 
 @FUZZ
 @given(answer=WORDS, truth=WORDS)
-def test_figures_are_those_of_the_definition(answer, truth):
+def test_metrics_follow_their_definition(answer, truth):
     assert answers.exact_match(answer, truth) == (official(answer) == official(truth))
     assert answers.f1(answer, truth) == pytest.approx(brute_f1(answer, truth), abs=1e-12)
 
 
 @FUZZ
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 9), most=st.integers(1, 12))
-def test_the_best_span_is_the_best_of_all(seed, length, most):
+def test_the_best_span_has_the_highest_score_of_all_spans(seed, length, most):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 2, length, generator=generator)
     inside = torch.rand(3, length, generator=generator) < 0.7
@@ -348,7 +359,7 @@ def evaluate_rank(root, shard_of):
     return evaluation.metrics(ranks), evaluation.texts()
 
 
-def test_figures_are_those_of_the_best_answer_over_all_windows(root, data):
+def test_metrics_use_the_best_answer_over_all_windows(root, data):
     task = QuestionAnswering(data.eval_questions, 4)
     figures, texts = evaluate_rank(root, Shard())
     assert figures == pytest.approx(expected(data, task))
@@ -357,7 +368,7 @@ def test_figures_are_those_of_the_best_answer_over_all_windows(root, data):
 
 
 @pytest.mark.ranks
-def test_figures_are_the_same_on_ranks_that_share_a_question(root, data):
+def test_metrics_are_the_same_if_two_ranks_share_a_question(root, data):
     numbers = [[int(n) for b in data.evaluate(3, Shard(r, 2)) for n in b[2]] for r in range(2)]
     assert numbers[0][-1] == numbers[1][0]
     alone = evaluate_rank(root, Shard())
@@ -365,9 +376,10 @@ def test_figures_are_the_same_on_ranks_that_share_a_question(root, data):
         assert found == alone
 
 
-def test_a_question_that_no_window_answers_counts_0():
+def test_a_question_without_an_answer_counts_0():
     asked = [
-        squad.Question(str(i), "?", "an otter", (squad.Answer("an otter", 0),)) for i in range(4)
+        squad.SquadQuestion(str(i), "?", "an otter", (squad.Answer("an otter", 0),))
+        for i in range(4)
     ]
     evaluation = QuestionAnswering(asked).evaluation()
     evaluation.best[2] = (1.0, 0, 8)
@@ -375,7 +387,7 @@ def test_a_question_that_no_window_answers_counts_0():
 
 
 def test_of_equal_scores_the_earlier_and_shorter_answer_counts_in_any_order():
-    asked = squad.Question("0", "?", "an otter", (squad.Answer("an otter", 0),))
+    asked = squad.SquadQuestion("0", "?", "an otter", (squad.Answer("an otter", 0),))
     windows = [torch.tensor([[place]]) for place in ([0, 2], [0, 8], [3, 8])]
     for order in itertools.permutations(windows):
         evaluation = QuestionAnswering([asked]).evaluation()
@@ -411,9 +423,10 @@ def test_the_loss_is_the_mean_of_both_ends():
 # ---- demo ----
 
 
-def test_the_demo_has_true_answers_over_the_documentation(tmp_path):
+def test_the_demo_has_correct_answers_about_the_documentation(tmp_path):
     demo_squad.make(tmp_path)
-    said, faults = squad.scan(tmp_path)
+    counts, faults = squad.scan(tmp_path)
+    assert list(counts) == ["train", "eval"]
     assert not faults
     train, _ = squad.read(tmp_path / "train-v1.1.json")
     dev, _ = squad.read(tmp_path / "dev-v1.1.json")
@@ -424,5 +437,4 @@ def test_the_demo_has_true_answers_over_the_documentation(tmp_path):
     assert asked["What does textwrap.dedent do?"].startswith("Remove any common leading whitespace")
     assert asked["What are the arguments of textwrap.indent?"] == "text, prefix, predicate"
     assert asked["Which module defines dedent?"] == "textwrap"
-    assert said.startswith("squad: ")
     assert "has questions already" in refused(demo_squad.make, tmp_path)

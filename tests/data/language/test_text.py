@@ -1,4 +1,4 @@
-"""Text to pre-train on: documents, vocabulary, pairs, shards, masks."""
+"""Prepared text for pre-training: documents, vocabulary, pairs, shards and masks."""
 
 import bz2
 import json
@@ -35,7 +35,7 @@ def refused(call, *arguments, **options):
 
 
 def as_file(found):
-    """A blank line between documents, none inside."""
+    """Return a file of documents, which have a blank line between them but not inside."""
     return "\n\n".join("\n".join(x for x in d.text.splitlines() if x.strip()) for d in found)
 
 
@@ -54,7 +54,7 @@ def test_plain_text_has_a_blank_line_between_documents(tmp_path):
     ]
 
 
-def test_wikitext_has_titles_and_says_what_is_held_out(tmp_path):
+def test_wikitext_is_split_at_titles_and_names_the_held_out_documents(tmp_path):
     train = (
         " = Otter = \n \n An otter @-@ like animal of 1 @,@ 000 g . \n = = Food = = \n Fish . \n"
     )
@@ -68,7 +68,7 @@ def test_wikitext_has_titles_and_says_what_is_held_out(tmp_path):
     assert [d.held_out for d in found] == [False, False, True]
 
 
-def test_wikipedia_as_json_lines_as_blocks_and_compressed(tmp_path):
+def test_wikipedia_is_read_as_json_lines_as_blocks_and_compressed(tmp_path):
     lines = [json.dumps({"id": "1", "title": "A", "text": "First."}), '{"text": 3}', "{broken"]
     deep = "[" * 100_000
     (tmp_path / "AA").mkdir()
@@ -83,8 +83,8 @@ def test_wikipedia_as_json_lines_as_blocks_and_compressed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", documents.KINDS)
-def test_files_that_are_no_text_are_refused(tmp_path, kind):
-    assert "no file with text" in refused(list, documents.read(kind, tmp_path / "none"))
+def test_files_that_are_not_text_are_refused(tmp_path, kind):
+    assert f"no files of {kind}" in refused(list, documents.read(kind, tmp_path / "none"))
     (tmp_path / "wiki.train.raw").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in refused(list, documents.read(kind, tmp_path))
     (tmp_path / "wiki.train.raw").unlink()
@@ -92,7 +92,7 @@ def test_files_that_are_no_text_are_refused(tmp_path, kind):
     assert "cannot be read" in refused(list, documents.read(kind, tmp_path))
 
 
-def test_sentences_end_where_the_next_begins():
+def test_a_text_is_split_into_sentences():
     said = 'He came. "Did he?" Yes, at 3.5 p.m. today.\n\nNext line'
     assert documents.sentences(said) == [
         "He came.",
@@ -104,7 +104,7 @@ def test_sentences_end_where_the_next_begins():
 # ---- vocabulary ----
 
 
-def test_a_vocabulary_is_the_same_each_time_and_says_all_its_text():
+def test_a_trained_vocabulary_is_reproducible_and_covers_its_text():
     texts = [d.text for d in topics()]
     one, two = wordpiece.train(texts, 500), wordpiece.train(texts, 500)
     assert one == two
@@ -127,14 +127,14 @@ def test_a_vocabulary_is_written_and_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no vocabulary can be read"),
-        (b"\xff", "no vocabulary can be read"),
-        (b"", "needs the token [PAD]"),
+        (None, "the vocabulary cannot be read"),
+        (b"\xff", "the vocabulary cannot be read"),
+        (b"", "the token [PAD], which BERT needs"),
         (b"[UNK]\n[PAD]\n[CLS]\n[SEP]\n[MASK]\n", "must be [PAD]"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\na\n", "'a' is there more than once"),
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\na\n", "'a' occurs more than once"),
     ],
 )
-def test_what_is_no_vocabulary_is_refused(tmp_path, content, said):
+def test_an_invalid_vocabulary_is_refused(tmp_path, content, said):
     if content is not None:
         (tmp_path / "v").write_bytes(content)
     assert said in refused(wordpiece.read, tmp_path / "v")
@@ -153,7 +153,7 @@ def test_a_vocabulary_too_small_for_the_characters_is_refused():
     length=st.integers(2, 30),
     seed=st.integers(0, 99),
 )
-def test_a_second_stretch_follows_or_is_of_another_document(shape, length, seed):
+def test_a_second_segment_follows_or_is_from_another_document(shape, length, seed):
     """Each token has a number of its own, so where it comes from is known."""
     made, number = [], 0
     for lengths in shape:
@@ -186,7 +186,7 @@ def test_half_of_the_pairs_are_random_and_most_are_full():
     assert 0.85 < full < 0.95
 
 
-def test_the_only_document_has_only_true_pairs():
+def test_in_a_single_document_all_second_segments_follow():
     found = list(
         pairs(
             [
@@ -208,13 +208,13 @@ def tokens_of(root, split, length=LENGTH):
     return np.concatenate(rows).astype(int)
 
 
-def test_prepare_is_a_function_of_its_arguments(root, tmp_path):
+def test_prepare_is_reproducible(root, tmp_path):
     again = make_text(tmp_path / "again")
     for file in sorted(root.iterdir()):
         assert file.read_bytes() == (again / file.name).read_bytes(), file.name
 
 
-def test_examples_are_stretches_of_their_documents(root):
+def test_examples_are_segments_of_their_documents(root):
     vocabulary = wordpiece.read(root / "vocab.txt")
     tokenizer = wordpiece.tokenizer(vocabulary)
     cls, sep = vocabulary.special("[CLS]"), vocabulary.special("[SEP]")
@@ -241,7 +241,7 @@ def test_examples_are_stretches_of_their_documents(root):
             assert random or where[0] & where[1]
 
 
-def test_empty_documents_are_counted_named_and_left_out(tmp_path):
+def test_empty_documents_are_left_out_and_reported(tmp_path):
     (tmp_path / "a.txt").write_text(as_file(topics()))
     (tmp_path / "b.txt").write_text("\n \n")
     said = []
@@ -256,7 +256,7 @@ def test_empty_documents_are_counted_named_and_left_out(tmp_path):
     assert (about["documents"], about["empty_documents"]) == (40, 1)
 
 
-def test_a_second_length_takes_the_vocabulary_that_is_there(tmp_path):
+def test_a_second_length_uses_the_existing_vocabulary(tmp_path):
     root = make_text(tmp_path / "both")
     make_text(root, lengths=(16,), vocabulary_size=900)
     assert text_shards.lengths(root) == [16, LENGTH]
@@ -270,7 +270,7 @@ def test_a_second_length_takes_the_vocabulary_that_is_there(tmp_path):
     assert (given_one / "vocab.txt").read_bytes() == (root / "vocab.txt").read_bytes()
 
 
-def test_big_text_goes_block_by_block(tmp_path, monkeypatch):
+def test_large_text_is_prepared_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "BLOCK_CHARACTERS", 4_000)
     root = make_text(tmp_path / "blocks")
     manifest, _ = text_shards.read(root, LENGTH)
@@ -287,8 +287,8 @@ def test_big_text_goes_block_by_block(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"eval_share": 1.0}, "--eval-share 1: must be"),
-        ({"lengths": (4,)}, "--sequence-length 4: must be"),
+        ({"eval_share": 1.0}, "--eval-share 1 must be"),
+        ({"lengths": (4,)}, "--sequence-length 4 must be"),
         ({"eval_share": 1e-9}, "no example of length 32 for eval"),
     ],
 )
@@ -352,7 +352,7 @@ def spoil(folder, how):
     ["truncated", "cut to nothing", "flipped", "missing", "pickled", "another shape",
      "another type", "vocabulary"],
 )  # fmt: skip
-def test_what_is_damaged_is_named(capsys, own, how):
+def test_a_damaged_file_is_named(capsys, own, how):
     spoil(own, how)
     file = own / "vocab.txt" if how == "vocabulary" else shard_of(own)
     assert str(file) in refused(masked_text.load, own, LENGTH)
@@ -361,8 +361,8 @@ def test_what_is_damaged_is_named(capsys, own, how):
     assert str(file) in out + err
 
 
-def test_rows_that_are_no_examples_are_named(own):
-    """Forged with a hash that fits."""
+def test_a_shard_with_invalid_rows_is_named(own):
+    """The forged rows have the right hash, so only their values are wrong."""
     manifest = json.loads((own / f"text-{LENGTH}.json").read_text())
     file = shard_of(own)
     rows = np.load(file)
@@ -372,10 +372,10 @@ def test_rows_that_are_no_examples_are_named(own):
         np.save(file, forged)
         manifest["splits"]["train"][0]["sha256"] = text_shards.sha256(file)
         (own / f"text-{LENGTH}.json").write_text(json.dumps(manifest))
-        assert "1 of its rows are no examples" in refused(masked_text.load, own, LENGTH)
+        assert "1 of its rows are not valid examples" in refused(masked_text.load, own, LENGTH)
 
 
-def test_a_shard_that_changes_during_a_run_is_one_line(own):
+def test_a_shard_that_changes_during_a_run_gives_one_clear_error(own):
     data = masked_text.load(own, LENGTH)
     np.save(shard_of(own), np.zeros_like(np.load(shard_of(own))))
     said = refused(list, data.train(4, 0, 0, 0, Shard()))
@@ -446,12 +446,12 @@ def test_any_value_in_a_manifest_loads_or_is_refused(tmp_path_factory, root, whe
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"[1]", b"null"])
-def test_what_is_no_json_is_refused(own, content):
+def test_a_manifest_that_is_not_json_is_refused(own, content):
     (own / f"text-{LENGTH}.json").write_bytes(content)
-    assert "no manifest of prepared text" in refused(masked_text.load, own, LENGTH)
+    assert "not a manifest of prepared text" in refused(masked_text.load, own, LENGTH)
 
 
-def test_a_length_that_is_not_there_says_which_are(root):
+def test_a_missing_length_names_the_prepared_lengths(root):
     assert f"(prepared: {LENGTH})" in refused(masked_text.load, root, 512)
     assert "(prepared: none)" in refused(masked_text.load, root / "none", 512)
 
@@ -468,7 +468,7 @@ def train_batches(data, size=7, seed=0, epoch=0, **options):
     return list(data.train(size, seed, epoch, 0, Shard(), **options))
 
 
-def test_masked_tokens_are_as_the_paper_says(root, data):
+def test_masked_tokens_are_chosen_as_in_the_paper(root, data):
     vocabulary = wordpiece.read(root / "vocab.txt")
     mask = vocabulary.special("[MASK]")
     special = {vocabulary.special(t) for t in wordpiece.SPECIAL} - {vocabulary.special("[UNK]")}
@@ -500,7 +500,7 @@ def test_masked_tokens_are_as_the_paper_says(root, data):
     assert len(rows) == data.eval_size
 
 
-def test_token_types_and_mask_are_those_of_the_row(root, data):
+def test_token_types_and_attention_mask_follow_the_row(root, data):
     rows = torch.from_numpy(tokens_of(root, "eval"))
     for i, (inputs, _, random) in enumerate(data.evaluate(1, Shard())):
         second, tokens = rows[i, 1], rows[i, 2]
@@ -510,7 +510,7 @@ def test_token_types_and_mask_are_those_of_the_row(root, data):
         assert random.item() == rows[i, 0]
 
 
-def test_max_predictions_bound_the_masks(root):
+def test_max_predictions_limits_the_masks(root):
     data = masked_text.load(root, LENGTH, masked=0.9, max_predictions=3)
     counts = [(b[1] != masked_text.IGNORED).sum(1) for b in train_batches(data)]
     assert set(torch.cat(counts).tolist()) == {3}
@@ -529,7 +529,7 @@ def by_first(batches):
     return {key: sorted(map(str, value)) for key, value in found.items()}
 
 
-def test_masks_depend_on_seed_epoch_and_example_alone(root, data):
+def test_masks_depend_only_on_seed_epoch_and_example(root, data):
     one = by_first(train_batches(data, 7, drop_last=False))
     assert one == by_first(train_batches(data, 3, drop_last=False))
     ranks = [data.train(6, 0, 0, 0, Shard(r, 3), drop_last=False) for r in range(3)]
@@ -542,13 +542,13 @@ def test_masks_depend_on_seed_epoch_and_example_alone(root, data):
         assert sum(other[k] != one[k] for k in one) > 0.9 * len(one)
 
 
-def test_evaluation_has_the_same_masks_always_on_any_number_of_ranks(data):
+def test_evaluation_has_the_same_masks_on_any_number_of_ranks(data):
     one = by_first(data.evaluate(5, Shard()))
     ranks = [data.evaluate(5, Shard(rank, 3)) for rank in range(3)]
     assert one == by_first(b for batches in ranks for b in batches)
 
 
-def test_batches_go_on_in_the_middle_of_an_epoch_and_leave_random_state_alone(data):
+def test_batches_resume_within_an_epoch_and_leave_random_state_alone(data):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     batches = train_batches(data)
@@ -558,7 +558,7 @@ def test_batches_go_on_in_the_middle_of_an_epoch_and_leave_random_state_alone(da
     assert torch.equal(batches[4][0]["input_ids"], later[0][0]["input_ids"])
 
 
-def test_a_rank_without_an_example_gets_an_empty_batch_of_the_same_make(data):
+def test_a_rank_without_an_example_gets_an_empty_batch_of_the_same_structure(data):
     full = train_batches(data)[0]
     rest = data.train_size % 7
     shards_ = [list(data.train(7, 0, 0, 0, Shard(r, 7), drop_last=False))[-1] for r in range(7)]
@@ -574,7 +574,7 @@ def test_a_rank_without_an_example_gets_an_empty_batch_of_the_same_make(data):
 # ---- demo ----
 
 
-def test_the_demo_is_what_python_says_of_itself():
+def test_the_demo_is_the_documentation_of_python():
     found = {d.where: d.text for d in demo_text.documents()}
     assert "topic if" in found
     assert "Wrap a single paragraph of text" in found["module textwrap"]
