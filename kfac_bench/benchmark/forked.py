@@ -19,7 +19,6 @@ from kfac_bench.errors import UsageError
 PRELOAD = (
     "kfac_bench.training.run",
     "kfac_bench.distributed",
-    "sklearn.datasets",
     "pytorch_optimizer",
 )
 

@@ -243,7 +243,7 @@ def test_wrong_folders_are_named(root, tmp_path):
         lgg.load(root, SIZE)
     empty = root / "kaggle_3m" / "TCGA_DEMO_0_0"
     empty.mkdir()
-    with pytest.raises(UsageError, match=rf"{empty}: a volume without slices"):
+    with pytest.raises(UsageError, match=rf"{empty}: the volume has no slices"):
         lgg.load(root, SIZE)
 
 

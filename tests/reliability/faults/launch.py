@@ -30,7 +30,6 @@ FORKS.set_forkserver_preload(
         "tests.reliability.faults.inject",
         "kfac_bench.training.run",
         "kfac_bench.distributed.backends.ddp",
-        "sklearn.datasets",
         "torch._dynamo",
     ]
 )

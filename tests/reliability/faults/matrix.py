@@ -198,10 +198,7 @@ def _judged(outcome: Outcome, case: Case, reference: str | None) -> Outcome:
 def import_seconds() -> float:
     """Return the processor seconds for the imports that a rank started by hand saves."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    modules = (
-        "kfac_bench.training.run, kfac_bench.distributed.backends.ddp, sklearn.datasets, "
-        "torch._dynamo"
-    )
+    modules = "kfac_bench.training.run, kfac_bench.distributed.backends.ddp, torch._dynamo"
     subprocess.run([sys.executable, "-c", f"import {modules}"], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
