@@ -1,0 +1,84 @@
+"""The examples of CONTRIBUTING.md, followed word for word in a copy of the repository, train."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kfac_bench.record.events import Evaluated, RunEnded, read
+from tests.support import ROOT
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+FEW_STEPS = ["trainer.batch_size=100", "trainer.max_steps=40", "logger=none", "run_id=r"]
+
+
+def section(title):
+    """Return the text below a heading of CONTRIBUTING.md, up to the next heading."""
+    return re.search(rf"^### {title}$\n(.*?)(?=^##)", TEXT, re.DOTALL | re.MULTILINE)[1]
+
+
+def block(text, introduction):
+    """Return the code block that follows a line of the text."""
+    return re.search(rf"^{introduction}:\n```\w+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[1]
+
+
+def follow(text, repository):
+    """Do what a section says: write its files, add its row, and return its commands."""
+    files = re.findall(r"^`(\S+)`:$", text, re.MULTILINE)
+    assert len(files) == 2
+    for file in files:
+        assert not (repository / file).exists()
+        (repository / file).write_text(block(text, f"`{re.escape(file)}`"))
+    table = re.search(r"^A row of `(\w+)`:$", text, re.MULTILINE)[1]
+    registry = repository / "kfac_bench" / "config" / "registry.py"
+    before, opening, rest = registry.read_text().partition(f"\n{table} = {{\n")
+    assert opening
+    registry.write_text(before + opening + block(text, f"A row of `{table}`") + rest)
+    lines = block(text, "Train (?:it, and print its options|a model on it)").splitlines()
+    return files, [shlex.split(line) for line in lines]
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Return a copy of the package and of conf/."""
+    for folder in ("kfac_bench", "conf"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    return tmp_path
+
+
+def kfac_train(repository, arguments):
+    """Run kfac-train on the copy, and return what it prints."""
+    command = [sys.executable, "-m", "kfac_bench", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    done = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("title", "option"),
+    [("A new model", ("model", "width", 32)), ("A new dataset", ("data", "contrast", 1.0))],
+)
+def test_the_example_trains_and_learns(repository, title, option):
+    files, (train, show) = follow(section(title), repository)
+    assert train[0] == show[0] == "kfac-train"
+    kfac_train(repository, [*train[1:], *FEW_STEPS])
+    run = repository / "runs" / "r"
+    events = read(run)
+    assert [e.status for e in events if isinstance(e, RunEnded)] == ["finished"]
+    assert [e for e in events if isinstance(e, Evaluated)][-1].metrics["accuracy"] > 0.8
+    group, name, value = option
+    chosen = yaml.safe_load((run / "config.yaml").read_text())[group]
+    assert (chosen["name"], chosen[name]) == (Path(files[0]).stem, value)
+    assert f"{name}:" in kfac_train(repository, show[1:])
+    ruff = [Path(sys.executable).with_name("ruff"), "check", "--config", ROOT / "pyproject.toml"]
+    subprocess.run([*ruff, repository / files[0]], check=True)
