@@ -1,0 +1,33 @@
+"""The files of conf/, and of a folder of the user's own that has the same groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kfac_bench.config import profiles
+
+_PACKAGE = Path(__file__).parents[1]
+CONF_DIR = next(p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if p.is_dir())
+"""The folder conf/ of the wheel, or of the checkout."""
+
+
+def options_of(group: str, config_dir: Path | None = None) -> list[str]:
+    """Return the choices of a config group, such as ``options_of("model")``.
+
+    A folder of profiles is one choice; the files of any other folder are one choice each.
+    """
+    names = set()
+    for place in (d / group for d in folders(config_dir)):
+        names |= {p.stem for p in place.glob("*.yaml")}
+        for path in place.glob("*/*.yaml"):
+            is_profile = path.stem in profiles.PROFILES
+            names.add(path.parent.name if is_profile else f"{path.parent.name}/{path.stem}")
+    return sorted(names)
+
+
+def folders(config_dir: Path | None) -> list[Path]:
+    """Return the folders of configuration files.
+
+    The user's folder comes first, because Hydra's errors are about the user's files.
+    """
+    return [d for d in (config_dir, CONF_DIR) if d is not None]

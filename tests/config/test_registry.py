@@ -1,0 +1,85 @@
+"""The table of things: each row has a YAML file, a class, and a file that needs no torch."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kfac_bench.config import compose, registry
+from kfac_bench.errors import UsageError
+from kfac_bench.tasks.task import Task
+from tests.support.configs import Own
+
+ROWS = [(g, name) for g, table in registry.TABLES.items() if g != "data" for name in table]
+
+
+@pytest.mark.parametrize("group", registry.TABLES)
+def test_each_row_has_a_yaml_file_and_each_yaml_file_a_row(group):
+    assert compose.options_of(group) == sorted(registry.TABLES[group])
+
+
+def test_files_of_things_and_lists_need_no_torch():
+    """kfac-train --help imports every row, kfac-bench list reads every benchmark."""
+    code = (
+        "import sys\n"
+        "from kfac_bench import cli\n"
+        "from kfac_bench.config import registry\n"
+        "for group, table in registry.TABLES.items():\n"
+        "    for name in table:\n"
+        "        registry.options_class(group, name)\n"
+        "for command in (lambda: cli.train(['--help']), lambda: cli.bench(['list'])):\n"
+        "    try:\n"
+        "        command()\n"
+        "    except SystemExit as stop:\n"
+        "        assert not stop.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("group", "name"), ROWS)
+def test_each_thing_is_documented_and_can_be_built(group, name):
+    found = registry.options_class(group, name)
+    method = {"schedule": "after_warmup", "backend": "join"}.get(group, "build")
+    assert getattr(found, method) is not getattr(found.__mro__[-3], method, None)
+    assert found.__doc__
+    assert not found.__doc__.startswith(f"{found.__name__}("), "dataclass made it"
+
+
+def test_only_the_file_of_the_choice_is_imported():
+    code = (
+        "import sys\n"
+        "from kfac_bench.config import compose\n"
+        "compose.load(['model=unet'])\n"
+        "print([m for m in sys.modules if m.startswith('kfac_bench.models.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['kfac_bench.models.unet']\n"
+
+
+def test_a_yaml_file_without_a_row_is_reported_with_file_and_table(tmp_path):
+    own = Own(tmp_path)
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "mine.yaml"
+    file.write_text("defaults: [/schema/model/mine@_here_, _self_]\nname: mine\n")
+    said = own.refused("model=mine")
+    assert said.startswith(f"{file}: /schema/model/mine: kfac_bench/config/registry.py has no such")
+    assert "resnet8" in said
+
+
+def test_a_name_that_belongs_to_other_options_is_refused():
+    with pytest.raises(UsageError, match="write model=unet"):
+        compose.load(["model.name=unet"])
+    assert compose.load(["model.name=resnet20"]).model.name == "resnet20"
+
+
+@pytest.mark.parametrize("name", registry.TASKS)
+def test_the_likelihood_of_the_options_is_that_of_the_task(name):
+    data = SimpleNamespace(
+        shape=(1, 2, 2), num_classes=2, eval_volumes=1, truth=[], tokens=[], eval_questions=[]
+    )
+    options = registry.options_class("task", name)(name)
+    task: Task = options.build(data)
+    assert task.likelihood == options.likelihood
