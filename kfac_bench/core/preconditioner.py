@@ -295,21 +295,15 @@ class KFAC:
                 "step() after detach(): the hooks are off the model; build another KFAC"
             )
         settings = self._schedules.at(self.steps)
-        self._executor.settle = self._synchronize if self.time_stages else None
+        self._executor.synchronize = self._synchronize if self.time_stages else None
         self._begin_trial()
-        # If ranks hold parts of the gradients, the executor itself gathers them.
-        grads = {} if self.plan.sharded else self._gradients()
-        preconditioned = self._executor.run(self._request(settings, grads, loss_scale))
+        self._executor.run(self._request(settings, loss_scale))
         stage_s = self._executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + self._capture.seconds
         self._capture.seconds = 0.0
         with self._executor.timed("WriteBack"):
             self._write_back.write(
-                grads,
-                preconditioned,
-                self._executor.shards,
-                settings.kl_clip,
-                track_cosine=self.track_cosine,
+                self._executor.gradients, settings.kl_clip, track_cosine=self.track_cosine
             )
         self._decompose_now = self._sent_labels = False
         self.steps += 1
@@ -323,15 +317,9 @@ class KFAC:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _gradients(self) -> dict[str, Tensor]:
-        """Return gradients by layer [groups, g_dim, a_dim]; layers without one are missing."""
-        grads = {layer.name: layer.get_grad() for layer in self._layers}
-        return {name: grad for name, grad in grads.items() if grad is not None}
-
     def _request(
         self,
         settings: Settings,
-        grads: Mapping[str, Tensor],
         loss_scale: float | Tensor | Callable[[], float | Tensor],
     ) -> Request:
         """Return the stages that are due, with the statistics that the hooks collected."""
@@ -352,7 +340,7 @@ class KFAC:
         due = range(count) if self._decompose_now else self._schedules.slices_due(self.steps, count)
         stages += [plan.slices[i] for i in due]
         stages.append(plan.precondition)
-        return Request(stages, settings.damping, settings.factor_decay, collected, grads, scale)
+        return Request(stages, settings.damping, settings.factor_decay, collected, scale)
 
     def fisher_backward(
         self,
@@ -395,11 +383,11 @@ class KFAC:
 
         It is 1 unless ranks have unequal shares of a batch and weigh their mean losses by them.
         """
-        return self._executor.fresh.loss_weight
+        return self._executor.batch_statistics.loss_weight
 
     @loss_weight.setter
     def loss_weight(self, weight: float) -> None:
-        self._executor.fresh.loss_weight = weight
+        self._executor.batch_statistics.loss_weight = weight
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -491,7 +479,7 @@ class KFAC:
     @property
     def dropped_statistics(self) -> int:
         """Statistics of this rank that were left out because they were not finite."""
-        dropped = self._executor.fresh.dropped
+        dropped = self._executor.batch_statistics.dropped
         return 0 if dropped is None else int(dropped)
 
     def fingerprint(self) -> dict[str, str]:

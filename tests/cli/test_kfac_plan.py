@@ -72,7 +72,8 @@ class Measuring(TorchCollective):
         kept = storages(x.tensors for x in executor.store.decompositions.values())
         in_flight = sum(size for _, pointer, size in self._alive if pointer not in kept)
         self.buckets[stage.value] = max(self.buckets[stage.value], in_flight)
-        fresh = [*executor.fresh.factors.values(), *executor.fresh.second_moments.values()]
+        statistics = executor.batch_statistics
+        fresh = [*statistics.factors.values(), *statistics.second_moments.values()]
         moments = [[moment] for moment, _ in fresh]
         self.statistics = max(self.statistics, sum(storages(moments).values()))
         self._moments += [StorageWeakRef(m.untyped_storage()) for (m,) in moments]
@@ -108,7 +109,9 @@ def measured(kfac):
         "factors": sum(storages(factors).values()),
         "decompositions": sum(storages(x.tensors for x in store.decompositions.values()).values()),
     }
-    assert not kfac._executor._preconditioned, "gradients of the last step are still there"
+    gradients = kfac._executor.gradients
+    held = gradients.whole | gradients.preconditioned
+    assert not held, "gradients of the last step are still there"
     if collective.world_size == 1:
         return memory, {stage.value: {} for stage in Stage}
     if kfac.plan.factors_on == "all":  # else some are gone before somebody looks at them

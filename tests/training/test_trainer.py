@@ -454,7 +454,7 @@ def counted_here(folder):
     """On every rank: what rank 0 records when each rank counts its own."""
     trainer = trainer_of(folder, *STABLE, backend=here())
     trainer.kfac._executor.solver.failed = 1 + trainer.ranks.rank
-    trainer.kfac._executor.fresh.dropped = torch.tensor(10 * (1 + trainer.ranks.rank))
+    trainer.kfac._executor.batch_statistics.dropped = torch.tensor(10 * (1 + trainer.ranks.rank))
     found = trainer._meter.kfac_statistics()
     return found["failed_decompositions"], found["dropped_statistics"]
 

@@ -13,7 +13,7 @@ from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor
 
 
-class Fresh:
+class BatchStatistics:
     """Statistics with their weights, the samples they stand for; 0 where one is unusable.
 
     Messages add them up over ranks between ``compute_...`` and :meth:`fold`.

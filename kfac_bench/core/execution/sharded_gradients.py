@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from kfac_bench.core.distributed.dtensor import Part, is_sharded, lay_out_grad, local, part_of
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.layer_spec import LayerSpec
 
 
 def any_sharded(layers: Sequence[Layer]) -> bool:
-    """Whether ranks hold parts of some layer's parameters."""
+    """Return whether ranks hold parts of some layer's parameters."""
     return any(is_sharded(layer.weight) for layer in layers)
 
 
-class Shards:
-    """The rank's parts of the gradients of ``layers``, before and after preconditioning.
+class ShardedGradients:
+    """The parts of the gradients that this rank holds; see :class:`.gradients.Gradients`.
 
-    A gradient is whole on its gradient workers alone, for as long as they work on it.
+    A gradient becomes ``whole`` on its gradient workers when their message has arrived. As soon as
+    the preconditioned gradient is needed no more, only this rank's part of it is kept.
     """
 
     def __init__(self, layers: Sequence[Layer], world_size: int) -> None:
@@ -27,25 +29,32 @@ class Shards:
         params = {id(p): p for layer in layers for p in _params(layer)}
         self._parts = {i: part_of(p, world_size) for i, p in params.items()}
         self._params = list(params.values())
-        self._new: dict[str, list[Tensor]] = {}
-        self.products = torch.empty(0)
-        """By layer of :meth:`names`: <p, g>, <p, p>, <g, g>; p is the preconditioned g."""
+        self._kept: dict[str, list[Tensor]] = {}
+        """By layer, this rank's parts of the preconditioned weight and bias gradients."""
+        self._products = torch.empty(0)
+        """[names, 3]: <p, g>, <p, p>, <g, g>; g is a gradient, p the preconditioned one."""
+        self.whole: dict[str, Tensor] = {}
+        self.preconditioned: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """A new step; all ranks call it."""
-        self._new.clear()
+        """Start a step with what backward left; all ranks call it."""
+        self._forget()
         for param in self._params:
             lay_out_grad(param)
 
+    def _forget(self) -> None:
+        self.whole, self.preconditioned, self._kept = {}, {}, {}
+
     @property
     def names(self) -> list[str]:
-        """Layers that backward reached."""
+        """The layers that backward reached, in the model's order."""
         return [n for n, layer in self._layers.items() if layer.weight.grad is not None]
 
-    def give(self, name: str, matrix: Tensor) -> None:
-        """Add this rank's share to a gradient [groups, g_dim, a_dim], which is 0 before.
+    def add_part(self, name: str, matrix: Tensor) -> None:
+        """Add this rank's part to a gradient [groups, g_dim, a_dim], which is 0 before.
 
-        Where several ranks hold one block, each adds a part of its value.
+        Where several ranks hold one block, each adds a share of its value, so that the sum over
+        ranks is right.
         """
         for whole, held, part in self._blocks(name, matrix):
             assert whole.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
@@ -53,15 +62,19 @@ class Shards:
                 there, here = part.within(self._layers[name].part)
                 whole[there] = local(held.grad)[here] * part.share
 
-    def take(self, name: str, matrix: Tensor) -> None:
-        """Keep this rank's part of a preconditioned gradient [groups, g_dim, a_dim]."""
-        rows = self._layers[name].part
-        self._new[name] = [
-            whole[part.within(rows)[0]].clone() for whole, _, part in self._blocks(name, matrix)
-        ]
+    def keep(self, specs: Sequence[LayerSpec]) -> None:
+        """Reduce whole preconditioned gradients to this rank's parts, which frees their memory."""
+        for name in (spec.name for spec in specs):
+            if name in self.preconditioned:
+                self.whole.pop(name, None)
+                rows, matrix = self._layers[name].part, self.preconditioned.pop(name)
+                self._kept[name] = [
+                    whole[part.within(rows)[0]].clone()
+                    for whole, _, part in self._blocks(name, matrix)
+                ]
 
     def sum_products(self, out: Tensor) -> None:
-        """Write the rank's share of :attr:`products` into ``out`` [3 layers]; else 0."""
+        """Write what this rank's parts add to the products into ``out``, [3 * layers]."""
         sums = out.zero_().view(len(self._layers), 3)
         for i, name in enumerate(self._layers):
             for new, old, part in self._pairs(name):
@@ -71,32 +84,36 @@ class Shards:
                 )
 
     def keep_products(self, summed: Tensor) -> None:
-        """Of all ranks."""
+        """Store the products, summed over ranks, [3 * layers]."""
         reached = [i for i, x in enumerate(self._layers.values()) if x.weight.grad is not None]
-        self.products = summed.view(-1, 3)[reached]
+        self._products = summed.view(-1, 3)[reached]
+
+    def dots(self) -> Iterable[Tensor]:
+        """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
+        return self._products[:, 0]
 
     def cosines(self) -> Tensor:
-        """Between gradient and preconditioned one, by layer of :attr:`names`."""
-        dots, *squares = self.products.unbind(1)
+        """Return the cosine between both, of each of :attr:`names`."""
+        dots, *squares = self._products.unbind(1)
         return dots / (squares[0] * squares[1]).sqrt().clamp_min(1e-8)
 
     def write(self, scale: Tensor | None) -> None:
-        """Preconditioned gradients, times ``scale``, into the parameters' gradients, in place."""
+        """Write preconditioned gradients, times ``scale``, into ``.grad``; then forget them."""
         for name in self.names:
             for new, old, _ in self._pairs(name):
                 old.copy_(new if scale is None else new * scale)
-        self._new.clear()
+        self._forget()
 
     def _pairs(self, name: str) -> Iterator[tuple[Tensor, Tensor, Part]]:
-        """Preconditioned and own gradient of each parameter, this rank's parts."""
+        """Yield, for each parameter, this rank's preconditioned part and its own gradient."""
         layer = self._layers[name]
-        for param, new in zip(_params(layer), self._new.get(name, ()), strict=False):
+        for param, new in zip(_params(layer), self._kept.get(name, ()), strict=False):
             if param.grad is not None:
                 part = self._parts[id(param)]
                 yield new, local(param.grad)[part.within(layer.part)[1]], part
 
     def _blocks(self, name: str, matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Part]]:
-        """Of each parameter: its rows of ``matrix``, itself, this rank's part of it."""
+        """Yield each parameter with its block of ``matrix`` before it, and this rank's part."""
         layer = self._layers[name]
         for param, whole in zip(_params(layer), layer.from_matrix(matrix), strict=False):
             assert whole is not None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_bench.core.execution.batch_statistics import Fresh
+from kfac_bench.core.execution.batch_statistics import BatchStatistics
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.planning.layer_spec import FACTORS
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
@@ -152,17 +152,17 @@ def _nan_gradient(step: int) -> None:
 
 def _nan_statistic(step: int) -> None:
     """Put a NaN into the statistics of one batch for one factor."""
-    original = Fresh._only_finite
+    original = BatchStatistics._only_finite
     done: list[int] = []
 
-    def only_finite(self: Fresh, moment: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    def only_finite(self: BatchStatistics, moment: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         if _now["step"] >= step and not done:
             done.append(step)
             _happens()
             moment.view(-1)[0] = math.nan
         return original(self, moment, samples)
 
-    Fresh._only_finite = only_finite  # type: ignore[method-assign]
+    BatchStatistics._only_finite = only_finite  # type: ignore[method-assign]
 
 
 def _nan_factor(step: int) -> None:
