@@ -1,1 +1,1 @@
-"""Run a plan on tensors: batch statistics, running factors, decompositions, messages, gradients."""
+"""Runs a plan on tensors: statistics, running factors, decompositions, messages, gradients."""

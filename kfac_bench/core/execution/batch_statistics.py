@@ -1,4 +1,4 @@
-"""The statistics of one step: from raw moments of this rank to the running averages."""
+"""The statistics of one batch: from raw moments of this rank to the running averages."""
 
 from __future__ import annotations
 
@@ -14,24 +14,32 @@ from kfac_bench.core.planning.layer_spec import FACTORS, Factor
 
 
 class BatchStatistics:
-    """Statistics with their weights, the samples they stand for; 0 where one is unusable.
+    """Statistics of one batch, each with its weight: its samples, or 0 if it is unusable.
 
-    Messages add them up over ranks between ``compute_...`` and :meth:`fold`.
+    The executor computes them, messages replace them by means over ranks, and :meth:`fold` adds
+    them to the running averages.
+
+    Attributes:
+        factors: Statistics of A and G, and their weights.
+        second_moments: EKFAC's second moments, and their weights.
+        dropped: Statistics left out because they were not finite; a 0-d tensor on the device.
+        loss_weight: What multiplied this rank's loss beside the loss scale of all ranks.
     """
 
     def __init__(self, scale: Scale, *, of_sums: bool = False) -> None:
         self.factors: Statistics = {}
         self.second_moments: SecondMoments = {}
         self.dropped: Tensor | None = None
-        """Statistics left out because they were not finite; a 0-d tensor on the device."""
         self._scale = scale
+        # Whether g is the gradient of a sum over samples (mc, type2), not of the user's own loss.
         self._of_sums = of_sums
-        """Whether g is of a loss that is a sum over samples, not of the user's own loss."""
         self.loss_weight = 1.0
-        """What multiplied this rank's own loss, beside the loss scale, which is that of all."""
 
     def compute_factor(self, layer: Layer, factor: Factor, new: Collected | None) -> None:
-        """Scale a raw moment, but for the loss scale; ``new`` is None if the layer was not used."""
+        """Make a statistic of a raw moment; ``new`` is None if the layer was not used.
+
+        The loss scale stays in it until :meth:`fold`.
+        """
         if new is None:
             zeros = _zeros(layer.spec.factor_shape(factor), layer.weight)
             self.factors[layer.name, factor] = zeros, zeros.new_zeros(())
@@ -44,7 +52,10 @@ class BatchStatistics:
         self.factors[layer.name, factor] = self._only_finite(moment, new.samples)
 
     def compute_second_moment(self, layer: Layer, new: Collected | None) -> None:
-        """Scaled to be the product of A's and G's eigenvalues if a and g are independent."""
+        """Make a statistic of raw second moments, None if the layer was not used.
+
+        If a and g are independent, it is the product of the eigenvalues of A and G.
+        """
         if new is None or new.second_moment is None:
             zeros = _zeros(layer.spec.grad_shape, layer.weight)
             self.second_moments[layer.name] = zeros, zeros.new_zeros(())
@@ -55,7 +66,7 @@ class BatchStatistics:
         self.second_moments[layer.name] = self._only_finite(moment, new.samples)
 
     def _only_finite(self, moment: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-        """The statistic and its weight; what is not finite must never enter an average."""
+        """Return the statistic and its weight, zeros for one that is not finite."""
         finite = torch.isfinite(moment.sum())
         self.dropped = ~finite + (0 if self.dropped is None else self.dropped)
         return moment.masked_fill_(~finite, 0.0), finite * float(samples)
@@ -70,34 +81,44 @@ class BatchStatistics:
         decay: float,
         loss_scale: float | Tensor = 1.0,
     ) -> None:
-        """Debiased running averages: F_k = sum decay^(k-i) f_i / sum decay^(k-i).
+        """Add the statistics f to the running averages F, and forget them.
 
-        Before the first statistic a factor is the identity. Second moments start anew with each
-        eigenbasis, from the eigenvalues, which count as one statistic. ``loss_scale`` is what
-        multiplied the loss of every rank before backward.
+        The averages are debiased: F_k = sum_i decay^(k-i) f_i / sum_i decay^(k-i). Before the
+        first statistic a factor is the identity. Second moments start again with each eigenbasis,
+        from the eigenvalues, which count as one statistic.
+
+        Args:
+            store: Holds the running averages.
+            layers: The layers by name.
+            decay: Weight of the old average.
+            loss_scale: What multiplied the loss of every rank before backward.
         """
-        for key, (fresh, samples) in self.factors.items():
+        for key, (statistic, samples) in self.factors.items():
             if key[1] == "G":
-                samples = _unscale(fresh, samples, loss_scale)
+                samples = _unscale(statistic, samples, loss_scale)
             if key not in store.factors:
                 diagonal = layers[key[0]].spec.diagonal(key[1])
-                store.keep_factor(key, identity_like(fresh, diagonal=diagonal))
-                store.weights[key] = fresh.new_zeros(())
+                store.keep_factor(key, identity_like(statistic, diagonal=diagonal))
+                store.weights[key] = statistic.new_zeros(())
+            # torch.where in place of an if: the host does not wait for the number of samples.
             weight, present = store.weights[key], samples > 0
             weight.copy_(torch.where(present, decay * weight + 1, weight))
-            store.keep_factor(key, store.factor(key).lerp_(fresh, present / weight.clamp_min(1)))
-        for name, (fresh, samples) in self.second_moments.items():
+            store.keep_factor(
+                key, store.factor(key).lerp_(statistic, present / weight.clamp_min(1))
+            )
+        for name, (statistic, samples) in self.second_moments.items():
             if name in store.second_moments:
-                samples = _unscale(fresh, samples, loss_scale)
-                store.second_moments[name].lerp_(fresh, (samples > 0) * (1 - decay))
+                samples = _unscale(statistic, samples, loss_scale)
+                store.second_moments[name].lerp_(statistic, (samples > 0) * (1 - decay))
         self.factors.clear()
         self.second_moments.clear()
 
 
 def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Tensor:
-    """Divide by the square of the loss scale, in place; the weight, 0 if that is no number.
+    """Divide a moment by the square of the loss scale, in place; return its weight.
 
-    After the messages, so that these may start before it is known.
+    The weight becomes 0 if the scale is not finite. This happens after the messages, so that they
+    can start before the scale is known.
     """
     if isinstance(loss_scale, float | int) and loss_scale == 1:
         return samples
@@ -108,6 +129,7 @@ def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Ten
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Of a statistic's dtype: at least float32."""
+    """Return zeros on the device of ``like``, in a statistic's dtype: at least float32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.zeros(shape, device=like.device, dtype=dtype)  # not like's: it may be a DTensor
+    # Not like.new_zeros: a parameter may be a DTensor, statistics are plain tensors.
+    return torch.zeros(shape, device=like.device, dtype=dtype)

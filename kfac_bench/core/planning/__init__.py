@@ -1,1 +1,1 @@
-"""Who computes and sends what, and what that costs. Nothing here imports torch."""
+"""Who computes and sends what, and what it costs. Nothing in this folder imports torch."""

@@ -1,4 +1,4 @@
-"""What decomposing a factor costs, so that ranks and steps can share the work."""
+"""The cost of decomposing a factor, by which ranks and steps share the work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 Cost = Callable[[int], float]
-"""Of decomposing an [n, n] matrix, in any unit."""
+"""The cost of decomposing an [n, n] matrix, in any unit."""
 
 # fmt: off
 SECONDS = {
@@ -22,21 +22,24 @@ SECONDS = {
     },
 }
 # fmt: on
-"""By method, of one [n, n] factor. Measured by benchmarks/decompositions.py on one thread of an
-AMD EPYC, torch 2.14.1; only their ratios count."""
+"""Seconds of one decomposition, by method and size n of an [n, n] factor.
+
+Measured by benchmarks/decompositions.py on one thread of an AMD EPYC, torch 2.14.1. Only their
+ratios matter.
+"""
 
 
 def cubic_cost(n: int) -> float:
-    """Work of decomposing an [n, n] matrix, up to a constant."""
+    """Return n^3: the work of decomposing an [n, n] matrix, up to a constant."""
     return float(n) ** 3
 
 
 def measured_cost(method: str) -> Cost:
-    """Nanoseconds of decomposing an [n, n] matrix, from :data:`SECONDS`.
+    """Return a cost in nanoseconds that interpolates :data:`SECONDS`.
 
-    Straight lines between the logarithms of sizes and times, the outer ones prolonged; whole
-    numbers, so that sums do not depend on their order. The table is of a CPU, and is used on every
-    device: ranks must agree, and small matrices cost more than n^3 says on each.
+    Between two sizes of the table, and beyond its ends, the logarithm of the time is linear in the
+    logarithm of the size. The table of a CPU serves every device: ranks must agree on the cost,
+    and on every device small matrices cost more than n^3 predicts.
     """
     seconds = SECONDS["inverse" if method == "inverse" else "eigen"]
     sizes = list(seconds)
@@ -46,6 +49,7 @@ def measured_cost(method: str) -> Cost:
         i = min(max(bisect_left(sizes, n), 1), len(sizes) - 1)
         low, high = sizes[i - 1], sizes[i]
         slope = math.log(seconds[high] / seconds[low]) / math.log(high / low)
+        # Whole numbers: a sum of costs must not depend on its order, or plans could differ.
         return float(round(1e9 * seconds[low] * (n / low) ** slope))
 
     return cost

@@ -1,8 +1,11 @@
-"""What a plan costs, without running it: bytes held and sent, FLOPs per kind of op."""
+"""What a plan costs, without running it: bytes kept and sent, and FLOPs of each op.
+
+``kfac-plan``, the report of a preconditioner and the simulator call these functions.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,10 +24,10 @@ from kfac_bench.core.planning.sizes import factor_numel, kept_bytes
 
 
 def memory_bytes(plan: Plan, rank: int) -> dict[str, int]:
-    """K-FAC state that ``rank`` keeps between steps: running factors and decompositions.
+    """Return the bytes of K-FAC state that ``rank`` keeps between steps, by kind.
 
-    Decompositions live on the layer's gradient workers: eigenvalues and eigenvectors, or the
-    inverse as a full matrix. EKFAC's second moments count as factors.
+    ``decompositions`` are kept by the gradient workers of a layer: eigenvalues and eigenvectors,
+    or full inverses. ``factors`` are running factors and EKFAC's second moments.
     """
     total = {"factors": 0, "decompositions": 0}
     for kind, ranks, size in _kept(plan):
@@ -34,12 +37,12 @@ def memory_bytes(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """What is kept between steps: its kind, on which ranks, bytes on each of them."""
+    """Yield the kind of each tensor kept between steps, its ranks, and its bytes on each rank."""
     holders = {}
     for op in plan.ops(Stage.FACTORS):
         if isinstance(op, ComputeFactor):
             holders[op.layer, op.factor] = op.ranks
-        elif (root := getattr(op, "root", None)) is not None:  # reduced to it alone
+        elif (root := getattr(op, "root", None)) is not None:  # only the root keeps them
             holders.update(dict.fromkeys(getattr(op, "members", ()), (root,)))
         elif isinstance(op, ComputeSecondMoment):
             yield "factors", op.ranks, 4 * op.layer.grad_numel
@@ -52,7 +55,10 @@ def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
 
 
 def payload_bytes(plan: Plan, *stages: Stage) -> dict[str, int]:
-    """Bytes the messages of the stages carry, by kind of op; each message counted once."""
+    """Return the bytes that messages of the stages carry, by kind of op.
+
+    Each message counts once, however many ranks it has.
+    """
     total: Counter[str] = Counter()
     for op in plan.ops(*stages):
         if isinstance(op, Message):
@@ -60,20 +66,11 @@ def payload_bytes(plan: Plan, *stages: Stage) -> dict[str, int]:
     return dict(total)
 
 
-def wire_bytes(plan: Plan, rank: int, *stages: Stage) -> dict[str, float]:
-    """Bytes ``rank`` receives, by kind of op; see :func:`wire_bytes_of`."""
-    total: dict[str, float] = defaultdict(float)
-    for op in plan.ops(*stages):
-        if isinstance(op, Message) and rank in op.ranks:
-            total[type(op).__name__] += wire_bytes_of(op)
-    return dict(total)
-
-
 def wire_bytes_of(op: Message) -> float:
-    """Bytes that each rank of a message receives.
+    """Return the bytes that each rank of a message receives, if the ranks form a ring.
 
-    Over p ranks a ring moves 2 (p-1)/p of a payload that all of them reduce, and (p-1)/p of one
-    that goes from a root or to it.
+    A ring of p ranks moves 2 (p-1)/p of the payload of an all-reduce, and (p-1)/p of the payload
+    of a broadcast or a reduce, which have a root.
     """
     passes = 2 if getattr(op, "root", None) is None else 1
     return passes * (len(op.ranks) - 1) / len(op.ranks) * op.numel * op.itemsize
@@ -87,15 +84,22 @@ def flops(
     reduced: Mapping[str, int] | None = None,
     seeds: int = 1,
 ) -> float:
-    """Floating-point operations of one compute op; 0 for messages.
+    """Return the floating-point operations of one compute op, 0 for a message.
 
-    ``rows`` is, per layer, batch times shared positions on one rank; ``reduced`` what factors
-    are made of instead where positions are reduced first. Each of ``seeds`` gradients that are
-    sent back for the Fisher has a G and a second moment. Factors count a full product x^T x
-    (2 rows d^2); eigh 14/3 d^3 for vectors and values (LAPACK's divide and conquer after the
-    tridiagonal reduction), a Cholesky inverse d^3; eq. 11-13 four products, eq. 10 two; a diagonal
-    counts as nothing, the sum of its squares apart. EKFAC rotates rows and multiplies them, as a
-    weight gradient does.
+    What counts:
+
+    * A factor is a full product x^T x: 2 rows d^2. A diagonal is a sum of squares.
+    * eigh takes 14/3 d^3 for values and vectors (LAPACK's divide and conquer after the reduction
+      to a tridiagonal matrix), an inverse by Cholesky d^3. A diagonal takes nothing.
+    * Preconditioning takes four products (eq. 11-13), or two with inverses (eq. 10).
+    * A second moment of EKFAC rotates the rows and multiplies them, as a weight gradient does.
+
+    Args:
+        op: The op.
+        method: The plan's method.
+        rows: By layer, the batch of one rank times the positions that share the weight.
+        reduced: As ``rows``, for factors whose positions are reduced first; None if none are.
+        seeds: Gradients that are sent back for the Fisher. Each has a G and a second moment.
     """
     match op:
         case ComputeFactor(_, layer, factor):
@@ -115,29 +119,21 @@ def flops(
 
 
 def _two_sided_product(spec: LayerSpec) -> float:
-    """FLOPs of [g, g] @ [g, a] @ [a, a] in each group."""
+    """Return the FLOPs of [g, g] @ [g, a] @ [a, a] in each group."""
     inner = (0 if spec.g_diagonal else spec.g_dim) + (0 if spec.a_diagonal else spec.a_dim)
     return 2.0 * spec.grad_numel * inner
 
 
-def stage_flops(plan: Plan, rank: int, rows: Mapping[str, int]) -> dict[Stage, float]:
-    """FLOPs of ``rank`` in each stage, each time the stage runs."""
-    return {
-        stage: sum(flops(op, plan.method, rows) for op in plan.ops(stage) if rank in op.ranks)
-        for stage in Stage
-    }
-
-
 @dataclass(slots=True)
 class Traffic:
-    """Messages that a rank takes part in, and the bytes they carry and it receives."""
+    """The messages that a rank takes part in: their payload, and the bytes that it receives."""
 
     messages: int = 0
     payload_bytes: int = 0
     wire_bytes: float = 0.0
 
     def add(self, op: Message) -> None:
-        """Count one."""
+        """Count one message."""
         self.messages += 1
         self.payload_bytes += op.numel * op.itemsize
         self.wire_bytes += wire_bytes_of(op)
@@ -145,32 +141,32 @@ class Traffic:
 
 @dataclass(slots=True)
 class RankCost:
-    """What one rank holds; and does and sends each time a stage runs, all slices together."""
+    """What one rank keeps, and what it computes and sends each time that a stage runs."""
 
     memory_bytes: dict[str, int] = field(
         default_factory=lambda: {"factors": 0, "decompositions": 0}
     )
     """As :func:`memory_bytes`."""
     statistics_bytes: int = 0
-    """Of a batch, in fp32, held while the factors stage runs."""
+    """Bytes of batch statistics in fp32, held while the factors stage runs."""
     bucket_bytes: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
-    """What messages hold in the stage, or its largest slice, at their peak, beside the state."""
+    """Largest number of bytes in buckets at one time, by stage; slices run one at a time."""
     flops: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     traffic: dict[Stage, dict[str, Traffic]] = field(
         default_factory=lambda: {stage: {} for stage in Stage}
     )
-    """By kind of message."""
+    """By stage and kind of message."""
 
     @property
     def peak_bytes(self) -> int:
-        """State, and what the stage that needs most holds beside it."""
+        """The largest number of bytes at one time: the state, and what the largest stage adds."""
         buckets = self.bucket_bytes
         more = self.statistics_bytes + buckets[Stage.FACTORS], *buckets.values()
         return sum(self.memory_bytes.values()) + max(more)
 
 
 def rank_costs(plan: Plan, flops_of: Callable[[Op], float]) -> list[RankCost]:
-    """Of each rank; ``flops_of`` a compute op is what one of its ranks does."""
+    """Return the cost of each rank; ``flops_of(op)`` are the FLOPs of one of the op's ranks."""
     costs = [RankCost() for _ in range(plan.world_size)]
     for kind, ranks, size in _kept(plan):
         for rank in ranks:
@@ -198,14 +194,17 @@ def _statistic_bytes(op: Op) -> int:
 
 
 def _bucket_bytes(ops: Sequence[Op]) -> dict[int, int]:
-    """Of each rank: all messages of one run are under way before the first is unpacked."""
-    under_way: Counter[int] = Counter()
+    """Return the largest bytes in buckets at one time, by rank.
+
+    All messages of a stage, or slice, are in flight before the first is unpacked.
+    """
+    in_flight: Counter[int] = Counter()
     peak: Counter[int] = Counter()
     for op in ops:
         if isinstance(op, Message):
             for rank in op.ranks:
-                under_way[rank] += op.numel * op.itemsize
-                peak[rank] = max(peak[rank], under_way[rank])
-                if isinstance(op, ReduceScales):  # waited for at once, with all before it
-                    under_way[rank] = 0
+                in_flight[rank] += op.numel * op.itemsize
+                peak[rank] = max(peak[rank], in_flight[rank])
+                if isinstance(op, ReduceScales):  # the ranks wait for it and all before it
+                    in_flight[rank] = 0
     return dict(peak)

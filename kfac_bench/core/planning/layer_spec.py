@@ -11,10 +11,11 @@ FACTORS: tuple[Factor, ...] = ("A", "G")
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Shapes of one layer seen as ``groups`` independent maps y = W a.
+    """The shapes of one layer, seen as ``groups`` independent linear maps y = W a.
 
-    The gradient is [groups, g_dim, a_dim]. A is [groups, a_dim, a_dim], or [groups, a_dim] where
-    only its diagonal is kept (an embedding's tokens); G likewise (a head's vocabulary).
+    The gradient is [groups, g_dim, a_dim]. A is [groups, a_dim, a_dim], or [groups, a_dim] if only
+    its diagonal is kept, as for the tokens of an embedding. G is [groups, g_dim, g_dim], or
+    [groups, g_dim] if only its diagonal is kept, as for the vocabulary of a large head.
     """
 
     name: str
@@ -25,24 +26,24 @@ class LayerSpec:
     g_diagonal: bool = False
 
     def dim(self, factor: Factor) -> int:
-        """Side of one block of A or G."""
+        """Return the number of rows of one block of A or G."""
         return self.a_dim if factor == "A" else self.g_dim
 
     def diagonal(self, factor: Factor) -> bool:
-        """Whether only the factor's diagonal is kept."""
+        """Return whether only the diagonal of the factor is kept."""
         return self.a_diagonal if factor == "A" else self.g_diagonal
 
     def factor_shape(self, factor: Factor) -> tuple[int, ...]:
-        """Shape of the factor as it is stored."""
+        """Return the shape of the factor as ranks keep it."""
         n = self.dim(factor)
         return (self.groups, n) if self.diagonal(factor) else (self.groups, n, n)
 
     @property
     def grad_shape(self) -> tuple[int, int, int]:
-        """Shape of the gradient as K-FAC sees it: weight and bias side by side."""
+        """The shape of the gradient as K-FAC sees it: weight and bias side by side."""
         return self.groups, self.g_dim, self.a_dim
 
     @property
     def grad_numel(self) -> int:
-        """Elements of the gradient."""
+        """The number of elements of the gradient."""
         return self.groups * self.g_dim * self.a_dim

@@ -9,14 +9,14 @@ from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One row of the table: ``ranks`` take part."""
+    """One row of the plan, in which ``ranks`` take part."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeFactor(Op):
-    """The fresh batch statistic of one factor."""
+    """Compute the batch statistic of one factor."""
 
     layer: LayerSpec
     factor: Factor
@@ -24,7 +24,7 @@ class ComputeFactor(Op):
 
 @dataclass(frozen=True, slots=True)
 class ComputeSecondMoment(Op):
-    """The fresh second moments of one layer's gradients in its eigenbasis (EKFAC)."""
+    """Compute the second moments of one layer's gradients in its eigenbasis (EKFAC)."""
 
     layer: LayerSpec
 
@@ -45,7 +45,7 @@ class Precondition(Op):
 
 @dataclass(frozen=True, slots=True)
 class Message(Op):
-    """An op that sends a bucket of ``numel`` elements; ``index`` counts within its kind."""
+    """An op that sends a bucket of ``numel`` elements; ``index`` counts messages of one kind."""
 
     index: int
     numel: int
@@ -54,16 +54,16 @@ class Message(Op):
 
     @property
     def name(self) -> str:
-        """The same on all ranks and in every step (Horovod needs it, traces show it)."""
+        """A name that is equal on all ranks and in every step, as Horovod and traces need it."""
         return f"{type(self).__name__}/{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScales(Message):
-    """Sum each statistic's weight and size over ranks, in fp32, before half precision sends them.
+    """Sum the weight and the size of each statistic over ranks, in fp32.
 
-    With it every rank divides by the same size, and nothing overflows or vanishes. The messages
-    after it wait for it.
+    Half precision needs this message before statistics are sent: every rank then divides by the
+    same size, and nothing overflows or vanishes. The messages after it wait for it.
     """
 
     members: tuple[tuple[LayerSpec, Factor], ...]
@@ -71,9 +71,9 @@ class ReduceScales(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReduceFactors(Message):
-    """Sum fresh statistics over ranks: of each a packed triangle, and in fp32 its weight.
+    """Sum batch statistics over ranks: a packed triangle of each, and in fp32 its weight.
 
-    With a ``root``, which keeps these factors, only that rank gets the sum.
+    If there is a ``root``, only this rank gets the sum, and it keeps these factors.
     """
 
     members: tuple[tuple[LayerSpec, Factor], ...]
@@ -82,16 +82,17 @@ class ReduceFactors(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReduceSecondMoments(Message):
-    """Sum fresh second moments over ranks: of each the [groups, g_dim, a_dim] and its weight."""
+    """Sum second moments [groups, g_dim, a_dim] and their weights over ranks."""
 
     members: tuple[LayerSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GatherGradients(Message):
-    """Put together, on the gradient workers, gradients of which each rank holds a part.
+    """Bring gradients, of which each rank holds a part, to their gradient workers.
 
-    A sum over ``ranks`` of what is 0 but for a rank's own part; ``root`` gets it, or all do.
+    The message is a sum over ``ranks``: each rank adds its own part, and 0 elsewhere. The ``root``
+    gets the sum, or all ranks if there is none.
     """
 
     root: int | None
@@ -100,15 +101,15 @@ class GatherGradients(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReduceProducts(Message):
-    """Sum what each rank's parts add to <p, g>, <p, p> and <g, g> of each layer.
+    """Sum <p, g>, <p, p> and <g, g> of each layer over the ranks, which hold parts of g and p.
 
-    g is a layer's gradient, p the preconditioned one: the clip factor and cosines need them.
+    g is the gradient of a layer, p the preconditioned one. The KL clip and cosines need them.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ShareDecompositions(Message):
-    """Send decompositions from ``root``, which made them, to the gradient workers."""
+    """Send decompositions from ``root``, which made them, to the other gradient workers."""
 
     root: int
     members: tuple[tuple[LayerSpec, Factor], ...]
@@ -116,7 +117,7 @@ class ShareDecompositions(Message):
 
 @dataclass(frozen=True, slots=True)
 class ShareGradients(Message):
-    """Send preconditioned gradients from ``root``, a gradient worker, along its row."""
+    """Send preconditioned gradients from ``root``, a gradient worker, along its row of the grid."""
 
     root: int
     members: tuple[LayerSpec, ...]

@@ -1,4 +1,4 @@
-"""Which ranks do the work of which layer: the grid, and how it is balanced."""
+"""Place layers on the grid of ranks, so that the load is balanced."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
 from kfac_bench.core.planning.plan import Placement, Strategy
 from kfac_bench.core.planning.sizes import kept_bytes
 
-Weight = Callable[[LayerSpec, Factor], float]
+FactorWeight = Callable[[LayerSpec, Factor], float]
 
 
 def gradient_workers(row: Strategy, fraction: float | None, world_size: int) -> int:
-    """How many of the ranks precondition a layer."""
+    """Return how many of the ranks precondition a layer: the fraction must give a divisor."""
     if fraction is None or not row.adjustable:
         fraction = row.fraction
     if not 0 <= fraction <= 1:
-        raise ValueError(f"grad_worker_fraction={fraction:g}: must be in [0, 1]")
+        raise ValueError(f"grad_worker_fraction={fraction:g}: choose a fraction from 0 to 1")
     workers = max(1, round(world_size * fraction))
     if world_size % workers:
         raise ValueError(
             f"grad_worker_fraction={fraction:g} of {world_size} ranks is {workers} gradient "
-            f"workers, which do not divide the ranks; choose k/{world_size} with k a divisor"
+            f"workers, which do not divide the ranks: choose k/{world_size} with k a divisor"
         )
     return workers
 
 
 def columns(world_size: int, workers: int) -> list[tuple[int, ...]]:
-    """Of the grid: the ranks that may be gradient workers of one layer."""
+    """Return the columns of the grid: the ranks that are gradient workers of the same layers."""
     width = world_size // workers
     return [tuple(range(c, world_size, width)) for c in range(width)]
 
 
 def work_of(spec: LayerSpec, factor: Factor, cost: Cost) -> float:
-    """Cost of decomposing a factor; a diagonal is no work."""
+    """Return the cost of decomposing a factor, 0 for a diagonal."""
     return 0.0 if spec.diagonal(factor) else spec.groups * cost(spec.dim(factor))
 
 
 def weigh(
     balance: str, owned: bool, workers: int, cost: Cost, method: str, itemsize: int
-) -> tuple[Callable[[LayerSpec], float], Weight]:
-    """What a layer weighs for its gradient workers together, and a factor for the one it goes to.
+) -> tuple[Callable[[LayerSpec], float], FactorWeight]:
+    """Return the weight of a layer for its column, and that of a factor for a worker in it.
 
-    Of memory: each gradient worker keeps the decompositions; if factors are ``owned``, the one
-    that decomposes keeps them, else all ranks do, and it may as well share the work.
+    Args:
+        balance: What to balance, ``compute`` or ``memory``.
+        owned: Whether only the rank that decomposes a factor keeps it. Otherwise all ranks keep
+            all factors, and there is no memory to balance among the workers of a column.
+        workers: Gradient workers of a layer.
+        cost: The cost of decomposing an [n, n] matrix.
+        method: How factors are decomposed.
+        itemsize: Bytes per element of dense factors and decompositions.
     """
 
     def work(spec: LayerSpec, factor: Factor) -> float:
@@ -55,6 +61,8 @@ def weigh(
 
     def kept_by_column(spec: LayerSpec) -> float:
         both = [kept_bytes(spec, f, method, itemsize) for f in FACTORS]
+        # Each gradient worker keeps the decompositions, one of them the factor: so on average
+        # a worker keeps 1 / workers of it.
         return sum(d + (f / workers if owned else 0) for f, d in both)
 
     if balance == "compute":
@@ -67,9 +75,13 @@ def place(
     columns: Sequence[tuple[int, ...]],
     colocate: bool,
     on_column: Callable[[LayerSpec], float],
-    on_worker: Weight,
+    on_worker: FactorWeight,
 ) -> tuple[Placement, ...]:
-    """Columns of the grid, and workers in them, by longest-processing-time-first."""
+    """Give each layer a column of the grid, and each factor a worker in it, the heaviest first.
+
+    Each goes to the column or rank with the smallest load so far (longest processing time first).
+    With ``colocate``, one worker decomposes both factors of a layer.
+    """
     column_load = [0.0] * len(columns)
     load = dict.fromkeys((r for column in columns for r in column), 0.0)
     placed: dict[str, Placement] = {}
@@ -88,6 +100,6 @@ def place(
 
 
 def place_in_turn(layers: Sequence[LayerSpec], world_size: int) -> tuple[Placement, ...]:
-    """One layer after the other, whatever they weigh."""
+    """Give layers to ranks in turn, whatever the layers weigh."""
     turns = [i % world_size for i in range(len(layers))]
     return tuple(Placement(s, r, r, (r,)) for s, r in zip(layers, turns, strict=True))

@@ -1,8 +1,8 @@
-"""Which rank does what in one K-FAC step: an immutable table, computed once.
+"""Which rank does what in a K-FAC step: an immutable table, computed once.
 
-A :class:`Plan` is a pure function of layer shapes, world size and strategy. It holds no tensor,
-no process group and no "my rank", so every rank builds the same one (:mod:`.planner`); the step
-executes it, the memory and communication report sums it, a simulator can time it.
+A :class:`Plan` follows from layer shapes, world size and strategy alone (:mod:`.planner`). It knows
+no tensor, no process group and no rank of its own, so every rank builds the same plan. The executor
+runs the plan, the memory and communication report sums it, and the simulator times it.
 
 The grid of gradient workers (KAISA), here for 8 ranks and 2 gradient workers per layer::
 
@@ -11,11 +11,16 @@ The grid of gradient workers (KAISA), here for 8 ranks and 2 gradient workers pe
     row 0  0      1      2      3
     row 1  4      5      6      7       a row shares preconditioned gradients
 
-One gradient worker per layer is ``layer_wise`` (Osawa et al. 2019; K-FAC-lw in the paper) or
-``mem_opt`` (KAISA: the same, balanced by work); all ranks is ``comm_opt`` (K-FAC-opt, the
-paper's own, section 4.2); between them is ``hybrid_opt``. Of these, every rank keeps every factor.
-In ``owner_reduce`` only the rank that decomposes a factor gets and keeps it; ``local_factors``
-sends no factors at all: that rank makes them of its own batch alone.
+The strategies differ in the number of gradient workers of a layer, and in who gets its factors:
+
+* ``comm_opt``: all ranks are gradient workers (K-FAC-opt, section 4.2 of the paper).
+* ``layer_wise``: one gradient worker, layers in turn (Osawa et al. 2019; K-FAC-lw in the paper).
+* ``mem_opt``: one gradient worker, balanced by work (KAISA).
+* ``hybrid_opt``: any number between them (KAISA).
+* ``owner_reduce``: only the rank that decomposes a factor gets and keeps it.
+* ``local_factors``: no factor is sent. The rank that decomposes it makes it of its own batch alone.
+
+In the first four, every rank keeps every factor.
 """
 
 from __future__ import annotations
@@ -31,30 +36,30 @@ from kfac_bench.core.planning.ops import Op
 
 METHODS = ("eigen", "inverse", "ekfac")
 IDENTITY = "identity"
-"""The method of a control whose plan has neither factors nor decompositions."""
+"""The method of a control experiment: its plan has neither factors nor decompositions."""
 BALANCES = ("compute", "memory")
 
 FactorsOn = Literal["all", "owner", "local"]
-"""Who gets the statistics of all ranks: every rank; the one that decomposes; nobody."""
+"""Who gets the statistics of all ranks: all ranks, the rank that decomposes, or nobody."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One row of :data:`STRATEGY_TABLE`: what the planner makes a plan of."""
+    """One row of :data:`STRATEGY_TABLE`: the choices from which the planner makes a plan."""
 
     fraction: float
-    """Share of ranks that are gradient workers of a layer; at least one is."""
+    """Share of the ranks that are gradient workers of a layer; at least one rank is."""
     adjustable: bool = False
-    """Whether ``grad_worker_fraction`` may say another one."""
+    """Whether the option ``grad_worker_fraction`` may replace the fraction."""
     colocate: bool = True
-    """Whether one rank decomposes both factors of a layer, unless ``colocate_factors`` says."""
+    """Whether one rank decomposes both factors of a layer; ``colocate_factors`` may replace it."""
     factors: FactorsOn = "all"
     in_turn: bool = False
-    """Layers go to ranks one after the other, whatever they weigh."""
+    """Whether layers go to ranks in turn, whatever the layers weigh."""
 
 
 STRATEGY_TABLE = {
-    "comm_opt": Strategy(1.0, colocate=False),  # section 4.3: factors on different workers
+    "comm_opt": Strategy(1.0, colocate=False),  # section 4.3: A and G on different ranks
     "layer_wise": Strategy(0.0, in_turn=True),
     "mem_opt": Strategy(0.0),
     "hybrid_opt": Strategy(0.5, adjustable=True),
@@ -74,7 +79,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one layer's work is done."""
+    """Where the work of one layer is done."""
 
     layer: LayerSpec
     a_worker: int  # decomposes A
@@ -82,17 +87,17 @@ class Placement:
     grad_workers: tuple[int, ...]
 
     def worker(self, factor: Factor) -> int:
-        """Rank that decomposes the factor."""
+        """Return the rank that decomposes the factor."""
         return self.a_worker if factor == "A" else self.g_worker
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Placements, and the table of ops that follows from them.
+    """The placements of layers, and the table of ops that follows from them.
 
-    The contract of whoever executes it: every rank runs the subsequence of ops it takes part in,
-    in the plan's order; messages start asynchronously; a stage ends when its messages have
-    arrived. Shared messages thus meet in one order on all ranks: no deadlock.
+    Whoever executes a plan keeps this contract: every rank runs the ops that it takes part in, in
+    the plan's order. Messages start asynchronously. A stage ends when its messages have arrived.
+    So all ranks meet shared messages in the same order, and there is no deadlock.
     """
 
     world_size: int
@@ -101,38 +106,37 @@ class Plan:
     placements: tuple[Placement, ...]
     factors: tuple[Op, ...]
     slices: tuple[tuple[Op, ...], ...]
-    """The decompose stage, in parts of about equal work that may run at different steps."""
+    """The decompose stage, in slices of about equal work that may run at different steps."""
     precondition: tuple[Op, ...]
     itemsize: int = 4
-    """Bytes per element of dense factors, eigenvectors and inverses, kept and sent; the rest is
-    fp32."""
+    """Bytes per element of dense factors, eigenvectors and inverses; everything else is fp32."""
     sharded: bool = False
     """Whether each rank holds only parts of the gradients (FSDP2, tensor parallel)."""
 
     @property
     def factors_on(self) -> FactorsOn:
-        """Who gets the statistics, and so keeps the running factors."""
+        """Who gets the statistics, and therefore keeps the running factors."""
         return STRATEGY_TABLE[self.strategy].factors
 
     def keeps(self, rank: int, placement: Placement, factor: Factor) -> bool:
-        """Whether ``rank`` keeps the running factor."""
+        """Return whether ``rank`` keeps the running factor."""
         return self.factors_on == "all" or rank == placement.worker(factor)
 
     @property
     def colocated(self) -> bool:
-        """Whether the rank that decomposes a factor keeps the layer's other one, too."""
+        """Whether the rank that decomposes a factor also keeps the other factor of the layer."""
         return self.factors_on == "all" or all(p.a_worker == p.g_worker for p in self.placements)
 
     @property
     def decompose(self) -> tuple[Op, ...]:
-        """All slices, one after the other."""
+        """The ops of all slices, one slice after the other."""
         return tuple(op for part in self.slices for op in part)
 
     def ops(self, *stages: Stage) -> Iterator[Op]:
-        """Ops of the stages (all three by default), in order."""
+        """Yield the ops of the stages, by default all three, in order."""
         for stage in stages or tuple(Stage):
             yield from getattr(self, stage.value)
 
     def digest(self) -> str:
-        """SHA-256 of the whole table; ranks compare it before they start."""
+        """Return a SHA-256 of the whole table, which ranks compare before they start."""
         return hashlib.sha256(repr(self).encode()).hexdigest()

@@ -1,5 +1,7 @@
 """Bytes and FLOPs of a plan: a small example by hand, and what holds of all plans."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,14 +11,14 @@ from kfac_bench.core.planning.estimate import (
     memory_bytes,
     payload_bytes,
     rank_costs,
-    stage_flops,
-    wire_bytes,
+    wire_bytes_of,
 )
 from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
 from kfac_bench.core.planning.ops import (
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
+    Message,
     Precondition,
     ReduceFactors,
     ReduceSecondMoments,
@@ -58,6 +60,22 @@ ROWS_OF_ALL = {"grouped": 10, "embedding": 4, "head": 6}
 def for_all(*strategies):
     slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     return lambda test: slow(given(*strategies)(test))
+
+
+def stage_flops(plan, rank, rows):
+    return {
+        stage: sum(flops(op, plan.method, rows) for op in plan.ops(stage) if rank in op.ranks)
+        for stage in Stage
+    }
+
+
+def wire_bytes(plan, rank, *stages):
+    """Bytes that a rank receives, by kind of message."""
+    total = Counter()
+    for op in plan.ops(*stages):
+        if isinstance(op, Message) and rank in op.ranks:
+            total[type(op).__name__] += wire_bytes_of(op)
+    return dict(total)
 
 
 def by_hand(strategy, method, world=2):
