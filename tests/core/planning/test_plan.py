@@ -694,6 +694,21 @@ def test_memory_and_compute_balance_by_hand():
         make_plan(specs, 2, balance="luck")
 
 
+def test_two_workers_of_a_column_share_the_memory_of_a_factor():
+    """A large layer keeps 160 elements of A on each of two workers, a small one keeps 8.
+
+    That is n^2 + n for the decomposition and n^2 / 2 for the factor, whose owner is one of the two.
+    G is 1 x 1 and takes 2.5 elements: 162.5 is more than 15 times 10.5 and less than 16 times. So
+    the 17th small layer joins the large one. If factors counted fully, 213 and 13, it would not.
+    """
+    specs = [LayerSpec("large", 10, 1), *(LayerSpec(f"small{i:02}", 2, 1) for i in range(17))]
+    options = {"strategy": "owner_reduce", "grad_worker_fraction": 0.5, "balance": "memory"}
+    placements = make_plan(specs, 4, **options).placements
+    column = placements[0].grad_workers
+    assert len(column) == 2
+    assert [p.layer.name for p in placements if p.grad_workers == column] == ["large", "small16"]
+
+
 def test_the_measured_cost_passes_through_its_table_and_grows():
     for method in METHODS:
         cost, table = measured_cost(method), SECONDS["inverse" if method == "inverse" else "eigen"]

@@ -1,0 +1,73 @@
+"""Loading a state into a preconditioner that has already stepped."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.core.test_preconditioner import backward, batch, kfac_of, tiny_model
+from tests.core.test_strategies import has_batches, planned
+
+METHODS = ["eigen", "inverse", "ekfac"]
+
+
+def tensors_of(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state
+    return [t for v in values if isinstance(v, dict | list | torch.Tensor) for t in tensors_of(v)]
+
+
+def step(model, kfac, seed):
+    """Return the preconditioned gradients of one step; weights do not change."""
+    backward(model, *batch(seed=seed))
+    kfac.step()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_loading_forgets_what_the_preconditioner_held():
+    model = tiny_model()
+    kfac = kfac_of(model)
+    empty = copy.deepcopy(kfac.state_dict())
+    first = step(model, kfac, seed=1)
+    step(model, kfac, seed=2)
+    kfac.load_state_dict(empty)
+    assert tensors_of(kfac.state_dict()) == []
+    for again, once in zip(step(model, kfac, seed=1), first, strict=True):
+        assert torch.equal(again, once)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_loading_copies_the_state_of_the_caller(method):
+    model = tiny_model()
+    kfac = kfac_of(model, method=method)
+    step(model, kfac, seed=1)
+    step(model, kfac, seed=2)
+    state = copy.deepcopy(kfac.state_dict())
+    saved = copy.deepcopy(state)
+    kfac.load_state_dict(state)
+    for tensor in tensors_of(state):
+        tensor.fill_(math.nan)
+    held = tensors_of(kfac.state_dict())
+    assert held
+    for tensor, want in zip(held, tensors_of(saved), strict=True):
+        assert torch.equal(tensor, want)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_loading_replaces_decompositions_that_were_stacked(method):
+    """A step after loading uses the loaded decompositions where layers are one batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    with planned(batch_numel=1 << 20):
+        kfac = kfac_of(model, method=method, update_freq=10, factor_update_freq=10)
+    assert has_batches(kfac.plan)
+    step(model, kfac, seed=1)
+    state, want = copy.deepcopy(kfac.state_dict()), step(model, kfac, seed=3)
+    kfac.load_state_dict({"steps": 0, "layers": {}})
+    step(model, kfac, seed=2)  # other decompositions, stacked
+    kfac.load_state_dict(state)
+    for got, once in zip(step(model, kfac, seed=3), want, strict=True):
+        assert torch.equal(got, once)
