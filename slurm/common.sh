@@ -57,7 +57,7 @@ requeue() {
   # A user who cancels the job sends TERM too. Such a job is no longer running, and must not return.
   [ "$(squeue --noheader --jobs "$job_id" --states all --format %T)" = RUNNING ] || return
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "${KFAC_MAX_REQUEUES:-100}" ]; then
-    echo "slurm: requeued ${SLURM_RESTART_COUNT} times (KFAC_MAX_REQUEUES); not requeued again"
+    echo "slurm: requeued ${SLURM_RESTART_COUNT:-0} times (KFAC_MAX_REQUEUES); not requeued again"
   else
     echo "slurm: the run is interrupted; the job goes back into the queue"
     scontrol requeue "$job_id" && exit 0
