@@ -71,5 +71,7 @@ class Feed:
         batch = next(filter(size, islice(batches, MOST_TRIED)), None)
         self._data.faults.left_out = left_out
         if batch is None:
-            raise UsageError(f"none of the first {MOST_TRIED} examples can be read")
+            raise UsageError(
+                f"none of the first {MOST_TRIED} examples can be read; repair the data"
+            )
         return batch

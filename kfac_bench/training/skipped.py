@@ -38,7 +38,7 @@ class SkippedExamples:
         examples, new, ranks = self.ranks.sum(counts).tolist()
         problem = ""
         if not examples:
-            problem = f"no example of batch {step} can be read, on any rank"
+            problem = f"no example of batch {step} can be read, on any rank; repair the files"
         elif ranks:
             problem = (
                 f"only one example of a part of batch {step} can be read, and batch norm needs "
@@ -57,7 +57,9 @@ class SkippedExamples:
             RunFailedError: If no rank could read any example.
         """
         if not self.ranks.any(has_examples):
-            raise RunFailedError("no example of the evaluation set can be read, on any rank")
+            raise RunFailedError(
+                "no example of the evaluation set can be read, on any rank; repair the files"
+            )
         mine = torch.tensor(float(self.faults.left_out - since), dtype=torch.float64)
         return int(self.ranks.sum(mine.to(self.ranks.device)).item())
 

@@ -131,7 +131,9 @@ def _of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -
     deadline = time.monotonic() + timeout_s
     while missing:
         if time.monotonic() > deadline:
-            raise LostRanksError(f"ranks {missing} did not come within {timeout_s:g} s")
+            raise LostRanksError(
+                f"ranks {missing} did not start within {timeout_s:g} s (backend.timeout_s)"
+            )
         for other in missing:
             # The word may be left from an earlier start. Then the answer reaches nobody, and this
             # loop answers again once the rank has set its new word.

@@ -143,7 +143,10 @@ def _wait_for(address: str, port: int, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise LostRanksError(f"rank 0 is not at {address}:{port} ({error})") from None
+                raise LostRanksError(
+                    f"rank 0 does not answer at {address}:{port} within {timeout_s:g} s "
+                    f"(backend.timeout_s): {error}"
+                ) from None
             time.sleep(0.1)
 
 
