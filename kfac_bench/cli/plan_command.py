@@ -1,4 +1,4 @@
-"""``kfac-plan``: what K-FAC costs each rank, and what it takes on machines that are not at hand."""
+"""``kfac-plan``: what K-FAC costs each rank, and how long a step takes on many ranks."""
 
 from __future__ import annotations
 
@@ -7,58 +7,61 @@ import gc
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, check_config_dir
-from kfac_bench.errors import UsageError
+from kfac_bench.config.command_options import split_words, whole_number
 
 PLAN_USAGE = """\
 usage: kfac-plan [world_size=N] [out=FILE.json] [GROUP=NAME | OPTION=VALUE]... [--layers]
 
-Say what K-FAC costs each of N ranks: memory, FLOPs, messages and bytes. Needs no GPU, no data, no
-ranks: only shapes. Options are those of kfac-train (kfac-train --help).
+Print what K-FAC costs each of N ranks: memory, FLOPs, messages and bytes. The command needs no GPU,
+no data and no other ranks, only shapes. All other options are those of kfac-train (kfac-train
+--help).
 
   kfac-plan model=resnet50 world_size=64 kfac=hybrid_opt
   kfac-plan model=resnet50 data=imagefolder trainer.batch_size=2048 world_size=64 out=-
 
-  world_size=1       ranks
-  out=FILE.json      every rank's figures (plans/RUN_ID-N.json); - prints them instead; null: none
-  --layers           list each layer with its factors, and what is left to the optimizer
-  --config-dir DIR   more configuration files, as in conf/       --help
+  world_size=1       number of ranks
+  out=FILE.json      where the numbers of every rank go (plans/RUN_ID-N.json); out=- prints them,
+                     out=null writes no file
+  --layers           list each layer with its factors, also the layers without K-FAC
+  --config-dir DIR   folder with more configuration files, laid out like conf/       --help
 
-kfac-plan simulate --help: what it takes, in seconds, on many ranks of a machine.
+kfac-plan simulate --help: how many seconds a step takes on many ranks of a machine.
 """
 
 
 def plan(arguments: list[str]) -> int:
-    """Parse and run; the exit code."""
+    """Parse and run ``kfac-plan``; return the exit code."""
     if arguments[:1] == ["simulate"]:
         return _simulate(arguments[1:])
-    parser = Parser(prog="kfac-plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
+    parser = _parser("kfac-plan")
     parser.add_argument("--layers", action="store_true")
-    parser.add_argument("--config-dir", type=Path)
-    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
     if options.help:
         print(PLAN_USAGE, end="")
         return 0
     check_config_dir(options.config_dir)
-    own = {"world_size": "1", "out": ""}
-    overrides = []
-    for override in options.overrides:
-        name, _, value = override.partition("=")
-        if name in own:
-            own[name] = value
-        else:
-            overrides.append(override)
-    if not own["world_size"].isdecimal() or int(own["world_size"]) < 1:
-        raise UsageError(f"world_size={own['world_size']}: expected a whole number of at least 1")
-    gc.disable()  # which takes a fifth of the imports' time, for nothing
+    own, overrides = split_words(options.words, {"world_size": "1", "out": ""})
+    world_size = whole_number("world_size", own["world_size"])
+    # Garbage collection takes a fifth of the imports' time, and the imports leave no garbage.
+    gc.disable()
     try:
-        return _say_plan(overrides, options, int(own["world_size"]), own["out"])
+        return _print_plan(overrides, options, world_size, own["out"])
     finally:
         gc.enable()
 
 
-def _say_plan(overrides: list[str], options: argparse.Namespace, world_size: int, out: str) -> int:
+def _parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("words", nargs="*")
+    return parser
+
+
+def _print_plan(
+    overrides: list[str], options: argparse.Namespace, world_size: int, out: str
+) -> int:
+    # A mistake in the options is reported before the imports below, which load torch.
     from kfac_bench.config import compose
 
     config = compose.load(overrides, options.config_dir)
@@ -81,11 +84,7 @@ def _say_plan(overrides: list[str], options: argparse.Namespace, world_size: int
 def _simulate(arguments: list[str]) -> int:
     from kfac_bench.simulate import simulate_options
 
-    parser = Parser(prog="kfac-plan simulate", add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--config-dir", type=Path)
-    parser.add_argument("words", nargs="*")
-    options = parser.parse_args(arguments)
+    options = _parser("kfac-plan simulate").parse_args(arguments)
     if options.help:
         print(simulate_options.USAGE, end="")
         return 0

@@ -1,5 +1,6 @@
-"""Seconds of a step on ranks that are not there: a plan, timed on a model of the hardware.
+"""The simulator: seconds of a training step on ranks that you do not have.
 
-:mod:`.network` and :mod:`.rates` say what one message and one piece of work take, :mod:`.step`
-runs the plan with them, :mod:`.sweep` does so over world sizes and strategies. No torch in these.
+:mod:`.network` times one message and :mod:`.rates` times one piece of work. :mod:`.step` runs a
+plan with them, and :mod:`.sweep` does so for many numbers of ranks and strategies. These four do
+not import torch.
 """

@@ -1,4 +1,4 @@
-"""Rates that a hardware file cannot look up, from published minutes on one number of ranks."""
+"""Calibration: the rates that no data sheet states, from published times on one number of ranks."""
 
 from __future__ import annotations
 
@@ -13,39 +13,45 @@ from kfac_bench.simulate.step import Conduct, Workload, step_time
 from kfac_bench.simulate.sweep import Variant, plan_of
 
 LARGEST = 4608
-"""Of ResNet-50's factors; decompositions of other sizes follow by n^3."""
+"""Size of ResNet-50's largest factor. The times of other sizes follow from its time by n^3."""
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """Seconds of a mean step of one workload on ``world_size`` ranks."""
+    """Published seconds of a mean step of one workload on ``world_size`` ranks."""
 
     world_size: int
     sgd_s: float
     kfac_s: Mapping[int, float]
-    """comm_opt's, by steps between decompositions, factors ten times as often."""
+    """Seconds of comm_opt by the steps between decompositions. Factors run ten times as often."""
     efficiency: tuple[int, int, float]
-    """Of SGD: from as many ranks, at as many, which share."""
+    """Scaling efficiency of SGD: the fewer ranks, the more ranks, the efficiency."""
 
 
 def calibrate(
     known: Hardware, work: Workload, found: StepMeasurement, conduct: Conduct
 ) -> Hardware:
-    """``known`` with four rates of ``found``: one number for each of two, three for the others.
+    """Return ``known`` with four rates that explain the published times ``found``.
 
-    SGD's efficiency gives ``coordination_s``; its seconds ``step_s``, what its FLOPs and messages
-    leave. Those of K-FAC are a straight line over 1 / interval: it rises by what an interval's
-    factors and decompositions take together, and starts with preconditioning. The FLOPs of that
-    give the rate of products, of factors too; decompositions get the rest.
+    * ``coordination_s`` follows from the efficiency of SGD.
+    * ``step_s`` is the part of SGD's seconds that its FLOPs and messages do not explain.
+    * K-FAC's seconds are a straight line over 1 / interval. The line starts with preconditioning,
+      whose FLOPs give the rate of matrix products, also of factors.
+    * The line's slope is the time of an interval's factors and decompositions. What the factors do
+      not take is left to the decompositions.
+
+    Raises ValueError if no rates explain the times.
     """
 
     def sgd(coordination: float) -> Hardware:
+        """Return the hardware whose step without K-FAC takes as long as published."""
         net = replace(known.network, coordination_s=coordination)
         bare = replace(known, network=net, rates=replace(known.rates, step_s=0.0))
         left = found.sgd_s - step_time(work, found.world_size, bare).sgd_s
         return replace(bare, rates=replace(bare.rates, step_s=left))
 
     def lost(coordination: float) -> float:
+        """Return the share of throughput per rank that SGD loses on more ranks."""
         hardware = sgd(coordination)
         few, many = (step_time(work, n, hardware).sgd_s for n in found.efficiency[:2])
         return 1 - few / many
@@ -59,6 +65,7 @@ def calibrate(
     rate = done / (start - found.sgd_s)
 
     def with_eigen(seconds: float) -> Hardware:
+        # An eigendecomposition has 14/3 times the FLOPs of an inverse.
         inverse = seconds / (14 / 3)
         rates = replace(
             hardware.rates,
@@ -77,16 +84,16 @@ def calibrate(
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and start of the least squares' straight line."""
+    """Return the slope and the start of the least-squares line through the points."""
     x0, y0 = (fmean(each) for each in zip(*points, strict=True))
     slope = sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
     return slope, y0 - slope * x0
 
 
 def _root(f: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function of a positive number is 0, by bisection of its logarithm."""
+    """Find where a rising function of a positive number is 0, by bisection of its logarithm."""
     if not f(low) <= 0 <= f(high):
-        raise ValueError(f"no value from {low:g} to {high:g} explains what was measured")
+        raise ValueError(f"no value from {low:g} to {high:g} explains the published times")
     for _ in range(100):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if f(middle) > 0 else (middle, high)

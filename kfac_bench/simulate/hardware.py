@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ KEYS = ("network", "rates", "overlap", "crowding")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One machine, or cluster."""
+    """One machine, or one cluster."""
 
     name: str
     network: Network
@@ -27,13 +27,14 @@ class Hardware:
     overlap: float = 0.0
     """Share of backward during which gradients are already sent."""
     crowding: Mapping[int, float] = field(default_factory=dict)
-    """How many times as long a rank computes with so many on its node: they share cores, caches
-    and memory. Empty where each has a machine of its own, a GPU."""
+    """By ranks on a node: how many times as long each rank then computes, because ranks share
+    cores, caches and memory. Empty if each rank has a device of its own, such as a GPU."""
 
     def slowdown(self, world_size: int) -> float:
-        """How many times as long a rank computes as one alone.
+        """Return how many times as long a rank computes as a rank that is alone on its node.
 
-        Straight lines between the numbers of ranks that are known, from the origin beyond the most.
+        Between two known numbers of ranks the factor lies on a straight line. Beyond the largest
+        known number it grows in proportion to the ranks.
         """
         ranks = min(world_size, self.network.ranks_per_node)
         low, factor = 1, 1.0
@@ -45,65 +46,96 @@ class Hardware:
 
 
 def load(path: Path) -> Hardware:
-    """Read a file; raises :class:`UsageError` for what is missing, unknown or out of range."""
+    """Read a hardware file; raise :class:`UsageError` for missing, unknown or invalid values."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"hardware file {path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"hardware file {path}: no YAML ({error})") from None
-    return parse(found, path.stem, str(path))
+        raise UsageError(f"hardware file {path}: not valid YAML ({error})") from None
+    return parse(content, path.stem, str(path))
 
 
-def parse(found: Any, name: str, where: str) -> Hardware:
-    """Make it of what the file holds; ``where`` is named in errors."""
-    top = _mapping(found, where)
+def parse(content: Any, name: str, where: str) -> Hardware:
+    """Return the hardware that a file's content describes.
+
+    Args:
+        content: What the YAML file holds.
+        name: The name of the hardware.
+        where: What error messages call the file.
+
+    Raises:
+        UsageError: A value is missing, unknown or out of its range.
+    """
+    top = _mapping(content, where)
     for key in top:
         if key not in KEYS:
             raise UsageError(f"{where}: unknown key {key!r}; there are {', '.join(KEYS)}")
-    network = dict(_fields(top.get("network"), Network, f"{where}: network"))
+    overlap = _number(top.get("overlap", 0.0), f"{where}: overlap", allow_zero=True)
+    if overlap > 1:
+        raise UsageError(f"{where}: overlap={overlap:g}: must be in [0, 1]")
+    network = _network(top.get("network"), where)
+    rates = _rates(top.get("rates"), where)
+    place = f"{where}: crowding"
+    expected = "expected numbers of ranks above 1, and a factor for each"
+    crowding = _table(top.get("crowding", {}), place, lambda n: _is_size(n) and n > 1, expected)
+    return Hardware(name, network, rates, overlap, crowding)
+
+
+def _network(content: Any, where: str) -> Network:
+    values = dict(_fields(content, Network, f"{where}: network"))
     for key in ("intra", "inter"):
         place = f"{where}: network.{key}"
-        link = _fields(network[key], NetworkLink, place)
-        network[key] = NetworkLink(**{k: _number(v, f"{place}.{k}") for k, v in link.items()})
-    if network.get("algorithm", "best") not in ALGORITHMS:
+        link = _fields(values[key], NetworkLink, place)
+        values[key] = NetworkLink(**{k: _number(v, f"{place}.{k}") for k, v in link.items()})
+    if values.get("algorithm", "best") not in ALGORITHMS:
         raise UsageError(f"{where}: network.algorithm: choose one of {', '.join(ALGORITHMS)}")
-    each = network["ranks_per_node"]
+    each = values["ranks_per_node"]
     if not _is_size(each):
         raise UsageError(f"{where}: network.ranks_per_node={each!r}: expected a whole number >= 1")
     place = f"{where}: network.coordination_s"
-    network["coordination_s"] = _number(network.get("coordination_s", 0.0), place, zero=True)
-    rates = dict(_fields(top.get("rates"), Rates, f"{where}: rates"))
-    for key, value in rates.items():
+    values["coordination_s"] = _number(values.get("coordination_s", 0.0), place, allow_zero=True)
+    return Network(**values)
+
+
+def _rates(content: Any, where: str) -> Rates:
+    values = dict(_fields(content, Rates, f"{where}: rates"))
+    for key, value in values.items():
         place = f"{where}: rates.{key}"
-        if key in ("step_flops_per_s", "eigen_s", "inverse_s"):
-            table = _mapping(value, place)
-            rates[key] = {k: _number(v, f"{place}[{k}]") for k, v in table.items()}
-            if key != "step_flops_per_s" and not (table and all(_is_size(n) for n in table)):
-                raise UsageError(f"{place}: expected matrix sizes, and seconds for each")
+        if key == "step_flops_per_s":
+            values[key] = _table(value, place)
+        elif key in ("eigen_s", "inverse_s"):
+            expected = "expected matrix sizes, and seconds for each"
+            values[key] = _table(value, place, _is_size, expected)
+            if not values[key]:
+                raise UsageError(f"{place}: {expected}")
         else:
-            rates[key] = _number(value, place, zero=key in ("step_s", "op_s"))
-    if DEFAULT not in rates["step_flops_per_s"]:
+            values[key] = _number(value, place, allow_zero=key in ("step_s", "op_s"))
+    if DEFAULT not in values["step_flops_per_s"]:
         raise UsageError(f"{where}: rates.step_flops_per_s: {DEFAULT!r} is missing")
-    overlap = _number(top.get("overlap", 0.0), f"{where}: overlap", zero=True)
-    if overlap > 1:
-        raise UsageError(f"{where}: overlap={overlap:g}: must be in [0, 1]")
-    place = f"{where}: crowding"
-    table = _mapping(top.get("crowding", {}), place)
-    crowding = {k: _number(v, f"{place}[{k}]") for k, v in table.items()}
-    if not all(_is_size(n) and n > 1 for n in crowding):
-        raise UsageError(f"{place}: expected numbers of ranks above 1, and a factor for each")
-    return Hardware(name, Network(**network), Rates(**rates), overlap, crowding)
+    return Rates(**values)
 
 
-def _mapping(found: Any, where: str) -> Mapping[Any, Any]:
-    if not isinstance(found, Mapping):
+def _table(
+    content: Any, where: str, is_key: Callable[[Any], bool] = lambda key: True, expected: str = ""
+) -> dict[Any, float]:
+    """Return a mapping of numbers above 0; raise an error with `expected` for a wrong key."""
+    table = _mapping(content, where)
+    numbers = {key: _number(value, f"{where}[{key}]") for key, value in table.items()}
+    if not all(is_key(key) for key in numbers):
+        raise UsageError(f"{where}: {expected}")
+    return numbers
+
+
+def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
+    if not isinstance(content, Mapping):
         raise UsageError(f"{where}: expected names and values")
-    return found
+    return content
 
 
-def _fields(found: Any, kind: type, where: str) -> Mapping[str, Any]:
-    mapping = _mapping(found, where)
+def _fields(content: Any, kind: type, where: str) -> Mapping[str, Any]:
+    """Return the values of a dataclass's fields; raise for unknown and for missing fields."""
+    mapping = _mapping(content, where)
     known = {f.name: f for f in fields(kind)}
     for key in mapping:
         if key not in known:
@@ -114,14 +146,15 @@ def _fields(found: Any, kind: type, where: str) -> Mapping[str, Any]:
     return mapping
 
 
-def _number(value: Any, where: str, *, zero: bool = False) -> float:
-    """YAML reads 1e9 as a text: a number without a point."""
+def _number(value: Any, where: str, *, allow_zero: bool = False) -> float:
+    """Return the finite number above 0 (or from 0 on); raise :class:`UsageError` for others."""
     try:
+        # YAML reads 1e9, a number without a point, as a text: float() accepts both.
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
-        least = "of at least 0" if zero else "above 0"
+    if not (math.isfinite(number) and (number > 0 or (allow_zero and number == 0))):
+        least = "of at least 0" if allow_zero else "above 0"
         raise UsageError(f"{where}={value!r}: expected a number {least}")
     return number
 

@@ -1,15 +1,17 @@
-r"""What a message takes: latency and bandwidth (Hockney), in rings and trees, inside nodes and out.
+r"""The time of one message, by Hockney's model: a latency per hop and a bandwidth.
 
-With p ranks, alpha seconds per hop and beta bytes per second, a payload of m bytes takes
+Messages travel in rings or in trees, inside a node or between nodes. With p ranks, alpha seconds
+per hop and beta bytes per second, a payload of m bytes takes
 
 ====================  =========================================  ============================
 \                     ring                                       tree
 ====================  =========================================  ============================
-reduced by all        2 (p-1) alpha + 2 (p-1)/p m / beta         2 ceil(log2 p) alpha + 2 m / beta
-from a root or to it  (p-1) alpha + m / beta                     ceil(log2 p) alpha + m / beta
+all-reduce            2 (p-1) alpha + 2 (p-1)/p m / beta         2 ceil(log2 p) alpha + 2 m / beta
+broadcast or reduce   (p-1) alpha + m / beta                     ceil(log2 p) alpha + m / beta
 ====================  =========================================  ============================
 
-(Thakur, Rabenseifner and Gropp, 2005; trees are pipelined, as NCCL's double binary trees are.)
+The formulas are those of Thakur, Rabenseifner and Gropp (2005). Trees are pipelined, like NCCL's
+double binary trees.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ ALGORITHMS = ("ring", "tree", "best")
 
 @dataclass(frozen=True, slots=True)
 class NetworkLink:
-    """Between two ranks."""
+    """The connection between two ranks."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -37,17 +39,18 @@ class Network:
     intra: NetworkLink
     inter: NetworkLink
     algorithm: str = "best"
-    """ring, tree, or the faster of both for each message."""
+    """``ring``, ``tree``, or ``best``: the faster of both for each message."""
     coordination_s: float = 0.0
-    """Per tensor of a message and rank, before it is sent: Horovod's coordinator hears from every
-    rank about every tensor. 0 where the order of messages is fixed, as in DDP and in K-FAC's plan.
+    """Seconds per tensor and rank before a message is sent. Horovod's coordinator hears from every
+    rank about every tensor. 0 if the order of messages is fixed, as in DDP and in K-FAC's plan.
     """
 
     def link(self, ranks: Sequence[int]) -> NetworkLink:
-        """What each hop of a message among ``ranks`` has.
+        """Return the link of each hop of a message among ``ranks``.
 
-        Groups that hold m of a node's ranks leave room for others at the same time, and all of
-        them are taken to be under way: such a group gets m / ranks_per_node of the node's link.
+        A group with m ranks on a node shares the node's link with the other groups of that node.
+        The model assumes that all groups send at the same time, so this group gets
+        m / ranks_per_node of the bandwidth.
         """
         nodes = len({rank // self.ranks_per_node for rank in ranks})
         if nodes == 1:
@@ -56,11 +59,11 @@ class Network:
         return NetworkLink(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share)
 
     def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
-        """Seconds until all of ``ranks`` have the sum of a message of so many tensors."""
+        """Return the seconds until all of ``ranks`` have the sum of a message."""
         return self._seconds(2, payload_bytes, ranks, tensors)
 
     def rooted_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
-        """Seconds of a broadcast from one of ``ranks``, or of a reduction to it."""
+        """Return the seconds of a broadcast from one of ``ranks``, or of a reduction to it."""
         return self._seconds(1, payload_bytes, ranks, tensors)
 
     def _seconds(
@@ -71,6 +74,7 @@ class Network:
             return 0.0
         link = self.link(ranks)
         wire = payload_bytes / link.bandwidth_bytes_per_s
+        # In an all-reduce a rank need not send its own part of the payload to itself.
         share = (p - 1) / p if passes == 2 else 1.0
         ring = passes * ((p - 1) * link.latency_s + share * wire)
         tree = passes * (math.ceil(math.log2(p)) * link.latency_s + wire)

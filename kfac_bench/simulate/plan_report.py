@@ -1,10 +1,13 @@
-"""``kfac-plan`` and ``kfac-train dry_run=true``: a dry run as a text for people and as JSON."""
+"""The report of a dry run, as text and as JSON: the result of ``kfac-plan``.
+
+``kfac-train dry_run=true`` prints the same text.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,19 @@ from kfac_bench.config.options import RESULT
 from kfac_bench.core.planning.estimate import RankCost, Traffic
 from kfac_bench.core.planning.ops import Message
 from kfac_bench.core.planning.plan import Stage
-from kfac_bench.errors import UsageError
+from kfac_bench.record.text_file import write_text
 from kfac_bench.training.dry_run import DryRun
 from kfac_bench.training.run_directory import run_id
 
 
 def as_dict(run: DryRun) -> dict[str, Any]:
-    """What the JSON file holds: of each rank its bytes, FLOPs and messages.
+    """Return what the JSON file holds: the bytes, FLOPs and messages of each rank.
 
-    ``flops``, ``messages`` and ``traffic`` are those of each time a stage runs; ``every`` says at
-    how many steps that is, ``per_step`` is the average over steps. Payload is what a message
-    carries, wire what a rank receives of it in a ring.
+    * ``flops``, ``messages`` and ``traffic`` count one run of a stage.
+    * ``every`` is the number of steps between two runs of a stage.
+    * ``per_step`` is the average over all steps.
+    * ``payload_bytes`` is what a message carries, ``wire_bytes`` what a rank receives of it in a
+      ring.
     """
     report, config = run.report, run.config
     return {
@@ -60,7 +65,7 @@ def _result_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _every(run: DryRun) -> dict[str, int]:
-    """Steps between two runs of each part of K-FAC that there is."""
+    """Return the steps between two runs of each part of K-FAC that is switched on."""
     kfac = run.config.kfac
     every = {Stage.FACTORS.value: kfac.factor_update_freq}
     if kfac.fisher != "empirical":
@@ -72,19 +77,20 @@ def _every(run: DryRun) -> dict[str, int]:
 
 
 def _messages(run: DryRun) -> dict[str, dict[str, dict[str, int]]]:
-    """By stage and kind, each message counted once."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
-    for stage in Stage if run.report is not None else ():
-        assert run.report is not None
+    """Return the messages by stage and kind of op. Each message counts once, not once per rank."""
+    messages: dict[str, dict[str, dict[str, int]]] = {}
+    if run.report is None:
+        return messages
+    for stage in Stage:
         kinds: dict[str, Traffic] = {}
         for op in run.report.plan.ops(stage):
             if isinstance(op, Message):
                 kinds.setdefault(type(op).__name__, Traffic()).add(op)
-        found[stage.value] = {
+        messages[stage.value] = {
             kind: {"messages": t.messages, "payload_bytes": t.payload_bytes}
             for kind, t in kinds.items()
         }
-    return found
+    return messages
 
 
 def _rank(run: DryRun, cost: RankCost) -> dict[str, Any]:
@@ -117,26 +123,22 @@ def _sum(kinds: dict[str, dict[str, float]], what: str) -> float:
 
 
 def default_path(run: DryRun) -> Path:
-    """Determined by the configuration and the number of ranks."""
+    """Return the path of the JSON file: the same for the same configuration and ranks."""
     return Path("plans", f"{run_id(run.config)}-{run.world_size}.json")
 
 
 def write(run: DryRun, path: Path) -> None:
-    """The JSON file; raises :class:`UsageError` where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_json(run), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"out={path}: cannot be written ({error.strerror})") from None
+    """Write the JSON file; raise :class:`UsageError` if it cannot be written."""
+    write_text(path, to_json(run), f"out={path}")
 
 
 def to_json(run: DryRun) -> str:
-    """:func:`as_dict` as text."""
+    """Return the JSON text of :func:`as_dict`'s result."""
     return json.dumps(as_dict(run), indent=1) + "\n"
 
 
 def describe(run: DryRun, *, by_layer: bool = False) -> str:
-    """The text to print; ``by_layer`` lists what is covered and what not."""
+    """Return the text to print. ``by_layer`` lists each layer, also those without K-FAC."""
     config, report = run.config, run.report
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     ranks = f" over {run.world_size} ranks" if run.world_size > 1 else ""
@@ -163,40 +165,52 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
     return "\n".join(lines)
 
 
-CostRow = tuple[str, int | None, Sequence[float], Callable[[float], str]]
-"""A label, at every how many steps, each rank's figure and how it is written."""
+@dataclass(frozen=True)
+class CostRow:
+    """A row of the table: one cost of every rank."""
+
+    label: str
+    every: int | None
+    """Steps between two occurrences of the cost; None: it is there all the time."""
+    by_rank: Sequence[float]
+    write: Callable[[float], str]
+    """How a number is written."""
 
 
 def _rows(run: DryRun) -> Iterator[CostRow | str]:
-    """Of the table; a text alone is a heading."""
+    """Yield the rows of the table; a text alone is a heading."""
     ranks, every = [_rank(run, cost) for cost in run.ranks], _every(run)
     memory = [r["memory_bytes"] for r in ranks]
     yield "memory"
-    yield "factors", None, [m["factors"] for m in memory], _bytes
-    yield "decompositions", None, [m["decompositions"] for m in memory], _bytes
+    yield CostRow("factors", None, [m["factors"] for m in memory], _bytes)
+    yield CostRow("decompositions", None, [m["decompositions"] for m in memory], _bytes)
     statistics = [m["statistics"] for m in memory]
-    yield "statistics of a batch", every[Stage.FACTORS.value], statistics, _bytes
+    yield CostRow("statistics of a batch", every[Stage.FACTORS.value], statistics, _bytes)
     if run.world_size > 1:
         for stage in Stage:
             each = [m["buckets"][stage.value] for m in memory]
-            yield f"buckets, {stage.value}", every[stage.value], each, _bytes
-    yield "at the peak", None, [m["peak"] for m in memory], _bytes
+            yield CostRow(f"buckets, {stage.value}", every[stage.value], each, _bytes)
+    yield CostRow("at the peak", None, [m["peak"] for m in memory], _bytes)
     yield "compute"
     for name, steps in every.items():
-        yield name, steps, [r["flops"][name] for r in ranks], _flop
-    yield "average step", 1, [r["per_step"]["flops"] for r in ranks], _flop
+        yield CostRow(name, steps, [r["flops"][name] for r in ranks], _flop)
+    yield CostRow("average step", 1, [r["per_step"]["flops"] for r in ranks], _flop)
     if run.world_size == 1:
-        return
+        return  # There are no messages.
     for what, unit in (("messages", _count), ("payload_bytes", _bytes), ("wire_bytes", _bytes)):
         yield {"payload_bytes": "payload", "wire_bytes": "wire"}.get(what, what)
         for stage in Stage:
             each = [_sum(r["traffic"][stage.value], what) for r in ranks]
-            yield stage.value, every[stage.value], each, unit
-        yield "average step", 1, [r["per_step"][what] for r in ranks], unit
+            yield CostRow(stage.value, every[stage.value], each, unit)
+        yield CostRow("average step", 1, [r["per_step"][what] for r in ranks], unit)
 
 
 def _table(run: DryRun) -> Iterator[str]:
-    """Least, mean and heaviest rank, and which that is; of one rank its figures."""
+    """Yield the lines of the table.
+
+    Several ranks have the columns least, mean and heaviest, and the number of the heaviest rank.
+    One rank has one column.
+    """
     alone = run.world_size == 1
     columns = "" if alone else f"{'least':>13}{'mean':>13}{'heaviest':>13}  rank"
     yield f"{'':24}{'every':>5}{columns}"
@@ -204,15 +218,15 @@ def _table(run: DryRun) -> Iterator[str]:
         if isinstance(row, str):
             yield row
             continue
-        label, every, each, write = row
+        each = row.by_rank
         shown = [max(each)] if alone else [min(each), sum(each) / len(each), max(each)]
         where = "" if alone else "all" if min(each) == max(each) else str(each.index(max(each)))
-        line = "".join(f"{write(n):>13}" for n in shown)
-        yield f"  {label:22}{every or '':>5}{line}  {where}".rstrip()
+        line = "".join(f"{row.write(n):>13}" for n in shown)
+        yield f"  {row.label:22}{row.every or '':>5}{line}  {where}".rstrip()
 
 
 def _verdict(run: DryRun) -> str:
-    """In one line, of the heaviest ranks."""
+    """Return what K-FAC adds on the heaviest ranks, and how uneven its decompositions are."""
     ranks = [_rank(run, cost) for cost in run.ranks]
     flops = max(r["per_step"]["flops"] for r in ranks)
     memory = max(r["memory_bytes"]["peak"] for r in ranks)

@@ -1,4 +1,4 @@
-"""What a piece of work takes on one rank."""
+"""The time of one piece of work on one rank."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one rank, sustained."""
+    """The sustained rates of one rank."""
 
     step_flops_per_s: Mapping[str, float]
-    """Forward and backward, by family of models; ``default`` for the others."""
+    """Rate of forward and backward, by family of models; ``default`` holds for all others."""
     factor_flops_per_s: float
     precondition_flops_per_s: float
     eigen_s: Mapping[int, float]
-    """Seconds to decompose an [n, n] matrix, by n; of one n alone, n^3 scales it."""
+    """Seconds of the eigendecomposition of an [n, n] matrix, by n. A single n is scaled by n^3."""
     inverse_s: Mapping[int, float]
+    """Seconds of the inverse of an [n, n] matrix, by n."""
     step_s: float = 0.0
-    """What each step takes beside its FLOPs: input, launches, Python."""
+    """Seconds of each step beside its FLOPs: input, kernel launches, Python."""
     op_s: float = 0.0
-    """What each of a layer's K-FAC operations takes beside its FLOPs."""
+    """Seconds of each K-FAC operation of a layer beside its FLOPs."""
 
     def step(self, flops: float, family: str) -> float:
-        """Seconds of forward and backward."""
+        """Return the seconds of forward and backward."""
         rate = self.step_flops_per_s.get(family, self.step_flops_per_s[DEFAULT])
         return self.step_s + flops / rate
 
     def decompose(self, n: int, method: str) -> float:
-        """Seconds of one [n, n] factor."""
+        """Return the seconds to decompose one [n, n] factor."""
         return interpolate(self.inverse_s if method == "inverse" else self.eigen_s, n)
 
 
 def interpolate(seconds: Mapping[int, float], n: int) -> float:
-    """Straight lines between logarithms of sizes and times, the outer ones prolonged."""
+    """Return the time of size `n`, on straight lines between the logarithms of sizes and times.
+
+    The first and the last line continue beyond the sizes that were measured.
+    """
     sizes = sorted(seconds)
     if len(sizes) == 1:
         return seconds[sizes[0]] * math.pow(n / sizes[0], 3)
+    # Between sizes[i - 1] and sizes[i]; the limits choose an outer line for an `n` outside of all.
     i = min(max(bisect_left(sizes, n), 1), len(sizes) - 1)
     low, high = sizes[i - 1], sizes[i]
     slope = math.log(seconds[high] / seconds[low]) / math.log(high / low)

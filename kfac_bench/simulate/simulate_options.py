@@ -1,37 +1,41 @@
-"""``kfac-plan simulate``: what the words of its command line mean."""
+"""``kfac-plan simulate``: its command line, and the steps from the words to the printed lines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kfac_bench.config import TrainConfig, compose, registry
+from kfac_bench.config.command_options import real_number, split_words, whole_number
 from kfac_bench.errors import UsageError
+from kfac_bench.record.text_file import write_text
 from kfac_bench.simulate import hardware, simulation_figure, simulation_report, workload
+from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.simulation_report import Training
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, Variant, sweep, variant
 
 USAGE = """\
 usage: kfac-plan simulate hardware=NAME [world_size=N,N...] [GROUP=NAME | OPTION=VALUE]...
 
-Simulate seconds per step, epoch and to solution of SGD and of each strategy, from the plan's ops
-and messages on a model of the hardware (docs/scaling.md says how good it is). Each rank has the
-same number of examples at any world size. Other options are those of kfac-train.
+Simulate how long a step, an epoch and a whole training take on many ranks, with SGD and with each
+K-FAC strategy. The simulation runs the plan's operations and messages on a model of the hardware.
+docs/scaling.md says how accurate the model is. Each rank has the same number of examples on any
+world size. All other options are those of kfac-train.
 
   kfac-plan simulate model=resnet50 hardware=longhorn_v100 world_size=16,32,64,128,256
 
-  hardware=NAME      conf/hardware/NAME.yaml, or a path of a YAML file of your own
+  hardware=NAME      conf/hardware/NAME.yaml, or the path of your own YAML file
   world_size=16,32,64,128,256   numbers of ranks
   strategies=sgd,layer_wise,mem_opt,hybrid_opt,comm_opt   or hybrid_opt@1/4 (its fraction)
-  per_rank_batch=32  examples of a rank in a step
-  update_freq_at=N   ranks that kfac.update_freq and kfac.factor_update_freq belong to: on
-                     others, K-FAC's stages run as often per epoch
-  coordination_s=0   instead of the hardware file's: 0 for DDP, where the file's is Horovod's
-  examples=N         of an epoch (ImageNet's for data=imagefolder)
-  epochs=90 kfac_epochs=55      to solution
-  out=FILE.json      every figure; - prints them instead      svg=FILE.svg   the figure
-  --config-dir DIR   more configuration files, as in conf/    --help
+  per_rank_batch=32  examples of one rank in a step
+  update_freq_at=N   number of ranks that kfac.update_freq and kfac.factor_update_freq belong to;
+                     on other numbers of ranks, K-FAC's stages run as often per epoch
+  coordination_s=0   replaces the hardware file's value: use 0 for DDP if the file's is Horovod's
+  examples=N         examples of an epoch (for data=imagefolder: those of ImageNet)
+  epochs=90 kfac_epochs=55      epochs to solution without and with K-FAC
+  out=FILE.json      write every number; out=- prints them      svg=FILE.svg   draw the figure
+  --config-dir DIR   folder with more configuration files, laid out like conf/    --help
 """
 
 _OWN = {
@@ -47,76 +51,79 @@ _OWN = {
     "out": "",
     "svg": "",
 }
-_PLANS = {f"kfac.{o}" for o in ("strategy", "grad_worker_fraction", "colocate_factors", "balance")}
-"""Options that ``strategies`` says instead."""
+_REPLACED = {
+    "kfac",
+    "kfac.strategy",
+    "kfac.grad_worker_fraction",
+    "kfac.colocate_factors",
+    "kfac.balance",
+}
+"""Options of kfac-train that ``strategies=`` replaces."""
 _IMAGENET = 1_281_167
-_MOST = 1 << 17
-"""Ranks; a plan names each of them in each of its ops."""
+_MOST_RANKS = 1 << 17
+"""A plan names each rank in each of its operations, so its size grows with the ranks."""
 
 
 @dataclass(frozen=True)
 class SimulationRequest:
-    """What was asked."""
+    """What the words of the command line ask for."""
 
-    own: dict[str, str]
+    own: Mapping[str, str]
     config: TrainConfig
-    variants: list[Variant]
-    world_sizes: list[int]
+    machine: Hardware
+    variants: Sequence[Variant]
+    world_sizes: Sequence[int]
     intervals: Intervals
     training: Training | None
+    """None if the examples of an epoch are unknown: then there are no times to solution."""
 
 
 def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """Do it; return the lines to print. Raises :class:`UsageError`."""
-    asked = _parse(words, config_dir)
-    machine = hardware.load(hardware_path(asked.own["hardware"], config_dir))
-    if asked.own["coordination_s"]:
-        each = _number("coordination_s", asked.own["coordination_s"], zero=True)
-        machine = replace(machine, network=replace(machine.network, coordination_s=each))
-    work = workload.of_config(asked.config)
-    if not work.layers and any(each.strategy != SGD for each in asked.variants):
-        raise UsageError("K-FAC covers no layer: strategies=sgd is what is left")
+    """Simulate what `words` ask for, write the files, and return the lines to print.
+
+    Raises :class:`UsageError` for words that are wrong and for files that cannot be written.
+    """
+    request = _parse(words, config_dir)
+    own, machine = request.own, request.machine
+    work = workload.of_config(request.config)
+    if not work.layers and any(each.strategy != SGD for each in request.variants):
+        raise UsageError("K-FAC covers no layer of this model: simulate strategies=sgd alone")
     cells = sweep(
         work,
         machine,
-        asked.variants,
-        asked.world_sizes,
-        asked.intervals,
-        asked.config.kfac.method,
-        itemsize=workload.state_bytes(asked.config),
+        request.variants,
+        request.world_sizes,
+        request.intervals,
+        request.config.kfac.method,
+        itemsize=workload.state_bytes(request.config),
     )
-    found = simulation_report.to_json(
-        simulation_report.as_dict(work, machine.name, cells, asked.training)
-    )
-    if asked.own["svg"]:
-        _write(
-            "svg", asked.own["svg"], simulation_figure.svg(cells, f"{work.name} on {machine.name}")
-        )
-    if asked.own["out"] == "-":
-        return [found.rstrip("\n")]
-    if asked.own["out"]:
-        _write("out", asked.own["out"], found)
-    return [
-        *_heading(asked, machine.name),
-        *simulation_report.table(cells, asked.training),
-        *_best(cells),
-    ]
+    content = simulation_report.as_dict(work, machine.name, cells, request.training)
+    text = simulation_report.to_json(content)
+    if own["svg"]:
+        drawn = simulation_figure.svg(cells, f"{work.name} on {machine.name}")
+        write_text(Path(own["svg"]), drawn, f"svg={own['svg']}")
+    if own["out"] == "-":
+        return [text.rstrip("\n")]
+    if own["out"]:
+        write_text(Path(own["out"]), text, f"out={own['out']}")
+    table = simulation_report.table(cells, request.training)
+    return [*_heading(request), *table, *_best(cells)]
 
 
-def _heading(asked: SimulationRequest, machine: str) -> list[str]:
-    config, at = asked.config, asked.intervals.at
+def _heading(request: SimulationRequest) -> list[str]:
+    config, at = request.config, request.intervals.at
     each = f"factors every {config.kfac.factor_update_freq}, {config.kfac.method} decompositions "
     each += f"every {config.kfac.update_freq} steps{f' at {at} ranks' if at else ''}"
     return [
         f"simulated: {config.model.name} on {config.data.name}, "
-        f"{config.trainer.batch_size} examples per rank, hardware {machine}",
+        f"{config.trainer.batch_size} examples per rank, hardware {request.machine.name}",
         each,
         "",
     ]
 
 
 def _best(cells: Sequence[SimulatedCell]) -> list[str]:
-    """Of each world size the fastest variant."""
+    """Return a line with the fastest variant on each world size."""
     kfac = [c for c in cells if c.variant.strategy != SGD]
     if len({c.variant for c in kfac}) < 2:
         return []
@@ -128,73 +135,78 @@ def _best(cells: Sequence[SimulatedCell]) -> list[str]:
 
 
 def _parse(words: Sequence[str], config_dir: Path | None) -> SimulationRequest:
-    own, overrides = dict(_OWN), []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and name in own:
-            own[name] = value
-        else:
-            overrides.append(word)
-    names = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
-    if "trainer.batch_size" in names:
-        raise UsageError("trainer.batch_size is of all ranks: say per_rank_batch, of each")
-    for name in sorted({"kfac", *_PLANS} & set(names)):
-        raise UsageError(f"{name}={names[name]}: say strategies=, of which sgd is one")
-    if names.get("model") in registry.MODELS and not {"data", "experiment"} & set(names):
-        usual_data = registry.options_class("model", names["model"]).usual_data
-        overrides[:0] = [] if usual_data is None else [f"data={usual_data}"]
-    batch = _whole("per_rank_batch", own["per_rank_batch"])
-    config = compose.load([*overrides, f"trainer.batch_size={batch}"], config_dir)
-    if config.kfac.fisher != "empirical" or config.kfac.adaptive_damping:
-        raise UsageError("kfac.fisher=empirical and a fixed kfac.damping are all that is simulated")
+    own, overrides = split_words(words, _OWN)
+    config = _config(own, overrides, config_dir)
     variants = [variant(text) for text in own["strategies"].split(",")]
-    world_sizes = [_whole("world_size", text, _MOST) for text in own["world_size"].split(",")]
+    sizes = own["world_size"].split(",")
+    world_sizes = [whole_number("world_size", text, _MOST_RANKS) for text in sizes]
     for name, given in (("world_size", world_sizes), ("strategies", variants)):
         if len(set(given)) < len(given):
-            raise UsageError(f"{name}={own[name]}: the same twice")
-    at = _whole("update_freq_at", own["update_freq_at"]) if own["update_freq_at"] else None
-    kfac = config.kfac
-    intervals = Intervals(kfac.factor_update_freq, kfac.update_freq, at)
+            raise UsageError(f"{name}={own[name]}: the same value twice; remove one")
+    at = whole_number("update_freq_at", own["update_freq_at"]) if own["update_freq_at"] else None
+    return SimulationRequest(
+        own,
+        config,
+        _machine(own, config_dir),
+        variants,
+        world_sizes,
+        Intervals(config.kfac.factor_update_freq, config.kfac.update_freq, at),
+        _training(own, config),
+    )
+
+
+def _config(
+    own: Mapping[str, str], overrides: Sequence[str], config_dir: Path | None
+) -> TrainConfig:
+    """Return the configuration of one rank; refuse options that the command sets itself."""
+    names = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
+    if "trainer.batch_size" in names:
+        raise UsageError(
+            "trainer.batch_size counts the examples of all ranks: "
+            "set per_rank_batch, the examples of one rank"
+        )
+    for name in sorted(_REPLACED & set(names)):
+        raise UsageError(f"{name}={names[name]}: set strategies= instead; sgd means no K-FAC")
+    batch = whole_number("per_rank_batch", own["per_rank_batch"])
+    defaults = []
+    if names.get("model") in registry.MODELS and not {"data", "experiment"} & set(names):
+        usual_data = registry.options_class("model", names["model"]).usual_data
+        # The default comes first, so words can replace it.
+        defaults = [] if usual_data is None else [f"data={usual_data}"]
+    config = compose.load([*defaults, *overrides, f"trainer.batch_size={batch}"], config_dir)
+    if config.kfac.fisher != "empirical" or config.kfac.adaptive_damping:
+        raise UsageError(
+            "the simulation knows only kfac.fisher=empirical with a fixed kfac.damping: "
+            "remove kfac.fisher and kfac.adaptive_damping"
+        )
+    return config
+
+
+def _machine(own: Mapping[str, str], config_dir: Path | None) -> Hardware:
+    machine = hardware.load(hardware_path(own["hardware"], config_dir))
+    if not own["coordination_s"]:
+        return machine
+    seconds = real_number("coordination_s", own["coordination_s"], allow_zero=True)
+    return replace(machine, network=replace(machine.network, coordination_s=seconds))
+
+
+def _training(own: Mapping[str, str], config: TrainConfig) -> Training | None:
+    epochs = [real_number(name, own[name]) for name in ("epochs", "kfac_epochs")]
     examples = own["examples"]
     if not examples and config.data.name == "imagefolder":
         examples = str(_IMAGENET)
-    epochs = [_number(name, own[name]) for name in ("epochs", "kfac_epochs")]
-    training = Training(_whole("examples", examples), *epochs) if examples else None
-    return SimulationRequest(own, config, variants, world_sizes, intervals, training)
+    return Training(whole_number("examples", examples), *epochs) if examples else None
 
 
 def hardware_path(name: str, config_dir: Path | None) -> Path:
-    """Of a name in conf/hardware, or of a file; raises :class:`UsageError`."""
+    """Return the file of a name in conf/hardware, or of a path that ends in ``.yaml``.
+
+    Raises :class:`UsageError` if `name` is neither.
+    """
     folders = [compose.CONF_DIR, *([] if config_dir is None else [config_dir])]
     known = {path.stem: path for f in folders for path in sorted((f / "hardware").glob("*.yaml"))}
     if name in known:
         return known[name]
     if name.endswith((".yaml", ".yml")):
         return Path(name)
-    raise UsageError(f"hardware={name}: choose one of {', '.join(known)}, or say a file.yaml")
-
-
-def _whole(name: str, text: str, most: int = 1 << 40) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 14 and 1 <= int(text) <= most):
-        limit = "" if most == 1 << 40 else f" and at most {most}"
-        raise UsageError(f"{name}={text}: expected a whole number of at least 1{limit}")
-    return int(text)
-
-
-def _number(name: str, text: str, *, zero: bool = False) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (0 < value < 1e9 or (zero and value == 0)):
-        least = "of at least 0" if zero else "above 0"
-        raise UsageError(f"{name}={text}: expected a number {least}")
-    return value
-
-
-def _write(name: str, path: str, text: str) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{name}={path}: cannot be written ({error.strerror})") from None
+    raise UsageError(f"hardware={name}: choose one of {', '.join(known)}, or name a .yaml file")

@@ -1,4 +1,4 @@
-"""The figure: seconds per step and scaling efficiency over ranks, a line per strategy."""
+"""The figure of a sweep: seconds per step and scaling efficiency over the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kfac_bench.simulate.sweep import SimulatedCell, Variant, efficiency
 
 
 def svg(cells: Sequence[SimulatedCell], title: str) -> str:
-    """Draw it; equal cells give equal bytes.
+    """Draw the figure; equal cells give equal bytes.
 
-    Where a strategy stands with three fractions or more, these go to a panel of their own.
+    A strategy with three fractions or more gets a third panel, which compares its fractions.
     """
     swept = _fractions(cells)
     whole = [cell for cell in cells if cell not in swept]
@@ -42,6 +42,7 @@ def svg(cells: Sequence[SimulatedCell], title: str) -> str:
 
 
 def _fractions(cells: Sequence[SimulatedCell]) -> list[SimulatedCell]:
+    """Return the cells of strategies that were simulated with three fractions or more."""
     found = [cell for cell in cells if cell.variant.fraction is not None]
     shares = {strategy: set[Variant]() for strategy in {c.variant.strategy for c in found}}
     for cell in found:
@@ -50,7 +51,7 @@ def _fractions(cells: Sequence[SimulatedCell]) -> list[SimulatedCell]:
 
 
 def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
-    """What K-FAC adds to a step, against its best fraction; a line for each number of ranks."""
+    """Draw what K-FAC adds to a step, relative to the best fraction: a line per number of ranks."""
     strategy = cells[0].variant.strategy
     mine = [cell for cell in cells if cell.variant.strategy == strategy]
     for i, ranks in enumerate(sorted({c.world_size for c in mine})):
@@ -80,7 +81,7 @@ def _line(axes: Axes, i: int, label: str, xs: Sequence[float], ys: Sequence[floa
     (line,) = axes.plot(xs, ys, color=PALETTE[i % len(PALETTE)], label=label, linewidth=2.0)
     line.set_marker("o")
     line.set_markersize(4)
-    if i:  # lines may lie on each other
+    if i:  # Lines may lie on top of each other: dashes let the line below show through.
         line.set_dashes(DASHES[1 + i % (len(DASHES) - 1)])
 
 

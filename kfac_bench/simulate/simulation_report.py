@@ -1,4 +1,4 @@
-"""A simulated sweep as a table for people, as JSON, and as a figure."""
+"""A simulated sweep as a table of text and as JSON."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from kfac_bench.simulate.sweep import SGD, SimulatedCell, efficiency
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How long it goes on."""
+    """The length of a training: its epochs to solution, with and without K-FAC."""
 
     examples: int
-    """Of an epoch."""
+    """Examples of an epoch."""
     epochs: float
+    """Epochs to solution of SGD."""
     kfac_epochs: float
 
     def solution_s(self, cell: SimulatedCell) -> float:
-        """Seconds to the last epoch."""
+        """Return the seconds until the last epoch ends."""
         epochs = self.epochs if cell.variant.strategy == SGD else self.kfac_epochs
         return epochs * cell.epoch_s(self.examples)
 
 
 def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str]:
-    """Lines of text: a block for each world size."""
+    """Return the lines of the table, with a block for each world size."""
     head = f"{'ranks':>6} {'strategy':24}{'ms/step':>10}{'examples/s':>12}{'efficiency':>11}"
     lines = [head + (f"{'epoch, s':>10}{'to solution':>13}" if training else "")]
-    last = 0
+    previous = 0
     for cell in cells:
-        ranks = str(cell.world_size) if cell.world_size != last else ""
-        last = cell.world_size
+        # Only the first line of a block names its number of ranks.
+        ranks = str(cell.world_size) if cell.world_size != previous else ""
+        previous = cell.world_size
         share = 100 * efficiency(cells, cell)
         line = f"{ranks:>6} {cell.variant.label:24}{1e3 * cell.step_s:>10.4g}"
         line += f"{cell.examples_per_s:>12.5g}{share:>9.1f} %"
@@ -45,7 +47,7 @@ def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str
 
 
 def _duration(seconds: float) -> str:
-    """In the unit that suits it."""
+    """Write the time in days, hours, minutes or seconds, whichever reads best."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.4g} {unit}"
@@ -55,7 +57,11 @@ def _duration(seconds: float) -> str:
 def as_dict(
     work: Workload, hardware: str, cells: Sequence[SimulatedCell], training: Training | None
 ) -> dict[str, Any]:
-    """What the JSON file holds; seconds of the slowest rank, stages each time they run."""
+    """Return what the JSON file holds.
+
+    All seconds are those of the slowest rank. The seconds of a stage are those of one run of the
+    stage, not the mean over all steps.
+    """
     return {
         "simulated": True,
         "model": work.name,
@@ -92,5 +98,5 @@ def _cell(
 
 
 def to_json(found: dict[str, Any]) -> str:
-    """As text."""
+    """Return the JSON text of :func:`as_dict`'s result."""
     return json.dumps(found, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""A workload over world sizes and strategies: a table of seconds."""
+"""A sweep: the simulated step of one workload for several world sizes and strategies."""
 
 from __future__ import annotations
 
@@ -18,78 +18,83 @@ SGD = "sgd"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A strategy, and of what share of ranks; :data:`SGD` is none."""
+    """A strategy, with its share of gradient workers; :data:`SGD` stands for no K-FAC."""
 
     strategy: str
     fraction: float | None = None
 
     @property
     def label(self) -> str:
-        """As on the command line: ``hybrid_opt@1/4``."""
+        """The text that the command line takes: ``hybrid_opt@1/4``."""
         if self.fraction is None:
             return self.strategy
         return f"{self.strategy}@{Fraction(self.fraction).limit_denominator(1 << 20)}"
 
 
 def variant(text: str) -> Variant:
-    """``comm_opt`` or ``hybrid_opt@1/4``; raises :class:`UsageError`."""
+    """Return the variant that `text` names, such as ``comm_opt`` or ``hybrid_opt@1/4``.
+
+    Raises :class:`UsageError` for an unknown strategy, or a fraction that the strategy cannot have.
+    """
     name, at, share = text.partition("@")
     if name != SGD and name not in STRATEGY_TABLE:
         known = ", ".join((SGD, *STRATEGY_TABLE))
-        raise UsageError(f"strategies={text}: choose of {known}")
+        raise UsageError(f"strategy {text}: unknown; choose one of {known}")
     if not at:
         return Variant(name)
     if name == SGD or not STRATEGY_TABLE[name].adjustable:
-        raise UsageError(f"strategies={text}: {name} has no fraction to choose")
+        raise UsageError(f"strategy {text}: {name} takes no fraction; remove @{share}")
     try:
         fraction = float(Fraction(share))
     except (ValueError, ZeroDivisionError):
-        raise UsageError(f"strategies={text}: write the fraction as 1/4 or 0.25") from None
+        raise UsageError(f"strategy {text}: write the fraction as 1/4 or 0.25") from None
     if not 0 < fraction <= 1:
-        raise UsageError(f"strategies={text}: the fraction must be in (0, 1]")
+        raise UsageError(f"strategy {text}: the fraction must be in (0, 1]")
     return Variant(name, fraction)
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Steps between two runs of K-FAC's stages."""
+    """The steps between two runs of K-FAC's stages."""
 
     factors: float
     decompose: float
     at: int | None = None
-    """The world size that they belong to: elsewhere as often per epoch, so inversely to it."""
+    """World size that the intervals belong to. On another world size the stages run as often per
+    epoch, so their intervals shrink as the world size grows. None: the same on all world sizes."""
 
     def of(self, world_size: int) -> tuple[float, float]:
-        """Those of the factors and of the decompositions, at least 1."""
+        """Return the intervals of the factors and of the decompositions, at least 1."""
         scale = 1.0 if self.at is None else self.at / world_size
         return max(1.0, self.factors * scale), max(1.0, self.decompose * scale)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCell:
-    """One variant on one number of ranks."""
+    """The simulated step of one variant on one number of ranks."""
 
     variant: Variant
     world_size: int
     examples: int
-    """Of all ranks, in a step."""
+    """Examples of all ranks in a step."""
     intervals: tuple[float, float]
+    """Steps between two runs of the factors, and of the decompositions."""
     time: StepTime
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
+        """The mean seconds of a step."""
         if self.variant.strategy == SGD:
             return self.time.sgd_s
         return self.time.average_s(*self.intervals)
 
     @property
     def examples_per_s(self) -> float:
-        """Of all ranks."""
+        """The throughput of all ranks."""
         return self.examples / self.step_s
 
     def epoch_s(self, examples: int) -> float:
-        """Seconds for ``examples``; the last batch, if smaller, is left out."""
+        """Return the seconds of an epoch of ``examples``. An incomplete last batch is left out."""
         return max(1, examples // self.examples) * self.step_s
 
 
@@ -103,16 +108,26 @@ def sweep(
     conduct: Conduct | None = None,
     itemsize: int = 4,
 ) -> list[SimulatedCell]:
-    """Weak scaling: each rank has the workload's examples, whatever the number of ranks.
+    """Simulate each variant on each world size.
 
-    ``itemsize`` is that of the factors and decompositions.
+    This is weak scaling: each rank has the workload's examples on any number of ranks.
+
+    Args:
+        work: What one rank does in a step.
+        hardware: The machine.
+        variants: The strategies.
+        world_sizes: The numbers of ranks.
+        intervals: How often K-FAC's stages run.
+        method: ``eigen`` or ``inverse``.
+        conduct: How another implementation sends its messages; None: as this package does.
+        itemsize: Bytes of an element of factors and decompositions.
     """
     cells = []
     for world_size in world_sizes:
         for each in variants:
-            plan = (
-                None if each.strategy == SGD else plan_of(work, each, world_size, method, itemsize)
-            )
+            plan = None
+            if each.strategy != SGD:
+                plan = plan_of(work, each, world_size, method, itemsize)
             time = step_time(work, world_size, hardware, plan, conduct)
             examples = work.examples * world_size
             cells.append(SimulatedCell(each, world_size, examples, intervals.of(world_size), time))
@@ -120,7 +135,10 @@ def sweep(
 
 
 def plan_of(work: Workload, each: Variant, world_size: int, method: str, itemsize: int = 4) -> Plan:
-    """The plan that ranks would execute; raises :class:`UsageError`."""
+    """Return the plan that real ranks would execute.
+
+    Raises :class:`UsageError` if the strategy cannot run on so many ranks.
+    """
     try:
         return make_plan(
             work.layers,
@@ -136,7 +154,7 @@ def plan_of(work: Workload, each: Variant, world_size: int, method: str, itemsiz
 
 
 def efficiency(cells: Sequence[SimulatedCell], cell: SimulatedCell) -> float:
-    """Throughput per rank, against the same variant's on the fewest ranks."""
+    """Return the throughput per rank over that of the same variant on its fewest ranks."""
     base = min((c for c in cells if c.variant == cell.variant), key=lambda c: c.world_size)
     each = cell.examples_per_s / cell.world_size
     return each / (base.examples_per_s / base.world_size)

@@ -1,4 +1,4 @@
-"""What is simulated: a configuration of kfac-train by a dry run, or a list of layers in YAML."""
+"""Workloads to simulate: from a configuration of kfac-train, or from a YAML list of layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kfac_bench.training import dry_run
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TOP = {"parameters", "tensors", "step_flops_per_example", "family", "gradient_bytes", "layers"}
-_MOST, _REPEATS = 1 << 40, 100_000
+_MOST_SIZE, _MOST_REPEATS = 1 << 40, 100_000
 _LAYER = {"name": str, "a_dim": int, "g_dim": int, "rows": int}
 
 
 def of_config(config: TrainConfig) -> Workload:
-    """One rank's share; ``trainer.batch_size`` is that of the rank."""
+    """Return the work of one rank; here ``trainer.batch_size`` counts one rank's examples."""
     run = dry_run.trace(config)
     layers = [] if run.report is None else [layer.spec for layer in run.report.layers]
     return Workload(
@@ -38,26 +38,27 @@ def of_config(config: TrainConfig) -> Workload:
 
 
 def state_bytes(config: TrainConfig) -> int:
-    """Per element of factors and decompositions."""
+    """Return the bytes of an element of factors and decompositions."""
     return _BYTES[config.kfac.state_dtype]
 
 
 def of_file(path: Path, examples: int) -> Workload:
-    """``examples`` of a rank of what a file lists; raises :class:`UsageError`.
+    """Return the work of ``examples`` on one rank for the layers that a YAML file lists.
 
-    A layer has ``rows`` per example (shared positions), and stands ``repeat`` times.
+    A layer has ``rows`` per example (shared positions) and occurs ``repeat`` times. Raises
+    :class:`UsageError` if the file cannot be read, or has a missing or invalid value.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(found, Mapping) or not _TOP.issuperset(found) or "layers" not in found:
+    if not isinstance(content, Mapping) or not _TOP.issuperset(content) or "layers" not in content:
         raise UsageError(f"{path}: expected the keys {', '.join(sorted(_TOP))}")
     layers: list[LayerSpec] = []
     rows: dict[str, int] = {}
-    if not isinstance(found["layers"], list):
+    if not isinstance(content["layers"], list):
         raise UsageError(f"{path}: layers: expected a list")
-    for entry in found["layers"]:
+    for entry in content["layers"]:
         for spec, each in _layers(entry, path):
             layers.append(spec)
             rows[spec.name] = each * examples
@@ -65,31 +66,36 @@ def of_file(path: Path, examples: int) -> Workload:
         path.stem,
         layers,
         rows,
-        _positive(found, "step_flops_per_example", path) * examples,
-        int(_positive(found, "parameters", path)),
-        int(_positive(found, "tensors", path)),
+        _positive(content, "step_flops_per_example", path) * examples,
+        int(_positive(content, "parameters", path)),
+        int(_positive(content, "tensors", path)),
         examples,
-        family=str(found.get("family", "")),
-        gradient_bytes=int(_positive({"gradient_bytes": 4} | dict(found), "gradient_bytes", path)),
+        family=str(content.get("family", "")),
+        gradient_bytes=int(_positive({"gradient_bytes": 4, **content}, "gradient_bytes", path)),
     )
 
 
 def _layers(entry: Any, path: Path) -> list[tuple[LayerSpec, int]]:
+    """Return the layers that one entry of the list stands for, each with its rows per example."""
     if not isinstance(entry, Mapping) or not all(
         isinstance(entry.get(key), kind) for key, kind in _LAYER.items()
     ):
         raise UsageError(f"{path}: layers: expected {', '.join(_LAYER)} in {entry!r}")
     repeat = entry.get("repeat", 1)
     sizes = (entry["a_dim"], entry["g_dim"], entry["rows"], repeat)
-    if not isinstance(repeat, int) or min(sizes) < 1 or max(sizes) > _MOST or repeat > _REPEATS:
-        raise UsageError(f"{path}: layers: {entry['name']}: expected sizes of at least 1")
+    in_range = isinstance(repeat, int) and min(sizes) >= 1 and max(sizes) <= _MOST_SIZE
+    if not in_range or repeat > _MOST_REPEATS:
+        raise UsageError(
+            f"{path}: layers: {entry['name']}: expected sizes from 1 to 2^40 "
+            f"and at most {_MOST_REPEATS:,} repeats"
+        )
     names = [f"{entry['name']}{f'.{i}' if repeat > 1 else ''}" for i in range(repeat)]
     return [(LayerSpec(n, entry["a_dim"], entry["g_dim"]), entry["rows"]) for n in names]
 
 
-def _positive(found: Mapping[str, Any], key: str, path: Path) -> float:
+def _positive(content: Mapping[str, Any], key: str, path: Path) -> float:
     try:
-        value = float(found[key])
+        value = float(content[key])
     except (KeyError, TypeError, ValueError, OverflowError):
         value = 0.0
     if not 0 < value < math.inf:

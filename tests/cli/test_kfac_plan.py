@@ -1,4 +1,4 @@
-"""``kfac-plan``: what it says is what ranks that run hold and send; and how it says it."""
+"""``kfac-plan``: its numbers equal what running ranks hold and send; its text and its errors."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.support.training import make_kfac, my_part, sgd, train_step
 
 
 class Done:
-    """A message that has arrived, and keeps its bucket until somebody waits for it."""
+    """A message that has arrived and that keeps its bucket until a caller waits for it."""
 
     def __init__(self, bucket):
         self.bucket = bucket
@@ -40,9 +40,9 @@ class Done:
 
 
 class Measuring(TorchCollective):
-    """Sends a copy of each bucket, so that nobody but the executor decides how long one lives.
+    """A collective that records, at each message, which buckets and statistics are alive.
 
-    At each message it looks at what is alive.
+    It sends a copy of each bucket. So only the executor decides how long a bucket lives.
     """
 
     def __init__(self):
@@ -95,13 +95,13 @@ def _name(op):
 
 
 def storages(parts):
-    """Bytes by address: a view keeps all of what it is a view of."""
+    """Return the bytes of each storage by address. A view keeps the whole storage alive."""
     found = [x.untyped_storage() for tensors in parts for x in tensors]
     return {s.data_ptr(): s.nbytes() for s in found}
 
 
 def measured(kfac):
-    """Of this rank, in the words of the JSON file."""
+    """Return the memory and the traffic of this rank, with the keys of the JSON file."""
     store, collective = kfac._executor.store, kfac.collective
     factors = [x.tensors for x in store.factors.values()]
     factors += [(x,) for x in store.second_moments.values()]
@@ -130,7 +130,7 @@ def measured(kfac):
 
 
 def assert_equal_to(rank, memory, traffic):
-    """An estimate of one rank, as the JSON file has it, to what was measured."""
+    """Compare one rank of the JSON file with what was measured."""
     assert {k: rank["memory_bytes"][k] for k in memory} == memory
     assert {
         stage: {kind: {k: t[k] for k in ("messages", "payload_bytes")} for kind, t in kinds.items()}
@@ -142,7 +142,7 @@ def assert_equal_to(rank, memory, traffic):
 
 
 class MeasuredRanks(DDP):
-    """Its K-FAC measures its messages."""
+    """A backend whose K-FAC measures its messages."""
 
     def collective(self):
         return Measuring()
@@ -161,7 +161,7 @@ def run_here(folder, overrides, backend):
 
 
 def planned(capsys, path, *overrides):
-    """The JSON file that the command writes."""
+    """Run the command and return the JSON that it writes."""
     with pytest.raises(SystemExit) as caught:
         cli.plan([*overrides, f"out={path}"])
     assert caught.value.code == 0
@@ -211,7 +211,7 @@ QUICK = [
     [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
     ids=lambda case: " ".join(map(str, case)),
 )
-def test_a_run_holds_and_sends_what_the_plan_says(tmp_path, capsys, case):
+def test_a_run_holds_and_sends_what_the_plan_states(tmp_path, capsys, case):
     world, overrides = case[0], (*BASE, *case[1:])
     plan = planned(capsys, tmp_path / "plan.json", *overrides, f"world_size={world}")
     if world == 1:
@@ -228,7 +228,7 @@ def test_a_run_holds_and_sends_what_the_plan_says(tmp_path, capsys, case):
 
 
 class Transformer(nn.Module):
-    """Attention, norms in groups, tokens and a head that are diagonals."""
+    """A model with attention, normalization groups, and diagonal factors of tokens and head."""
 
     def __init__(self):
         super().__init__()
@@ -244,7 +244,7 @@ class Transformer(nn.Module):
 
 
 def train_transformer(world, plan_options, options):
-    """On a rank: what was measured, and what its own plan says."""
+    """Run on a rank and return what was measured and what the rank's plan states."""
     collective = SingleProcess() if world == 1 else Measuring()
     model = Transformer()
     wrapped = model if world == 1 else DistributedDataParallel(model)
@@ -278,7 +278,7 @@ MANY, BATCHES = {"bucket_numel": 700}, {"batch_numel": 1 << 20}  # messages; as 
     ids=str,
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_transformer_holds_and_sends_what_its_plan_says(
+def test_a_transformer_holds_and_sends_what_its_plan_states(
     world, strategy, method, dtype, plan_options
 ):
     options = {"strategy": strategy, "method": method, "state_dtype": dtype, "spread": False}
@@ -311,14 +311,14 @@ def test_a_transformer_holds_and_sends_what_its_plan_says(
 
 
 def plan_here(capsys, *arguments):
-    """Exit code, stdout, stderr."""
+    """Return the exit code, stdout and stderr of the command."""
     with pytest.raises(SystemExit) as caught:
         cli.plan(arguments)
     return caught.value.code, *capsys.readouterr()
 
 
-def test_the_papers_model_on_64_ranks(tmp_path):
-    """A process of its own, that sees neither GPU nor data."""
+def test_resnet50_on_64_ranks_is_planned(tmp_path):
+    """The command runs in its own process, which sees neither GPU nor data."""
     command = [sys.executable, "-c", "from kfac_bench.cli import plan; plan()"]
     done = subprocess.run(
         [*command, "model=resnet50", "world_size=64", "kfac=hybrid_opt"],
@@ -364,13 +364,13 @@ def test_the_papers_model_on_64_ranks(tmp_path):
 
 
 def row(text, label, part):
-    """Figures of a line of the table: least, mean, heaviest, which rank."""
+    """Return the columns of a line of the table: interval, least, mean, heaviest, rank."""
     table = text.partition(f"\n{part}\n")[2]
     found = re.search(rf"^  {label} {{2,}}(.*)$", table, re.MULTILINE)
     return re.split(r" {2,}", found[1].strip())
 
 
-def test_the_table_shows_least_mean_and_heaviest(capsys):
+def test_the_table_shows_least_mean_and_heaviest_rank(capsys):
     """64-2-64: the A of the first layer has 65 rows, the second's 3; G 2 and 64."""
     overrides = ("model=autoencoder", "task=reconstruction", "model.hidden=[2]", "kfac=mem_opt")
     code, text, _ = plan_here(capsys, *overrides, "world_size=2", "out=null")
@@ -399,7 +399,7 @@ def test_one_rank_has_one_column_and_no_messages(capsys, tmp_path, monkeypatch):
     assert "stages.0.0.conv1 " in plan_here(capsys, "out=null", "--layers")[1]
 
 
-def test_json_alone_on_stdout(capsys):
+def test_out_dash_prints_json_alone(capsys):
     code, text, _ = plan_here(capsys, "world_size=2", "out=-")
     assert (code, json.loads(text)["world_size"]) == (0, 2)
     code, text, _ = plan_here(capsys, "world_size=2", "out=-", "kfac=none")
@@ -408,11 +408,11 @@ def test_json_alone_on_stdout(capsys):
     assert plan["step_flops"] > plan["forward_flops"] > 0
 
 
-def test_without_kfac(capsys):
+def test_without_kfac_the_text_says_off(capsys):
     assert "K-FAC: off" in plan_here(capsys, "world_size=2", "out=null", "kfac=none")[1]
 
 
-def test_help(capsys):
+def test_help_prints_the_usage(capsys):
     code, text, _ = plan_here(capsys, "--help")
     assert code == 0
     for said in ("world_size=", "out=", "--layers", "kfac-plan model=resnet50"):
@@ -437,7 +437,7 @@ def test_help(capsys):
     ],
     ids=str,
 )
-def test_mistakes_are_one_line(capsys, arguments, fragment):
+def test_wrong_words_give_a_one_line_error(capsys, arguments, fragment):
     code, printed, said = plan_here(capsys, *arguments)
     assert printed == ""
     assert (code, len(said.splitlines())) == (2, 1), said

@@ -1,4 +1,4 @@
-"""The simulated step: closed forms of messages and stages, and what may never make it slower."""
+"""The simulator: messages and stages against closed forms, its files and its command."""
 
 import json
 import math
@@ -40,7 +40,7 @@ STRATEGIES = ("comm_opt", "layer_wise", "mem_opt", "hybrid_opt", "owner_reduce",
 
 
 @pytest.mark.parametrize("p", [2, 3, 8, 64])
-def test_a_ring_moves_each_byte_twice_but_for_the_ranks_own(p):
+def test_a_ring_moves_each_byte_twice_except_the_part_of_the_rank(p):
     ranks = range(p)
     assert RING.all_reduce_s(0, ranks) == pytest.approx(2 * (p - 1) * ALPHA)
     more = RING.all_reduce_s(1e6, ranks) - RING.all_reduce_s(0, ranks)
@@ -56,14 +56,14 @@ def test_a_tree_has_log2_levels(p, levels):
     assert tree.rooted_s(3e6, range(p)) == pytest.approx(levels * ALPHA + 3e6 / BETA)
 
 
-def test_the_better_of_both_and_nothing_for_one_rank():
+def test_best_takes_the_faster_algorithm_and_one_rank_sends_nothing():
     best, tree = replace(RING, algorithm="best"), replace(RING, algorithm="tree")
     assert best.all_reduce_s(4, range(64)) == tree.all_reduce_s(4, range(64))
     assert best.all_reduce_s(1e9, range(4)) == RING.all_reduce_s(1e9, range(4))
     assert replace(best, coordination_s=1.0).all_reduce_s(1e9, [3]) == 0
 
 
-def test_links_inside_nodes_and_their_share_between_them():
+def test_groups_inside_a_node_use_intra_and_groups_between_nodes_share_inter():
     network = Network(4, NetworkLink(1e-6, 1e11), NetworkLink(1e-5, 1e10), "ring")
     assert network.link(range(4)) == NetworkLink(1e-6, 1e11)
     assert network.link([4, 5]) == NetworkLink(1e-6, 1e11)
@@ -72,7 +72,7 @@ def test_links_inside_nodes_and_their_share_between_them():
     assert network.link(range(0, 16, 2)) == NetworkLink(1e-5, 1e10 / 2)
 
 
-def test_a_coordinator_hears_of_each_tensor_from_each_rank():
+def test_coordination_takes_time_per_tensor_and_rank():
     slow = replace(RING, coordination_s=1e-3)
     more = slow.all_reduce_s(1e6, range(8), tensors=5) - RING.all_reduce_s(1e6, range(8))
     assert more == pytest.approx(1e-3 * 5 * 8)
@@ -81,7 +81,7 @@ def test_a_coordinator_hears_of_each_tensor_from_each_rank():
 # ---- work ----
 
 
-def test_decompositions_between_and_beyond_the_sizes_measured():
+def test_decomposition_times_between_and_beyond_the_measured_sizes():
     table = {16: 1e-4, 64: 1e-3, 256: 3e-2}
     assert [interpolate(table, n) for n in table] == pytest.approx(list(table.values()))
     assert interpolate(table, 32) == pytest.approx(math.sqrt(1e-4 * 1e-3))
@@ -89,8 +89,8 @@ def test_decompositions_between_and_beyond_the_sizes_measured():
     assert interpolate({100: 1.0}, 200) == pytest.approx(8)
 
 
-def test_a_batch_of_decompositions_is_their_sum():
-    """Groups count each, diagonals nothing; by the method's own table."""
+def test_a_batch_of_decompositions_takes_the_sum_of_their_times():
+    """Each group counts, a diagonal counts nothing, and each method has a table of its own."""
     members = ((LayerSpec("a", 64, 32, groups=3), "A"), (LayerSpec("b", 64, 8, groups=3), "A"))
     for method, seconds in (("eigen", 0.1), ("ekfac", 0.1), ("inverse", 0.02)):
         each = seconds * (64 / 1024) ** 3
@@ -122,8 +122,8 @@ def test_one_rank_takes_the_sum_of_its_ops(strategy, method):
     )
 
 
-def test_the_closed_form_of_a_step():
-    """One layer, eigen, on 4 ranks: written out by hand."""
+def test_a_step_equals_the_closed_form():
+    """One layer with eigendecompositions on 4 ranks, calculated by hand."""
     spec, rows = LayerSpec("a", 64, 32), 8
     work = replace(WORK, layers=[spec], rows={"a": rows})
     time = step_time(work, 4, MACHINE, plan_of(work, Variant("comm_opt"), 4, "eigen"))
@@ -151,7 +151,7 @@ def test_backward_hides_messages_up_to_its_share():
     assert step_time(WORK, 4, tiny).gradients_s == pytest.approx(sent - 0.01 * 2 / 3 * 0.003)
 
 
-def test_what_the_papers_code_sends():
+def test_conduct_of_the_papers_code_sends_full_factors_and_two_tensors():
     plan = plan_of(WORK, Variant("comm_opt"), 4, "eigen")
     papers = Conduct(factor_traffic=2.0, tensors_per_decomposition=2)
     (reduce,) = (op for op in plan.factors if isinstance(op, Message))
@@ -171,7 +171,7 @@ def test_what_the_papers_code_sends():
     faster=st.floats(1.0, 100.0),
     what=st.sampled_from(["bandwidth", "latency", "products", "eigen", "overlap", "coordination"]),
 )
-def test_nothing_gets_slower_by_faster_hardware(strategy, world, algorithm, faster, what):
+def test_faster_hardware_makes_no_step_slower(strategy, world, algorithm, faster, what):
     link = NetworkLink(1e-4, 1e7)
     slow = Hardware("slow", Network(2, link, link, algorithm, 1e-5), RATES)
     net, rates = slow.network, slow.rates
@@ -202,14 +202,14 @@ def test_nothing_gets_slower_by_faster_hardware(strategy, world, algorithm, fast
 # ---- a sweep ----
 
 
-def test_intervals_that_belong_to_a_world_size():
+def test_intervals_of_one_world_size_are_rescaled_for_others():
     every = Intervals(50, 500, at=64)
     assert [every.of(n) for n in (16, 64, 256)] == [(200, 2000), (50, 500), (12.5, 125)]
     assert every.of(1 << 20) == (1, 1)
     assert Intervals(10, 100).of(256) == (10, 100)
 
 
-def test_examples_and_epochs():
+def test_examples_per_second_and_seconds_of_an_epoch():
     cells = sweep(WORK, MACHINE, [Variant("sgd"), Variant("comm_opt")], [1, 4], Intervals(1, 2))
     assert [(c.variant.label, c.world_size, c.examples) for c in cells] == [
         ("sgd", 1, 8),
@@ -222,7 +222,7 @@ def test_examples_and_epochs():
 
 
 def test_calibration_finds_the_rates_it_was_made_from():
-    """Simulated seconds of known hardware, as if they were published ones."""
+    """Calibrate on simulated seconds of known hardware, as if a paper had published them."""
     papers = Conduct(factor_traffic=2.0)
     work = replace(WORK, layers=[LayerSpec("a", 4608, 512)], rows={"a": 100}, step_flops=1e10)
     rates = replace(RATES, step_s=0.02, eigen_s={4608: 5.0}, inverse_s={4608: 5.0 * 3 / 14})
@@ -251,7 +251,7 @@ FILES = sorted((compose.CONF_DIR / "hardware").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_our_hardware_files_name_a_source_of_every_number(path):
+def test_hardware_files_name_a_source_of_every_number(path):
     assert hardware.load(path).name == path.stem
     comment = ""
     for line in path.read_text().splitlines():
@@ -278,7 +278,7 @@ rates:
 
 
 def test_ranks_of_a_node_share_its_cores():
-    """Work takes longer by as much, messages do not; what is on other nodes does not matter."""
+    """Crowding slows work but not messages. Ranks on other nodes do not matter."""
     crowded = replace(MACHINE, network=replace(RING, ranks_per_node=8), crowding={4: 2.5, 2: 1.1})
     factors = [crowded.slowdown(n) for n in (1, 2, 3, 4, 8, 64)]
     assert factors == pytest.approx([1, 1.1, 1.8, 2.5, 5, 5])
@@ -293,7 +293,7 @@ def test_ranks_of_a_node_share_its_cores():
     assert hardware.parse(good() | {"crowding": {2: 1.5}}, "x", "x").slowdown(2) == 1.5
 
 
-def test_a_number_without_a_point_is_one():
+def test_a_number_without_a_decimal_point_is_read_as_a_number():
     assert hardware.parse(good(), "x", "x").network.intra.bandwidth_bytes_per_s == 1e9
 
 
@@ -318,7 +318,7 @@ def test_a_number_without_a_point_is_one():
         (["links"], 1, "unknown key 'links'"),
     ],
 )
-def test_a_bad_hardware_file_is_one_line(path, value, fragment):
+def test_a_bad_hardware_file_raises_a_one_line_error(path, value, fragment):
     found = good()
     *parents, last = path
     at = found
@@ -333,7 +333,7 @@ def test_a_bad_hardware_file_is_one_line(path, value, fragment):
     assert str(caught.value).startswith("mine.yaml: ")
 
 
-def test_lists_of_layers():
+def test_a_list_of_layers_becomes_a_workload():
     folder = compose.CONF_DIR / "simulation"
     heads = workload.of_file(folder / "maskrcnn_heads.yaml", 2)
     assert [s.name for s in heads.layers][4:6] == ["mask_head.fcn.0", "mask_head.fcn.1"]
@@ -360,7 +360,7 @@ LAYER = "name: a, a_dim: 2, g_dim: 2, rows: 1"
         "\x00",
     ],
 )
-def test_a_bad_list_of_layers_is_one_line(tmp_path, text):
+def test_a_bad_list_of_layers_raises_a_one_line_error(tmp_path, text):
     path = tmp_path / "layers.yaml"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"layers\.yaml: "):
@@ -371,7 +371,7 @@ def test_a_bad_list_of_layers_is_one_line(tmp_path, text):
 
 
 def simulate_here(capsys, *arguments):
-    """Exit code, stdout, stderr."""
+    """Return the exit code, stdout and stderr of the command."""
     with pytest.raises(SystemExit) as caught:
         cli.plan(["simulate", *arguments])
     return caught.value.code, *capsys.readouterr()
@@ -380,7 +380,7 @@ def simulate_here(capsys, *arguments):
 SMALL = ("model=autoencoder", "task=reconstruction", "hardware=two_cores")
 
 
-def test_the_command(capsys, tmp_path):
+def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
     out, svg = tmp_path / "a.json", tmp_path / "new" / "a.svg"
     words = (*SMALL, "world_size=1,2,4", "strategies=sgd,comm_opt,hybrid_opt@1/2")
     code, text, error = simulate_here(
@@ -398,7 +398,7 @@ def test_the_command(capsys, tmp_path):
     assert svg.read_text().startswith("<svg")
 
 
-def test_json_alone(capsys):
+def test_out_dash_prints_json_alone(capsys):
     code, text, _ = simulate_here(capsys, *SMALL, "world_size=2", "strategies=sgd", "out=-")
     assert code == 0
     (cell,) = json.loads(text)["cells"]
@@ -406,7 +406,7 @@ def test_json_alone(capsys):
     assert "epoch_s" not in cell
 
 
-def test_help(capsys):
+def test_help_prints_the_usage(capsys):
     code, text, _ = simulate_here(capsys, "--help")
     assert code == 0
     assert "kfac-plan simulate model=resnet50 hardware=longhorn_v100" in text
@@ -418,19 +418,19 @@ def test_help(capsys):
         (["hardware=cray"], "hardware=cray: choose one of longhorn_v100"),
         (["hardware=no/such.yaml"], "no/such.yaml: cannot be read"),
         (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
-        (["world_size=2,2"], "the same twice"),
+        (["world_size=2,2"], "the same value twice"),
         (["world_size=999999"], "at most 131072"),
-        (["strategies=magic"], "strategies=magic: choose of sgd, comm_opt"),
-        (["strategies=comm_opt@1/2"], "has no fraction to choose"),
+        (["strategies=magic"], "strategy magic: unknown; choose one of sgd, comm_opt"),
+        (["strategies=comm_opt@1/2"], "takes no fraction"),
         (["strategies=hybrid_opt@0/0"], "write the fraction as 1/4"),
         (["strategies=hybrid_opt@2"], "must be in (0, 1]"),
         (["world_size=4", "strategies=hybrid_opt@3/4"], "do not divide the ranks"),
-        (["trainer.batch_size=8"], "say per_rank_batch"),
+        (["trainer.batch_size=8"], "set per_rank_batch"),
         (["per_rank_batch=-1"], "per_rank_batch=-1"),
         (["epochs=soon"], "epochs=soon: expected a number above 0"),
         (["coordination_s=-1"], "coordination_s=-1: expected a number of at least 0"),
-        (["kfac=none"], "kfac=none: say strategies="),
-        (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: say strategies="),
+        (["kfac=none"], "kfac=none: set strategies="),
+        (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: set strategies="),
         (["kfac.fisher=mc"], "kfac.fisher=empirical"),
         (["kfac.adaptive_damping=true"], "a fixed kfac.damping"),
         (["experiment=digits/autoencoder_adam"], "K-FAC covers no layer"),
@@ -438,7 +438,7 @@ def test_help(capsys):
         (["out=/proc/none/x.json", "world_size=1"], "out=/proc/none/x.json: cannot be written"),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys, arguments, fragment):
+def test_wrong_words_give_a_one_line_error(capsys, arguments, fragment):
     words = arguments if arguments[0].startswith("hardware") else [*SMALL, *arguments]
     code, text, error = simulate_here(capsys, *words)
     assert (code, text) == (2, "")
@@ -446,15 +446,15 @@ def test_what_is_wrong_is_one_line(capsys, arguments, fragment):
     assert error.count("\n") == 1
 
 
-def test_a_variant_reads_as_it_is_written():
+def test_the_label_of_a_variant_is_the_text_that_names_it():
     for text in ("sgd", "comm_opt", "hybrid_opt@1/4", "owner_reduce@3/8"):
         assert variant(text).label == text
     assert variant("hybrid_opt@0.25") == Variant("hybrid_opt", 0.25)
 
 
 @pytest.mark.slow
-def test_the_validation_is_a_command(tmp_path):
-    """It fails where conf/hardware/longhorn_v100.yaml is not what its fit finds."""
+def test_the_validation_script_reproduces_the_calibrated_hardware_file(tmp_path):
+    """The script fails if conf/hardware/longhorn_v100.yaml differs from the result of its fit."""
     script = compose.CONF_DIR.parent / "scripts" / "validate_simulation.py"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     out = tmp_path / "table.md"
@@ -486,7 +486,7 @@ def test_the_validation_is_a_command(tmp_path):
     assert sum(efficiencies) / 2 < 5
 
 
-def test_the_model_of_the_hardware_needs_no_torch():
+def test_the_sweep_imports_no_torch():
     code = "import sys; import kfac_bench.simulate.sweep; sys.exit('torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)

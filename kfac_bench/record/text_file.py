@@ -1,0 +1,35 @@
+"""Writing a text file as a whole, for tables, figures, pages and JSON."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kfac_bench.errors import UsageError
+
+
+def write_text(path: Path, text: str, name: str = "") -> None:
+    """Write `text` to `path` and create its folder. A reader sees the old file or the new file.
+
+    Args:
+        path: The file to write.
+        text: All of its content.
+        name: What an error message calls the file, such as ``out=plan.json``; default: its path.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            # A device such as /dev/stdout takes the text itself. A rename would replace the device.
+            path.write_text(text, encoding="utf-8")
+            return
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise UsageError(f"{name or path}: cannot be written ({error.strerror})") from None
