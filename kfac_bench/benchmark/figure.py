@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
-from kfac_bench.report.curves import DASHES, GRID, INK, PALETTE, our_look, to_svg
+from kfac_bench.report.figure_style import DASHES, GRID, INK, PALETTE, our_look, to_svg
 
 QUANTITY = "quantity"
 _HATCH = "////"

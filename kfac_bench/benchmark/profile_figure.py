@@ -1,4 +1,4 @@
-"""The figure of performance profiles: share of tasks solved against the ratio to the best."""
+"""The figure of performance profiles: share of tasks solved over the ratio to the best time."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from kfac_bench.benchmark.performance_profile import TAU_MAX, Times, profiles, scores
 from kfac_bench.record.runs import plain
-from kfac_bench.report.curves import DASHES, PALETTE, Style, our_look, to_svg
+from kfac_bench.report.figure_style import our_look, style_of, to_svg
 
 
 def profile_svg(times: Times, title: str = "", unit: str = "time") -> str:
-    """Profiles over tau in [1, 4] as one ``<svg>``; the legend has the scores, the best first.
+    """Draw the profiles over tau in [1, 4]. The legend lists the scores, the best first.
 
-    ``unit`` is what the times are of: time or steps.
+    ``unit`` names what the times count: ``time`` or ``steps``.
     """
-    score, size = scores(times), len(PALETTE)
+    score = scores(times)
     with our_look():
         figure = Figure(figsize=(7.6, 4.2), layout="constrained")
         axes = figure.subplots()
         for i, (name, profile) in enumerate(profiles(times).items()):
-            style = Style(i % size, DASHES[i // size % len(DASHES)])
+            style = style_of(i)
+            # A profile is a step function: each corner adds a horizontal and a vertical piece.
             xs, ys = [1.0], [0.0]
             for tau, share in [(t, s) for t, s in profile if t <= TAU_MAX]:
                 xs += [tau, tau]
                 ys += [ys[-1], share]
             line = style.line([*xs, TAU_MAX], [*ys, ys[-1]], linewidth=2.0, alpha=0.9)
             line.set_label(f"{plain(name).lstrip('_') or '?'} ({score[name]:.2f})")
-            line.set_clip_on(False)  # a line at 0 or 1 is as thick as the others
+            line.set_clip_on(False)  # A line at 0 or 1 must look as thick as the others.
             axes.add_line(line)
         axes.set_title(plain(title), loc="left")
         axes.set_xlim(1.0, TAU_MAX)

@@ -1,15 +1,16 @@
-"""Reports on runs, from their event files alone: Markdown, terminal table, one HTML page.
+"""Reports on runs, made from their event files alone: Markdown, a terminal table, one HTML page.
 
-Texts in event files are not trusted: each output format escapes them in its own way.
-:mod:`.comparison` reads the runs, :mod:`.words` writes their numbers, :mod:`.page` makes the page
-of :mod:`.charts` (what its curves are drawn of) and :mod:`.grid` (tables to sort).
+Texts in event files are not trusted, so each output format escapes them in its own way.
+:mod:`.comparison` reads the runs and :mod:`.words` writes their numbers. :mod:`.page` makes the
+page from :mod:`.charts` (the data of its curves) and :mod:`.html_table` (tables to sort).
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kfac_bench.record.text_file import write_text
 from kfac_bench.report.comparison import Comparison as Comparison
-from kfac_bench.report.comparison import folder_of, read, write
+from kfac_bench.report.comparison import folder_of, read
 from kfac_bench.report.curves import curves_svg as curves_svg
 from kfac_bench.report.curves import figure_svg as figure_svg
 from kfac_bench.report.page import TITLE
@@ -31,14 +32,19 @@ def compare(
     tables: Sequence[Table] = (),
     title: str = TITLE,
 ) -> Comparison:
-    """Read the runs at ``paths`` (run directories, event files, or folders of runs).
+    """Read the runs and write their page.
 
-    Writes the HTML page to ``html_path`` if given, all of it or nothing; ``tables`` stand on it
-    above what is found here. Raises :class:`UsageError` for a path that is not there, where no
-    run can be read, or for a page that cannot be written.
+    Args:
+        paths: Run directories, event files, or folders of runs.
+        html_path: Where the HTML page goes; None: no page.
+        tables: Tables to show on the page above the results of the runs.
+        title: The title of the page.
+
+    Raises:
+        UsageError: A path does not exist, no run can be read, or the page cannot be written.
     """
     folder = None if html_path is None else folder_of(html_path)
-    found = read(paths)
+    comparison = read(paths)
     if html_path is not None:
-        write(html_path, html(found, title, tables, folder))
-    return found
+        write_text(html_path, html(comparison, title, tables, folder))
+    return comparison

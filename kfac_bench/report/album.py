@@ -1,4 +1,4 @@
-"""Predictions of runs as an HTML page brings them along: bounded, and of the runs' own folders."""
+"""The predictions on an HTML page: limited in size, and only from the folders of the runs."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from kfac_bench.record.runs import Setting, plain, seed
 from kfac_bench.training import predictions
 
 MOST_PREDICTIONS, MOST_TEXT = 12, 2000
-"""Of a run: examples, and characters of each one's text."""
+"""Limits per run: the number of examples, and the characters of each example's text."""
 
 MOST_PICTURE_BYTES = 24 * 2**20
-"""Of all pictures on the page."""
+"""Limit for all pictures on the page."""
 
 
 class Album:
-    """The predictions on one page; pictures only as long as they are not too much for it."""
+    """The predictions on one page. After the limit of bytes it shows captions without pictures."""
 
     def __init__(self) -> None:
         self._left_bytes = MOST_PICTURE_BYTES
 
     def of(self, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-        """Those of each setting's first run that has any, its last ones."""
-        found = []
-        for setting in settings:
-            for run in setting.runs:
-                event = next((e for e in reversed(run.events) if isinstance(e, Predicted)), None)
-                if event is None or not isinstance(event.items, list) or not event.items:
-                    continue
-                items = [x for x in event.items[:MOST_PREDICTIONS] if isinstance(x, dict)]
-                found.append(
-                    {
-                        "optimizer": setting.optimizer,
-                        "seed": seed(run),
-                        "step": event.step,
-                        "items": [self._item(run.path.parent, item) for item in items],
-                    }
-                )
-                break
-        return found
+        """Return the last predictions of each setting's first run that has predictions."""
+        return [found for setting in settings for found in self._of_setting(setting)]
+
+    def _of_setting(self, setting: Setting) -> list[dict[str, Any]]:
+        for run in setting.runs:
+            event = next((e for e in reversed(run.events) if isinstance(e, Predicted)), None)
+            # Event files are not trusted: any JSON value may stand where a list belongs.
+            if event is None or not isinstance(event.items, list) or not event.items:
+                continue
+            items = [x for x in event.items[:MOST_PREDICTIONS] if isinstance(x, dict)]
+            prediction = {
+                "optimizer": setting.optimizer,
+                "seed": seed(run),
+                "step": event.step,
+                "items": [self._item(run.path.parent, item) for item in items],
+            }
+            return [prediction]
+        return []
 
     def _item(self, directory: Path, item: dict[str, Any]) -> dict[str, Any]:
         content = predictions.read(directory, item.get("file"))

@@ -1,7 +1,8 @@
 "use strict";
-// Axes: where the ticks of a range are, how numbers are written, and what pixel a value is at.
+// Axes: the ticks of a range, the text of a number, and the pixel of a value.
 
-// A scale maps [low, high] to [from, to], by factors if `log`; `invert` maps back.
+// A scale maps values from [low, high] to pixels in [from, to]; `invert` maps pixels to values.
+// With `log` equal factors of the value are equal distances.
 function makeScale(low, high, from, to, log) {
   const place = log ? Math.log10 : (value) => value;
   const value = log ? (position) => 10 ** position : (position) => position;
@@ -11,7 +12,7 @@ function makeScale(low, high, from, to, log) {
   return Object.assign(scale, { low, high, log });
 }
 
-// About `count` multiples of 1, 2 or 5 times a power of ten.
+// Return about `count` ticks: multiples of 1, 2 or 5 times a power of ten.
 function linearTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
@@ -20,7 +21,8 @@ function linearTicks(low, high, count) {
   return ticks;
 }
 
-// Powers of ten with their 2 and 5 where there is room; less than a decade is like a linear axis.
+// Return powers of ten, with 2 and 5 between them if there is room. A range of less than a decade
+// has the ticks of a linear axis.
 function logTicks(low, high, count) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
   const every = Math.max(1, Math.ceil((last - first) / count));
@@ -35,7 +37,7 @@ function logTicks(low, high, count) {
   return coarse.length >= 3 ? coarse : linearTicks(low, high, count);
 }
 
-// Six digits at most; a real minus sign.
+// Write a number with six digits at most, and with a real minus sign.
 function writeNumber(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size >= 1e6 || size < 1e-4)) {
@@ -44,13 +46,13 @@ function writeNumber(value) {
   return String(Number(value.toPrecision(6))).replace("-", "\u2212");
 }
 
-// Below this no number is left between two pixels.
+// Below this size floating-point numbers become too coarse to calculate pixels from.
 const TINY = 1e-290;
 
-// Whether a value has a place on an axis: by factors, only what is above zero.
+// Whether an axis can show a value. A logarithmic axis shows only values above zero.
 const fits = (value, log) => !log || value > TINY;
 
-// The smallest and the largest of `values`, with a margin for the eye; never empty.
+// Return the range of `values` with a margin at both ends. The range is never empty.
 function extent(values, log, margin) {
   let low = Infinity, high = -Infinity;
   for (const value of values) {

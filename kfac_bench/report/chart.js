@@ -1,9 +1,9 @@
-// One task's curves as SVG, with switches for both axes and a legend that hides settings.
-// Names come from event files: they are only ever set as text.
+// The curves of one task as SVG, with switches for both axes and a legend that hides settings.
+// Names come from event files and are not trusted, so they are set as text and never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const X = { steps: 0, seconds: 1 }, Y = 2;  // columns of a curve
-const NARROWEST = 120;  // pixels; less is no window yet
+const NARROWEST = 120;  // pixels; a narrower plot has no layout yet
 
 function shape(name, attributes, text = "") {
   const element = document.createElementNS(SVG, name);
@@ -24,10 +24,10 @@ class Chart {
     this.empty = { metric: !values("metric").length, loss: !values("loss").length };
     this.x = "seconds";
     this.y = this.empty.metric && !this.empty.loss ? "loss" : "metric";
-    // Losses and errors fall by factors; a share like accuracy does not.
+    // Losses and errors fall by factors. A share such as accuracy does not.
     this.log = { metric: positive("metric") && !task.higherIsBetter, loss: positive("loss") };
-    this.zoom = { x: null, y: null };  // [low, high] of an axis; null: all of it
-    this.hits = [];  // of each curve that is drawn: its line, and the pixels of its points
+    this.zoom = { x: null, y: null };  // [low, high] of an axis; null: the whole range
+    this.hits = [];  // per curve on the plot: its line, and the pixels of its points
     this.cursor = new Cursor(this, root.querySelector(".tip"));
     root.addEventListener("click", (event) => {
       const button = event.target.closest("button");
@@ -49,7 +49,7 @@ class Chart {
     this.draw();
   }
 
-  // All of it anew, from the data: there is no state to go stale.
+  // Draw everything again from the data. So nothing on the plot can be out of date.
   draw() {
     this.width = this.plot.clientWidth;
     this.height = this.plot.clientHeight;
@@ -70,7 +70,8 @@ class Chart {
     this.showState();
   }
 
-  // A run that diverges leaves the range, unless somebody zooms: the others would be one line.
+  // Whether the range includes a value. The values of a run that diverges are outside, unless the
+  // reader zooms: otherwise the other curves would be one flat line.
   hasRoom(value) {
     const worst = this.task.worst[this.y];
     if (worst === null) return true;
@@ -114,13 +115,13 @@ class Chart {
     return this.y === "metric" ? this.task.metric : "training loss";
   }
 
-  // An svg in the svg: it cuts off what a zoom leaves outside.
+  // Draw the curves in an svg inside the svg, which cuts off what is outside of the zoom.
   drawArea(shown, goal) {
     const { left: x, right, top: y, bottom } = this.box, width = right - x, height = bottom - y;
     this.area = shape("svg", { x, y, width, height, viewBox: `${x} ${y} ${width} ${height}` });
     this.svg.append(this.area);
     this.hits = [];
-    for (const median of [false, true]) {  // those of the median on top
+    for (const median of [false, true]) {  // median runs last, so they are on top
       for (const curve of shown) if (curve.run.median === median) this.drawCurve(curve);
     }
     if (goal !== null && fits(goal, this.yScale.log)) this.drawTarget(goal);
@@ -134,13 +135,13 @@ class Chart {
   drawTarget(goal) {
     const { left, right, top, bottom } = this.box, y = this.yScale(goal);
     this.area.append(shape("line", { x1: left, y1: y, x2: right, y2: y, class: "target" }));
-    // Beyond the line at its start, where there is room: runs come to it at its end.
+    // The label is beyond the line at its left end, because most runs meet the line at its right end.
     const above = this.task.higherIsBetter ? y - 20 > top : y + 20 > bottom;
     const place = { x: left + 6, y: above ? y - 6 : y + 15, class: "goal" };
     this.area.append(shape("text", place, `target ${writeNumber(goal)}`));
   }
 
-  // Where a median run met the target.
+  // Mark the point where a median run met the target.
   drawMet({ setting, run }) {
     if (!run.median || !run.met || !fits(run.met[Y], this.yScale.log)) return;
     const cx = this.xScale(run.met[X[this.x]]), cy = this.yScale(run.met[Y]);
@@ -177,11 +178,12 @@ class Chart {
     }
   }
 
-  // To ranges of pixels, the low value's first; an axis without one stays as it is.
+  // Zoom to ranges of pixels; the pixel of the low value comes first. An axis without a range
+  // stays as it is.
   zoomTo(xs, ys) {
     const ranges = { x: xs?.map(this.xScale.invert), y: ys?.map(this.yScale.invert) };
     for (const [axis, range] of Object.entries(ranges)) {
-      // six digits are all that the data has
+      // The data has six digits, so a smaller range would show nothing but rounding.
       const smallest = range && 1e-6 * Math.max(...range.map(Math.abs));
       if (range && range[1] - range[0] > smallest) this.zoom[axis] = range;
     }

@@ -1,8 +1,9 @@
-"""What the page's curves are drawn of, as JSON inside the page; chart.js draws it.
+"""The data of the page's curves, as JSON inside the page; chart.js draws them.
 
-Own code and SVG, not a chart library: of those that Python packages bring along, plotly.js is
-4.5 MB, and uPlot (uplot-python: 120 kB, needs IPython) wants all curves at common x values, which
-seconds of different runs are not. Neither has the keyboard or the legend of settings.
+The page has its own drawing code instead of a chart library. Of the libraries that come as Python
+packages, plotly.js has 4.5 MB. uPlot (uplot-python: 120 kB, needs IPython) wants the same x values
+for all curves, but the seconds of two runs differ. Neither has keys for reading points, nor a
+legend of settings.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from typing import Any
 from kfac_bench.record.runs import Run, Setting, number, plain, seed, target
 from kfac_bench.record.score import median_run, target_reached
 from kfac_bench.record.series import HUGE, CurvePoint, drawable, points, thin, worst_shown
-from kfac_bench.report.curves import Style
+from kfac_bench.report.figure_style import Style
 
 MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100
-"""Points: more of a curve cannot be seen, and a page of many runs must stay quick."""
+"""Numbers of points. A reader cannot see more in a curve; a page of many runs must stay quick."""
 
 
 def most_points(runs: int) -> int:
-    """How many points a curve may have on a page of so many runs, with two curves each."""
+    """Return how many points a curve may have on a page of so many runs with two curves each."""
     return max(FEWEST, min(MOST_OF_A_CURVE, MOST_OF_A_PAGE // (2 * max(1, runs))))
 
 
 def chart(settings: Sequence[Setting], drawn: dict[str, Style], most: int) -> dict[str, Any]:
-    """The chart of one task: its target, and of each setting the look and the runs' points."""
+    """Return the chart of one task: its target, and the look and the points of each setting."""
     first = settings[0].runs[0]
     goal = target(first)
     better_up = bool(first.started.higher_is_better)
@@ -46,7 +47,7 @@ def chart(settings: Sequence[Setting], drawn: dict[str, Style], most: int) -> di
 
 
 def _worst(settings: Sequence[Setting], *, metric: bool, better_up: bool) -> float | None:
-    """The worst value that the axis has room for by itself, None where it has for all."""
+    """Return the worst value that the axis shows before any zoom; None: it shows all values."""
     runs = [run for setting in settings for run in setting.runs]
     curves = [[point[2] for point in points(run, metric=metric)] for run in runs]
     worst = worst_shown(curves, higher_is_better=better_up)
@@ -65,9 +66,9 @@ def _setting(setting: Setting, style: Style, most: int) -> dict[str, Any]:
 
 def _run(run: Run, most: int) -> dict[str, Any]:
     event = target_reached(run)
-    met = (
-        None if event is None else (number(event.step), number(event.train_s), number(event.value))
-    )
+    met = None
+    if event is not None:
+        met = (number(event.step), number(event.train_s), number(event.value))
     return {
         "seed": seed(run),
         "metric": _columns(thin(points(run, metric=True), most)),
@@ -77,23 +78,23 @@ def _run(run: Run, most: int) -> dict[str, Any]:
 
 
 def _columns(found: Sequence[CurvePoint]) -> list[list[float]]:
-    """Steps, seconds and values: three lists, shorter than a list per point."""
+    """Return steps, seconds and values. Three lists make shorter JSON than a list per point."""
     return [[_short(point[i]) for point in found] for i in range(3)]
 
 
 def _short(value: float) -> float:
-    """Six digits: a hundredth of a pixel. Whole numbers are exact."""
-    if value == math.floor(value) and abs(value) < 2**53:
+    """Round to six digits, which is a hundredth of a pixel. Whole numbers stay exact."""
+    if value == math.floor(value) and abs(value) < 2**53:  # JavaScript's limit for whole numbers
         return int(value)
     return float(f"{value:.6g}")
 
 
 def embed(data: object) -> str:
-    """``data`` as JSON that ends no ``<script>`` element, whatever its strings say."""
+    """Return ``data`` as JSON that cannot end a ``<script>`` element, whatever its strings hold."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def content_hash(text: str) -> str:
-    """How a content security policy names the one inline script or style that it allows."""
+    """Return the hash by which a content security policy allows one inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,8 +1,7 @@
-"""Runs, read and grouped and summed up, with what a reader of the result must know."""
+"""A comparison of runs: their settings, a result row per setting, and notes for the reader."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from kfac_bench.record.score import Row, notes, row
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found: settings, their result rows in the same order, notes on them."""
+    """Settings, their result rows in the same order, and notes on both."""
 
     settings: list[Setting]
     rows: list[Row]
@@ -24,9 +23,9 @@ class Comparison:
 def read(paths: Iterable[Path]) -> Comparison:
     """Read the runs at ``paths``: run directories, event files, or folders of runs.
 
-    What is there but holds no run that can be read is left out with a note, so ``runs/*`` can be
-    asked for; what a benchmark computed is no run. Raises :class:`UsageError` for a path that is
-    not there, and where no run is left.
+    A path without a readable run is left out with a note, so a user can name ``runs/*``. Computed
+    cells of a benchmark are not runs. Raises :class:`UsageError` for a path that does not exist,
+    and if no run is left.
     """
     runs: list[Run] = []
     faults: list[UsageError] = []
@@ -35,7 +34,7 @@ def read(paths: Iterable[Path]) -> Comparison:
             files = find(path)
         except UsageError as error:
             if not path.exists():
-                raise
+                raise  # Most likely a typing error: a note below a table would be overlooked.
             files = []
             faults.append(error)
         for file in files:
@@ -54,19 +53,8 @@ def read(paths: Iterable[Path]) -> Comparison:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder of the page at ``path``, resolved; a :class:`UsageError` if there is none."""
+    """Return the resolved folder of the page at ``path``; raise :class:`UsageError` without one."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"{path}: the folder {path.parent} does not exist")
+        raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
     return folder.resolve()
-
-
-def write(path: Path, text: str) -> None:
-    """Write ``path`` as a whole: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot write the report ({error.strerror})") from None

@@ -1,14 +1,14 @@
-// What a pointer and keys do on a chart: tell about a point, zoom by drag, and back.
+// The pointer and the keys on a chart: they show a point's numbers, zoom in, and zoom out.
 
-const REACH = 40;  // pixels from the pointer to the point that it means
-const DRAG = 6;  // pixels; what is shorter is a click
+const REACH = 40;  // largest distance in pixels from the pointer to the point that it shows
+const DRAG = 6;  // pixels; a shorter drag is a click
 
 class Cursor {
   constructor(chart, tip) {
     this.chart = chart;
     this.tip = tip;
-    this.place = null;  // { curve, index }: the point that is told about, its index in a hit
-    this.from = null;  // [x, y] where a drag began
+    this.place = null;  // { curve, index }: the point that is shown, and its index in the hit
+    this.from = null;  // [x, y] where the drag began; null: no drag
     const on = (name, action) => chart.plot.addEventListener(name, action.bind(this));
     on("pointerdown", this.startDrag);
     on("pointermove", this.move);
@@ -29,7 +29,7 @@ class Cursor {
     return this.place && this.chart.hits.find(({ curve }) => curve === this.place.curve);
   }
 
-  // Mark the point and say what it is.
+  // Mark the point and show its numbers.
   tell() {
     const { area, hits, task, y } = this.chart, hit = this.hit();
     area?.querySelector(".mark")?.remove();
@@ -54,7 +54,7 @@ class Cursor {
     }));
   }
 
-  // Beside the point, on the side with more room.
+  // Move the tip beside the point, to the side with more room.
   moveTip(x, y) {
     const { width, height } = this.chart, { offsetWidth, offsetHeight } = this.tip;
     const left = x > width / 2 ? x - offsetWidth - 12 : x + 12;
@@ -62,7 +62,7 @@ class Cursor {
     this.tip.style.top = `${Math.max(0, Math.min(y - 20, height - offsetHeight))}px`;
   }
 
-  // Where the pointer is on the plot, in its pixels.
+  // Return the position of the pointer in pixels of the plot.
   at(event) {
     const frame = this.chart.plot.getBoundingClientRect();
     return [event.clientX - frame.left, event.clientY - frame.top];
@@ -73,7 +73,7 @@ class Cursor {
     return x >= left - 1 && x <= right + 1 && y >= top - 1 && y <= bottom + 1;
   }
 
-  // Indices of the points of a curve that a zoom has not left outside.
+  // Return the indices of a curve's points that are inside the zoom.
   seen({ xs, ys }) {
     return [...xs.keys()].filter((i) => this.inside(xs[i], ys[i]));
   }
@@ -101,7 +101,8 @@ class Cursor {
     this.chart.plot.setPointerCapture(event.pointerId);
   }
 
-  // Pixel ranges of the dragged rectangle, low value first; of one axis where it is a stripe.
+  // Return the pixel ranges of the dragged rectangle, low value first. A narrow rectangle has the
+  // range of one axis, and a click has none.
   dragged(x, y) {
     const { left, right, top, bottom } = this.chart.box;
     const sorted = (one, other) => [Math.min(one, other), Math.max(one, other)];
@@ -147,7 +148,7 @@ class Cursor {
     actions[event.key]();
   }
 
-  // By so many points on the same curve.
+  // Go `by` points along the same curve.
   along(by) {
     const hit = this.hit();
     if (!hit) return this.across(0);
@@ -156,7 +157,7 @@ class Cursor {
     this.goTo({ curve: hit.curve, index });
   }
 
-  // To the next curve, at about the same x; the first time to the first one's middle.
+  // Go `by` curves on, to the point with the nearest x. At first, go to the first curve's middle.
   across(by) {
     const { curves, hits, box } = this.chart, now = this.hit();
     const order = curves.map((curve) => hits.find((hit) => hit.curve === curve))
@@ -169,7 +170,7 @@ class Cursor {
     this.goTo({ curve, index: this.seen({ xs, ys }).reduce(closer) });
   }
 
-  // To the half of both axes around the point, or around the middle.
+  // Zoom in on both axes by a factor of two, around the point or around the middle.
   magnify() {
     const { left, right, top, bottom } = this.chart.box, hit = this.hit();
     const x = hit ? hit.xs[this.place.index] : (left + right) / 2;

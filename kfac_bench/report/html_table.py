@@ -1,7 +1,7 @@
-"""Tables on the page: of each cell the text, what it is sorted by, and where it leads.
+"""Tables on the page: each cell has a text, a key to sort by, and perhaps a link.
 
-tables.js sorts by ``key``: a number, ``inf`` (a miss) or ``none`` (nothing there); without one a
-cell is sorted by its text.
+tables.js sorts by the key: a number, ``inf`` (a missed target) or ``none`` (no value). A cell
+without a key is sorted by its text.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kfac_bench.report.tables import DASH, Link, Table, Value, text
 
 @dataclass(frozen=True)
 class HtmlCell:
-    """One cell as the template writes it (and escapes it)."""
+    """One cell, before the template escapes its text."""
 
     text: str
     key: str | None = None
     href: str | None = None
 
     @property
-    def number(self) -> bool:
-        """Whether it stands to the right, as numbers do."""
+    def is_number(self) -> bool:
+        """Whether the cell holds a number, which is aligned to the right."""
         return self.key is not None
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A table to sort: a column is to the right where all its cells are numbers."""
+class HtmlTable:
+    """A table that readers can sort."""
 
     title: str
     columns: Sequence[str]
@@ -42,13 +42,13 @@ class Grid:
     notes: Sequence[str] = ()
 
     def right(self, column: int) -> bool:
-        """Whether that column holds numbers."""
-        return all(row[column].number for row in self.rows)
+        """Whether the column is aligned to the right, because all its cells are numbers."""
+        return all(row[column].is_number for row in self.rows)
 
 
-def grid(table: Table) -> Grid:
-    """``table`` as the page shows it."""
-    return Grid(
+def to_html_table(table: Table) -> HtmlTable:
+    """Return the table as the page shows it."""
+    return HtmlTable(
         plain(table.title),
         [plain(column) for column in table.columns],
         [[cell(value) for value in row] for row in table.rows],
@@ -57,7 +57,7 @@ def grid(table: Table) -> Grid:
 
 
 def cell(value: Value, shown: str | None = None) -> HtmlCell:
-    """A cell of a value, in other words (``shown``) if given."""
+    """Return the cell of a value; ``shown`` is its text, if the usual text does not fit."""
     words = plain(text(value)) if shown is None else shown
     match value:
         case None:
@@ -73,10 +73,10 @@ def cell(value: Value, shown: str | None = None) -> HtmlCell:
 
 
 def link_from(folder: Path, path: Path) -> str:
-    """A relative address of ``path`` on a page in ``folder``; both are resolved."""
+    """Return the relative address of ``path`` on a page in ``folder``; both are resolved."""
     return quote(os.fsencode(os.path.relpath(path, folder)))
 
 
 def _leads_on(href: str) -> bool:
-    """Whether it is a web address or a path; a colon might start another kind of address."""
+    """Whether `href` is a web address or a path. Other schemes, such as javascript:, are not."""
     return re.fullmatch(r"(https?://|(?!//))[^:\\\s\x00-\x20]+", href) is not None

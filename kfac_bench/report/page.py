@@ -1,7 +1,7 @@
-"""The HTML page: one file with its styles, scripts and data, that asks for nothing else.
+"""The HTML page: one file with its styles, scripts and data, which loads nothing else.
 
-A content security policy holds it to that: a browser runs the two scripts written here and no
-other, and loads nothing, whatever the event files say.
+A content security policy enforces this: whatever the event files hold, a browser runs no script
+but the page's own and loads no other file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from kfac_bench.record.score import Row, final_metric, status, steps_to_target, 
 from kfac_bench.report.album import Album
 from kfac_bench.report.charts import chart, content_hash, embed, most_points
 from kfac_bench.report.comparison import Comparison
-from kfac_bench.report.curves import Style, by_task, styles
-from kfac_bench.report.html_table import Grid, HtmlCell, cell, grid, link_from
+from kfac_bench.report.curves import by_task, styles
+from kfac_bench.report.figure_style import Style
+from kfac_bench.report.html_table import HtmlCell, HtmlTable, cell, link_from, to_html_table
 from kfac_bench.report.stage_bars import stage_bars
 from kfac_bench.report.tables import DASH, Table
 from kfac_bench.report.words import NO_TARGET, between, count, metric, seconds
@@ -32,52 +33,61 @@ SCRIPTS = ("axes.js", "chart.js", "cursor.js", "tables.js")
 
 
 def html(
-    found: Comparison, title: str = TITLE, tables: Sequence[Table] = (), folder: Path | None = None
+    comparison: Comparison,
+    title: str = TITLE,
+    tables: Sequence[Table] = (),
+    folder: Path | None = None,
 ) -> str:
-    """Write the page of ``found``, with ``tables`` above it.
+    """Return the page of a comparison, with ``tables`` above its results.
 
-    ``folder`` (resolved) is where the page will be: links to event files start there; without it
-    there are none.
+    ``folder`` (resolved) is where the page will be: links to event files are relative to it.
+    Without a folder the page shows paths instead of links.
     """
-    settings = found.settings
+    settings = comparison.settings
     environments = [flatten(run.started.environment) for s in settings for run in s.runs]
     unequal = differences(environments)
-    drawn = styles(settings)
     most = most_points(len(environments))
-    rows = {id(s): r for s, r in zip(settings, found.rows, strict=True)}
-    album = Album()
-    tasks, charts = [], []
-    for label, of_task in by_task(settings):
-        charts.append(chart(of_task, drawn, most))
-        tasks.append(
-            {
-                "label": label,
-                "results": _results(of_task, [rows[id(s)] for s in of_task], drawn),
-                "styles": {s.optimizer: drawn[s.optimizer] for s in of_task},
-                "chart": charts[-1],
-                "stages": stage_bars(of_task),
-                "predictions": album.of(of_task),
-                "runs": _runs(of_task, folder),
-                "environments": _environments(of_task, unequal),
-            }
-            | _options(of_task)
-        )
+    tasks = _tasks(comparison, unequal, most, folder)
     styling, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
     return _template().render(
         title=plain(title),
         version=__version__,
         run_count=len(environments),
-        tables=[grid(table) for table in tables],
+        tables=[to_html_table(table) for table in tables],
         tasks=tasks,
-        data=embed(charts),
+        data=embed([task["chart"] for task in tasks]),
         styling=styling,
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {content_hash(styling)}; "
         f"script-src {content_hash(script)}; base-uri 'none'; form-action 'none'",
         common={k: v for k, v in (environments or [{}])[0].items() if k not in unequal},
-        notes=found.notes,
+        notes=comparison.notes,
         max_points=most,
     )
+
+
+def _tasks(
+    comparison: Comparison, unequal: Sequence[str], most: int, folder: Path | None
+) -> list[dict[str, Any]]:
+    """Return what the template shows of each task."""
+    drawn = styles(comparison.settings)
+    # Settings are not hashable, so their identity finds their rows.
+    rows = {id(s): r for s, r in zip(comparison.settings, comparison.rows, strict=True)}
+    album = Album()
+    tasks = []
+    for label, settings in by_task(comparison.settings):
+        task = {
+            "label": label,
+            "results": _results(settings, [rows[id(s)] for s in settings], drawn),
+            "styles": {s.optimizer: drawn[s.optimizer] for s in settings},
+            "chart": chart(settings, drawn, most),
+            "stages": stage_bars(settings),
+            "predictions": album.of(settings),
+            "runs": _runs(settings, folder),
+            "environments": _environments(settings, unequal),
+        }
+        tasks.append(task | _options(settings))
+    return tasks
 
 
 def _template() -> jinja2.Template:
@@ -97,7 +107,7 @@ def _asset(name: str) -> str:
 def _results(
     settings: Sequence[Setting], rows: Sequence[Row], drawn: dict[str, Style]
 ) -> list[dict[str, Any]]:
-    """The table of settings: medians with their ranges, and a strip of the seeds' times."""
+    """Return the table of settings: medians with their ranges, and a strip of the seeds' times."""
     times_s = [time_to_target_s(run) for setting in settings for run in setting.runs]
     longest_s = max((s for s in times_s if math.isfinite(s)), default=0.0)
     best_steps = min(row.steps.median for row in rows)
@@ -122,13 +132,13 @@ def _results(
 
 
 def _reach(has_target: bool, value: float, words: str, without: str = NO_TARGET) -> HtmlCell:
-    """A cell of steps or seconds to the target."""
+    """Return a cell of steps or seconds to the target, or ``without`` if there is no target."""
     return cell(value, words) if has_target else cell(None, without)
 
 
-def _runs(settings: Sequence[Setting], folder: Path | None) -> Grid:
+def _runs(settings: Sequence[Setting], folder: Path | None) -> HtmlTable:
     columns = ("setting", "seed", "ended", "steps to target", "seconds to target", "final metric")
-    return Grid(
+    return HtmlTable(
         "Runs",
         (*columns, "events"),
         [_run(setting, run, folder) for setting in settings for run in setting.runs],
@@ -150,17 +160,17 @@ def _run(setting: Setting, run: Run, folder: Path | None) -> list[HtmlCell]:
 
 
 def _link(run: Run, folder: Path | None) -> HtmlCell:
-    """To the run's event file from a page in ``folder``; else its whole path."""
+    """Link to the run's event file from a page in ``folder``; without a folder, show its path."""
     if folder is None:
         return HtmlCell(plain(run.path))
     return HtmlCell(plain(run.path.parent.name), href=link_from(folder, run.path))
 
 
-def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> Grid | None:
-    """Where the runs' machines and versions differ; None if nowhere."""
+def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> HtmlTable | None:
+    """Return the table of machines and versions that differ between runs; None if none differ."""
     if not unequal:
         return None
-    return Grid(
+    return HtmlTable(
         "Environments that differ",
         ("setting", "seed", *unequal),
         [
@@ -176,7 +186,7 @@ def _options(settings: Sequence[Setting]) -> dict[str, Any]:
     keys = differences([setting.options for setting in settings])
     rows = [[cell(key), *(cell(s.options.get(key, DASH)) for s in settings)] for key in keys]
     return {
-        "differing": Grid(
+        "differing": HtmlTable(
             "Options that differ", ("option", *(s.optimizer for s in settings)), rows
         ),
         "same": {k: v for k, v in settings[0].options.items() if k not in keys},
@@ -184,7 +194,7 @@ def _options(settings: Sequence[Setting]) -> dict[str, Any]:
 
 
 def _share(value_s: float, longest_s: float) -> float | None:
-    """Place ``value_s`` on a bar, in percent of the longest; None if it was never reached."""
+    """Return ``value_s`` in percent of the longest time; None if the target was missed."""
     if not math.isfinite(value_s):
         return None
     return round(100 * value_s / longest_s, 2) if longest_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What the stages of K-FAC took in each setting, as the runs' events tell it."""
+"""The mean time of K-FAC's stages in each setting, from the runs' events."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from kfac_bench.record.events import Trained
 from kfac_bench.record.runs import Setting, number, plain
 
 MOST_STAGES = 8
-"""Kinds of stages that the page tells apart; what is beyond is summed up as "other"."""
+"""Number of stages that the page shows by name. It sums up the cheaper stages as "other"."""
 
 
 @dataclass(frozen=True)
 class StageBars:
-    """Mean milliseconds of a step, by stage, for each setting that has any."""
+    """Mean milliseconds of a step by stage, for each setting whose runs recorded stages."""
 
     names: Sequence[str]
     rows: Sequence[tuple[str, Sequence[float]]]
 
     @property
     def longest(self) -> float:
-        """The longest sum of a row; above zero."""
+        """The largest sum of a row, above zero."""
         return max(sum(means) for _, means in self.rows)
 
 
 def stage_bars(settings: Sequence[Setting]) -> StageBars | None:
-    """Those of one task, the most expensive stage first; None if no run says any."""
+    """Return the bars of one task, the most expensive stage first; None if no run has stages."""
     found = {s.optimizer: means for s in settings if sum((means := _means_ms(s)).values()) > 0}
     if not found:
         return None
@@ -45,7 +45,10 @@ def stage_bars(settings: Sequence[Setting]) -> StageBars | None:
 
 
 def _means_ms(setting: Setting) -> dict[str, float]:
-    """Over all steps of all runs: an event's means count for the steps since the one before."""
+    """Return the mean over all steps of all runs.
+
+    The means of an event hold for the steps since the event before, so they weigh as many steps.
+    """
     steps, total = 0, dict[str, float]()
     for run in setting.runs:
         before = 0

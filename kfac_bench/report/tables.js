@@ -1,6 +1,8 @@
-// Tables to sort by a click on a column's head: up, down, and back as it was. Then the start.
+// Tables that readers sort by a click on a column's head: ascending, descending, original order.
+// The last lines of this file start the page.
 
-// Numbers before words; misses behind all numbers, and what is not there last, in both directions.
+// Return [kind, value] of a cell. In both directions, numbers come before texts, missed targets
+// after them, and cells without a value last.
 function rankOf(cell) {
   const key = cell.dataset.key;
   if (key === undefined) return [1, cell.textContent.trim()];

@@ -1,6 +1,6 @@
-"""A table of results, before it is known where it is shown: terminal, Markdown or a page.
+"""A table of results, to be shown in a terminal, in Markdown or on a page.
 
-Text in cells may come from event files: whoever shows it, escapes it.
+Text in cells may come from event files. The code that shows a table must escape its text.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ DASH = "\u2013"
 
 @dataclass(frozen=True)
 class Link:
-    """A cell that leads somewhere: ``href`` is relative to where the table is written."""
+    """A cell with a link; ``href`` is relative to the folder of the file that holds the table."""
 
     text: str
     href: str
 
 
 Value = str | int | float | Link | None
-"""Of a cell. Numbers are shown to four digits and sorted as numbers; None is shown as a dash."""
+"""The value of a cell. Numbers are shown with four digits and sorted as numbers, None as a dash."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of as many values as there are columns; notes stand below."""
+    """A title, rows with one value per column, and notes below the rows."""
 
     title: str
     columns: Sequence[str]
@@ -34,7 +34,7 @@ class Table:
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """The table as GitHub's Markdown, title and notes included."""
+        """Return the table as GitHub's Markdown, with its title and notes."""
         numeric = [all(_is_number(row[i]) for row in self.rows) for i in range(len(self.columns))]
         lines = [
             f"**{escape_markdown(self.title)}**",
@@ -49,7 +49,7 @@ class Table:
 
 
 def text(value: Value) -> str:
-    """How a value is shown, unescaped."""
+    """Return the text of a value, not escaped."""
     match value:
         case None:
             return DASH
@@ -63,7 +63,7 @@ def text(value: Value) -> str:
 
 
 def escape_markdown(words: str) -> str:
-    """Escape what would end a table cell or be read as markup."""
+    """Escape every character that would end a table cell or start markup."""
     one_line = " ".join(words.split())
     return re.sub(r"([\\`*\[\]|])", r"\\\1", one_line.replace("&", "&amp;").replace("<", "&lt;"))
 
@@ -75,6 +75,7 @@ def _is_number(value: Value) -> bool:
 def _markdown(value: Value) -> str:
     shown = escape_markdown(text(value))
     if isinstance(value, Link):
+        # These characters would end the <...> around the address.
         href = re.sub(r"[<>\n]", "", value.href)
         return f"[{shown}](<{href}>)"
     return shown

@@ -1,4 +1,4 @@
-"""Results in words: numbers with as many digits as they deserve, rows as a table of text."""
+"""Results as text: numbers with a sensible number of digits, and rows as a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TARGET = "no target"
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str]:
-    """Write the row as text, one cell per column of :data:`COLUMNS`."""
+    """Return the row as text, one cell per column of :data:`COLUMNS`."""
     if not row.has_target:
         return row.task, row.optimizer, NO_TARGET, NO_TARGET, metric(row.final)
     time = seconds(row.seconds.median)
@@ -35,44 +35,44 @@ def cells(row: Row) -> tuple[str, str, str, str, str]:
 
 
 def seconds(value: float) -> str:
-    """Write seconds with three digits, or all before the point; infinite: not reached."""
+    """Write seconds with three digits, or all digits before the point; infinity: not reached."""
     if math.isinf(value):
         return MISSED
     return f"{value:#.3g}".rstrip(".") if abs(value) < 100 else f"{value:.0f}"
 
 
 def count(value: float) -> str:
-    """Write steps (a median may be a half); infinite: not reached."""
+    """Write steps, with one decimal for a median between two; infinity: not reached."""
     if math.isinf(value):
         return MISSED
     return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
 
 
 def metric(value: float) -> str:
-    """Write a metric with four digits (six above 1000); a dash if there is none."""
+    """Write a metric with four digits, or six from 999 on; a dash if there is no number."""
     if math.isnan(value):
         return DASH
     return f"{value:#.4g}" if abs(value) < 999 else f"{value:.6g}"
 
 
 def between(spread: Spread, write: Callable[[float], str]) -> str:
-    """Write the range, such as ``3.10 (dash) not reached``; empty where all seeds agree."""
+    """Write the range from the smallest to the largest value; empty if all seeds are equal."""
     if spread.low == spread.high:
         return ""
     return f"{write(spread.low)} {DASH} {write(spread.high)}"
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Write the rows as a Markdown table, with a newline at its end."""
+    """Return the rows as a Markdown table that ends with a newline."""
     lines = [list(COLUMNS), ["---", "---", "---:", "---:", "---:"]]
     lines += [[escape_markdown(cell) for cell in cells(line)] for line in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def terminal_table(rows: Sequence[Row]) -> Table:
-    """Lay the rows out for a rich ``Console``; cells are text, never rich markup.
+    """Return the rows as a table for a rich ``Console``. Cells are text, never rich markup.
 
-    A task is named once, in the first of its rows: it is too long for each of them.
+    Only the first row of a task names the task, because the name is long.
     """
     table = Table()
     for i, column in enumerate(COLUMNS):

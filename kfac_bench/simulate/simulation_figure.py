@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from kfac_bench.report.curves import DASHES, PALETTE, our_look, to_svg
+from kfac_bench.report.figure_style import (
+    PALETTE,
+    dash_all_but_first,
+    our_look,
+    to_svg,
+    use_log_heights,
+    use_powers_of_two,
+)
 from kfac_bench.simulate.sweep import SimulatedCell, Variant, efficiency
 
 
@@ -30,11 +36,11 @@ def svg(cells: Sequence[SimulatedCell], title: str) -> str:
             _line(right, i, each.label, ranks, [100 * efficiency(cells, c) for c in mine])
         left.set_title(f"{title}, simulated", loc="left")
         left.set_ylabel("milliseconds per step")
-        _log_heights(left)
+        use_log_heights(left)
         right.set_ylabel("scaling efficiency (%)")
         right.set_ylim(0, 105)
         for axes in (left, right):
-            _powers(axes, "ranks", sorted({c.world_size for c in cells}), "{:,}".format)
+            use_powers_of_two(axes, "ranks", sorted({c.world_size for c in cells}), "{:,}".format)
         left.legend(frameon=False, handlelength=2.6)
         for axes in third:
             _by_fraction(axes, swept)
@@ -66,27 +72,12 @@ def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
     axes.set_title(f"what {strategy} adds to a step", loc="left")
     axes.set_ylabel("% above its best fraction")
     shares = sorted({c.variant.fraction or 0 for c in mine})
-    _powers(axes, "grad_worker_fraction", shares, lambda f: f"1/{1 / f:g}")
+    use_powers_of_two(axes, "grad_worker_fraction", shares, lambda f: f"1/{1 / f:g}")
     axes.legend(frameon=False, handlelength=2.6)
-
-
-def _log_heights(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _line(axes: Axes, i: int, label: str, xs: Sequence[float], ys: Sequence[float]) -> None:
     (line,) = axes.plot(xs, ys, color=PALETTE[i % len(PALETTE)], label=label, linewidth=2.0)
     line.set_marker("o")
     line.set_markersize(4)
-    if i:  # Lines may lie on top of each other: dashes let the line below show through.
-        line.set_dashes(DASHES[1 + i % (len(DASHES) - 1)])
-
-
-def _powers(axes: Axes, label: str, ticks: Sequence[float], write: Callable[[float], str]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel(label)
-    axes.set_xticks(ticks, [write(x) for x in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
+    dash_all_but_first(line, i)

@@ -12,7 +12,7 @@ from kfac_bench import cli
 from kfac_bench.benchmark import performance_profile as pp
 from kfac_bench.benchmark.profile_figure import profile_svg
 from kfac_bench.record import runs, score
-from kfac_bench.report.curves import PALETTE
+from kfac_bench.report.figure_style import PALETTE
 from tests.record.test_score import reached, write_run
 
 INF = math.inf

@@ -17,7 +17,7 @@ import pytest
 
 from kfac_bench import report
 from kfac_bench.record.events import JsonlSink, Predicted, Trained
-from kfac_bench.report import album, charts, curves, stage_bars
+from kfac_bench.report import album, charts, figure_style, stage_bars
 from kfac_bench.report.tables import Link, Table
 from kfac_bench.tasks.prediction import Prediction
 from kfac_bench.training import predictions
@@ -281,7 +281,7 @@ def test_the_page_takes_no_more_pictures_than_it_can_bear(
     bytes_of_one = len((run / file).read_bytes())
     monkeypatch.setattr(album, "MOST_PICTURE_BYTES", 3 * bytes_of_one)
     assert len(pictures_of(found)) == 3
-    assert Tags(report.html(found)).text.count("picture not there") == album.MOST_PREDICTIONS - 3
+    assert Tags(report.html(found)).text.count("picture missing") == album.MOST_PREDICTIONS - 3
 
 
 def test_predictions_of_somebody_else_are_escaped_and_read_no_other_file(folder: Path) -> None:
@@ -299,7 +299,7 @@ def test_predictions_of_somebody_else_are_escaped_and_read_no_other_file(folder:
     seen = Tags(page)
     assert seen.tags.count("script") == 2
     assert not [name for name, _ in seen.attributes if name.startswith("on")]
-    assert seen.text.count("picture not there") == len(items) - 1
+    assert seen.text.count("picture missing") == len(items) - 1
     assert "\x1b" not in page
     page.encode("utf-8")
 
@@ -318,9 +318,9 @@ def test_predictions_of_any_shape_make_a_page(tmp_path: Path) -> None:
 
 def test_the_page_has_a_variable_for_each_colour_in_both_modes(folder: Path) -> None:
     page = report.html(report.compare([folder]))
-    for index in range(len(curves.PALETTE)):
+    for index in range(len(figure_style.PALETTE)):
         assert len(re.findall(rf"--c{index}: #", page)) == 2
-    assert not any(colour in page.partition("</style>")[2] for colour in curves.PALETTE)
+    assert not any(colour in page.partition("</style>")[2] for colour in figure_style.PALETTE)
 
 
 def test_equal_events_give_an_equal_page_in_any_order(folder: Path) -> None:

@@ -111,7 +111,7 @@ def test_compare_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         report.compare([folder], tmp_path / "absent" / "report.html")
     (tmp_path / "taken").mkdir()
-    with pytest.raises(UsageError, match="cannot write the report"):
+    with pytest.raises(UsageError, match="cannot be written"):
         report.compare([folder], tmp_path / "taken")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "taken"]
 

@@ -1,4 +1,4 @@
-"""The figure: a step's seconds in stacked bars, and scaling efficiency over ranks."""
+"""The figure of measured scaling: a step's stages as stacked bars, and efficiency over ranks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from kfac_bench.benchmark.scaling.measured import STAGES, ScalingPoint, efficiency
-from kfac_bench.report.curves import DASHES, INK, PALETTE, our_look, to_svg
+from kfac_bench.report.figure_style import (
+    INK,
+    PALETTE,
+    dash_all_but_first,
+    our_look,
+    to_svg,
+    use_powers_of_two,
+)
 
 REST = "#c3cad2"
-"""Of what is not K-FAC; its stages have the palette, and one more."""
-_COLOURS = (*PALETTE, "#7f7f7f")
+"""Colour of the part of a step that is not K-FAC."""
+_STAGE_COLOURS = (*PALETTE, "#7f7f7f")
 
 Simulated = Mapping[str, Mapping[int, float]]
-"""Efficiency by strategy and number of ranks."""
+"""Simulated efficiency by strategy and number of ranks."""
 
 
 def svg(points: Sequence[ScalingPoint], title: str, simulated: Simulated, where: str) -> str:
-    """Draw it; equal points give equal bytes. ``where`` is simulated: drawn dashed."""
+    """Draw the figure; equal points give equal bytes.
+
+    Args:
+        points: What was measured.
+        title: Title of the left panel, the stacked bars.
+        simulated: Efficiencies for the right panel, drawn as thin lines; {} for none.
+        where: What the simulated lines are called.
+    """
     with our_look():
         width = 4.8 + max(4.0, 0.62 * len(points) + 1.6)
         figure = Figure(figsize=(width, 4.6), layout="constrained")
@@ -40,8 +53,9 @@ def _bars(axes: Axes, points: Sequence[ScalingPoint]) -> None:
     for i, stage in enumerate(STAGES):
         heights = [1e3 * p.stages_s.get(stage, 0.0) for p in points]
         if any(heights):
-            axes.bar(places, heights, 0.8, bottom, color=_COLOURS[i], label=stage)
+            axes.bar(places, heights, 0.8, bottom, color=_STAGE_COLOURS[i], label=stage)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    # The whisker reaches from the fastest round to the slowest.
     extent = [
         [1e3 * (p.step_s - p.low_s) for p in points],
         [1e3 * (p.high_s - p.step_s) for p in points],
@@ -61,7 +75,7 @@ def _bars(axes: Axes, points: Sequence[ScalingPoint]) -> None:
 
 
 def _places(points: Sequence[ScalingPoint]) -> list[float]:
-    """A gap where the strategy changes."""
+    """Return the x position of each bar, with a gap where the strategy changes."""
     places: list[float] = []
     for i, p in enumerate(points):
         gap = 1.5 if i and points[i - 1].series != p.series else 1.0
@@ -76,17 +90,12 @@ def _lines(axes: Axes, points: Sequence[ScalingPoint], simulated: Simulated, whe
         colour = PALETTE[i % len(PALETTE)]
         shares = [100 * efficiency(points, p) for p in mine]
         (line,) = axes.plot(ranks, shares, "o", color=colour, linestyle="-", label=name)
-        if i:  # lines may lie on each other
-            line.set_dashes(DASHES[1 + i % (len(DASHES) - 1)])
+        dash_all_but_first(line, i)
         if theirs := simulated.get(name):
             xs = sorted(theirs)
             axes.plot(xs, [100 * theirs[x] for x in xs], color=colour, linewidth=0.9, marker="x")
     axes.set_title("scaling efficiency" + (f"; thin: {where}" if simulated else ""), loc="left")
     axes.set_ylabel("%")
     axes.set_ylim(0, 110)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({p.world_size for p in points})
-    axes.set_xticks(ticks, [str(n) for n in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("ranks")
+    use_powers_of_two(axes, "ranks", sorted({p.world_size for p in points}), str)
     axes.legend(frameon=False, handlelength=2.6, fontsize=9)

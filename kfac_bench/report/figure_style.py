@@ -1,0 +1,120 @@
+"""The look of all figures: colours, dashes, axes, and the way to SVG text."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""The palette of Okabe and Ito, darkest first. Colour-blind readers can tell its colours apart."""
+DASHES: tuple[tuple[float, ...], ...] = ((), (4.0, 1.0), (1.0, 1.0), (5.0, 1.0, 1.0, 1.0))
+INK, GRID, PAPER = "#24292f", "#d8dee5", "#ffffff"
+LOOK: Any = {
+    # Labels come from event files and are not trusted: a $ is a dollar sign, no formula.
+    "text.parse_math": False,
+    # Text stays text: it is small, it can be searched, and a screen reader can read it.
+    "svg.fonttype": "none",
+    # A fixed salt gives equal bytes for equal events.
+    "svg.hashsalt": "kfac_bench",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": "auto",
+    "figure.constrained_layout.w_pad": 0.1,
+    "figure.constrained_layout.h_pad": 0.1,
+    "lines.solid_capstyle": "round",
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How an optimizer is drawn: ``index`` into :data:`PALETTE`, and dash lengths (none: solid)."""
+
+    index: int
+    dashes: tuple[float, ...]
+
+    @property
+    def colour(self) -> str:
+        """The colour as ``#rrggbb``."""
+        return PALETTE[self.index]
+
+    def line(self, xs: list[float], ys: list[float], **look: Any) -> Line2D:
+        """Return a line of this style through the points."""
+        line = Line2D(xs, ys, color=self.colour, **look)
+        if self.dashes:
+            line.set_dashes(self.dashes)
+        return line
+
+
+def style_of(index: int) -> Style:
+    """Return the style of the setting with this number. All colours are used before a dash."""
+    return Style(index % len(PALETTE), DASHES[index // len(PALETTE) % len(DASHES)])
+
+
+def dash_all_but_first(line: Line2D, index: int) -> None:
+    """Dash the line with this number: lines may lie on top of each other, and dashes show both."""
+    if index:
+        line.set_dashes(DASHES[1 + index % (len(DASHES) - 1)])
+
+
+def use_log_heights(axes: Axes) -> None:
+    """Make the y axis logarithmic, with ticks at 1, 2 and 5 times the powers of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def use_powers_of_two(
+    axes: Axes, label: str, ticks: Sequence[float], write: Callable[[float], str]
+) -> None:
+    """Make the x axis logarithmic to base 2, with a tick at each given value and no other."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(label)
+    axes.set_xticks(ticks, [write(x) for x in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+@contextmanager
+def our_look() -> Iterator[None]:
+    """Draw with the look of this package, whatever the user's matplotlibrc says."""
+    with mpl.rc_context(), warnings.catch_warnings():
+        # A label may have letters that the measuring font lacks. The browser's font has them.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        mpl.rcdefaults()
+        mpl.rcParams.update(LOOK)
+        yield
+
+
+def to_svg(figure: Figure) -> str:
+    """Return the figure as one ``<svg>`` element that refers to nothing outside of itself."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    # The document type and the metadata name URLs, and the metadata also the date.
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    # Ids would repeat on a page with several figures. Nothing refers to the ids of groups.
+    return re.sub(r'<g id="[^"<>]*">', "<g>", text)
