@@ -1,4 +1,4 @@
-"""``kfac-bench dashboard`` and ``kfac-bench wandb``: what W&B shows, and gets."""
+"""``kfac-bench dashboard`` and ``kfac-bench wandb``: W&B's dashboard, and uploads to W&B."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import argparse
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, say
-from kfac_bench.errors import UsageError
+from kfac_bench.record.text_file import write_text
 
 
 def add_dashboard(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench dashboard push|dry-run``."""
-    command = commands.add_parser("dashboard", help="W&B workspace and report, as code")
-    command.add_argument("what", choices=("push", "dry-run"), help="dry-run writes JSON alone")
+    """Add ``kfac-bench dashboard push|dry-run``."""
+    command = commands.add_parser("dashboard", help="create a W&B workspace and a W&B report")
     command.add_argument(
-        "runs", nargs="*", type=Path, help="runs to show, with tables of them (all, without)"
+        "what", choices=("push", "dry-run"), help="push saves both on the server, dry-run as JSON"
     )
-    command.add_argument("--project", help="W&B project (that of the runs)")
-    command.add_argument("--entity", help="W&B user or team (that of the runs, or your own)")
     command.add_argument(
-        "--out", default="dashboard.json", help="JSON file of dry-run (dashboard.json); - prints it"
+        "runs", nargs="*", type=Path, help="runs to show, with their tables (default: all runs)"
+    )
+    command.add_argument("--project", help="W&B project (default: that of the runs)")
+    command.add_argument("--entity", help="W&B user or team (default: that of the runs, or yours)")
+    command.add_argument(
+        "--out",
+        default="dashboard.json",
+        help="JSON file of dry-run (default: dashboard.json); - prints the JSON",
     )
     command.set_defaults(run_command=_dashboard)
 
@@ -29,35 +33,34 @@ def _dashboard(options: argparse.Namespace) -> int:
 
     from kfac_bench.dashboard import scope, views
 
-    found = scope.of_runs(options.runs, options.project, options.entity)
+    shown = scope.of_runs(options.runs, options.project, options.entity)
     if options.what == "push":
-        for line in views.push(found):
+        for line in views.push(shown):
             say(line)
         return 0
-    text = json.dumps(views.as_json(found), indent=1) + "\n"
+    text = json.dumps(views.as_json(shown), indent=1) + "\n"
     if options.out == "-":
         print(text, end="")
         return 0
-    try:
-        Path(options.out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--out {options.out}: cannot be written ({error.strerror})") from None
-    for line in views.describe(found):
+    write_text(Path(options.out), text, f"--out {options.out}")
+    for line in views.describe(shown):
         say(line)
     say(f"as JSON: {options.out}; kfac-bench dashboard push creates them")
     return 0
 
 
 def add_wandb(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench wandb upload``."""
+    """Add ``kfac-bench wandb upload``."""
     command = commands.add_parser("wandb", help="send event files to W&B")
     actions = command.add_subparsers(dest="action", required=True, parser_class=Parser)
-    upload = actions.add_parser("upload", help="runs that W&B lacks, or has in part")
+    upload = actions.add_parser("upload", help="send what W&B does not have yet")
     upload.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
-    upload.add_argument("--project", help="W&B project (that of each run)")
-    upload.add_argument("--entity", help="W&B user or team (that of each run)")
+    upload.add_argument("--project", help="W&B project (default: that of each run)")
+    upload.add_argument("--entity", help="W&B user or team (default: that of each run)")
     upload.add_argument(
-        "--offline", action="store_true", help="write offline runs, for wandb sync, beside each run"
+        "--offline",
+        action="store_true",
+        help="write offline runs into the run directories; wandb sync sends them later",
     )
     command.set_defaults(run_command=_upload)
 

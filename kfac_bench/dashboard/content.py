@@ -1,7 +1,7 @@
-"""What the dashboard shows, as data: sections of charts of what :mod:`..sinks.metrics` names.
+"""What the dashboard shows, as data: sections of charts of the metrics that runs log.
 
-No word of W&B here; patterns are such as Go and JavaScript both read. A test holds every name
-against what the sink really logs.
+:mod:`kfac_bench.record.sinks.metrics` names the metrics, and a test compares the names. This file
+does not depend on W&B. Go and JavaScript must both understand its patterns.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal
 Kind = Literal["line", "area", "bar", "scatter", "media", "text"]
 
 WORLD_SIZE = "environment.world_size"
-"""Where W&B's config of a run has its number of ranks."""
+"""Key of the number of ranks in W&B's config of a run."""
 GROUPS = ("model.name", "optimizer.name", "kfac.enabled")
-"""Options by which runs are grouped: the seeds of a setting are one line, with its range."""
+"""Options by which runs are grouped. The seeds of a setting are one line with its range."""
 STAGES = (
     "ComputeFactor",
     "ComputeSecondMoment",
@@ -29,30 +29,33 @@ STAGES = (
     "ShareGradients",
     "WriteBack",
 )
-"""Kinds of op in the order in which a step runs them."""
+"""Kinds of op, in the order in which a step runs them."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel. ``keys`` are metrics by name, ``pattern`` a regular expression of names.
+    """One panel.
 
-    Lines are drawn over ``x``; bars show a run's last value; a scatter has ``x``, an option, and
-    one key. ``by`` is an option to group runs by instead of :data:`GROUPS`.
+    A line or an area is drawn over ``x``. A bar shows a run's last value. A scatter plot has the
+    option ``x`` and one key.
     """
 
     title: str
     kind: Kind
     keys: tuple[str, ...] = ()
+    """Names of metrics."""
     pattern: str = ""
+    """Regular expression of names of metrics, instead of ``keys``."""
     x: str = ""
     by: str = ""
+    """Option to group runs by, instead of :data:`GROUPS`."""
     log: bool = False
     unit: str = ""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Charts under a heading; ``about`` stands above them in the report."""
+    """Charts below a heading; ``about`` is the text between the two in the report."""
 
     name: str
     about: str
@@ -72,22 +75,22 @@ _CURVES = (
 SECTIONS = (
     Section(
         "Time to target",
-        "Seconds of the training clock and steps until the validation figure met its target. "
-        "A run that missed has no bar: it counts as infinite, see the table.",
+        "Seconds of the training clock and steps until the validation metric met its target. "
+        "A run that missed the target has no bar. It counts as infinite in the table.",
         (
             Chart("seconds to target", "bar", ("target/time_to_target_s",), unit="s"),
             Chart("steps to target", "bar", ("target/steps_to_target",), unit="steps"),
-            Chart("figure when it was met", "bar", ("target/value",)),
+            Chart("metric when the target was met", "bar", ("target/value",)),
         ),
     ),
     Section(
         "Over training seconds",
-        "The clock stands still in evaluation, checkpoints and logging.",
+        "The clock stands still during evaluation, checkpoints and logging.",
         _over("train_s", *_CURVES),
     ),
     Section(
         "Over steps",
-        "What each update brings, whatever it takes.",
+        "What each update achieves, however long it takes.",
         (
             *_over("step", *_CURVES),
             Chart("learning rate", "line", ("train/lr",), x="step"),
@@ -95,8 +98,8 @@ SECTIONS = (
     ),
     Section(
         "Clip and angles",
-        "nu is the KL clip factor (1: no clipping); the cosine is that of a layer's gradient and "
-        "its preconditioned gradient (1: K-FAC does nothing there).",
+        "nu is the KL clip factor (1: no clipping). The cosine is taken between a layer's gradient "
+        "and its preconditioned gradient (1: K-FAC changes nothing in this layer).",
         (
             Chart("nu", "line", ("kfac/nu",), x="step", log=True),
             Chart("cosine, median of layers", "line", ("kfac/cosine_median",), x="step"),
@@ -106,12 +109,12 @@ SECTIONS = (
     ),
     Section(
         "Damping",
-        "Of the next step; it moves where it adapts itself.",
+        "The damping of the next step. It changes only if adaptive damping is on.",
         (Chart("damping", "line", ("kfac/damping",), x="step", log=True),),
     ),
     Section(
         "Stages of a K-FAC step",
-        "Means over steps and ranks, rare stages spread over the steps between.",
+        "Means over steps and ranks. The time of a rare stage is spread over all steps.",
         (
             Chart("stages, mean of a step", "area", pattern=_MEAN, x="step", unit="s"),
             Chart(
@@ -125,7 +128,8 @@ SECTIONS = (
     ),
     Section(
         "Scaling",
-        "Throughput of all ranks. Efficiency is per rank, against the fewest ranks: the table.",
+        "Throughput of all ranks. The table shows the efficiency of a rank, relative to the fewest "
+        "ranks.",
         (
             Chart("examples/s by ranks", "scatter", ("train/examples_per_s",), x=WORLD_SIZE),
             Chart("examples/s", "line", ("train/examples_per_s",), x="step", by=WORLD_SIZE),
@@ -133,7 +137,7 @@ SECTIONS = (
     ),
     Section(
         "Memory and waiting",
-        "The most that a rank has held; the time that the slowest rank waited for batches.",
+        "The most memory that a rank has used, and how long the slowest rank waited for batches.",
         (
             Chart("memory", "line", ("memory/peak_bytes",), x="step", unit="bytes"),
             Chart("share waiting for data", "line", ("train/data_wait_share",), x="step"),
@@ -142,7 +146,7 @@ SECTIONS = (
     ),
     Section(
         "Failures",
-        "Zero everywhere, or something was left out.",
+        "Every value should be zero. Otherwise something was left out.",
         (
             Chart("decompositions", "line", ("kfac/failed_decompositions",), x="step"),
             Chart("statistics, not finite", "line", ("kfac/dropped_statistics",), x="step"),
@@ -152,7 +156,7 @@ SECTIONS = (
     ),
     Section(
         "Predictions",
-        "Held-out examples with what the model made of them when the run ended.",
+        "Held-out examples with the model's predictions at the end of the run.",
         (Chart("predictions", "media", ("predictions", "predicted_texts")),),
     ),
 )

@@ -1,4 +1,4 @@
-"""What a dashboard is about: runs by their W&B ids, and tables made of their event files."""
+"""The scope of a dashboard: the runs that it shows, and tables from their event files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from kfac_bench.record.runs import Run, option, plain
 from kfac_bench.report.tables import Table
 
 PROJECT = "kfac_bench"
-"""As in conf/logger, where no run says otherwise."""
+"""Default project, the same as in conf/logger."""
 
 
 def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> Scope:
-    """The runs at ``paths``, in the project that they were logged to unless it is given.
+    """Return the scope of the runs at ``paths``; without paths, all runs and no tables.
 
-    Without paths, all of the project and no tables. Raises :class:`UsageError` as
-    :func:`kfac_bench.report.compare` does.
+    Args:
+        paths: Run directories, event files, or folders of runs.
+        project: The W&B project; None: the project that the runs were logged to.
+        entity: The W&B user or team; None: that of the runs.
+
+    Raises:
+        UsageError: As :func:`kfac_bench.report.compare`.
     """
     from kfac_bench.record.sinks.wandb import wandb_id
 
@@ -34,9 +39,9 @@ def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> S
 
 
 def _same(runs: Sequence[Run], name: str) -> str | None:
-    """What all runs' logger has as ``name``; None if they differ."""
-    found = {option(run.started.config, "logger", name) for run in runs}
-    value = found.pop() if len(found) == 1 else None
+    """Return the logger option ``name`` of all runs; None if the runs differ."""
+    values = {option(run.started.config, "logger", name) for run in runs}
+    value = values.pop() if len(values) == 1 else None
     return plain(value) if isinstance(value, str) else None
 
 

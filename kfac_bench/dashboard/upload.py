@@ -1,9 +1,9 @@
-"""``kfac-bench wandb upload``: event files to W&B, point by point, none of them twice.
+"""``kfac-bench wandb upload``: sends the points of event files that W&B does not have yet.
 
-What W&B has is asked first, of its server or of the offline runs in the run's directory, and held
-against the event file by what a row measures and when. So an upload that was broken off goes on,
-one that was complete sends nothing, and of a run whose W&B process was killed only the lost points
-go, into the same W&B run.
+The upload first reads what W&B has, from its server or from the offline runs in the run's
+directory. It compares that with the event file by what a row measures and when. So an interrupted
+upload continues, and a complete one sends nothing. If W&B's process was killed during a run, only
+the lost points are sent, into the same W&B run.
 """
 
 from __future__ import annotations
@@ -30,31 +30,37 @@ from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.training import predictions
 
 PATIENCE_S = 600.0
-"""For W&B to take what it is given."""
+"""How long W&B may take to accept what is sent."""
 _KINDS = ("train/", "eval/", "target/", "checkpoint/", "data/", "predict")
-"""First letters that tell what kind of event a row was."""
+"""Prefixes of a row's names, which show what kind of event the row was."""
 
 
 @dataclass(frozen=True)
 class HistoryPoint:
-    """An event that W&B shows: its row of numbers, or pictures and texts."""
+    """An event that W&B shows: a row of numbers, or pictures and texts."""
 
     event: Event
     row: Mapping[str, float]
 
     @property
     def identity(self) -> Hashable:
-        """As :func:`identity` of W&B's row."""
+        """The :func:`identity` of W&B's row of this event."""
         return identity(self.row)
 
 
 def upload(
     paths: Iterable[Path], project: str | None, entity: str | None, *, offline: bool
 ) -> Iterator[tuple[str, bool]]:
-    """Send each run at ``paths``; a line on each and whether W&B has all of it.
+    """Send each run at ``paths``; yield lines about each run, and whether W&B has all of it.
 
-    ``project`` and ``entity`` instead of each run's own. Raises :class:`UsageError` for a path
-    without runs, and without a server unless ``offline``.
+    Args:
+        paths: Run directories, event files, or folders of runs.
+        project: The W&B project; None: that of each run.
+        entity: The W&B user or team; None: that of each run.
+        offline: Whether to write offline runs instead of sending to the server.
+
+    Raises:
+        UsageError: A path has no runs, or there is no server and ``offline`` is not set.
     """
     from kfac_bench.record.sinks.wandb import decide_mode
 
@@ -68,20 +74,21 @@ def upload(
     for file in files:
         name = plain(file.parent)
         try:
-            for said in _upload(file.parent, project, entity, offline):
-                yield f"{name}: {said}", True
+            for line in _upload(file.parent, project, entity, offline):
+                yield f"{name}: {line}", True
         except UsageError as error:
             yield f"{name}: {error}", False
 
 
 def read(file: Path) -> tuple[list[Event], str]:
-    """Events that count, and a line on the last one if it is damaged: it is left out then."""
+    """Return the events that count, and a message if the last line is damaged and left out."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UsageError(f"{file}: no event file to read ({error.strerror})") from None
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
     lines = text.rstrip().split("\n")
     try:
+        # A process that was killed may have written half of its last line.
         parse(lines[-1] + "\n", file)
     except UsageError:
         return parse("".join(f"{line}\n" for line in lines[:-1]), file), (
@@ -91,23 +98,22 @@ def read(file: Path) -> tuple[list[Event], str]:
 
 
 def points(events: Sequence[Event], directory: Path) -> list[HistoryPoint]:
-    """What W&B is to have, in order; pictures that are not the run's own are left out."""
-    found = []
+    """Return what W&B must have, in order. Pictures from other folders are left out."""
+    wanted = []
     for event in events:
         if isinstance(event, Predicted):
             kept = _trusted(event, directory)
-            shown = {"predictions": 0.0} if kept.items else {}
-            row = {"step": float(event.step), "train_s": event.train_s, **shown}
-            found += [HistoryPoint(kept, row)] if shown else []
+            row = {"step": float(event.step), "train_s": event.train_s, "predictions": 0.0}
+            wanted += [HistoryPoint(kept, row)] if kept.items else []
         elif row := _numbers(event):
-            found.append(HistoryPoint(event, row))
-    return found
+            wanted.append(HistoryPoint(event, row))
+    return wanted
 
 
 def missing(
     wanted: Sequence[HistoryPoint], rows: Iterable[Mapping[str, Any]]
 ) -> list[HistoryPoint]:
-    """Points that are not among W&B's ``rows``."""
+    """Return the points that are not among W&B's ``rows``."""
     there = Counter(identity(row) for row in rows)
     lacking = []
     for point in wanted:
@@ -119,7 +125,7 @@ def missing(
 
 
 def identity(row: Mapping[str, Any]) -> Hashable:
-    """What a row measures and when; ``_step`` and time of W&B's own are no part of it."""
+    """Return what a row measures and when, without W&B's own ``_step`` and time."""
     kinds = frozenset(kind for kind in _KINDS if any(str(key).startswith(kind) for key in row))
     return kinds, *(number(row.get(key, 0)) for key in ("step", "train_s", "data/skipped_files"))
 
@@ -131,13 +137,13 @@ def _upload(
     from kfac_bench.record.sinks.wandb import WandbSink
 
     if _is_running(directory):
-        raise UsageError("is being trained: wait until it has ended")
+        raise UsageError("still training; wait until the run has ended")
     events, damage = read(directory / EVENTS_FILE)
     if damage:
         yield damage
     started = next((e for e in events if isinstance(e, RunStarted)), None)
     if started is None or not isinstance(started.config, Mapping):
-        raise UsageError("no RunStarted event: the run died early or this is no run")
+        raise UsageError("no RunStarted event: the run died early, or this is not a run")
     if "computed" in started.config:
         yield "computed, not trained: nothing to send"
         return
@@ -150,10 +156,11 @@ def _upload(
     else:
         there, state = wandb_history.online(run_id, project, entity) or ([], "")
     todo = missing(wanted, there)
-    ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
+    # W&B calls a run crashed or running if it never heard of the end: then the end is sent again.
     if not todo and state in ("", "finished", "failed"):
-        yield f"all of its {len(wanted)} points are there: nothing to do"
+        yield f"W&B has all {len(wanted)} points: nothing to send"
         return
+    ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
     said: list[str] = []
     sink = WandbSink(
         directory,
@@ -175,23 +182,24 @@ def _upload(
     if ended is not None:
         sink.write(ended)
     sink.close()
+    # The sink goes offline by itself when the server stops answering.
     if sink.failed or sink.mode != ("offline" if offline else "online"):
-        raise UsageError(f"W&B has not got all of it: {plain(said[-1])}; run the command again")
+        raise UsageError(f"W&B did not take all points: {plain(said[-1])}; run the command again")
     yield f"{len(todo)} of {len(wanted)} points sent; {said[0]}"
 
 
 def _numbers(event: Event) -> dict[str, float]:
-    """The event's row without what is no number: event files are not trusted."""
+    """Return the numbers of the event's row. Other values are left out: files are not trusted."""
     try:
         row = metrics_of(event)
-    except Exception:  # of fields that are no mappings
+    except Exception:  # A field may hold any JSON value instead of a mapping.
         return {}
     kept = {plain(n): number(v) for n, v in row.items() if isinstance(v, int | float)}
     return kept if kept.keys() - {"step", "train_s", "epoch"} else {}
 
 
 def _trusted(event: Predicted, directory: Path) -> Predicted:
-    """With the run's own pictures alone; the others' captions stay, as texts."""
+    """Return the event with only the run's own pictures. Texts and captions stay."""
     items: list[PredictedItem] = []
     for item in event.items if isinstance(event.items, list) else []:
         if not isinstance(item, dict):
@@ -211,7 +219,7 @@ def _text(started: RunStarted, name: str) -> str | None:
 
 
 def _is_running(directory: Path) -> bool:
-    """Whether a process holds the run's lock."""
+    """Whether a training process holds the run's lock."""
     try:
         with (directory / ".lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

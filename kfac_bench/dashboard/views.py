@@ -1,4 +1,4 @@
-"""The dashboard as W&B's own objects: a workspace and a report; as JSON, or saved on a server."""
+"""The dashboard as W&B objects, a workspace and a report: as JSON, or saved on the server."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from kfac_bench.report.tables import Table
 
 TITLE = "K-FAC against first-order optimizers"
 PUSH_S = 60.0
-"""Within which the server has to take both."""
+"""Within this time the server must accept both."""
 _RANDOM = {"__id__", "id", "ref"}
-"""Keys of W&B's JSON whose values are drawn anew each time."""
+"""Keys of W&B's JSON with random values, different each time."""
 _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 6
-"""Panels side by side in the report, and the size of one of them on W&B's grid of 24."""
+"""Panels side by side in the report, and the size of a panel on W&B's grid, which is 24 wide."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Which runs of which project; no ``run_ids`` are all. ``tables`` go into the report."""
+    """The runs that the dashboard shows."""
 
     project: str
     entity: str
     run_ids: Sequence[str] = ()
+    """Empty: all runs of the project."""
     tables: Sequence[Table] = ()
+    """Tables for the report."""
 
 
 def workspace(scope: Scope) -> Any:
-    """W&B's workspace, not saved."""
+    """Return W&B's workspace, not yet saved."""
     ws, expr = _module("workspaces"), _module("expr")
     grouped = [expr.Config(option) for option in GROUPS]
     return ws.Workspace(
@@ -51,7 +53,7 @@ def workspace(scope: Scope) -> Any:
 
 
 def report(scope: Scope) -> Any:
-    """W&B's report, not saved: the tables first, then each section."""
+    """Return W&B's report, not yet saved: the tables first, then each section."""
     wr = _module("reports.v2")
     blocks: list[Any] = [wr.TableOfContents()]
     if scope.tables:
@@ -61,7 +63,7 @@ def report(scope: Scope) -> Any:
         blocks += [wr.H1(section.name), wr.P(section.about), _grid(section, scope)]
     return wr.Report(
         title=TITLE,
-        description="Written by kfac-bench dashboard push; pushed anew, it is overwritten.",
+        description="Written by kfac-bench dashboard push. The next push overwrites this report.",
         project=scope.project,
         entity=scope.entity,
         blocks=blocks,
@@ -70,7 +72,7 @@ def report(scope: Scope) -> Any:
 
 
 def as_json(scope: Scope) -> dict[str, Any]:
-    """Both as W&B's server gets them, without random ids: equal input, equal JSON."""
+    """Return both as the server gets them, without random ids: equal input gives equal JSON."""
     found = {"workspace": workspace(scope), "report": report(scope)}
     return {
         name: _without_ids(x._to_model().model_dump(mode="json", by_alias=True, exclude_none=True))
@@ -79,7 +81,7 @@ def as_json(scope: Scope) -> dict[str, Any]:
 
 
 def describe(scope: Scope) -> list[str]:
-    """What :func:`push` would create, a line on each."""
+    """Return a line about each object that :func:`push` would create."""
     where = f"{scope.entity or 'your entity'}/{scope.project}"
     which = f"{len(scope.run_ids)} runs" if scope.run_ids else "all runs of the project"
     panels = sum(len(section.charts) for section in SECTIONS)
@@ -91,16 +93,18 @@ def describe(scope: Scope) -> list[str]:
 
 
 def push(scope: Scope) -> list[str]:
-    """Save both on W&B's server, in place of those pushed before; a line on each.
+    """Save both on W&B's server, replacing those of the last push; return a line about each.
 
-    Raises :class:`UsageError` without a key, without a server, or where it refuses; within 3 s if
-    it cannot be reached, and ``PUSH_S`` if it does not answer.
+    Raises :class:`UsageError` if there is no key, if the server refuses, if the server cannot be
+    reached within 3 s, and if the server does not answer within ``PUSH_S``.
     """
     from kfac_bench.record.sinks.wandb import decide_mode
 
     mode, reason = decide_mode()
     if mode != "online":
-        raise UsageError(f"dashboard push needs W&B's server: {reason}; dry-run needs none")
+        raise UsageError(
+            f"dashboard push needs W&B's server: {reason}; dry-run works without a server"
+        )
     return _within(PUSH_S, lambda: _push(scope))
 
 
@@ -122,32 +126,36 @@ def _push(scope: Scope) -> list[str]:
 
 
 def _view_name(scope: Scope) -> str:
-    """Always the same, so that the workspace is found again."""
+    """Return the name of the workspace's view: always the same, so the next push finds it."""
     name: str = _module("workspaces.internal")._url_query_str_to_internal_name("kfacbench")
     return name
 
 
 def _view_id(scope: Scope) -> str | None:
-    """Of the workspace that was pushed before."""
+    """Return the id of the workspace of the last push; None if there is none."""
     internal = _module("workspaces.internal")
     try:
         found = internal.get_view_dict(scope.entity, scope.project, "kfacbench")
-    except ValueError:  # neither the workspace nor, perhaps, the project is there
+    except ValueError:  # The workspace does not exist, and perhaps not even the project.
         return None
     return str(found["id"])
 
 
 def _same_title(api: Any, scope: Scope) -> str | None:
-    """Of the report that was pushed before."""
+    """Return the id of the report of the last push; None if there is none."""
     try:
         found = list(api.reports(f"{scope.entity}/{scope.project}"))
-    except ValueError:  # there is no such project yet: saving makes it
+    except ValueError:  # The project does not exist yet. Saving the report creates it.
         return None
     return next((str(r.id) for r in found if r.display_name == TITLE), None)
 
 
 def _within(limit_s: float, action: Callable[[], list[str]]) -> list[str]:
-    """Do it in a thread of its own; its errors, and none in time, as one line."""
+    """Run the action in its own thread and return its lines.
+
+    Raises :class:`UsageError` with one line if the action fails, or takes longer than the limit.
+    W&B's client has no time limit of its own.
+    """
     done: list[list[str]] = []
     failed: list[Exception] = []
 
@@ -197,7 +205,8 @@ def _panel(chart: Chart, place: tuple[int, int]) -> Any:
                 title_y=chart.unit or None,
                 log_y=chart.log or None,
                 plot_type="stacked-area" if stacked else "line",
-                max_runs_to_show=1 if stacked else 100,  # areas of several runs hide each other
+                # The areas of several runs would hide each other.
+                max_runs_to_show=1 if stacked else 100,
                 layout=layout,
                 **over_runs,
             )
@@ -234,7 +243,8 @@ def _without_ids(tree: Any) -> Any:
 
 
 def _module(name: str) -> ModuleType:
-    """Of wandb-workspaces, which prints where its settings come from unless told not to."""
+    """Import a module of wandb-workspaces."""
+    # Otherwise the package prints where its settings come from.
     os.environ.setdefault("WANDB_SILENT", "true")
     try:
         return importlib.import_module(f"wandb_workspaces.{name}")

@@ -1,4 +1,4 @@
-"""The dashboard as code: it names what the sink logs, and is what the golden file says."""
+"""The dashboard names the metrics that the sink logs, and equals the golden file."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ CHARTS = [chart for section in SECTIONS for chart in section.charts]
 
 
 def every_event(directory):
-    """One of each kind that measures something, no field left out."""
+    """Return one event of each kind that measures something, with every field set."""
     (directory / "p").mkdir(parents=True)
     Image.fromarray(np.zeros((3, 3), np.uint8)).save(directory / "p" / "0.png")
     kinds = {name for name, op in vars(ops).items() if is_op(op)} | {"WriteBack"}
@@ -74,7 +74,7 @@ def is_op(op):
 
 
 def logged(directory):
-    """Names that the sink logs for every kind of event, as W&B has them."""
+    """Return the names under which W&B gets the metrics of every kind of event."""
     sink = WandbSink(
         directory, "r", "p", None, {}, "offline", metric="accuracy", higher_is_better=True
     )
@@ -95,7 +95,7 @@ def logged(directory):
     return {name for name in names if not name.startswith("_")}
 
 
-def test_every_chart_names_what_the_sink_logs_and_nothing_is_forgotten(tmp_path):
+def test_charts_name_exactly_the_metrics_that_the_sink_logs(tmp_path):
     names = logged(tmp_path)
     shown = {"step", "train_s"}
     for chart in CHARTS:
@@ -109,7 +109,7 @@ def test_every_chart_names_what_the_sink_logs_and_nothing_is_forgotten(tmp_path)
     assert names - shown == {"epoch", "train/epoch"}
 
 
-def test_patterns_are_read_alike_by_go_and_javascript():
+def test_go_and_javascript_read_patterns_in_the_same_way():
     patterns = [chart.pattern for chart in CHARTS if chart.pattern]
     assert len(patterns) >= 4
     assert all(re.fullmatch(r"[a-z_/]+\.\+", pattern) for pattern in patterns)
@@ -121,8 +121,8 @@ def test_stages_are_those_of_the_plan():
     assert {kind for kinds in FIG7.values() for kind in kinds} == planned
 
 
-def test_options_are_those_that_w_and_b_gets(tmp_path):
-    """In the configuration of a run that was really made, with its environment."""
+def test_options_are_in_the_config_that_wandb_gets(tmp_path):
+    """Compare with the configuration and the environment of a real run."""
     train(tmp_path, "kfac=none", "trainer.max_steps=1", "logger=wandb", "logger.mode=offline")
     [log] = tmp_path.glob("*/wandb/offline-run-*/*.wandb")
     config = wandb_config(log)
@@ -145,13 +145,13 @@ def wandb_config(log):
     return run["config"]["update"]
 
 
-def test_the_dashboard_is_the_golden_file(tmp_path):
+def test_the_dashboard_equals_the_golden_file(tmp_path):
     """After a change: kfac-bench dashboard dry-run --project kfac_bench --entity me \
     --out tests/dashboard/golden/dashboard.json, and look at the difference."""
     assert views.as_json(views.Scope("kfac_bench", "me")) == json.loads(GOLDEN.read_text())
 
 
-def test_all_that_is_asked_for_is_on_it():
+def test_the_dashboard_has_every_required_chart():
     text = GOLDEN.read_text()
     titles = [section.name for section in SECTIONS]
     spec = json.loads(text)["workspace"]["spec"]["section"]
@@ -176,7 +176,7 @@ def test_all_that_is_asked_for_is_on_it():
 
 @pytest.fixture
 def two_runs(tmp_path):
-    """SGD and K-FAC, of one project."""
+    """Return a run of SGD and a run of K-FAC in one project."""
     more = ("trainer.max_steps=12", "trainer.log_freq=4", "trainer.target=1e-9")
     more += ("kfac.update_freq=4", "kfac.factor_update_freq=2", "logger.project=mine")
     train(tmp_path / "runs", "kfac=none", *more, "run_id=sgd")
@@ -223,14 +223,14 @@ def call(*words):
 # ---- push ----
 
 
-def test_push_without_a_key_is_one_line_at_once(capsys):
+def test_push_without_a_key_prints_one_line_at_once(capsys):
     assert call("dashboard", "push") == 2
     said = capsys.readouterr().err
     assert said.startswith("kfac-bench: dashboard push needs W&B's server: no API key")
     assert len(said.splitlines()) == 1
 
 
-def test_push_without_a_server_is_one_line_within_seconds(monkeypatch, capsys):
+def test_push_without_a_server_prints_one_line_within_seconds(monkeypatch, capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -242,8 +242,8 @@ def test_push_without_a_server_is_one_line_within_seconds(monkeypatch, capsys):
     assert len(said.splitlines()) == 1
 
 
-def test_a_server_that_does_not_answer_is_given_up(monkeypatch):
-    """It accepts, and says nothing."""
+def test_push_gives_up_a_server_that_does_not_answer(monkeypatch):
+    """The server accepts the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -253,7 +253,7 @@ def test_a_server_that_does_not_answer_is_given_up(monkeypatch):
 
 
 def test_push_creates_both_and_then_overwrites_them(stand_in, tmp_path, capsys):
-    """On a stand-in for the server: what it gets is what dry-run writes."""
+    """A stand-in for the server gets exactly what dry-run writes."""
     for _ in range(2):
         assert call("dashboard", "push", "--project", "p", "--entity", "me") == 0
         said = capsys.readouterr().out.splitlines()
@@ -267,6 +267,6 @@ def test_push_creates_both_and_then_overwrites_them(stand_in, tmp_path, capsys):
             assert kinds[kind]["displayName"] == views.TITLE
 
 
-def test_runs_of_several_projects_go_where_it_is_said(tmp_path):
+def test_without_runs_the_scope_has_the_named_project_or_the_default(tmp_path):
     assert scope.of_runs([], None, None).project == "kfac_bench"
     assert scope.of_runs([], "p", "e").entity == "e"

@@ -1,4 +1,4 @@
-"""``kfac-bench wandb upload``: every point of the event file is with W&B, none of them twice."""
+"""``kfac-bench wandb upload`` sends every point of the event file to W&B, and none twice."""
 
 import fcntl
 import json
@@ -42,7 +42,7 @@ def call(*words):
 
 
 def rows_of(path):
-    """What W&B's own reader finds in all offline runs of the run; its own fields left out."""
+    """Return what W&B's reader finds in all offline runs, without W&B's own fields."""
     return [
         {k: v for k, v in row.items() if not k.startswith("_")}
         for row in wandb_history.offline(path)
@@ -50,7 +50,7 @@ def rows_of(path):
 
 
 def check_all_is_there(path):
-    """Each event that measures something is one row, number by number, and there are no others."""
+    """Check that each event that measures something is one row, and that there are no others."""
     rows = rows_of(path)
     for event in read(path):
         if wanted := metrics_of(event):
@@ -64,7 +64,7 @@ def check_all_is_there(path):
 
 
 def write(path, *events, higher=True):
-    """An event file by hand."""
+    """Write an event file by hand."""
     path.mkdir(parents=True, exist_ok=True)
     log = EventLog([JsonlSink(path / "events.jsonl")])
     config = {"logger": {"project": "mine", "entity": None}, "seed": 0}
@@ -78,7 +78,7 @@ def trained(step, **more):
     return Trained(step, 0.5 * step, 0.1 * step, 1 / (step + 1), 0.1, 100.0, **more)
 
 
-def test_a_real_run_goes_up_whole_with_its_pictures_and_once(tmp_path, capsys):
+def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
     _, path = train(tmp_path, *KFAC, "trainer.max_steps=10", "trainer.log_freq=2", "run_id=a")
     assert call(tmp_path, "--offline") == 0
     said = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_a_real_run_goes_up_whole_with_its_pictures_and_once(tmp_path, capsys):
     assert '"exit_code":0' in lines.replace(" ", "")
 
     assert call(tmp_path, "--offline") == 0
-    assert f"all of its {count} points are there" in capsys.readouterr().out
+    assert f"W&B has all {count} points" in capsys.readouterr().out
     assert len(list(path.glob("wandb/offline-run-*"))) == 1
 
 
@@ -125,7 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_only_what_a_killed_w_and_b_lost_is_sent(tmp_path, capsys):
+def test_only_the_points_that_a_killed_wandb_lost_are_sent(tmp_path, capsys):
     path = write(tmp_path / "killed", *map(trained, range(1, 301)), RunEnded(300, 150.0, "reached"))
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), path], cwd=ROOT)
     assert done.returncode == -9
@@ -144,7 +144,7 @@ def test_only_what_a_killed_w_and_b_lost_is_sent(tmp_path, capsys):
 @pytest.mark.parametrize(
     "line", ['{"event": "Trained", "step": 4, "tr', "\x00\x00", "[1]", '{"event": 1}']
 )
-def test_a_damaged_last_line_is_left_out_and_told_of(tmp_path, line, end):
+def test_a_damaged_last_line_is_left_out_and_reported(tmp_path, line, end):
     path = write(tmp_path / "run", trained(1), trained(2))
     with (path / "events.jsonl").open("a") as file:
         file.write(line + end)
@@ -155,7 +155,7 @@ def test_a_damaged_last_line_is_left_out_and_told_of(tmp_path, line, end):
         assert (damage, len(events)) == ("line 4, the last, is damaged: left out", 3)
 
 
-def test_a_damaged_run_goes_up_but_for_its_last_line(tmp_path, capsys):
+def test_a_damaged_run_is_sent_without_its_last_line(tmp_path, capsys):
     path = write(tmp_path / "run", trained(1), trained(2))
     whole = (path / "events.jsonl").read_text()
     (path / "events.jsonl").write_text(whole[:-9])
@@ -166,7 +166,7 @@ def test_a_damaged_run_goes_up_but_for_its_last_line(tmp_path, capsys):
     assert [row["step"] for row in rows_of(path)] == [1]
 
 
-def test_damage_elsewhere_is_an_error_of_that_run_alone(tmp_path, capsys):
+def test_damage_in_another_line_fails_only_that_run(tmp_path, capsys):
     bad = write(tmp_path / "a", trained(1), trained(2)) / "events.jsonl"
     bad.write_text(bad.read_text().replace('"Trained"', "Trained", 1))
     good = write(tmp_path / "b", trained(1))
@@ -177,13 +177,13 @@ def test_damage_elsewhere_is_an_error_of_that_run_alone(tmp_path, capsys):
     check_all_is_there(good)
 
 
-def test_events_that_a_resume_made_void_are_not_sent(tmp_path):
+def test_events_that_a_resume_replaced_are_not_sent(tmp_path):
     path = write(tmp_path / "run", trained(1), trained(2), trained(3), Resumed(1, 0.5, "x"))
     assert [p.row["step"] for p in upload.points(read(path), path)] == [1]
 
 
-def test_rows_are_told_apart_and_counted():
-    """Two files skipped at one step; a metric and a checkpoint at one moment; no number at all."""
+def test_rows_are_distinguished_and_counted():
+    """Two skipped files at one step, a metric and a checkpoint at one moment, and no number."""
     skipped = [SampleSkipped(2, 1.0, "x", "y", 0, count) for count in (1, 2)]
     same = [trained(2), Evaluated(2, 1.0, 0.2, {"accuracy": math.nan})]
     wanted = upload.points([*skipped, *same], Path())
@@ -197,7 +197,7 @@ def test_rows_are_told_apart_and_counted():
     assert upload.missing(twice, rows) == twice[1:]
 
 
-def test_an_event_file_of_somebody_else_brings_no_file_of_mine_along(tmp_path, capsys):
+def test_a_foreign_event_file_cannot_upload_local_files(tmp_path, capsys):
     secret = tmp_path / "secret.png"
     Image.new("L", (3, 3)).save(secret)
     items = [
@@ -222,16 +222,16 @@ def test_an_event_file_of_somebody_else_brings_no_file_of_mine_along(tmp_path, c
     assert json.loads(table.read_text())["data"] == [["b", "shown\ufffd[31m"]]
 
 
-def test_a_run_that_is_being_trained_is_left_alone(tmp_path, capsys):
+def test_a_run_that_still_trains_is_not_sent(tmp_path, capsys):
     path = write(tmp_path / "run", trained(1))
     with (path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert call(path, "--offline") == 1
-    assert "is being trained: wait until it has ended" in capsys.readouterr().out
+    assert "still training; wait until the run has ended" in capsys.readouterr().out
     assert call(path, "--offline") == 0
 
 
-def test_without_a_key_one_line_says_what_else_can_be_done(tmp_path, capsys):
+def test_without_a_key_one_line_names_the_alternative(tmp_path, capsys):
     path = write(tmp_path / "run", trained(1))
     assert call(path) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -239,7 +239,7 @@ def test_without_a_key_one_line_says_what_else_can_be_done(tmp_path, capsys):
     assert "--offline" in line
 
 
-def test_no_runs_and_no_beginning_are_one_line_each(tmp_path, capsys):
+def test_no_runs_and_no_start_event_give_one_line_each(tmp_path, capsys):
     assert call(tmp_path / "nothing", "--offline") == 2
     assert "no such run" in capsys.readouterr().err
     (tmp_path / "events.jsonl").write_text("\n")
@@ -247,7 +247,7 @@ def test_no_runs_and_no_beginning_are_one_line_each(tmp_path, capsys):
     assert "no RunStarted event" in capsys.readouterr().out
 
 
-def test_what_a_benchmark_computed_is_no_run_to_send(tmp_path, capsys):
+def test_computed_cells_are_not_sent(tmp_path, capsys):
     path = write(tmp_path / "run")
     file = path / "events.jsonl"
     file.write_text(file.read_text().replace('"seed": 0', '"computed": "plan"'))
@@ -256,13 +256,13 @@ def test_what_a_benchmark_computed_is_no_run_to_send(tmp_path, capsys):
     assert [p.name for p in path.iterdir()] == ["events.jsonl"]
 
 
-def test_a_project_that_cannot_be_is_said(tmp_path, capsys):
+def test_an_invalid_project_name_is_reported(tmp_path, capsys):
     path = write(tmp_path / "run", trained(1))
     assert call(path, "--offline", "--project", "a/b") == 1
-    assert "has not got all of it" in capsys.readouterr().out
+    assert "did not take all points" in capsys.readouterr().out
 
 
-def test_patience_lets_more_events_wait_than_a_training_would(tmp_path, monkeypatch):
+def test_patience_queues_more_events_than_a_training(tmp_path, monkeypatch):
     from kfac_bench.record.sinks import wandb as sink_module
 
     monkeypatch.setattr(sink_module, "QUEUED_EVENTS", 2)
@@ -288,7 +288,7 @@ def check_server_has_all(stand_in, path):
     assert sorted(rows, key=lambda row: row["step"]) == wanted
 
 
-def test_what_the_server_has_is_not_sent_again(tmp_path, stand_in, capsys):
+def test_points_on_the_server_are_not_sent_again(tmp_path, stand_in, capsys):
     path = write(tmp_path / "a", *map(trained, range(1, 41)), RunEnded(40, 20.0, "finished"))
     assert call(path) == 0
     assert f"40 of 40 points sent; W&B: {stand_in.url}/me/mine/runs/a" in capsys.readouterr().out
@@ -296,7 +296,7 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, stand_in, capsys):
     assert stand_in.runs["a"].state == "finished"
     stand_in.asked.clear()
     assert call(path) == 0
-    assert "all of its 40 points are there: nothing to do" in capsys.readouterr().out
+    assert "W&B has all 40 points: nothing to send" in capsys.readouterr().out
     assert "UpsertBucket" not in stand_in.asked
 
     del stand_in.runs["a"].rows[10:25]  # as after a crash, and a resume that logged on
@@ -309,7 +309,7 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, stand_in, capsys):
     assert stand_in.runs["a"].state == "finished"
 
 
-def test_a_run_that_only_looks_crashed_is_ended(tmp_path, stand_in):
+def test_a_run_that_the_server_calls_crashed_is_ended(tmp_path, stand_in):
     path = write(tmp_path / "a", trained(1), trained(2), RunEnded(2, 1.0, "failed"))
     assert call(path) == 0
     stand_in.runs["a"].state = "crashed"
@@ -318,7 +318,7 @@ def test_a_run_that_only_looks_crashed_is_ended(tmp_path, stand_in):
     check_server_has_all(stand_in, path)
 
 
-def test_a_server_that_hides_rows_gets_none_twice(tmp_path, stand_in, capsys, monkeypatch):
+def test_a_server_that_hides_rows_gets_no_row_twice(tmp_path, stand_in, capsys, monkeypatch):
     path = write(tmp_path / "a", trained(1), trained(2), RunEnded(2, 1.0, "finished"))
     assert call(path) == 0
     real = stand_in.run
@@ -328,7 +328,7 @@ def test_a_server_that_hides_rows_gets_none_twice(tmp_path, stand_in, capsys, mo
     assert len(stand_in.runs["a"].rows) == 2
 
 
-def test_pictures_go_to_the_server(tmp_path, stand_in):
+def test_pictures_are_sent_to_the_server(tmp_path, stand_in):
     _, path = train(tmp_path, *KFAC, "trainer.max_steps=4", "run_id=a", "trainer.predictions=3")
     assert call(path, "--project", "p") == 0
     assert sum(name.endswith(".png") for name in stand_in.runs["a"].files) == 3

@@ -1,4 +1,4 @@
-"""curves.py and series.py: a run's points, thinned honestly, and the figures as SVG."""
+"""curves.py and series.py: the points of a run, how they are thinned, and the SVG figures."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -39,7 +39,7 @@ def test_equal_events_give_equal_bytes_in_any_order(folder: Path) -> None:
     assert report.figure_svg(one.settings) != report.figure_svg(slower.settings)
 
 
-def test_the_figure_has_a_white_ground_and_one_panel_per_task(tmp_path: Path) -> None:
+def test_the_figure_has_a_white_background_and_one_panel_per_task(tmp_path: Path) -> None:
     for i, text in enumerate(("digits", "faces", "moons", "stars")):
         write_run(tmp_path / str(i), text=text)
     svg = report.figure_svg(report.compare([tmp_path]).settings)
@@ -64,7 +64,7 @@ def test_curves_have_labels_with_units_and_a_legend(folder: Path) -> None:
         *((1.0, 1.0, 1.0), (-5.0, 3.0, -10.0), (1.0, 0.5, 1e25)),
     ],
 )
-def test_diverged_and_empty_curves_still_draw(tmp_path: Path, losses: tuple[float, ...]) -> None:
+def test_diverged_and_empty_curves_are_drawn(tmp_path: Path, losses: tuple[float, ...]) -> None:
     write_run(tmp_path / "a", seconds=None, losses=losses)
     settings = report.compare([tmp_path]).settings
     ET.fromstring(report.curves_svg(settings))
@@ -79,7 +79,7 @@ def test_points_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
     assert not any(series.drawable((x, 1.0, 1.0)) or series.drawable((1.0, x, 1.0)) for x in bad)
 
 
-def test_an_error_is_drawn_by_factors_unless_it_goes_below_zero(tmp_path: Path) -> None:
+def test_an_error_has_a_log_axis_unless_it_falls_below_zero(tmp_path: Path) -> None:
     def ticks(name: str, *errors: float) -> set[str]:
         path = write_run(tmp_path / name, errors=errors, seconds=None, target=None)
         svg = report.figure_svg(report.compare([path]).settings)
@@ -101,11 +101,13 @@ def test_an_error_is_drawn_by_factors_unless_it_goes_below_zero(tmp_path: Path) 
         ([[], []], False, math.inf),
     ],
 )
-def test_how_bad_a_value_has_room(curves: list[list[float]], up: bool, worst: float) -> None:
+def test_the_worst_value_that_the_axis_shows(
+    curves: list[list[float]], up: bool, worst: float
+) -> None:
     assert series.worst_shown(curves, higher_is_better=up) == pytest.approx(worst)
 
 
-def test_a_run_that_diverges_hides_no_other(tmp_path: Path) -> None:
+def test_a_diverged_run_does_not_flatten_other_curves(tmp_path: Path) -> None:
     write_run(tmp_path / "a", errors=(16.0, 4.0, 1.0), seconds=None, target=None)
     write_run(tmp_path / "b", errors=(16.0, 4.0, 1e23), seconds=None, target=None, seed=1)
     svg = report.figure_svg(report.compare([tmp_path]).settings)
@@ -133,7 +135,7 @@ def test_a_thinned_curve_keeps_its_ends_and_every_peak() -> None:
 
 
 @given(st.integers(0, 300), st.integers(4, 60), st.randoms(use_true_random=False))
-def test_thinned_to_no_more_than_asked(count: int, most: int, random: Random) -> None:
+def test_thinning_keeps_at_most_the_requested_points(count: int, most: int, random: Random) -> None:
     points = [(float(i), 0.0, random.choice((0.0, 1.0, random.random()))) for i in range(count)]
     thinned = series.thin(points, most)
     assert len(thinned) <= max(most, 0)
@@ -144,7 +146,7 @@ def test_thinned_to_no_more_than_asked(count: int, most: int, random: Random) ->
         )
 
 
-def test_styles_repeat_no_look_before_all_are_used(folder: Path) -> None:
+def test_no_style_repeats_before_all_styles_are_used(folder: Path) -> None:
     (setting, _) = report.compare([folder]).settings
     many = [score.Setting("t", f"o{i}", {}, setting.runs) for i in range(24)]
     looks = set(curves.styles(many).values())

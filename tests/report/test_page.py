@@ -1,4 +1,4 @@
-"""The HTML page as text: what it says, and that nothing of an event file becomes part of it."""
+"""The HTML page as text: its content, and that it escapes everything from event files."""
 
 import base64
 import dataclasses
@@ -57,11 +57,11 @@ class Tags(HTMLParser):
 
 
 def charts_of(page: str) -> Any:
-    """What the page's curves are drawn of."""
+    """Return the data of the page's curves."""
     return json.loads(Tags(page).scripts[0])
 
 
-def test_the_page_escapes_whatever_event_files_say(tmp_path: Path) -> None:
+def test_the_page_escapes_all_texts_of_event_files(tmp_path: Path) -> None:
     write_run(tmp_path / "a", text=EVIL, optimizer=EVIL, environment={EVIL: {EVIL: EVIL}})
     write_run(tmp_path / "b", text=EVIL, optimizer=EVIL, kfac=True, environment={"x": [EVIL]})
     table = Table(EVIL, [EVIL], [[EVIL], [Link(EVIL, EVIL)]], [EVIL])
@@ -76,7 +76,7 @@ def test_the_page_escapes_whatever_event_files_say(tmp_path: Path) -> None:
     page.encode("utf-8")  # no lone surrogate got through
 
 
-def test_data_in_the_page_ends_no_script_and_has_no_line_ends_of_its_own() -> None:
+def test_data_in_the_page_cannot_end_a_script_or_a_line() -> None:
     data = {"</script><!--": ["<script>", "]]>", "\u2028\u2029", "&lt;", 1.5, None, math.pi]}
     text = charts.embed(data)
     assert json.loads(text) == data
@@ -95,7 +95,7 @@ def test_the_page_needs_nothing_from_outside(folder: Path) -> None:
     assert "@import" not in page
 
 
-def test_its_policy_allows_what_was_written_here_and_nothing_else(folder: Path) -> None:
+def test_the_policy_allows_only_the_pages_own_script_and_style(folder: Path) -> None:
     page = report.html(report.compare([folder]))
     (policy,) = re.findall('http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     rules = dict(rule.split(" ", 1) for rule in html.unescape(policy).split("; "))
@@ -107,7 +107,7 @@ def test_its_policy_allows_what_was_written_here_and_nothing_else(folder: Path) 
     assert not re.search(r"\sstyle=", page)  # would not be allowed
 
 
-def test_the_page_tells_results_options_runs_and_machines(folder: Path) -> None:
+def test_the_page_shows_results_options_runs_and_machines(folder: Path) -> None:
     write_run(folder / "other", seed=7, environment={"git": {"commit": "abc"}, "torch": "2.11"})
     text = " ".join(Tags(report.html(report.compare([folder]))).text.split())
     for expected in (
@@ -125,7 +125,7 @@ def test_the_page_tells_results_options_runs_and_machines(folder: Path) -> None:
     assert "Environments that differ" not in report.html(report.compare([folder / "sgd0"]))
 
 
-def test_each_run_leads_to_its_events_from_where_the_page_is(folder: Path) -> None:
+def test_each_run_links_to_its_events_relative_to_the_page(folder: Path) -> None:
     odd = write_run(folder / "a b#c?d%e:f&g", seed=8)
     page = folder.parent / "pages" / "out.html"
     page.parent.mkdir()
@@ -137,7 +137,7 @@ def test_each_run_leads_to_its_events_from_where_the_page_is(folder: Path) -> No
     assert '"../runs/a%20b%23c%3Fd%25e%3Af%26g/events.jsonl"' in page.read_text()
 
 
-def test_given_tables_come_first_with_what_they_are_sorted_by(folder: Path) -> None:
+def test_given_tables_come_first_with_their_sort_keys(folder: Path) -> None:
     numbers = [1.23456, math.inf, None, 7]
     links = [
         "https://example.org/paper",
@@ -158,7 +158,7 @@ def test_given_tables_come_first_with_what_they_are_sorted_by(folder: Path) -> N
     assert cells[:4] == [("1.23456", "1.235"), ("inf", "inf"), ("none", "\u2013"), ("7.0", "7")]
 
 
-def test_curves_are_those_of_the_events(folder: Path) -> None:
+def test_curves_equal_the_events(folder: Path) -> None:
     (chart,) = charts_of(report.html(report.compare([folder])))
     assert (chart["metric"], chart["higherIsBetter"], chart["target"]) == (
         "validation accuracy",
@@ -186,7 +186,7 @@ def test_many_runs_have_fewer_points_each(tmp_path: Path) -> None:
     assert most == [1000, 1000, 1000, 500, 200, 100]
 
 
-def test_stages_are_means_over_steps_the_dearest_first(folder: Path) -> None:
+def test_stages_are_means_over_steps_with_the_most_expensive_first(folder: Path) -> None:
     assert "Stages of K-FAC" not in report.html(report.compare([folder]))
     for seed, step_s in ((0, 0.003), (1, 0.012)):
         with (folder / f"kfac{seed}" / "events.jsonl").open("a") as file:
@@ -210,7 +210,7 @@ def test_stages_are_means_over_steps_the_dearest_first(folder: Path) -> None:
     ]
 
 
-def test_the_best_median_is_emphasised_and_a_miss_never(folder: Path) -> None:
+def test_the_best_median_is_highlighted_but_never_a_missed_target(folder: Path) -> None:
     def best(found: report.Comparison) -> list[str]:
         return re.findall(r'<span class="best">([^<]*)</span>', report.html(found))
 
@@ -234,14 +234,14 @@ def picture(run: Path, step: int = 30, number: int = 0) -> str:
 
 
 def pictures_of(found: report.Comparison) -> list[bytes]:
-    """What the page's images are, all of which it must bring along."""
+    """Return the page's images, all of which must be embedded."""
     sources = Tags(report.html(found)).links()
     start = "data:image/png;base64,"
     assert all(source is not None and source.startswith(start) for source in sources)
     return [base64.b64decode(str(source).removeprefix(start)) for source in sources]
 
 
-def test_the_page_brings_the_pictures_of_each_settings_first_seed(folder: Path) -> None:
+def test_the_page_embeds_the_pictures_of_each_settings_first_seed(folder: Path) -> None:
     files = []
     for name, number in (("kfac0", 0), ("kfac1", 1), ("sgd1", 2)):  # sgd0 has none
         file = picture(folder / name, number=number)
@@ -257,7 +257,7 @@ def test_the_page_brings_the_pictures_of_each_settings_first_seed(folder: Path) 
     assert "Predictions" not in report.html(report.compare([folder / "sgd0"]))
 
 
-def test_a_runs_last_predictions_count(folder: Path) -> None:
+def test_the_page_shows_the_last_predictions_of_a_run(folder: Path) -> None:
     run = folder / "sgd0"
     for step in (10, 20):
         show(run, {"caption": f"at {step}", "file": picture(run, step), "text": None}, step=step)
@@ -266,7 +266,7 @@ def test_a_runs_last_predictions_count(folder: Path) -> None:
     assert "at 10" not in text
 
 
-def test_the_page_takes_no_more_pictures_than_it_can_bear(
+def test_the_page_limits_the_bytes_of_pictures(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = folder / "sgd0"
@@ -284,7 +284,7 @@ def test_the_page_takes_no_more_pictures_than_it_can_bear(
     assert Tags(report.html(found)).text.count("picture missing") == album.MOST_PREDICTIONS - 3
 
 
-def test_predictions_of_somebody_else_are_escaped_and_read_no_other_file(folder: Path) -> None:
+def test_foreign_predictions_are_escaped_and_read_no_other_file(folder: Path) -> None:
     run = folder / "sgd0"
     (folder / "secret.png").write_bytes((run / picture(run)).read_bytes())
     (run / "predictions/step-30/07.png").symlink_to(folder / "secret.png")
@@ -304,7 +304,7 @@ def test_predictions_of_somebody_else_are_escaped_and_read_no_other_file(folder:
     page.encode("utf-8")
 
 
-def test_predictions_of_any_shape_make_a_page(tmp_path: Path) -> None:
+def test_malformed_predictions_do_not_break_the_page(tmp_path: Path) -> None:
     shapes = ('"x"', "7", "null", '{"a": 1}', "[]", '[7, null, [], "x", {}]')
     for items in (*shapes, '[{"caption": {}, "text": 3}]'):
         run = write_run(tmp_path / str(hash(items)), optimizer=items)
@@ -328,7 +328,7 @@ def test_equal_events_give_an_equal_page_in_any_order(folder: Path) -> None:
     assert report.html(report.compare(paths)) == report.html(report.compare(paths[::-1]))
 
 
-def test_a_long_page_begins_with_its_contents(folder: Path) -> None:
+def test_a_long_page_begins_with_a_table_of_contents(folder: Path) -> None:
     tables = [Table(f"{EVIL} {i}", ["x"], [[i]], []) for i in range(5)]
     page = report.html(report.compare([folder]), tables=tables)
     assert len(re.findall(r'<li><a href="#table-\d">', page)) == 5

@@ -1,4 +1,4 @@
-"""The HTML page in a real browser: it draws, answers, asks nobody, and runs nothing of others."""
+"""The HTML page in a real browser: drawing, input, no requests, and no foreign script."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def show(chromium: Browser, paths: Path, tables: tuple[Table, ...] = ()) -> Page:
-    """The page of the runs at ``paths``, in a window 1200 wide."""
+    """Open the page of the runs at ``paths`` in a window 1200 pixels wide."""
     file = paths.parent / "page.html"
     report.compare([paths], file, tables)
     return opened(chromium, file)
@@ -58,13 +58,13 @@ def opened(chromium: Browser, file: Path) -> Page:
 
 
 def on_screen(page: Page, x: float, y: float) -> tuple[float, float]:
-    """Where pixels of the first plot are in the window."""
+    """Return the offset of the first plot in the window."""
     script = "(({left, top}) => [left, top])(all('.plot')[0].getBoundingClientRect())"
     left, top = page.run(script)
     return left + x, top + y
 
 
-def test_the_browser_tells_of_errors_and_requests(chromium: Browser, tmp_path: Path) -> None:
+def test_the_browser_reports_errors_and_requests(chromium: Browser, tmp_path: Path) -> None:
     file = tmp_path / "bad.html"
     file.write_text("<img src='absent.png'><script>console.log('said'); absent()</script>")
     page = opened(chromium, file)
@@ -75,7 +75,7 @@ def test_the_browser_tells_of_errors_and_requests(chromium: Browser, tmp_path: P
         page.run("absent()")
 
 
-def test_it_draws_in_both_modes_and_any_width_and_asks_nobody(
+def test_the_page_draws_in_both_modes_and_any_width_without_requests(
     chromium: Browser, folder: Path
 ) -> None:
     page = show(chromium, folder)
@@ -91,7 +91,7 @@ def test_it_draws_in_both_modes_and_any_width_and_asks_nobody(
     assert page.requests() == [(folder.parent / "page.html").as_uri()]
 
 
-def test_the_x_axis_is_seconds_or_steps(chromium: Browser, folder: Path) -> None:
+def test_the_x_axis_shows_seconds_or_steps(chromium: Browser, folder: Path) -> None:
     page = show(chromium, folder)
     assert page.run(X_AXIS) == "training time (seconds)"
     by_seconds = page.run("ends().map(([x]) => Math.round(x))")
@@ -106,7 +106,7 @@ def test_the_x_axis_is_seconds_or_steps(chromium: Browser, folder: Path) -> None
     assert page.complaints() == []
 
 
-def test_the_y_axis_is_metric_or_loss_linear_or_by_factors(chromium: Browser, folder: Path) -> None:
+def test_the_y_axis_shows_metric_or_loss_linear_or_log(chromium: Browser, folder: Path) -> None:
     page = show(chromium, folder)
     assert page.run(Y_AXIS) == "validation accuracy"
     assert page.run("button('linear').ariaPressed") == "true"
@@ -141,7 +141,7 @@ def test_the_legend_hides_a_setting_and_shows_it_again(chromium: Browser, folder
     assert page.run("paths()") == before
 
 
-def test_the_pointer_tells_of_a_point_and_zooms_by_drag(chromium: Browser, folder: Path) -> None:
+def test_the_pointer_shows_a_point_and_zooms_by_drag(chromium: Browser, folder: Path) -> None:
     page = show(chromium, folder)
     whole = page.run("paths()")
     x, y = page.run("ends().at(-1)")
@@ -179,7 +179,7 @@ def test_the_pointer_tells_of_a_point_and_zooms_by_drag(chromium: Browser, folde
     assert page.complaints() == []
 
 
-def test_all_of_it_goes_by_keys(chromium: Browser, folder: Path) -> None:
+def test_keys_do_what_the_pointer_does(chromium: Browser, folder: Path) -> None:
     page = show(chromium, folder)
     whole = page.run("paths()")
     page.run("all('.plot')[0].focus()")
@@ -201,7 +201,7 @@ def test_all_of_it_goes_by_keys(chromium: Browser, folder: Path) -> None:
     assert page.complaints() == []
 
 
-def test_tables_sort_numbers_as_numbers_and_what_is_not_there_last(
+def test_tables_sort_numbers_as_numbers_and_missing_values_last(
     chromium: Browser, folder: Path
 ) -> None:
     values: list[Any] = [10.0, None, 0.5, math.inf, 0.25, math.nan, -2, -10]
@@ -230,9 +230,7 @@ def test_tables_sort_numbers_as_numbers_and_what_is_not_there_last(
     assert page.complaints() == []
 
 
-def test_curves_of_any_shape_are_drawn_without_a_complaint(
-    chromium: Browser, tmp_path: Path
-) -> None:
+def test_curves_of_any_shape_are_drawn_without_an_error(chromium: Browser, tmp_path: Path) -> None:
     shapes: tuple[tuple[float, ...], ...] = (
         *((), (0.0, -1.0, 0.0), (math.nan, math.inf, 1e300), (1e-9, 1e9, 1.0), (1.0, 1.0, 1.0)),
         *((1e-320, 1e-310), (1e-280, 1e29), (-1e29, 1e29), (0.0,), (5.0,)),
@@ -256,7 +254,7 @@ def test_curves_of_any_shape_are_drawn_without_a_complaint(
     assert page.complaints() == []
 
 
-def test_fifty_runs_of_five_thousand_points_are_there_in_two_seconds(
+def test_fifty_runs_of_five_thousand_points_are_drawn_in_two_seconds(
     chromium: Browser, tmp_path: Path
 ) -> None:
     settings = runs.group(long_run(i // 5, i % 5) for i in range(50))
@@ -273,7 +271,7 @@ def test_fifty_runs_of_five_thousand_points_are_there_in_two_seconds(
 
 
 def long_run(setting: int, seed: int) -> runs.Run:
-    """5,000 points of the loss, 1,250 of the metric."""
+    """Write a run with 5,000 points of the loss and 1,250 points of the metric."""
     names = {
         "data": {"name": "long"},
         "model": {"name": "run"},
@@ -302,7 +300,7 @@ HOSTILE = (
 )
 
 
-def test_hostile_strings_are_text(chromium: Browser, tmp_path: Path) -> None:
+def test_hostile_strings_are_shown_as_text(chromium: Browser, tmp_path: Path) -> None:
     for i, text in enumerate(HOSTILE):
         folder = write_run(tmp_path / "runs" / str(i), text="one task", optimizer=text)
         file = folder / "events.jsonl"
@@ -328,7 +326,7 @@ def test_hostile_strings_are_text(chromium: Browser, tmp_path: Path) -> None:
 
 
 def poisoned(event: Any, text: str, path: tuple[str, ...] = ()) -> Any:
-    """``event`` with every string in it, and a key of every object, replaced."""
+    """Return ``event`` with every string, and a key of every object, replaced."""
     if isinstance(event, dict):
         new = {k: poisoned(v, text, (*path, k)) for k, v in event.items()}
         return new | ({text: text} if path else {})
@@ -337,7 +335,7 @@ def poisoned(event: Any, text: str, path: tuple[str, ...] = ()) -> Any:
     return text if isinstance(event, str) and not kept and path != ("metric",) else event
 
 
-def test_the_policy_holds_whatever_gets_into_the_page(chromium: Browser, folder: Path) -> None:
+def test_the_policy_blocks_scripts_that_get_into_the_page(chromium: Browser, folder: Path) -> None:
     page = show(chromium, folder)
     page.run(
         "const script = document.createElement('script');"

@@ -1,4 +1,4 @@
-"""report/: reading runs, and their results as tables of text."""
+"""report/: how runs are read and shown as tables of text."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     return two_optimizers(tmp_path / "runs")
 
 
-def test_markdown_table_says_exactly_this(folder: Path) -> None:
+def test_the_markdown_table_equals_the_expected_text(folder: Path) -> None:
     assert report.markdown_table(report.compare([folder]).rows) == (
         "| task | optimizer | steps to target | seconds to target (median, range) "
         "| final metric |\n"
@@ -30,7 +30,7 @@ def test_markdown_table_says_exactly_this(folder: Path) -> None:
     )
 
 
-def test_no_target_and_nobody_there(tmp_path: Path) -> None:
+def test_rows_without_a_target_and_with_missed_targets(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", seconds=None)
     b = write_run(tmp_path / "b", seconds=None, target=None)
     rows = report.compare([a, b]).rows
@@ -50,7 +50,7 @@ def test_no_target_and_nobody_there(tmp_path: Path) -> None:
         (float("inf"), "not reached"),
     ],
 )
-def test_seconds_in_words(value: float, text: str) -> None:
+def test_seconds_as_text(value: float, text: str) -> None:
     assert report.seconds(value) == text
 
 
@@ -59,12 +59,12 @@ def test_steps_keep_all_their_digits() -> None:
     assert report.count(60.5) == "60.5"
 
 
-def test_metrics_have_four_digits_and_none_is_a_dash() -> None:
+def test_metrics_have_four_digits_and_a_missing_metric_is_a_dash() -> None:
     assert [report.metric(x) for x in (0.97, 0.98765, 12345.6)] == ["0.9700", "0.9877", "12345.6"]
     assert report.metric(float("nan")) == "\u2013"
 
 
-def test_terminal_table_prints_markup_as_text(tmp_path: Path) -> None:
+def test_the_terminal_table_prints_markup_as_text(tmp_path: Path) -> None:
     found = report.compare([write_run(tmp_path / "a", text="[red]x[/red]")])
     console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
     console.print(report.terminal_table(found.rows))
@@ -74,7 +74,7 @@ def test_terminal_table_prints_markup_as_text(tmp_path: Path) -> None:
     assert all(column in text for column in report.COLUMNS)
 
 
-def test_terminal_table_names_a_task_once(folder: Path) -> None:
+def test_the_terminal_table_names_a_task_once(folder: Path) -> None:
     for seed in (0, 1):  # another task, of two optimizers
         write_run(folder / f"other{seed}", text="other", kfac=bool(seed))
     found = report.compare([folder])
@@ -96,7 +96,7 @@ def test_a_markdown_cell_stays_one_cell(text: str) -> None:
     assert "<" not in line
 
 
-def test_compare_writes_the_page_whole(folder: Path, tmp_path: Path) -> None:
+def test_compare_replaces_the_page_as_a_whole(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text("old")
     found = report.compare([folder, folder / "sgd0"], page)
@@ -105,7 +105,7 @@ def test_compare_writes_the_page_whole(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "runs"]
 
 
-def test_compare_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_compare_raises_one_line_errors(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no runs to compare"):
         report.compare([])
     with pytest.raises(UsageError, match="does not exist"):
@@ -116,8 +116,8 @@ def test_compare_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "taken"]
 
 
-def test_what_cannot_be_read_is_left_out_and_named_where_runs_remain(folder: Path) -> None:
-    """``compare runs/*`` meets folders of benchmarks without a run, and starts that failed."""
+def test_unreadable_paths_are_left_out_with_a_note_if_runs_remain(folder: Path) -> None:
+    """``compare runs/*`` finds folders without a run, and runs that failed at the start."""
     broken, empty = folder / "broken", folder.parent / "all"
     broken.mkdir()
     empty.mkdir()
@@ -136,7 +136,7 @@ def test_what_cannot_be_read_is_left_out_and_named_where_runs_remain(folder: Pat
         report.compare([folder, folder / "typo"])
 
 
-def test_what_a_benchmark_computed_is_no_run(folder: Path) -> None:
+def test_computed_cells_are_not_compared(folder: Path) -> None:
     file = write_run(folder / "computed") / "events.jsonl"
     file.write_text(file.read_text().replace('"seed": 0', '"computed": "simulate"'))
     found = report.compare([folder])

@@ -3,7 +3,7 @@
 from kfac_bench.report.tables import Link, Table
 
 
-def test_markdown():
+def test_a_table_as_markdown():
     table = Table(
         "A | B",
         ["name", "seconds", "note"],
@@ -20,7 +20,7 @@ def test_markdown():
     )
 
 
-def test_whole_numbers_are_grouped_and_a_link_cannot_break_out():
+def test_whole_numbers_are_grouped_and_links_are_escaped():
     table = Table("t", ["n"], [[12345], [Link("l", "x>)\n[y](z")]])
     assert "| 12,345 |" in table.markdown()
     assert "[l](<x)[y](z>)" in table.markdown()
