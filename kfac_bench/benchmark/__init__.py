@@ -1,1 +1,1 @@
-"""Tables and figures of papers: what a file says, the runs it makes, what is computed and shown."""
+"""Tables and figures of papers: their files, the runs that they need, and their results."""

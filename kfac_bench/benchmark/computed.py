@@ -1,8 +1,8 @@
 """Cells that train nothing: a plan's bytes, a simulated step, the largest batch that fits.
 
-Such a cell leaves what a run leaves, an event file in its own directory, with its numbers as the
-metrics of one evaluation, named as :mod:`kfac_bench.benchmark.measures` names those of runs; so
-tables find both in the same way, and a computed cell is computed once.
+Like a run, a computed cell leaves an event file in its own directory. Its numbers are the metrics
+of one evaluation, with the names of :mod:`kfac_bench.benchmark.measures`. So tables find runs and
+computed cells in the same way, and a cell is computed only once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from kfac_bench.record.events import (
 )
 
 KINDS = {"plan": "plan_cells", "simulate": "simulated", "fit": "fit"}
-"""Modules of this package; each has ``numbers``. They need torch, a list of benchmarks does not."""
+"""Module of this package for each kind; its function ``numbers`` computes a cell.
+
+The modules import torch, so they are imported late: listing benchmarks needs no torch.
+"""
 
 
 @dataclass(frozen=True)
 class ComputedCell:
-    """One point of a :class:`kfac_bench.benchmark.schema.Computed`."""
+    """One point of a benchmark's :class:`~kfac_bench.benchmark.schema.Computed` part."""
 
     label: str
     kind: str
@@ -46,7 +49,7 @@ class ComputedCell:
     runs_dir: str = "runs"
 
     def path(self) -> Path:
-        """Its directory: a function of its words, the hardware file that they name, our version."""
+        """Return the directory, which depends on the words, the hardware file and our version."""
         words = dict(self.words)
         if (name := words.get("hardware")) is not None:
             words["hardware"] += _digest(
@@ -55,32 +58,33 @@ class ComputedCell:
         content = json.dumps([self.kind, sorted(words.items()), __version__])
         return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
 
-    def done(self) -> bool:
-        """Whether it was computed before."""
+    def is_done(self) -> bool:
+        """Whether the cell was computed before."""
         return (self.path() / EVENTS_FILE).exists()
 
     def run(self) -> tuple[bool, str]:
-        """Compute it, unless that was done; whether it is good, and what to say."""
-        if self.done():
+        """Compute the cell unless it is done; return whether it succeeded, and a message."""
+        if self.is_done():
             return True, "computed (before)"
         try:
-            found = _numbers(self.kind)(self.words)
+            numbers = _numbers(self.kind)(self.words)
         except UsageError as error:
             record_failure(self.path(), self.label, str(error))
             return False, f"failed: {error}"
-        _write(self, found)
+        _write(self, numbers)
         return True, "computed"
 
 
 def cells(benchmark: Benchmark, runs_dir: str) -> list[ComputedCell]:
-    """Every point of the benchmark's computed parts; the profile makes no difference to them."""
+    """Return every point of the benchmark's computed parts, which are the same in all profiles."""
     result = []
     for part in benchmark.computed:
         if part.kind not in KINDS:
-            raise UsageError(f"kind {part.kind}: choose one of {', '.join(KINDS)}")
+            raise UsageError(f"kind {part.kind}: unknown; choose one of {', '.join(KINDS)}")
         for values in itertools.product(*part.axes.values()):
             point = dict(zip(part.axes, values, strict=True))
             texts = [*part.words]
+            # A key of `each` may join several axes by spaces; then its values are joined alike.
             for axes, by_value in part.each.items():
                 texts += by_value.get(" ".join(point[axis] for axis in axes.split(" ")), [])
             words = dict(_word(text.format(**point)) for text in texts)
@@ -90,7 +94,7 @@ def cells(benchmark: Benchmark, runs_dir: str) -> list[ComputedCell]:
 
 
 def _numbers(kind: str) -> Callable[[Mapping[str, str]], dict[str, float]]:
-    """From the words of a cell to its numbers."""
+    """Return the function that computes the numbers of a cell from its words."""
     module = importlib.import_module(f"kfac_bench.benchmark.{KINDS[kind]}")
     return cast("Callable[[Mapping[str, str]], dict[str, float]]", module.numbers)
 
@@ -98,7 +102,7 @@ def _numbers(kind: str) -> Callable[[Mapping[str, str]], dict[str, float]]:
 def _word(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(f"{text!r}: a computed cell's word is NAME=VALUE")
+        raise UsageError(f"{text!r}: write the word of a computed cell as NAME=VALUE")
     return name, value
 
 
@@ -106,8 +110,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _write(cell: ComputedCell, found: Mapping[str, float]) -> None:
-    """The event file, all of it or nothing."""
+def _write(cell: ComputedCell, numbers: Mapping[str, float]) -> None:
+    """Write the event file as a whole."""
     folder = cell.path()
     temporary = folder / f".{EVENTS_FILE}.{os.getpid()}"
     config = {"computed": cell.kind, "words": dict(cell.words)}
@@ -115,8 +119,8 @@ def _write(cell: ComputedCell, found: Mapping[str, float]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
         log = EventLog([JsonlSink(temporary)])
-        log.emit(RunStarted(0, 0.0, folder.name, next(iter(found)), False, config, {}))
-        log.emit(Evaluated(0, 0.0, 0.0, dict(found)))
+        log.emit(RunStarted(0, 0.0, folder.name, next(iter(numbers)), False, config, {}))
+        log.emit(Evaluated(0, 0.0, 0.0, dict(numbers)))
         log.emit(RunEnded(0, 0.0, "finished", f"computed: {cell.kind}"))
         log.close()
         temporary.replace(folder / EVENTS_FILE)

@@ -1,16 +1,22 @@
 """``kind: fit``: the largest batch of a rank that fits into a budget of memory, and its time.
 
-What a rank holds while it trains, from shapes alone (fp32 but for what mixed precision halves):
+The memory of a rank that trains follows from shapes alone, in fp32. Mixed precision halves the
+second part.
 
-* weights, gradients and the optimizer's state: parameters times 4 bytes, once each;
-* what autograd keeps for backward: the storages that a forward pass on the meta device saves, which
-  are none of the parameters; twice, at two batch sizes, so a constant and a part per example;
-* K-FAC's state, the statistics of a batch and its messages: the plan's peak on the heaviest rank.
+* Weights, gradients and the optimizer's state have 4 bytes per parameter each.
+* Autograd keeps activations for backward. A forward pass on the meta device shows which storages it
+  keeps. Two batch sizes give a constant part and a part per example.
+* K-FAC's state, the statistics of a batch and the messages are the peak of the heaviest rank.
 
-Left out: fragments, workspaces of libraries, the second copy of gradients in DDP's buckets.
+Memory fragments, workspaces of libraries and the copy of gradients in DDP's buckets are left out.
 
-Words: those of ``kind: plan``, ``budget_gb=``, ``hardware=`` (conf/hardware), ``optimizer_copies=``
-of the parameters' size (1: momentum), ``global=N`` (one batch in parts: what fits is a part).
+Words of a cell:
+
+* all words of ``kind: plan``
+* ``budget_gb=``: the memory of a rank
+* ``hardware=``: a name in conf/hardware, to add the time of a step
+* ``optimizer_copies=``: state of the optimizer in sizes of the parameters (1: momentum)
+* ``global=N``: a global batch that each rank computes in parts; a part is what fits
 """
 
 from __future__ import annotations
@@ -34,11 +40,11 @@ from kfac_bench.training.blueprint import Blueprint
 
 _OWN = (*OWN, "budget_gb", "hardware", "optimizer_copies", "global")
 _FEW, _MORE = 2, 6
-"""Examples of the two passes: batch norm needs more than one."""
+"""Examples of the two forward passes. Batch norm needs more than one example."""
 
 
 def saved_bytes(config: TrainConfig, examples: int) -> int:
-    """What one forward pass of so many examples keeps for backward, parameters apart."""
+    """Return the bytes that autograd keeps from one forward pass, without the parameters."""
     blueprint = Blueprint.of(config)
     with torch.device("meta"):
         model = blueprint.assumed_model()
@@ -47,9 +53,8 @@ def saved_bytes(config: TrainConfig, examples: int) -> int:
     kept: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage()._cdata] = (
-            x  # which keeps the storage, so its address stays its own
-        )
+        # Keeping the tensor keeps its storage, so no other storage can get the same address.
+        kept[x.untyped_storage()._cdata] = x
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -60,7 +65,7 @@ def saved_bytes(config: TrainConfig, examples: int) -> int:
 
 @functools.cache
 def _activations(overrides: tuple[str, ...]) -> tuple[float, float]:
-    """Bytes whatever the batch, and of each example more."""
+    """Return the bytes that every batch needs, and the bytes of each example."""
     config = compose.load(overrides)
     few, more = saved_bytes(config, _FEW), saved_bytes(config, _MORE)
     each = (more - few) / (_MORE - _FEW)
@@ -69,7 +74,10 @@ def _activations(overrides: tuple[str, ...]) -> tuple[float, float]:
 
 
 def numbers(words: Mapping[str, str]) -> dict[str, float]:
-    """Raises :class:`UsageError` where not even one example fits."""
+    """Return the largest batch that fits, its memory, and with ``hardware=`` its time.
+
+    Raises :class:`UsageError` if not even one example fits.
+    """
     ranks, budget = int(words["ranks"]), float(words["budget_gb"]) * 1e9
     config = config_of({**words, "examples": str(_FEW)}, _OWN)
     run = dry_run.trace(config, ranks)

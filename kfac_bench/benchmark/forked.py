@@ -1,7 +1,8 @@
-"""Runs in processes of their own that need not import torch anew.
+"""Runs in forked processes, which need not import torch again.
 
-A server process imports all once (multiprocessing's forkserver) and each run is a fork of it, with
-the environment that the caller has then: the imports of a short run take longer than the run.
+The imports of a short run take longer than the run itself. So a server process imports everything
+once (multiprocessing's forkserver). Each run is a fork of the server, with the environment that the
+caller has at that moment.
 """
 
 from __future__ import annotations
@@ -24,31 +25,33 @@ PRELOAD = (
 
 
 def train(overrides: Sequence[str]) -> tuple[int, str]:
-    """Train what the overrides say; the exit code of ``kfac-train``, and the last line it printed.
+    """Train with the overrides; return the exit code of ``kfac-train`` and its last printed line.
 
-    A code below 0 is the signal that killed it.
+    A code below 0 is the number of the signal that killed the process.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder) / "said"
-        process = context.Process(target=_train, args=(list(overrides), str(said), {**os.environ}))
+        output = Path(folder) / "output"
+        arguments = (list(overrides), str(output), {**os.environ})
+        process = context.Process(target=_train, args=arguments)
         process.start()
         process.join()
-        lines = said.read_text(errors="replace").strip().splitlines() if said.exists() else []
+        lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
     assert process.exitcode is not None
     return process.exitcode, lines[-1] if lines else "no output"
 
 
-def _train(overrides: list[str], said: str, environment: dict[str, str]) -> None:
-    """In the fork: standard output and error go to the file ``said``."""
+def _train(overrides: list[str], output: str, environment: dict[str, str]) -> None:
+    """Train in the fork, with standard output and standard error in the file ``output``."""
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # of the loader's, as without a fork
-    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # Data loaders start their workers by fork, as in a process that was not forked itself.
+    multiprocessing.set_start_method("fork", force=True)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    from kfac_bench.training import run  # torch: in the server only
+    from kfac_bench.training import run  # Only the server imports torch, not the caller.
 
     try:
         code = run.start(compose.load(overrides))

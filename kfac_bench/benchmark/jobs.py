@@ -1,4 +1,8 @@
-"""``launcher=slurm``: a row's cells as jobs, runs that others start from in waves before them."""
+"""``launcher=slurm``: the cells of a row as jobs, in waves.
+
+Some runs start from other runs, such as the second phase of a pre-training. The other runs are an
+earlier wave: its last job submits the next wave.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ KFAC_BENCH = ("-c", "from kfac_bench.cli import bench; bench()")
 
 
 def waves(row: BenchmarkRow) -> list[list[Cell]]:
-    """Cells by what must have ended before: first what others start from, the cells last."""
+    """Return the waves in order: first the runs that others start from, at last the cells."""
     depth = max((len(cell.before) for cell in row.cells), default=0)
     before = [
         list({c.before[i].path(): c.before[i] for c in row.cells if len(c.before) > i}.values())
@@ -23,9 +27,18 @@ def waves(row: BenchmarkRow) -> list[list[Cell]]:
 
 
 def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence[str]) -> list[str]:
-    """Submit a wave, and behind it a job for the next one, or for the report; what to say.
+    """Submit a wave, and after it a job for the next wave or the report; return what to print.
 
-    Computed cells are computed here and now. Raises :class:`UsageError` as ``launch.submit``.
+    Computed cells are computed at once, in this process.
+
+    Args:
+        row: The row.
+        words: The words of the command line, for the job that follows.
+        wave: The number of the wave, from 0 on.
+        options: Options of sbatch.
+
+    Raises:
+        UsageError: As :func:`kfac_bench.benchmark.slurm_submit.submit`.
     """
     from kfac_bench.benchmark import slurm_submit
 
@@ -33,16 +46,16 @@ def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence
         each.run()
     all_waves = waves(row)
     todo = [cell for cell in all_waves[wave] if grid.outcome(cell) is None]
-    last = wave + 1 == len(all_waves)
-    again = ["report" if last else "run", row.name, *words]
-    again += [] if last else ["--wave", str(wave + 1), f"--sbatch={' '.join(options)}"]
-    after = [sys.executable, *KFAC_BENCH, *again]
+    is_last = wave + 1 == len(all_waves)
+    follow_up = ["report" if is_last else "run", row.name, *words]
+    follow_up += [] if is_last else ["--wave", str(wave + 1), f"--sbatch={' '.join(options)}"]
+    after = [sys.executable, *KFAC_BENCH, *follow_up]
     by_ranks: dict[int, dict[str, list[str]]] = {}
     for cell in todo:
-        of = by_ranks.setdefault(cell.ranks, {})
-        of[f"{row.name} {cell.label}"] = [sys.executable, *cell.arguments()]
-    said, ids = [], []
-    for ranks, commands in by_ranks.items():  # a job's tasks are its ranks
+        by_ranks.setdefault(cell.ranks, {})[f"{row.name} {cell.label}"] = cell.rank_command()
+    ids: list[str] = []
+    # Each rank is a task of its job, so cells with different ranks need different options.
+    for ranks, commands in by_ranks.items():
         tasks = [*options, f"--ntasks={ranks}"]
         if len(by_ranks) == 1:
             ids = slurm_submit.submit(commands, after, row.folder, tasks)
@@ -51,8 +64,9 @@ def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence
     if len(by_ranks) != 1:
         when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
         ids += slurm_submit.submit({}, after, row.folder, [*options, *when])
-    what = "report" if last else f"next of {len(all_waves)} waves"
-    said.append(
-        f"{row.name}: {len(todo)} of {len(all_waves[wave])} cells submitted, then the {what}"
-    )
-    return [*said, f"{row.name}: jobs {' '.join(ids)}"]
+    count = f"{len(todo)} of {len(all_waves[wave])} cells"
+    what = "report" if is_last else f"next of {len(all_waves)} waves"
+    return [
+        f"{row.name}: {count} submitted, then the {what}",
+        f"{row.name}: jobs {' '.join(ids)}",
+    ]

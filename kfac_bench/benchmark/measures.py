@@ -1,7 +1,7 @@
-"""From a run's events to one number: what the quantities of a benchmark may measure.
+"""Measures: from the events of a run to one number, for the quantities of a benchmark.
 
-Times are of the training clock, which stands still in evaluations. A target that was missed is
-``inf``; NaN is what a run that ended well has no number for.
+Times are those of the training clock, which stands still during evaluations. A missed target is
+``inf``. NaN means that a run which ended well has no such number.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from statistics import fmean
 
 from kfac_bench.record import score
 from kfac_bench.record.events import Evaluated, RunEnded, Trained
-from kfac_bench.record.runs import Run, number, option, target
+from kfac_bench.record.runs import Run, number, option, target, was_computed
 
 Level = float | None
-"""The figure that the profile asks about; None: none."""
+"""The level of the metric that a profile asks for; None: it asks for no level."""
 
 
 def final(run: Run, level: Level) -> float:
-    """The task's own figure at the last evaluation."""
+    """Return the task's metric at the last evaluation."""
     return score.final_metric(run)
 
 
 def _reached(run: Run, level: Level) -> tuple[float, float, float]:
-    """(step, seconds, epoch) of the first evaluation at the level; inf if there is none."""
+    """Return (step, seconds, epoch) of the first evaluation at the level; inf if none met it."""
     if level is None:
         return math.nan, math.nan, math.nan
     for event in run.events:
@@ -37,41 +37,42 @@ def _reached(run: Run, level: Level) -> tuple[float, float, float]:
 
 
 def steps_to_target(run: Run, level: Level) -> float:
-    """NaN where the run had no target."""
+    """Return the steps to the run's target; NaN if the run had no target."""
     return math.nan if target(run) is None else score.steps_to_target(run)
 
 
 def seconds_to_target(run: Run, level: Level) -> float:
-    """NaN where the run had no target."""
+    """Return the seconds to the run's target; NaN if the run had no target."""
     return math.nan if target(run) is None else score.time_to_target_s(run)
 
 
 def epochs_to_target(run: Run, level: Level) -> float:
-    """Of the evaluation that met the target."""
+    """Return the epoch of the evaluation that met the target."""
     steps = steps_to_target(run, level)
     if not math.isfinite(steps):
         return steps
-    found = [e.epoch for e in run.events if isinstance(e, Evaluated) and e.step == steps]
-    return number(found[-1]) if found else math.nan
+    epochs = [e.epoch for e in run.events if isinstance(e, Evaluated) and e.step == steps]
+    return number(epochs[-1]) if epochs else math.nan
 
 
 def train_s(run: Run, level: Level) -> float:
-    """Of the whole training."""
+    """Return the seconds of the whole training."""
     ended = [e for e in run.events if isinstance(e, RunEnded)]
     return number(ended[-1].train_s) if ended else math.nan
 
 
 def _pace(run: Run) -> tuple[float, float]:
-    """Seconds of a step and of an epoch, from the first Trained event to the last.
+    """Return the seconds of a step and of an epoch, from the first Trained event to the last.
 
-    What comes before the first one, such as the first use of each kernel, is left out.
+    The steps before the first event are left out, because they use each kernel for the first time.
     """
-    found = [e for e in run.events if isinstance(e, Trained)]
-    if len(found) < 2 or found[-1].step <= found[0].step:
+    trained = [e for e in run.events if isinstance(e, Trained)]
+    if len(trained) < 2 or trained[-1].step <= trained[0].step:
         return math.nan, math.nan
-    seconds = number(found[-1].train_s) - number(found[0].train_s)
-    epochs = number(found[-1].epoch) - number(found[0].epoch)
-    steps = found[-1].step - found[0].step
+    first, last = trained[0], trained[-1]
+    seconds = number(last.train_s) - number(first.train_s)
+    epochs = number(last.epoch) - number(first.epoch)
+    steps = last.step - first.step
     return seconds / steps, seconds / epochs if epochs > 0 else math.nan
 
 
@@ -85,23 +86,23 @@ def _rate(run: Run, level: Level) -> float:
 
 
 def update_extra_s(run: Run, level: Level) -> float:
-    """K-FAC's seconds in a step that decomposes; of events of every step."""
-    found = [
+    """Return K-FAC's mean seconds in a step that decomposes. The run must log every step."""
+    seconds = [
         sum(map(number, e.stage_s.values()))
         for e in run.events
         if isinstance(e, Trained) and number(e.stage_s.get("Decompose", 0.0)) > 0
     ]
-    return fmean(found) if found else math.nan
+    return fmean(seconds) if seconds else math.nan
 
 
 def _stage_ms(run: Run, kind: str) -> float:
-    """Mean milliseconds of a stage in the steps that had it, the first one left out."""
-    found = [
+    """Return the mean milliseconds of a stage in the steps that ran it, without the first one."""
+    times_ms = [
         1e3 * number(e.stage_s[kind])
         for e in run.events
         if isinstance(e, Trained) and number(e.stage_s.get(kind, 0.0)) > 0
     ]
-    return fmean(found[1:] or found) if found else math.nan
+    return fmean(times_ms[1:] or times_ms) if times_ms else math.nan
 
 
 MEASURES: Mapping[str, Callable[[Run, Level], float]] = {
@@ -136,24 +137,24 @@ COMPUTED = frozenset(
         "weights_mb",
     }
 )
-"""What only computed cells have."""
+"""Names of numbers that only computed cells have."""
 
 
 def exists(name: str) -> bool:
-    """Whether a benchmark may ask for it."""
+    """Whether a benchmark may ask for this measure."""
     return name in MEASURES or name in COMPUTED or name.startswith(("metric ", "stage "))
 
 
 def measure(run: Run, name: str, level: Level) -> float:
-    """The number of that name; a computed cell has it by name. NaN: there is none."""
-    if "computed" in run.started.config:
+    """Return the number that `name` measures; NaN if the run has no such number."""
+    if was_computed(run):  # A computed cell has each number by its name.
         return _last_metric(run, name)
     if name in MEASURES:
         return MEASURES[name](run, level)
     kind, _, what = name.partition(" ")
     if kind == "metric":
         return _last_metric(run, what)
-    if name == "stage share":  # the longest message of comm_opt, or of layer_wise
+    if name == "stage share":  # The longest message: decompositions in comm_opt, else gradients.
         share = _stage_ms(run, "ShareDecompositions")
         return _stage_ms(run, "ShareGradients") if math.isnan(share) else share
     return _stage_ms(run, what) if kind == "stage" else math.nan
@@ -161,5 +162,6 @@ def measure(run: Run, name: str, level: Level) -> float:
 
 def _last_metric(run: Run, name: str) -> float:
     evaluations = [e for e in run.events if isinstance(e, Evaluated)]
-    found = evaluations[-1].metrics if evaluations else {}
-    return number(found[name]) if isinstance(found, Mapping) and name in found else math.nan
+    metrics = evaluations[-1].metrics if evaluations else {}
+    # Event files are not trusted: any JSON value may stand where a mapping belongs.
+    return number(metrics[name]) if isinstance(metrics, Mapping) and name in metrics else math.nan

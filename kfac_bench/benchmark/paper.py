@@ -1,4 +1,4 @@
-"""What a benchmark leaves to read: Markdown, a figure, one page; all rows in one document."""
+"""The report of a benchmark: Markdown, a figure and one page; and all rows in one document."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from pathlib import Path
 from kfac_bench import report
 from kfac_bench.benchmark import figure, sheet, suite
 from kfac_bench.benchmark.result import Line
-from kfac_bench.benchmark.sheet import Attempt
+from kfac_bench.benchmark.sheet import Attempt, AttemptState
 from kfac_bench.benchmark.suite import BenchmarkRow
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
+from kfac_bench.record.text_file import write_text
 from kfac_bench.report import curves
 from kfac_bench.report.tables import Table, escape_markdown
 
-_MOST = 20
+_MOST_LINES = 20
 BEGIN = "<!-- made by kfac-bench report all --into -->"
 END = "<!-- end of what kfac-bench report made -->"
 
 
 @dataclass(frozen=True)
 class RowReport:
-    """A row's results, and the files that hold them."""
+    """The results of a row, and the files that hold the results."""
 
     row: BenchmarkRow
     lines: Sequence[Line]
@@ -32,15 +33,14 @@ class RowReport:
 
 
 def write(row: BenchmarkRow) -> RowReport:
-    """``FOLDER/PROFILE.md``, ``.svg`` and ``.html`` of one row, from the files of its cells.
+    """Write ``FOLDER/PROFILE.md``, ``.svg`` and ``.html`` of one row, from the files of its cells.
 
-    Raises :class:`UsageError` where nothing was run yet, or nothing can be written.
+    Raises :class:`UsageError` if no cell was run yet, or a file cannot be written.
     """
     found = suite.attempts(row)
-    if all(attempt.reason == sheet.PENDING[0] for attempt in found):
-        raise UsageError(
-            f"{row.name}: nothing was run yet; kfac-bench run {row.name}{_profile(row)}"
-        )
+    if all(attempt.state is AttemptState.NEW for attempt in found):
+        command = f"kfac-bench run {row.name}{_profile(row)}"
+        raise UsageError(f"{row.name}: no cell was run yet; start with {command}")
     lines = suite.results(row, found)
     tables = _tables(row, lines, found)
     stem = row.folder / (row.profile or "report")
@@ -54,7 +54,7 @@ def write(row: BenchmarkRow) -> RowReport:
         texts["-curves.svg"] = curves.curves_svg(group(trained))
     for ending, text in texts.items():
         path = stem.with_name(stem.name + ending)
-        _save(path, text)
+        write_text(path, text)
         files.append(path)
     page = stem.with_name(stem.name + ".html")
     _page(page, [run.path for run in trained], tables, f"{row.name}{_profile(row)}")
@@ -62,12 +62,12 @@ def write(row: BenchmarkRow) -> RowReport:
 
 
 def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str) -> None:
-    """Tables above what is found in the runs; without runs the tables alone."""
+    """Write a page with the tables, and below them the results of the runs, if there are any."""
     if runs:
         report.compare(runs, path, tables, title)
         return
     folder = path.absolute().parent.resolve()
-    _save(path, report.html(report.Comparison([], [], []), title, tables, folder))
+    write_text(path, report.html(report.Comparison([], [], []), title, tables, folder))
 
 
 def _profile(row: BenchmarkRow) -> str:
@@ -92,13 +92,16 @@ def _markdown(row: BenchmarkRow, tables: Sequence[Table], drawn: bool, stem: str
 
 
 def write_all(written: Sequence[RowReport], into_document: Path | None) -> list[Path]:
-    """``runs/all/PROFILE.md`` and ``.html``: what all rows came to; the files."""
+    """Write the results of all rows to ``runs/all/PROFILE.md`` and ``.html``; return the files.
+
+    ``into_document`` is a document that gets the tables too, between its two marks.
+    """
     if not written:
-        raise UsageError("no row was run yet; kfac-bench run all")
+        raise UsageError("no row was run yet; start with kfac-bench run all")
     text = summary(written)
     folder, stem = Path("runs/all"), written[0].row.profile or "report"
     files = [folder / f"{stem}.md"]
-    _save(files[0], text)
+    write_text(files[0], text)
     runs = [run.path for each in written for run in suite.runs_of(suite.attempts(each.row))]
     files.append(folder / f"{stem}.html")
     tables = [each.tables[0] for each in written]
@@ -110,22 +113,24 @@ def write_all(written: Sequence[RowReport], into_document: Path | None) -> list[
 
 
 def summary(written: Sequence[RowReport]) -> str:
-    """All rows as one Markdown text: what was measured, and what was computed beside a paper's.
+    """Return all rows as one Markdown text.
 
-    Of a row without such lines its first ones; all of them are in the row's own report.
+    The text has the lines with a measured number, and the computed lines with a published number.
+    A row without these lines shows its first lines. The report of a row has all its lines.
     """
     parts = []
     for each in written:
         ours = [line for line in each.lines if line.ours is not None]
         shown = [line for line in ours if line.measured or line.published is not None]
-        table = sheet.compared(each.row.benchmark, shown or ours[:_MOST], each.tables[0].notes)
+        notes = each.tables[0].notes
+        table = sheet.compared(each.row.benchmark, shown or ours[:_MOST_LINES], notes)
         title = f"### {each.row.name}\n\n{escape_markdown(each.row.benchmark.source)}\n"
         parts.append(f"{title}\n{table.markdown()}")
     return "\n".join(parts)
 
 
 def into(document: Path, text: str) -> None:
-    """Put the text between the document's two marks; raises :class:`UsageError` without them."""
+    """Replace the text between the document's two marks; raise :class:`UsageError` without them."""
     try:
         old = document.read_text(encoding="utf-8")
     except OSError as error:
@@ -133,15 +138,5 @@ def into(document: Path, text: str) -> None:
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UsageError(f"--into {document}: it lacks the lines {BEGIN} and {END}")
-    _save(document, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-
-
-def _save(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UsageError(f"--into {document}: add the lines {BEGIN} and {END}")
+    write_text(document, f"{before}{BEGIN}\n\n{text}\n{END}{after}")

@@ -1,10 +1,15 @@
-"""Performance profiles of optimizers over tasks, and the score that AlgoPerf makes of them.
+"""Performance profiles of optimizers over tasks, and AlgoPerf's score.
 
-After Dahl et al. 2023, "Benchmarking Neural Network Training Algorithms" (profiles: Dolan & Moré
-2002). On each task an optimizer's ratio is r = t / best t; its profile rho(tau) is the share of
-tasks with r <= tau, its score the area below it for tau in [1, 4] over the width: 1 for the best on
-each task, 0 for one that misses or takes four times the best's time on each. A time is infinite
-where the target was missed, or the task was not run. All functions are pure.
+The definitions are those of Dahl et al. 2023, "Benchmarking Neural Network Training Algorithms"
+(profiles: Dolan & Moré 2002):
+
+* On each task the ratio of an optimizer is r = t / best t.
+* Its profile rho(tau) is the share of tasks with r <= tau.
+* Its score is the area below the profile for tau in [1, 4], divided by the width. The best
+  optimizer on each task has score 1. An optimizer has score 0 if it misses each target or takes at
+  least four times the best time.
+
+A time is infinite if the target was missed or the task was not run. All functions are pure.
 """
 
 from __future__ import annotations
@@ -19,32 +24,32 @@ from kfac_bench.record.score import bootstrap_median, steps_to_target, time_to_t
 from kfac_bench.report.tables import Table, Value
 
 TAU_MAX = 4.0
-"""Where the score's area ends, as in AlgoPerf."""
+"""The end of the score's area, as in AlgoPerf."""
 
 KRONECKER = ("shampoo", "soap")
-"""Optimizers of which Kronecker factors are a part: not first-order."""
+"""Optimizers with Kronecker factors, which are not first-order optimizers."""
 
 Times = Mapping[str, Mapping[str, float]]
 """Task to optimizer to seconds (or steps) to target."""
 Ratios = dict[str, dict[str, float]]
 """Optimizer to task to r."""
 Profile = list[tuple[float, float]]
-"""Corners of a step function: (tau, the share of tasks from there on), tau rising from 1."""
+"""Corners of a step function: (tau, the share of tasks from tau on), with tau rising from 1."""
 
 
 def medians(settings: Iterable[Setting], *, steps: bool = False) -> dict[str, dict[str, float]]:
-    """Seconds, or steps, to target: medians over the seeds of each setting that has a target."""
+    """Return the median seconds (or steps) to target of each setting that has a target."""
     measure = steps_to_target if steps else time_to_target_s
-    found: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     for setting in settings:
         if target(setting.runs[0]) is not None:
             values = [max(0.0, measure(run)) for run in setting.runs]
-            found.setdefault(setting.task, {})[setting.optimizer] = bootstrap_median(values)[0]
-    return found
+            times.setdefault(setting.task, {})[setting.optimizer] = bootstrap_median(values)[0]
+    return times
 
 
 def ratios(times: Times) -> Ratios:
-    """Find r of each optimizer on each task; infinite for all on a task that nobody solved."""
+    """Return r of each optimizer on each task; infinite for all on a task that none solved."""
     names = dict.fromkeys(name for row in times.values() for name in row)
     best = {task: min(row.values(), default=math.inf) for task, row in times.items()}
     return {
@@ -56,13 +61,13 @@ def ratios(times: Times) -> Ratios:
 def _ratio(time: float, best: float) -> float:
     if math.isinf(time):
         return math.inf
-    if time == best:  # also 0 of 0
+    if time == best:  # This includes 0 / 0.
         return 1.0
     return time / best if best > 0 else math.inf
 
 
 def profiles(times: Times) -> dict[str, Profile]:
-    """Find rho of each optimizer. The best of all comes first: by score, then by name."""
+    """Return rho of each optimizer, sorted by score with the best first, then by name."""
     made = {name: _profile(list(r.values())) for name, r in ratios(times).items()}
     order = scores(times)
     return {name: made[name] for name in sorted(made, key=lambda n: (-order[n], n))}
@@ -74,7 +79,7 @@ def _profile(values: Sequence[float]) -> Profile:
 
 
 def scores(times: Times) -> dict[str, float]:
-    """Area below rho for tau in [1, 4], over 3: the mean over tasks of max(0, 4 - r) / 3."""
+    """Return the scores. The area below rho is the mean over tasks of max(0, 4 - r)."""
     return {
         name: fmean(max(0.0, TAU_MAX - r) / (TAU_MAX - 1) for r in of_tasks.values())
         for name, of_tasks in ratios(times).items()
@@ -82,21 +87,22 @@ def scores(times: Times) -> dict[str, float]:
 
 
 def table(times: Times, title: str = "Performance profiles", unit: str = "time") -> Table:
-    """A row per optimizer, the best first: its score, the tasks it solved, r on each task.
+    """Return a row per optimizer, the best first: its score, its solved tasks, r on each task.
 
-    ``unit`` is what the times are of: time or steps.
+    ``unit`` names what the times count: ``time`` or ``steps``.
     """
-    found, score = ratios(times), scores(times)
+    ratio, score = ratios(times), scores(times)
     tasks = list(times)
     rows: list[list[Value]] = []
     for name in profiles(times):
-        solved = sum(map(math.isfinite, found[name].values()))
-        rows.append([name, score[name], solved, *(found[name][task] for task in tasks)])
+        solved = sum(map(math.isfinite, ratio[name].values()))
+        rows.append([name, score[name], solved, *(ratio[name][task] for task in tasks)])
+    columns = ["optimizer", "score", "solved", *(f"r, {task}" for task in tasks)]
     note = (
-        f"r: {unit} to target over the best's; medians over seeds, inf where half missed. "
-        f"Score: area below the profile for tau in [1, {TAU_MAX:g}], 1 at most"
+        f"r: {unit} to target over that of the best optimizer; medians over seeds, inf if half "
+        f"missed. Score: area below the profile for tau in [1, {TAU_MAX:g}], at most 1"
     )
-    return Table(title, ["optimizer", "score", "solved", *(f"r, {t}" for t in tasks)], rows, [note])
+    return Table(title, columns, rows, [note])
 
 
 def _is_first_order(config: Mapping[str, Any]) -> bool:
@@ -105,11 +111,11 @@ def _is_first_order(config: Mapping[str, Any]) -> bool:
 
 
 def times_table(settings: Sequence[Setting], title: str = "Time to target") -> Table:
-    """A row per setting that has a target: steps and seconds, medians with their 95 % intervals.
+    """Return a row per setting with a target: its median steps and seconds, and their interval.
 
-    The last column is the seconds over those of the task's best first-order optimizer: without
-    K-FAC, and none of :data:`KRONECKER`. The clip alone (``kfac.method=identity``) counts as K-FAC
-    here: it is a control.
+    The last column is the seconds over those of the task's best first-order optimizer, without
+    K-FAC and not in :data:`KRONECKER`. The KL clip alone (``kfac.method=identity``) is a control,
+    so it counts as K-FAC here.
     """
     seconds, steps = medians(settings), medians(settings, steps=True)
     first_order: dict[str, float] = {}
@@ -137,8 +143,8 @@ def times_table(settings: Sequence[Setting], title: str = "Time to target") -> T
         "over first-order",
     )
     note = (
-        "Medians over seeds, a miss being inf; low and high: 95 % bootstrap interval of the "
-        "seconds; over first-order: seconds over those of the best optimizer that has no Kronecker "
-        "factors: without K-FAC, and neither Shampoo nor SOAP"
+        "Medians over seeds; a missed target counts as inf. Low and high: 95 % bootstrap interval "
+        "of the seconds. Over first-order: seconds over those of the best optimizer without "
+        "Kronecker factors (no K-FAC, Shampoo or SOAP)"
     )
     return Table(title, columns, rows, [note])

@@ -1,7 +1,7 @@
-"""``kind: plan``: what K-FAC holds and sends, from the table of work that ranks would execute.
+"""``kind: plan``: what K-FAC stores and sends, from the plan that ranks would execute.
 
-Words: ``ranks=N``, ``examples=N`` of a rank in a step, ``strategy=``, ``fraction=``; others are
-overrides of kfac-train.
+Words of a cell: ``ranks=N``, ``examples=N`` (of a rank in a step), ``strategy=``, ``fraction=``.
+All other words are overrides of kfac-train.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN = ("ranks", "examples", "strategy", "fraction")
 
 
 def config_of(words: Mapping[str, str], own: tuple[str, ...] = OWN) -> TrainConfig:
-    """The configuration that the words describe; ``strategy=sgd`` is no K-FAC."""
+    """Return the configuration that the words describe; ``strategy=sgd`` means no K-FAC."""
     overrides = [f"{name}={value}" for name, value in words.items() if name not in own]
     ranks, examples = int(words.get("ranks", 1)), int(words.get("examples", 1))
     overrides.append(f"trainer.batch_size={ranks * examples}")
@@ -30,7 +30,7 @@ def config_of(words: Mapping[str, str], own: tuple[str, ...] = OWN) -> TrainConf
 
 
 def numbers(words: Mapping[str, str]) -> dict[str, float]:
-    """Megabytes of the heaviest rank, and megabytes and messages per mean step."""
+    """Return the megabytes of the heaviest rank, and the messages and megabytes of a mean step."""
     run = dry_run.trace(config_of(words), int(words.get("ranks", 1)))
     ranks = plan_report.as_dict(run)["ranks"]
     memory = [rank["memory_bytes"] for rank in ranks]

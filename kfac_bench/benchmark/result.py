@@ -1,6 +1,6 @@
-"""What a benchmark's cells came to, beside what was published: lines, and tables of them.
+"""The results of a benchmark: lines with measured, computed and published numbers.
 
-Pure functions of event files and of the benchmark's file.
+All functions are pure functions of event files and of the benchmark's file.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from kfac_bench.record.runs import Run
 from kfac_bench.record.score import bootstrap_median
 
 GridPoint = Mapping[str, str]
+"""Axis to value."""
 PointKey = frozenset[tuple[str, str]]
+"""A point that can be the key of a mapping."""
 PublishedValue = float | tuple[float, float]
 """A published number, or the ends of a published range."""
 PublishedByPoint = dict[PointKey, tuple[PublishedValue, str]]
-"""Published numbers of a quantity, with sources, by the part of a point that the paper names."""
+"""Published numbers of a quantity with their sources. A key has the axes that the paper names."""
 LEAST = "least"
 
 
 def key_of(point: GridPoint) -> PointKey:
-    """A point as a key of a mapping."""
+    """Return the point as a key of a mapping."""
     return frozenset(point.items())
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Median over seeds and its 95 % interval; a miss is infinite, and counts."""
+    """The median over seeds with its 95 % interval. A miss is infinite and is not left out."""
 
     median: float
     low: float
@@ -41,7 +43,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Line:
-    """One quantity at one point: ours, and the paper's."""
+    """One quantity at one point: our number and the paper's number."""
 
     point: GridPoint
     quantity: str
@@ -50,25 +52,26 @@ class Line:
     computed: float | None = None
     published: PublishedValue | None = None
     source: str = ""
-    difference: bool = False
-    """Of two numbers: a ratio of such says nothing."""
+    is_difference: bool = False
+    """Whether the number is a difference of two numbers: a ratio of differences has no meaning."""
 
     @property
     def ours(self) -> float | None:
-        """What was measured, else what was computed."""
+        """The measured number, or else the computed number."""
         return self.computed if self.measured is None else self.measured.median
 
 
 @dataclass
 class CellRuns:
-    """Runs by point: by seed those that trained (None: failed), and the computed one."""
+    """The runs of a benchmark's cells, by point."""
 
     trained: dict[PointKey, dict[int, Run | None]] = field(default_factory=dict)
+    """Runs that trained, by seed; None: the cell failed."""
     computed: dict[PointKey, Run] = field(default_factory=dict)
 
 
 def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Line]:
-    """Every quantity at every point that has a number, ours or the paper's, in the file's order."""
+    """Return a line for every quantity and point with a number, in the order of the file."""
     printed = _published(benchmark)
     result: list[Line] = []
     used: set[tuple[str, PointKey]] = set()
@@ -79,22 +82,24 @@ def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Li
             if line is not None:
                 result.append(line)
                 used |= {(name, key) for key in printed.get(name, {}) if key <= key_of(point)}
-    for name, of in printed.items():  # what nothing here measures
+    # Published numbers without a number of ours.
+    for name, of in printed.items():
         for key, (value, source) in of.items():
             if (name, key) not in used:
                 result.append(Line(dict(key), name, "", published=value, source=source))
     order = _order(benchmark)
-    return sorted(result, key=lambda line: order(line))
+    return sorted(result, key=order)
 
 
 def _points(found: CellRuns, printed: PublishedByPoint) -> list[GridPoint]:
-    """Those of our cells, and those that only the paper has."""
+    """Return the points of our cells, then the points that only the paper has."""
     ours = list(dict.fromkeys([*found.trained, *found.computed]))
     theirs = [key for key in printed if not any(key <= own for own in ours)]
     return [dict(key) for key in [*ours, *theirs]]
 
 
 def _order(benchmark: Benchmark) -> Callable[[Line], tuple[int, list[int]]]:
+    """Return the sort key of lines: by quantity, then by the values of the axes."""
     names = [*benchmark.quantities]
     axes = axes_of(benchmark)
 
@@ -106,7 +111,7 @@ def _order(benchmark: Benchmark) -> Callable[[Line], tuple[int, list[int]]]:
 
 
 def axes_of(benchmark: Benchmark) -> dict[str, list[str]]:
-    """Every axis with all values that any profile, computed part or published number has."""
+    """Return each axis with all values that the row, a profile or a computed part has."""
     axes: dict[str, dict[str, None]] = {}
     grids = [*(p.axes for p in benchmark.profiles.values())]
     for grid in [benchmark.axes, *grids, *(part.axes for part in benchmark.computed)]:
@@ -117,7 +122,7 @@ def axes_of(benchmark: Benchmark) -> dict[str, list[str]]:
 
 
 def how_computed(benchmark: Benchmark) -> str:
-    """What the numbers of its computed cells are called."""
+    """Return what tables and figures call the numbers of computed cells."""
     kinds = {part.kind for part in benchmark.computed}
     return "simulated" if kinds == {"simulate"} else "computed"
 
@@ -127,7 +132,7 @@ def _is_whole(text: str) -> bool:
 
 
 class _Values:
-    """Numbers of quantities at points, from the runs that were found."""
+    """The numbers of quantities at points, calculated from runs."""
 
     def __init__(self, benchmark: Benchmark, found: CellRuns, level: float | None) -> None:
         self._quantities = benchmark.quantities
@@ -140,7 +145,7 @@ class _Values:
         point: GridPoint,
         printed: Mapping[str, PublishedByPoint],
     ) -> Line | None:
-        """None where there is no number at all, or nothing to stand beside."""
+        """Return the line of a quantity at a point; None if there is no number at all."""
         if any(point.get(axis) not in of for axis, of in quantity.only.items()):
             return None
         trained = self._trained(name, point)
@@ -158,7 +163,7 @@ class _Values:
             computed,
             value,
             source,
-            difference=quantity.how == "difference",
+            is_difference=quantity.how == "difference",
         )
 
     def _trained(self, name: str, point: GridPoint) -> Measured | None:
@@ -171,7 +176,7 @@ class _Values:
         return Measured(*bootstrap_median(numbers), len(numbers), missed)
 
     def _value(self, name: str, point: GridPoint, seed: int) -> float | None:
-        """Of one seed's run; a miss is the worst there is, None where there is no such number."""
+        """Return the number of one seed: the worst value for a miss, None without a number."""
         quantity = self._quantities[name]
         worst = -math.inf if quantity.higher else math.inf
         if quantity.of:
@@ -184,7 +189,7 @@ class _Values:
         if seed not in runs:
             return None
         run = runs[seed]
-        if run is None:
+        if run is None:  # The cell failed, which counts as a miss.
             return None if quantity.measure in COMPUTED else worst
         value = measure(run, quantity.measure, self._level)
         if math.isinf(value):
@@ -210,12 +215,13 @@ class _Values:
     def _base(
         self, quantity: Quantity, point: GridPoint, keys: Sequence[PointKey]
     ) -> GridPoint | None:
-        """The point to stand beside, None for itself."""
+        """Return the point to compare with; None if `point` is that point itself."""
         if any(axis not in point for axis in quantity.against):
             return None
         base = dict(point)
         for axis, value in quantity.against.items():
             if value == LEAST:
+                # The smallest value on this axis that our cells have, with all other axes equal.
                 rest = {k: v for k, v in point.items() if k != axis}
                 alike = [dict(key) for key in keys if key_of(rest) <= key]
                 there = [p[axis] for p in alike if axis in p and _is_whole(p[axis])]
@@ -229,7 +235,7 @@ class _Values:
         point: GridPoint,
         printed: Mapping[str, PublishedByPoint],
     ) -> tuple[PublishedValue | None, str]:
-        """From two published numbers, where the paper does not print it itself."""
+        """Return the number from two published ones, for a paper that does not print it."""
         base = self._base(quantity, point, [])
         if base is None:
             return None, ""
@@ -248,7 +254,7 @@ def _times(quantity: Quantity, point: GridPoint) -> float:
 
 
 def _beside(own: float | None, other: float | None, how: str, worst: float | None) -> float | None:
-    """One number beside another; a miss of the other leaves nothing to stand beside."""
+    """Compare two numbers; None if the other number is missing or is a missed target."""
     if own is None or other is None or math.isinf(other):
         return None
     if math.isinf(own):
@@ -260,10 +266,8 @@ def _beside(own: float | None, other: float | None, how: str, worst: float | Non
     return {"less": 100 * (1 - own / other), "percent": 100 * own / other}.get(how, own / other)
 
 
-def _published(
-    benchmark: Benchmark,
-) -> dict[str, PublishedByPoint]:
-    """By quantity."""
+def _published(benchmark: Benchmark) -> dict[str, PublishedByPoint]:
+    """Return the published numbers by quantity."""
     result: dict[str, PublishedByPoint] = {}
     for entry in benchmark.published:
         for values, leaf in _leaves(entry.values, len(entry.by)):
@@ -273,6 +277,7 @@ def _published(
 
 
 def _leaves(tree: object, depth: int) -> Iterator[tuple[tuple[str, ...], PublishedValue]]:
+    """Yield each value of nested mappings, with the keys that lead to the value."""
     if depth:
         assert isinstance(tree, Mapping)
         for key, below in tree.items():

@@ -1,7 +1,7 @@
-"""A benchmark is data: what conf/benchmark/NAME.yaml may say, and its reading.
+"""A benchmark as data: the content of conf/benchmark/NAME.yaml, and how it is read.
 
-A value of an axis is called by what the paper calls it ("K-FAC every 500"); ``each`` says which
-options it stands for, and a profile may say others for the same value.
+The value of an axis has the name that the paper uses, such as "K-FAC every 500". ``each`` maps the
+value to the options that it stands for. A profile may map the same value to other options.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from kfac_bench.config.profiles import PROFILES
 from kfac_bench.errors import UsageError
 
 Each = dict[str, dict[str, list[str]]]
+"""Axis to value to the overrides that the value stands for."""
 
 
 @dataclass
 class Before:
-    """A run that cells start from, such as the first phase of a pre-training; kept in runs/shared.
+    """A run that cells start from, such as the first phase of a pre-training.
 
-    Texts may name ``{seed}``, ``{profile}``, ``{shared}`` and the axes.
+    The run is kept in runs/shared. Texts may contain ``{seed}``, ``{profile}``, ``{shared}`` and
+    the names of the axes.
     """
 
     run_id: str = MISSING
@@ -35,43 +37,43 @@ class Before:
 
 @dataclass
 class BenchmarkProfile:
-    """What a size of the row changes: smoke, one_gpu, paper."""
+    """What one size of the row changes: ``smoke``, ``one_gpu`` or ``paper``."""
 
     axes: dict[str, list[str]] = field(default_factory=dict)
-    """Instead of the row's own values of these axes; [] leaves out every cell."""
+    """Values that replace the row's values of these axes; [] leaves out every cell."""
     overrides: list[str] = field(default_factory=list)
-    """After the row's own, before those of ``each``."""
+    """Overrides after those of the row, and before those of ``each``."""
     each: Each = field(default_factory=dict)
-    """Instead of the row's own options of these values."""
+    """Options that replace the row's options of these values."""
     seeds: list[int] | None = None
     before: list[Before] | None = None
     level: float | None = None
-    """The figure that ``..._to_level`` is about, where runs do not stop at a target."""
+    """Level of the metric for the measures ``..._to_level``, if runs do not stop at a target."""
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Computed:
-    """Cells that are no training: a function of the plan or the simulation, no event of a run.
+    """Cells that train nothing: their numbers follow from a plan or from the simulation.
 
-    ``words`` are what :mod:`kfac_bench.benchmark.computed` understands of this ``kind``.
+    The modules in :data:`kfac_bench.benchmark.computed.KINDS` document the ``words`` of each kind.
     """
 
     kind: str = MISSING
     axes: dict[str, list[str]] = MISSING
     words: list[str] = MISSING
     each: Each = field(default_factory=dict)
-    """As a row's; a key may join axes and values by a space."""
+    """As in the row; here a key may join several axes, and their values, by a space."""
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Quantity:
-    """A number of each point, from the events of its runs; a computed cell has it by its name.
+    """A number of each point of the axes.
 
-    Or one number beside another: ``of`` a quantity, ``how`` it stands to that of the point
-    which differs in ``against`` (same seed): ``less`` is percent less, ``percent`` the share in
-    percent, ``ratio``, ``difference``. ``{axis: least}`` is the smallest number of the axis.
+    The number comes from the events of the point's runs (``measure``). Or it compares two points:
+    ``of`` names a quantity, and ``against`` the values of the axes of the other point, with the
+    same seed. ``{axis: least}`` stands for the smallest number on the axis.
     """
 
     measure: str = ""
@@ -79,21 +81,23 @@ class Quantity:
     of: str = ""
     against: dict[str, str] = field(default_factory=dict)
     how: str = ""
+    """How two points are compared: ``less`` (percent less), ``percent`` (the share in percent),
+    ``ratio`` or ``difference``."""
     scale: float = 1.0
     times: dict[str, Any] = field(default_factory=dict)
-    """By axis and value, a factor: the epochs to solution."""
+    """A factor by axis and value, such as the epochs to solution."""
     unit: str = ""
     higher: bool = False
-    """Whether more is better: a miss counts as the worst."""
+    """Whether more is better. A missed target counts as the worst value."""
     only: dict[str, list[str]] = field(default_factory=dict)
-    """Points that have it, by the values of an axis; {}: all."""
+    """The points that have this quantity, by the values of an axis; {}: all points."""
 
 
 @dataclass
 class Published:
-    """Numbers of a paper: ``values`` by the axes of ``by``, a mapping in each other.
+    """Numbers of a paper: ``values`` are nested mappings, one level for each axis in ``by``.
 
-    A number is a number, or [low, high] where only a range is printed.
+    A value is a number, or [low, high] if the paper prints only a range.
     """
 
     quantity: str = MISSING
@@ -105,9 +109,9 @@ class Published:
 
 @dataclass
 class FigureSpec:
-    """Bars: a group for each value of the axis ``x``, a bar for each of ``colour``.
+    """A figure of bars: a group for each value of the axis ``x``, a bar for each of ``colour``.
 
-    With several quantities ``x`` is ``quantity``. Other axes make a panel for each of their values.
+    With several quantities ``x`` is ``quantity``. Other axes get a panel for each of their values.
     """
 
     quantities: list[str] = MISSING
@@ -119,52 +123,56 @@ class FigureSpec:
 
 @dataclass
 class Tuning:
-    """How the settings of the cells are found: the same number of trials for each optimizer."""
+    """How settings are found, with the same number of trials for each optimizer."""
 
     overrides: list[str] = MISSING
-    """Of every trial, with the axes' values filled in."""
+    """Overrides of every trial, with the axes' values filled in."""
     trials: int = MISSING
-    """Of each study."""
+    """Number of trials of each study."""
     seeds: list[int] = MISSING
-    """A study each; not those of the table: settings must not be picked by the runs shown."""
+    """One study per seed. These are not the seeds of the table, because the runs of the table must
+    not choose the settings."""
     space: dict[str, dict[str, Any]] = MISSING
-    """Optimizer to override to range: ``{log: [low, high]}`` or ``{choice: [...]}``, or what
-    the option always is."""
+    """By optimizer and override, a range or a fixed value. A range is ``{log: [low, high]}`` or
+    ``{choice: [...]}``."""
     experiment: str = MISSING
-    """The experiment file that the best trial becomes, with the axes' values filled in."""
+    """Name of the experiment file of the best trial, with the axes' values filled in."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Optimizer to what tables call it; null: as they call others."""
+    """By optimizer, its name in tables; null: the usual name."""
 
 
 @dataclass
 class Benchmark:
-    """One table or figure: conf/benchmark/NAME.yaml."""
+    """One table or figure: the content of conf/benchmark/NAME.yaml."""
 
     title: str = MISSING
     axes: dict[str, list[str]] = MISSING
     overrides: list[str] = MISSING
-    """Of every cell; texts may name the axes, ``{profile}``, ``{seed}`` and ``{shared}``. []: no
-    cell trains."""
+    """Overrides of every cell. Texts may contain the names of the axes, ``{profile}``, ``{seed}``
+    and ``{shared}``. []: no cell trains."""
     seeds: list[int] = field(default_factory=lambda: [0])
     tuning: Tuning | None = None
     source: str = ""
     """The paper and its table, figure or section."""
-    each: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Axis to value to the overrides it stands for; ``ranks=N`` among them starts N ranks."""
+    each: Each = field(default_factory=dict)
+    """``ranks=N`` among the overrides starts N ranks."""
     before: list[Before] = field(default_factory=list)
-    """Runs that each cell starts from, in this order."""
+    """Runs that each cell starts from, in the order in which they run."""
     profiles: dict[str, BenchmarkProfile] = field(default_factory=dict)
     computed: list[Computed] = field(default_factory=list)
     quantities: dict[str, Quantity] = field(default_factory=dict)
     published: list[Published] = field(default_factory=list)
     figure: FigureSpec | None = None
     curves: bool = False
-    """Whether the figure is of curves: validation against steps."""
+    """Whether the report has a second figure: the curves of the runs."""
     notes: list[str] = field(default_factory=list)
 
 
 def load(name: str) -> Benchmark:
-    """conf/benchmark/NAME.yaml, checked against the schema."""
+    """Return conf/benchmark/NAME.yaml, checked against the schema.
+
+    Raises :class:`UsageError` if the file does not exist or is not valid.
+    """
     path = compose.CONF_DIR / "benchmark" / f"{name}.yaml"
     known = compose.options_of("benchmark")
     if name not in known:
@@ -180,7 +188,10 @@ def load(name: str) -> Benchmark:
 
 
 def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkProfile]:
-    """The profile of that name (None: smoke) and what it changes; raises :class:`UsageError`."""
+    """Return the name of the profile and what it changes; None stands for the smallest profile.
+
+    Raises :class:`UsageError` if the benchmark does not have the profile.
+    """
     if not benchmark.profiles:
         if name is not None:
             raise UsageError(f"profile={name}: {benchmark.title!r} has no profiles")
@@ -194,7 +205,7 @@ def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkPr
 def points(
     benchmark: Benchmark, profile: BenchmarkProfile | None = None
 ) -> Iterator[dict[str, str]]:
-    """Every combination of the axes' values."""
+    """Yield every combination of the axes' values."""
     axes = benchmark.axes | (profile.axes if profile else {})
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values, strict=True))

@@ -1,4 +1,4 @@
-"""A benchmark's tables: measured beside published, its cells, what a profile runs for them."""
+"""The tables of a benchmark: our numbers beside the published ones, its cells, their options."""
 
 from __future__ import annotations
 
@@ -6,32 +6,41 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
+from kfac_bench.benchmark.grid import options_of_value
 from kfac_bench.benchmark.result import Line, Measured, PublishedValue, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
-from kfac_bench.record.runs import Run, plain
+from kfac_bench.record.runs import Run, plain, was_computed
 from kfac_bench.record.score import status
-from kfac_bench.report.tables import Link, Table, Value, text
+from kfac_bench.report.tables import DASH, Link, Table, Value, text
 
-DASH = "\u2013"
 MISSED = "missed"
-PENDING = ("not run yet", "has not ended")
-"""Of a cell that is neither done nor failed."""
+
+
+class AttemptState(Enum):
+    """How far a cell has come; the value is the text in the table."""
+
+    NEW = "not run yet"
+    STARTED = "has not ended"
+    FAILED = "failed"
+    DONE = "done"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A cell and what it came to: a run, or why there is none."""
+    """A cell with its run, or with the reason why it has no run."""
 
     label: str
     path: Path
-    run: Run | None
+    state: AttemptState
+    run: Run | None = None
     reason: str = ""
 
 
 def compared(benchmark: Benchmark, lines: Sequence[Line], notes: Sequence[str]) -> Table:
-    """Ours beside the paper's; columns that no line needs are left out."""
+    """Return our numbers beside those of the paper. Columns that no line needs are left out."""
     axes = [a for a in axes_of(benchmark) if any(a in line.point for line in lines)]
     has_runs = any(line.measured for line in lines)
     has_computed = any(line.computed is not None for line in lines)
@@ -47,74 +56,71 @@ def compared(benchmark: Benchmark, lines: Sequence[Line], notes: Sequence[str]) 
             row += _measured(line.measured)
         if has_computed:
             row.append(line.computed)
-        row += [printed(line.published), ratio(line), line.source]
+        row += [published(line.published), ratio(line), line.source]
         rows.append(row)
     return Table(benchmark.title, columns, rows, notes)
 
 
-def _measured(found: Measured | None) -> list[Value]:
-    if found is None:
+def _measured(measured: Measured | None) -> list[Value]:
+    """Return the cells of median, interval and seeds."""
+    if measured is None:
         return [None, None, None]
-    seeds: Value = found.seeds
-    if found.missed:
-        seeds = f"{found.seeds - found.missed} of {found.seeds}"
-    value: Value = MISSED if math.isinf(found.median) else found.median
-    interval = None if found.low == found.high else f"{_end(found.low)} {DASH} {_end(found.high)}"
+    seeds: Value = measured.seeds
+    if measured.missed:
+        seeds = f"{measured.seeds - measured.missed} of {measured.seeds}"
+    value: Value = MISSED if math.isinf(measured.median) else measured.median
+    low, high = (MISSED if math.isinf(x) else text(x) for x in (measured.low, measured.high))
+    interval = None if measured.low == measured.high else f"{low} {DASH} {high}"
     return [value, interval, seeds]
 
 
-def _end(value: float) -> str:
-    return MISSED if math.isinf(value) else text(value)
-
-
-def printed(value: PublishedValue | None) -> Value:
-    """A published number or range as a table shows it."""
+def published(value: PublishedValue | None) -> Value:
+    """Return a published number or range as a table shows it."""
     if isinstance(value, tuple):
         return f"{text(value[0])} {DASH} {text(value[1])}"
     return value
 
 
 def ratio(line: Line) -> Value:
-    """Ours over the paper's; of a range, whether ours is in it."""
+    """Return our number over the paper's; for a range, whether our number is within it."""
     ours, theirs = line.ours, line.published
     if ours is None or theirs is None or math.isinf(ours):
         return None
     if isinstance(theirs, tuple):
         return "within" if theirs[0] <= ours <= theirs[1] else "outside"
-    if line.difference or theirs == 0 or ours * theirs < 0:
+    # A ratio of differences, or of numbers with different signs, has no meaning.
+    if line.is_difference or theirs == 0 or ours * theirs < 0:
         return None
     return ours / theirs
 
 
 def attempts(found: Sequence[Attempt], folder: Path) -> Table:
-    """Each cell with its events; ``folder`` is where the table is written."""
+    """Return the table of cells, each with a link to its events from a table in ``folder``."""
     rows: list[Sequence[Value]] = []
     for each in found:
         if each.run is None:
-            pending = each.reason in PENDING
-            state, why = (each.reason, None) if pending else ("failed", plain(each.reason))
-            rows.append([each.label, state, None, None, why])
+            why = plain(each.reason) if each.state is AttemptState.FAILED else None
+            rows.append([each.label, each.state.value, None, None, why])
             continue
-        steps, seconds = each.run.events[-1].step, each.run.events[-1].train_s
-        href = os.path.relpath(each.run.path, folder.resolve())
-        link = Link(each.path.name, href)
-        trained = "computed" not in each.run.started.config
-        state = status(each.run) if trained else "computed"
-        rows.append(
-            [each.label, state, steps if trained else None, seconds if trained else None, link]
-        )
+        link = Link(each.path.name, os.path.relpath(each.run.path, folder.resolve()))
+        if was_computed(each.run):
+            rows.append([each.label, "computed", None, None, link])
+        else:
+            last = each.run.events[-1]
+            rows.append([each.label, status(each.run), last.step, last.train_s, link])
     return Table("Cells", ["cell", "state", "steps", "training seconds", "events"], rows)
 
 
 def stands_for(
     benchmark: Benchmark, profile: BenchmarkProfile, overrides: Sequence[str]
 ) -> Table | None:
-    """What the axes' names mean in this profile, and what the user has added."""
+    """Return what the axes' values mean in this profile, and the user's overrides, if any."""
     rows: list[Sequence[Value]] = []
     axes: Mapping[str, list[str]] = benchmark.axes | profile.axes
     for axis, values in axes.items():
-        each = benchmark.each.get(axis, {}) | profile.each.get(axis, {})
-        rows += [[axis, value, " ".join(each[value])] for value in values if each.get(value)]
+        for value in values:
+            if options := options_of_value(benchmark, profile, axis, value):
+                rows.append([axis, value, " ".join(options)])
     common = [*benchmark.overrides, *profile.overrides, *overrides]
     if common:
         rows.append(["all", "", " ".join(common)])

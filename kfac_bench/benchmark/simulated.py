@@ -1,10 +1,16 @@
-"""``kind: simulate``: seconds of a step of one strategy on many ranks of a machine.
+"""``kind: simulate``: the seconds of a step of one strategy on many ranks of a machine.
 
-Words: ``hardware=NAME``; the work as ``model=NAME`` on ImageNet or as ``file=NAME`` of
-conf/simulation; ``examples=N`` of a rank, or ``global=N part=N`` for a global batch in whole parts;
-``strategy=sgd|comm_opt|hybrid_opt@1/2...``, ``ranks=N``; ``factors=N decompose=N`` steps, of
-``at=N`` ranks; ``steps=N`` of a training; ``without=LAYER``; ``coordination_s=0``.
-``conduct=paper`` sends full factors, and eigenvectors and eigenvalues apart, as the paper's code.
+Words of a cell:
+
+* ``hardware=NAME``: the machine, and ``coordination_s=0`` to replace a value of its file
+* ``model=NAME`` on ImageNet, or ``file=NAME`` of conf/simulation: the work
+* ``without=LAYER``: a layer of the file that K-FAC leaves out
+* ``examples=N``: examples of a rank; or ``global=N part=N``: a global batch in whole parts
+* ``strategy=sgd|comm_opt|hybrid_opt@1/2...`` and ``ranks=N``
+* ``factors=N decompose=N``: intervals in steps, which belong to ``at=N`` ranks
+* ``steps=N``: the steps of a training, for the seconds to target
+* ``conduct=paper``: send messages as the paper's code, with full factors, and with eigenvectors and
+  eigenvalues in separate messages
 """
 
 from __future__ import annotations
@@ -45,7 +51,10 @@ def _work(words: Mapping[str, str], ranks: int) -> Workload:
 
 
 def numbers(words: Mapping[str, str]) -> dict[str, float]:
-    """Times in the units of :mod:`kfac_bench.benchmark.measures`; stages each time they run."""
+    """Return times in the units of :mod:`kfac_bench.benchmark.measures`.
+
+    The time of a stage is that of one run of the stage.
+    """
     ranks = int(words["ranks"])
     machine = hardware.load(compose.CONF_DIR / "hardware" / f"{words['hardware']}.yaml")
     if "coordination_s" in words:

@@ -1,4 +1,4 @@
-"""A benchmark's cells as jobs of Slurm, and one more when all have ended."""
+"""Submission to Slurm: a job for each command, and one more job when all have ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kfac_bench.errors import UsageError
 
 _PACKAGE = Path(__file__).parents[1]
 SCRIPTS = next(p for p in (_PACKAGE / "slurm", _PACKAGE.parent / "slurm") if p.is_dir())
-"""slurm/ of the wheel, or of the checkout."""
+"""The folder slurm/ of the installed package, or of the checkout."""
 
 
 def submit(
@@ -22,16 +22,24 @@ def submit(
     folder: Path,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Submit a job for each command, by label, and one for ``after``; their ids, in that order.
+    """Submit a job for each command and one for ``after``; return their ids in that order.
 
-    ``options`` are sbatch's (``--ntasks=2``): each command runs on all tasks of its job, with
-    notice, requeue and state as in slurm/common.sh; ``after`` on one task, when all others have
-    ended, however (``afterany``; a requeued job has not). Output: ``FOLDER/slurm/LABEL-ID.out``. A
-    command that is submitted again while its job is there waits for that one (``singleton``); a
-    run of kfac-train that is complete is not trained again. Give runs a name (``run_id=``), or
-    it has the job's number in it.
+    * Each command runs on all tasks of its job. slurm/common.sh handles signals and requeueing.
+    * ``after`` runs on one task when all other jobs have ended, successfully or not. A requeued job
+      has not ended.
+    * The output goes to ``FOLDER/slurm/LABEL-ID.out``.
+    * A command that is submitted again while its job is in the queue waits for that job. A complete
+      run of kfac-train is not trained again.
+    * Give runs a name (``run_id=``). Otherwise the name of a run contains the number of its job.
 
-    Raises :class:`UsageError` where there is no Slurm or it refuses a job: then none is left.
+    Args:
+        commands: The commands by label.
+        after: The last command.
+        folder: The folder of the results.
+        options: Options of sbatch, such as ``--ntasks=2``.
+
+    Raises:
+        UsageError: There is no Slurm, or Slurm refuses a job. Then no job is left in the queue.
     """
     output = folder / "slurm"
     output.mkdir(parents=True, exist_ok=True)
@@ -54,7 +62,7 @@ def submit(
 
 
 def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[str]) -> str:
-    """Submit; the job's id. What is submitted are arguments: no shell reads them."""
+    """Submit one job and return its id. No shell reads the command's arguments."""
     own = [f"--job-name={name}", f"--output={output}-%j.out"]
     call = ["sbatch", "--parsable", *own, *options, str(SCRIPTS / "cell.sbatch"), *command]
     try:
@@ -63,18 +71,19 @@ def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[s
         )
     except FileNotFoundError:
         raise UsageError(
-            "launcher=slurm: there is no sbatch here; on a node of the cluster, or launcher=local"
+            "launcher=slurm: there is no sbatch on this machine; "
+            "run on a node of the cluster, or use launcher=local"
         ) from None
-    except OSError as error:  # a command that is too long
+    except OSError as error:  # The command may be too long.
         raise UsageError(f"launcher=slurm: sbatch cannot be started ({error.strerror})") from None
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError(f"launcher=slurm: {said}")
-    return done.stdout.strip().partition(";")[0]  # id;cluster
+        line = (done.stderr.strip().splitlines() or ["sbatch failed without a message"])[-1]
+        raise UsageError(f"launcher=slurm: {line}")
+    return done.stdout.strip().partition(";")[0]  # sbatch prints id;cluster.
 
 
 def _plain(label: str) -> str:
-    """The label as a file's name: no blanks, no slashes, nothing that sbatch fills in."""
+    """Return the label as a file name: no blanks, no slashes, no patterns of sbatch such as %j."""
     return re.sub(r"[^\w.=+-]+", "-", label)[:100]
 
 

@@ -1,4 +1,4 @@
-"""One row of the suite: its cells run, and what they came to, read from their files."""
+"""One row of the suite: it runs its cells and reads their results from their files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
-from kfac_bench.benchmark.sheet import PENDING, Attempt
+from kfac_bench.benchmark.sheet import Attempt, AttemptState
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
-from kfac_bench.record.runs import Run, load
+from kfac_bench.record.runs import Run, load, was_computed
 
 ORDER = (
     "kaisa_memory_vs_fraction",
@@ -43,7 +43,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """A benchmark at a size, with the user's overrides."""
+    """A table or figure at one size (profile), with the user's overrides."""
 
     name: str
     benchmark: Benchmark
@@ -56,12 +56,12 @@ class BenchmarkRow:
 
     @property
     def all_cells(self) -> list[Cell | ComputedCell]:
-        """Those that train, then the computed ones."""
+        """The cells that train, then the computed cells."""
         return [*self.cells, *self.computed]
 
 
 def names(wanted: str) -> list[str]:
-    """Of the rows that ``all`` means, or the one wanted."""
+    """Return the rows that ``all`` stands for, or the one row that is wanted."""
     return list(ORDER) if wanted == "all" else [wanted]
 
 
@@ -72,17 +72,27 @@ def row(
     runs_dir: str | None = None,
     seeds: Sequence[int] | None = None,
 ) -> BenchmarkRow:
-    """conf/benchmark/NAME.yaml at a size; runs go to ``runs/NAME``. Raises :class:`UsageError`."""
+    """Return the row of conf/benchmark/NAME.yaml.
+
+    Args:
+        name: Name of the benchmark.
+        profile: The size; None: the first profile.
+        overrides: Overrides of every cell.
+        runs_dir: Where run directories go; None: ``runs/NAME``.
+        seeds: Replace the seeds of the benchmark.
+
+    Raises:
+        UsageError: The benchmark or the profile does not exist, or the file is not valid.
+    """
     benchmark = schema.load(name)
     label, sized = schema.profile_of(benchmark, profile)
     folder = runs_dir or f"runs/{name}"
-    cells = grid.cells(benchmark, folder, seeds, profile, overrides)
     return BenchmarkRow(
         name,
         benchmark,
         label,
         sized,
-        cells,
+        grid.cells(benchmark, folder, seeds, profile, overrides),
         computed.cells(benchmark, folder),
         Path(folder),
         overrides,
@@ -90,13 +100,13 @@ def row(
 
 
 def run(each: BenchmarkRow, say: Callable[[str], None], *, retry: bool = False) -> int:
-    """Compute, then train, what is not there yet; how many cells failed."""
+    """Compute and train all cells without a result; return how many cells failed."""
     failed, began = 0, time.monotonic()
     for cell in each.computed:
-        good, said = cell.run()
-        failed += not good
-        if not good:
-            say(f"{cell.label}: {said}")
+        is_good, text = cell.run()
+        failed += not is_good
+        if not is_good:
+            say(f"{cell.label}: {text}")
     if each.computed:
         took = time.monotonic() - began
         say(f"{each.name}: {len(each.computed)} computed cells in {took:.0f} s")
@@ -104,40 +114,46 @@ def run(each: BenchmarkRow, say: Callable[[str], None], *, retry: bool = False) 
 
 
 def attempts(each: BenchmarkRow) -> list[Attempt]:
-    """What every cell came to, by its files alone."""
-    found = []
-    for cell in each.all_cells:
-        path = cell.path()
-        why = grid.failure(path)
-        try:
-            run = load(path) if why is None else None
-        except UsageError as error:
-            run, why = None, str(error) if (path / EVENTS_FILE).exists() else PENDING[0]
-        if run is not None and isinstance(cell, Cell) and grid.ended(path) is None:
-            why = PENDING[1]
-        found.append(Attempt(cell.label, path, None if why else run, why or ""))
-    return found
+    """Return the state of every cell, from its files alone."""
+    return [_attempt(cell) for cell in each.all_cells]
+
+
+def _attempt(cell: Cell | ComputedCell) -> Attempt:
+    path = cell.path()
+    why = grid.failure(path)
+    if why is not None:
+        return Attempt(cell.label, path, AttemptState.FAILED, reason=why)
+    try:
+        run = load(path)
+    except UsageError as error:
+        if not (path / EVENTS_FILE).exists():
+            return Attempt(cell.label, path, AttemptState.NEW)
+        return Attempt(cell.label, path, AttemptState.FAILED, reason=str(error))
+    if isinstance(cell, Cell) and grid.ended(path) is None:
+        return Attempt(cell.label, path, AttemptState.STARTED)
+    return Attempt(cell.label, path, AttemptState.DONE, run)
 
 
 def results(each: BenchmarkRow, found: Sequence[Attempt]) -> list[Line]:
-    """Lines of the row's table; cells that were not tried yet are not in it, failed ones are."""
+    """Return the lines of the row's table. Failed cells are misses, unfinished ones missing."""
     by_point = CellRuns()
     for cell, attempt in zip(each.all_cells, found, strict=True):
         key = key_of(cell.point)
         if isinstance(cell, ComputedCell):
             if attempt.run is not None:
                 by_point.computed[key] = attempt.run
-        elif attempt.run is not None or attempt.reason not in PENDING:
+        elif attempt.state in (AttemptState.DONE, AttemptState.FAILED):
             by_point.trained.setdefault(key, {})[cell.seed] = attempt.run
     return lines(each.benchmark, by_point, each.sized.level)
 
 
 def runs_of(found: Sequence[Attempt]) -> list[Run]:
-    """The runs that trained."""
+    """Return the runs that trained."""
     runs = [attempt.run for attempt in found if attempt.run is not None]
-    return [each for each in runs if "computed" not in each.started.config]
+    return [run for run in runs if not was_computed(run)]
 
 
-def rows_there() -> list[str]:
-    """All benchmarks, those of the papers in the order in which ``all`` runs them."""
-    return [*ORDER, *(n for n in compose.options_of("benchmark") if n not in ORDER)]
+def all_names() -> list[str]:
+    """Return the names of all benchmarks: first the papers' rows, in the order of ``all``."""
+    others = [name for name in compose.options_of("benchmark") if name not in ORDER]
+    return [*ORDER, *others]

@@ -1,11 +1,17 @@
-"""``kfac-bench tune NAME``: one equal budget per optimizer, the best trial becomes an experiment.
+"""``kfac-bench tune NAME``: tunes each optimizer with the same budget and writes experiment files.
 
-As AlgoPerf tunes: a study per tuning seed, each of the same number of trials, which are points of
-the study's own scrambled Halton sequence in the optimizer's space. A study's result is the least
-time to target of its trials, an optimizer's the median over its studies. So that no trial goes on
-that cannot win, each stops when it has taken as long as the best of its study: that changes no
-result, and is the same rule for all. Each study's winner is then run on the seeds of the other
-studies; the best of them becomes the experiment file. Whatever has run is not run again.
+The method is that of AlgoPerf:
+
+* Each tuning seed is a study. All studies have the same number of trials. The trials are points of
+  the study's own scrambled Halton sequence in the optimizer's space.
+* The result of a study is the shortest time to target of its trials. The result of an optimizer is
+  the median over its studies.
+* A trial stops when it has taken as long as the best trial of its study, because it cannot win any
+  more. This rule is the same for all optimizers and changes no result.
+* The winner of each study is then run on the seeds of the other studies. The best winner becomes
+  the experiment file.
+
+Trials that have run are not run again.
 """
 
 from __future__ import annotations
@@ -31,11 +37,12 @@ from kfac_bench.training.run_directory import directory_name
 
 @dataclass(frozen=True)
 class TuningTrial:
-    """One point of the space on one seed, and how it did; smaller ``key`` is better."""
+    """One point of the space with one seed, and its result; a smaller ``key`` is better."""
 
     settings: Mapping[str, Any]
     key: tuple[float, float]
-    """Training seconds to target, inf if missed; then how near the best figure came to it."""
+    """Training seconds to target (inf if missed), then the gap between the best metric and the
+    target."""
 
     @property
     def time_s(self) -> float:
@@ -43,8 +50,8 @@ class TuningTrial:
         return self.key[0]
 
     def __str__(self) -> str:
-        found = "missed" if math.isinf(self.time_s) else f"{self.time_s:.2f} s to target"
-        return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {found}"
+        result = "missed" if math.isinf(self.time_s) else f"{self.time_s:.2f} s to target"
+        return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {result}"
 
 
 @dataclass
@@ -56,7 +63,7 @@ class Search:
     studies: dict[int, list[TuningTrial]] = field(default_factory=dict)
 
     def best(self, seed: int) -> TuningTrial:
-        """The winner of a study."""
+        """Return the winner of the study with this seed."""
         return min(self.studies[seed], key=lambda t: t.key)
 
     @property
@@ -66,27 +73,37 @@ class Search:
 
     @property
     def reached(self) -> int:
-        """Trials that met the target, or could have: one that lost to it was stopped."""
+        """The number of trials that met the target before they were stopped."""
         return sum(not math.isinf(t.time_s) for trials in self.studies.values() for t in trials)
 
 
 def tune(
     benchmark: Benchmark, runs_dir: str, out: Path, say: Callable[[str], None], only: str = ""
 ) -> None:
-    """Tune every point of the benchmark's axes, and write one experiment file for each.
+    """Tune every point of the benchmark's axes and write one experiment file for each.
 
-    Only those whose names begin with ``only``. Raises :class:`UsageError` if the benchmark has no
-    tuning section, no experiment's name begins so, or ``out`` is no folder.
+    Args:
+        benchmark: The benchmark; its tuning section says what is tuned.
+        runs_dir: Where run directories go.
+        out: Folder of the experiment files.
+        say: Prints a line.
+        only: Tune only the experiments whose names begin with this text.
+
+    Raises:
+        UsageError: The benchmark has no tuning section, no name begins with ``only``, or ``out``
+            is not a folder.
     """
     tuning = benchmark.tuning
     if tuning is None:
         raise UsageError(f"{benchmark.title!r} has no tuning section")
     if not out.is_dir():
-        raise UsageError(f"--out {out}: no such folder")
-    found = {tuning.experiment.format(**p): p for p in schema.points(benchmark)}
-    searches = [Search(name, p) for name, p in found.items() if name.startswith(only)]
+        raise UsageError(f"--out {out}: no such folder; create it first")
+    names = {tuning.experiment.format(**p): p for p in schema.points(benchmark)}
+    searches = [Search(name, p) for name, p in names.items() if name.startswith(only)]
     if not searches:
-        raise UsageError(f"--only {only}: no name begins so; there are {', '.join(found)}")
+        raise UsageError(
+            f"--only {only}: no experiment begins with this text; there are {', '.join(names)}"
+        )
     _run_studies(tuning, searches, runs_dir, say)
     for search in searches:
         best, times = _final(tuning, search, runs_dir)
@@ -101,7 +118,7 @@ def tune(
 def _run_studies(
     tuning: Tuning, searches: Sequence[Search], runs_dir: str, say: Callable[[str], None]
 ) -> None:
-    """Trials of all experiments in turn: a slow hour slows every optimizer."""
+    """Run the trials of all experiments in turn, so that a slow hour slows every optimizer."""
     total = len(tuning.seeds) * tuning.trials
     for study, seed in enumerate(tuning.seeds):
         for number in range(tuning.trials):
@@ -115,7 +132,7 @@ def _run_studies(
 
 
 def trial_settings(tuning: Tuning, optimizer: str, study: int = 0) -> list[dict[str, Any]]:
-    """Every trial's overrides; a function of the space, the number of trials and the study."""
+    """Return the overrides of every trial. They depend on the space, `trials` and `study`."""
     space = tuning.space[optimizer]
     ranges = {k: v for k, v in space.items() if isinstance(v, dict)}
     samples = qmc.Halton(max(1, len(ranges)), seed=study).random(tuning.trials)
@@ -127,7 +144,7 @@ def trial_settings(tuning: Tuning, optimizer: str, study: int = 0) -> list[dict[
 
 
 def _value(option: Mapping[str, list[Any]], u: float) -> Any:
-    """The value at ``u`` in [0, 1) of a range."""
+    """Return the value of a range at ``u`` in [0, 1)."""
     match dict(option):
         case {"log": [low, high]}:
             return float(f"{low * (high / low) ** u:.3g}")
@@ -151,12 +168,13 @@ def _run_trial(
     if limit_s < (config.trainer.max_train_s or math.inf):
         config.trainer.max_train_s = limit_s
         overrides.append(f"trainer.max_train_s={limit_s}")
-    name = directory_name(config, job="")  # jobs of a cluster share the directory
+    # Without the job's number, because jobs of a cluster share the directory.
+    name = directory_name(config, job="")
     path = Path(config.runs_dir) / name
     if not _has_ended(path):
-        code, said = forked.train([*overrides, f"run_id={name}"])
-        if code == 2:
-            raise UsageError(f"{' '.join(overrides)}: {said}")
+        code, line = forked.train([*overrides, f"run_id={name}"])
+        if code == 2:  # The options are wrong, so every other trial would fail too.
+            raise UsageError(f"{' '.join(overrides)}: {line}")
     return TuningTrial(settings, _judge(path, config.trainer.target))
 
 
@@ -170,7 +188,7 @@ def _events(path: Path) -> list[Event]:
 
 
 def _judge(path: Path, target: float | None) -> tuple[float, float]:
-    """Training seconds to target, and the distance of the best figure from it."""
+    """Return the training seconds to target, and the gap between the best metric and the target."""
     if target is None or not any(isinstance(e, RunStarted) for e in _events(path)):
         return math.inf, math.inf
     run = score.load(path)
@@ -179,9 +197,9 @@ def _judge(path: Path, target: float | None) -> tuple[float, float]:
 
 
 def _final(tuning: Tuning, search: Search, runs_dir: str) -> tuple[TuningTrial, list[float]]:
-    """The winners of the studies, each on the seeds of all: the best, and its times by seed.
+    """Run each study's winner on the seeds of all studies; return the best and its times by seed.
 
-    By the median of their times; then by that of the gaps.
+    The best winner has the smallest median time, or the smallest median gap if times are equal.
     """
     results = []
     for own in tuning.seeds:
@@ -189,6 +207,7 @@ def _final(tuning: Tuning, search: Search, runs_dir: str) -> tuple[TuningTrial, 
         on_seeds = [
             winner if seed == own
             else _run_trial(tuning, search.point, winner.settings, seed, runs_dir)
+            # A winner that missed its own study's target is not run on other seeds.
             for seed in (tuning.seeds if not math.isinf(winner.time_s) else [own])
         ]  # fmt: skip
         times = [t.time_s for t in on_seeds]
@@ -202,7 +221,7 @@ def _final(tuning: Tuning, search: Search, runs_dir: str) -> tuple[TuningTrial, 
 def experiment_yaml(
     tuning: Tuning, search: Search, best: TuningTrial, times: Sequence[float]
 ) -> str:
-    """The best trial as a file for conf/experiment, with how it was found."""
+    """Return the best trial as a file for conf/experiment, with a comment on how it was found."""
     groups = {k: v for k, v in best.settings.items() if "." not in k}
     tree: dict[str, Any] = {}
     for key, value in best.settings.items():
@@ -224,7 +243,7 @@ def experiment_yaml(
         f"{search.reached} reached the target before they were stopped;\n"
         f"# its own times to target on these seeds: {said}.\n"
     )
-    # Dumped apart: the defaults list reads best in one line an entry, options as a block.
+    # Two dumps, because the defaults list reads best with one line per entry.
     blocks = [
         yaml.safe_dump({"defaults": defaults}, sort_keys=False, default_flow_style=None),
         yaml.safe_dump(tree, sort_keys=False),
@@ -233,7 +252,7 @@ def experiment_yaml(
 
 
 def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
-    """What the studies found: seconds to target by study, and the optimizers' profiles."""
+    """Return the tables of the studies: seconds to target, and the optimizers' profiles."""
     tuning = benchmark.tuning
     assert tuning is not None
     rows: list[list[Value]] = []
@@ -247,10 +266,10 @@ def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
         rows.append([task, name, median, low, high, search.reached])
     columns = ("task", "optimizer", "seconds to target", "low", "high", "trials that reached it")
     note = (
-        f"Median over {len(tuning.seeds)} studies of {tuning.trials} trials, each study's result "
-        "its fastest trial; 95 % bootstrap interval. A trial stops where it cannot win any more"
+        f"Median over {len(tuning.seeds)} studies of {tuning.trials} trials; the result of a study "
+        "is its fastest trial. 95 % bootstrap interval. A trial stops when it cannot win any more"
     )
-    found = [Table(f"Tuning: {benchmark.title}", columns, rows, [note])]
+    results = [Table(f"Tuning: {benchmark.title}", columns, rows, [note])]
     if len(times) > 1:
-        found.append(performance_profile.table(times, "Performance profiles of the tuning"))
-    return found
+        results.append(performance_profile.table(times, "Performance profiles of the tuning"))
+    return results

@@ -1,6 +1,7 @@
-"""``kfac-bench``: tables, figures and pages of runs. Each subcommand is parsed and run here.
+"""``kfac-bench``: tables, figures and pages of runs.
 
-A subcommand is an ``add_NAME`` that declares its arguments and names the function that runs it.
+Each subcommand has a function ``add_NAME``, which declares the arguments and names the function
+that runs the subcommand.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from kfac_bench.cli.suite_command import add_list, add_report, add_run
 
 
 def bench(arguments: list[str]) -> int:
-    """Parse and run; the exit code."""
+    """Parse and run ``kfac-bench``; return the exit code."""
     options = build_parser().parse_args(arguments)
     code: int = options.run_command(options)
     return code
 
 
 def build_parser() -> Parser:
-    """Of all subcommands."""
+    """Return the parser of all subcommands."""
     parser = Parser(
         prog="kfac-bench",
-        description="Compare runs, run a benchmark, tune its settings. Event files alone are read.",
+        description="Compare runs, run benchmarks, tune settings. Results come from event files.",
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for add in (
@@ -48,12 +49,14 @@ def build_parser() -> Parser:
 
 
 def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench tune``."""
-    command = commands.add_parser("tune", help="find settings, with one equal budget per optimizer")
+    """Add ``kfac-bench tune``."""
+    command = commands.add_parser("tune", help="tune each optimizer with the same budget")
     command.add_argument("benchmark", help="a name from kfac-bench list")
-    command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
+    command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME_tuning)")
     command.add_argument("--out", type=Path, required=True, help="folder for experiment files")
-    command.add_argument("--only", default="", help="experiments whose names begin so")
+    command.add_argument(
+        "--only", default="", help="tune only experiments whose names begin with this text"
+    )
     command.set_defaults(run_command=_tune)
 
 

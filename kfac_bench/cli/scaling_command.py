@@ -1,4 +1,4 @@
-"""``kfac-bench scaling``: parsed in :mod:`kfac_bench.benchmark.scaling.scaling_options`."""
+"""``kfac-bench scaling``; :mod:`kfac_bench.benchmark.scaling.scaling_options` parses its words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kfac_bench.cli.entry import Parser, say
 
 
 def add_scaling(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench scaling``."""
+    """Add ``kfac-bench scaling``."""
     command = commands.add_parser(
-        "scaling", help="train on several numbers of ranks; efficiency and stages", add_help=False
+        "scaling", help="measure efficiency and stages on several numbers of ranks", add_help=False
     )
     command.add_argument("--help", "-h", action="store_true")
     command.add_argument("words", nargs="*")

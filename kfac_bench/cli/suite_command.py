@@ -1,4 +1,4 @@
-"""``kfac-bench list|run|report``: the tables and figures of papers, each from one file."""
+"""``kfac-bench list|run|report``: the tables and figures of papers, each from one YAML file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, say
+from kfac_bench.config.command_options import one_of, split_words
 from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError
 
@@ -22,55 +23,64 @@ ALL = "all"
 
 
 def add_list(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench list``."""
-    command = commands.add_parser("list", help="benchmarks there are, and their cells")
+    """Add ``kfac-bench list``."""
+    command = commands.add_parser("list", help="list all benchmarks and their cells")
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     command.set_defaults(run_command=_list)
 
 
 def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench run``."""
-    command = commands.add_parser("run", help="run a benchmark's cells, then report on them")
+    """Add ``kfac-bench run``."""
+    command = commands.add_parser("run", help="run the cells of a benchmark and write its report")
     _add_words(command)
-    command.add_argument("--retry", action="store_true", help="try cells that failed again")
-    command.add_argument("--html", type=Path, help="the page of a benchmark without profiles")
+    command.add_argument("--retry", action="store_true", help="run failed cells again")
+    command.add_argument(
+        "--html", type=Path, help="where the page of a benchmark without quantities goes"
+    )
+    # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
-    command.add_argument("--sbatch", default="", help="options of sbatch, with launcher=slurm")
+    command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
     command.set_defaults(run_command=_run)
 
 
 def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
-    """``kfac-bench report``."""
-    command = commands.add_parser("report", help="Markdown, SVG and a page of what was run")
+    """Add ``kfac-bench report``."""
+    command = commands.add_parser(
+        "report", help="write the Markdown, SVG and HTML report of the cells that have run"
+    )
     _add_words(command)
-    command.add_argument("--into", type=Path, help="put the tables between this document's marks")
+    command.add_argument(
+        "--into", type=Path, help="Markdown document that gets the tables, between its two marks"
+    )
     command.set_defaults(run_command=_report)
 
 
 def _add_words(command: Parser) -> None:
-    command.add_argument("benchmark", help="a name from kfac-bench list; all: those of the papers")
+    command.add_argument(
+        "benchmark", help="a name from kfac-bench list; all: every table and figure of the papers"
+    )
     command.add_argument(
         "words",
         nargs="*",
         metavar="WORD",
-        help="profile=smoke|one_gpu|paper, launcher=local|slurm; others: overrides of kfac-train",
+        help="profile=smoke|one_gpu|paper, launcher=local|slurm, or an override of kfac-train",
     )
     command.add_argument(
-        "--seeds", type=_seed, nargs="+", default=[], help="instead of the benchmark's own"
+        "--seeds", type=_seed, nargs="+", default=[], help="replace the benchmark's own seeds"
     )
-    command.add_argument("--runs-dir", help="where run directories go (runs/NAME)")
+    command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME)")
 
 
 def _seed(text: str) -> int | str:
-    """A seed, or an override that stands behind the seeds."""
+    """Return a seed, or an override that follows the seeds on the command line."""
     try:
         return text if "=" in text else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def _sort_out(options: argparse.Namespace) -> None:
-    """Words that came with the seeds go to the words."""
+def _separate_seeds(options: argparse.Namespace) -> None:
+    """Move the overrides that argparse took for seeds to the other words."""
     options.words += [word for word in options.seeds if isinstance(word, str)]
     options.seeds = [seed for seed in options.seeds if isinstance(seed, int)]
 
@@ -80,7 +90,7 @@ def _list(options: argparse.Namespace) -> int:
     from kfac_bench.report.tables import Table
 
     rows = []
-    for name in suite.rows_there():
+    for name in suite.all_names():
         benchmark = schema.load(name)
         sizes: list[str | None] = [*benchmark.profiles] or [None]
         trained = {size: len(grid.cells(benchmark, "runs", profile=size)) for size in sizes}
@@ -97,42 +107,28 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(words: Sequence[str]) -> tuple[str | None, str, list[str]]:
-    """Profile, launcher, overrides."""
-    named: dict[str, str | None] = {"profile": None, "launcher": None}
-    overrides = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and name in named:
-            named[name] = value
-        else:
-            overrides.append(word)
-    launcher = named["launcher"] or "local"
-    if launcher not in ("local", "slurm"):
-        raise UsageError(f"launcher={launcher}: choose one of local, slurm")
-    return named["profile"], launcher, overrides
-
-
-def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str, list[str]]:
+def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str]:
+    """Return the rows that the options name, and the launcher."""
     from kfac_bench.benchmark import suite
 
-    profile, launcher, overrides = _asked(options.words)
+    _separate_seeds(options)
+    own, overrides = split_words(options.words, {"profile": "", "launcher": "local"})
+    launcher = one_of("launcher", own["launcher"], ("local", "slurm"))
     names = suite.names(options.benchmark)
     if len(names) > 1 and options.runs_dir:
-        raise UsageError(f"--runs-dir {options.runs_dir}: of one benchmark, not of {ALL}")
-    seeds = options.seeds or None
+        raise UsageError(f"--runs-dir {options.runs_dir}: name one benchmark instead of {ALL}")
+    profile, seeds = own["profile"] or None, options.seeds or None
     rows = [suite.row(n, profile, overrides, options.runs_dir, seeds) for n in names]
     for row in rows:
         if overrides and row.cells:
-            row.cells[0].config()  # a word that is no override is said before anything runs
-    return rows, launcher, overrides
+            row.cells[0].config()  # A wrong override is reported before anything runs.
+    return rows, launcher
 
 
 def _run(options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import suite
 
-    _sort_out(options)
-    rows, launcher, _ = _rows(options)
+    rows, launcher = _rows(options)
     if launcher == "slurm":
         return _submit(rows, options)
     began, failed, done = time.monotonic(), 0, 0
@@ -144,7 +140,7 @@ def _run(options: argparse.Namespace) -> int:
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
             failed += suite.run(row, say, retry=options.retry)
-            _tell(row, options.html, brief=len(rows) > 1)
+            _report_row(row, options.html, brief=len(rows) > 1)
         except UsageError as error:
             if len(rows) == 1:
                 raise
@@ -152,19 +148,18 @@ def _run(options: argparse.Namespace) -> int:
             say(f"{row.name}: {error}")
         done, left = done + len(row.cells), left - len(row.cells)
     if len(rows) > 1:
-        _tell_all(rows, None)
-        said = counted(failed, "failed cell", none="no")
-        say(f"{(time.monotonic() - began) / 60:.1f} min, {said}")
+        _report_all(rows, None)
+        failures = counted(failed, "failed cell", none="no")
+        say(f"{(time.monotonic() - began) / 60:.1f} min, {failures}")
     return 1 if failed else 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    _sort_out(options)
-    rows, _, _ = _rows(options)
+    rows, _ = _rows(options)
     if len(rows) > 1:
-        _tell_all(rows, options.into)
+        _report_all(rows, options.into)
         return 0
-    _tell(rows[0], None)
+    _report_row(rows[0], None)
     if options.into:
         from kfac_bench.benchmark import paper
 
@@ -173,8 +168,8 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(row: BenchmarkRow, html: Path | None, *, brief: bool = False) -> None:
-    """Write the row's files; print its table, or only where they are."""
+def _report_row(row: BenchmarkRow, html: Path | None, *, brief: bool = False) -> None:
+    """Write the row's files, and print its table (unless `brief`) and the paths of the files."""
     if not row.benchmark.quantities:
         _compare(row, html)
         return
@@ -191,7 +186,7 @@ def _tell(row: BenchmarkRow, html: Path | None, *, brief: bool = False) -> None:
         print(f"{file.suffix[1:]}: {file}")
 
 
-def _tell_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
+def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
     from kfac_bench.benchmark import paper
 
     written = []
@@ -205,18 +200,21 @@ def _tell_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
 
 
 def _compare(row: BenchmarkRow, html: Path | None) -> None:
-    """As ``kfac-bench compare``: of a benchmark that publishes nothing."""
+    """Report as ``kfac-bench compare``, for a benchmark without quantities."""
     from kfac_bench.cli import compare_command
+    from kfac_bench.record.events import EVENTS_FILE
 
-    paths = {cell.label: cell.path() for cell in row.cells}
-    began = [path for path in paths.values() if (path / "events.jsonl").exists()]
-    for label in (label for label, path in paths.items() if path not in began):
-        say(f"not in the table, for it failed before its first event: {label}")
+    began = []
+    for cell in row.cells:
+        if (cell.path() / EVENTS_FILE).exists():
+            began.append(cell.path())
+        else:
+            say(f"not in the table, because it failed before its first event: {cell.label}")
     compare_command.compare(began, html or row.folder / "report.html", None, False)
 
 
 def _terminal(table: Table) -> rich.table.Table:
-    """For a rich console; cells are text, never rich markup."""
+    """Return the table for a rich console. Cells are text, never rich markup."""
     import rich.table
     from rich.text import Text
 

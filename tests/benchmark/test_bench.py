@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import forked, grid, schema
+from kfac_bench.benchmark import forked, grid, local_process, schema
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose
@@ -208,8 +208,11 @@ def test_what_a_value_stands_for(tmp_path):
     assert (many.ranks, many.config().trainer.batch_size) == (2, 512)
     assert many.path().name.endswith("-2ranks")
     assert many.config().trainer.max_steps == 3
-    assert many.command()[1:6] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert many.command()[1:5] == [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
     ]
     with pytest.raises(UsageError, match="profile=paper: choose one of smoke"):
         grid.cells(tree, "r", None, "paper")
@@ -246,7 +249,7 @@ def test_what_torchrun_says_after_the_error_is_left_out(tmp_path, monkeypatch):
     def run(command, **_):
         return subprocess.CompletedProcess(command, 1, "", said)
 
-    monkeypatch.setattr(grid.subprocess, "run", run)
+    monkeypatch.setattr(local_process.subprocess, "run", run)
     assert grid.run_cell(cell) == (False, "failed: kfac-train: it broke (exit code 1)")
 
 

@@ -195,4 +195,4 @@ def test_kfac_bench_profile_prints_tables_and_draws(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.bench(["profile", str(tmp_path / "none")])
     assert caught.value.code == 2
-    assert "no run here has a target" in capsys.readouterr().err
+    assert "none of these runs has a target" in capsys.readouterr().err

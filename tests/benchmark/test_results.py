@@ -186,7 +186,7 @@ def test_all_rows_go_between_a_documents_marks(row, tmp_path, monkeypatch):
     paper.write_all(written, document)
     assert document.read_text() == text
     document.write_text("no marks")
-    with pytest.raises(UsageError, match="it lacks the lines"):
+    with pytest.raises(UsageError, match="add the lines"):
         paper.write_all(written, document)
     with pytest.raises(UsageError, match="no row was run yet"):
         paper.write_all([], None)
@@ -195,7 +195,7 @@ def test_all_rows_go_between_a_documents_marks(row, tmp_path, monkeypatch):
 def test_nothing_run_yet(tmp_path, monkeypatch):
     monkeypatch.setattr(schema, "load", lambda name: ROW)
     fresh = suite.row("made_up", None, runs_dir=str(tmp_path))
-    with pytest.raises(UsageError, match="nothing was run yet; kfac-bench run made_up profile=smo"):
+    with pytest.raises(UsageError, match="no cell was run yet; start with kfac-bench run made_up"):
         paper.write(fresh)
 
 

@@ -127,8 +127,8 @@ def test_cells_of_a_profile_stand_for_those_of_the_paper():
     assert "kfac.update_freq=500" in paper[2].overrides
     assert smoke[2].config().kfac.update_freq == 20
     assert len(smoke) == 4
-    assert "run_id=" in smoke[0].arguments()[-1]
-    assert paper[0].command()[3:6] == ["--standalone", "--nproc-per-node", "64"]
+    assert "run_id=" in smoke[0].rank_command()[-1]
+    assert paper[0].command()[3:5] == ["--standalone", "--nproc-per-node=64"]
 
 
 def test_phases_come_before_and_are_shared():

@@ -263,7 +263,8 @@ def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no such folder"):
         tune.tune(benchmark, "runs", tmp_path / "none", print)
     with pytest.raises(
-        UsageError, match="--only x: no name begins so; there are digits/resnet_sgd"
+        UsageError,
+        match="--only x: no experiment begins with this text; there are digits/resnet_sgd",
     ):
         tune.tune(benchmark, "runs", tmp_path, print, "x")
     with pytest.raises(UsageError, match="no tuning section"):

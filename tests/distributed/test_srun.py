@@ -116,7 +116,7 @@ def test_a_task_that_sees_only_its_own_gpu_takes_it(monkeypatch):
 
 def test_submit_without_slurm_is_a_usage_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="launcher=slurm: there is no sbatch here"):
+    with pytest.raises(UsageError, match="launcher=slurm: there is no sbatch on this machine"):
         slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path)
 
 

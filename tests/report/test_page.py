@@ -181,7 +181,7 @@ def test_many_runs_have_fewer_points_each(tmp_path: Path) -> None:
     steps, _, values = chart["settings"][0]["runs"][0]["loss"]
     assert 900 < len(steps) <= 1000
     assert (steps[0], steps[-1], min(values), max(values)) == (10, 15000, 1, 7)
-    assert "of more than 1000 points" in Tags(page).text
+    assert "at most 1000 points" in Tags(page).text
     most = [charts.most_points(runs) for runs in (1, 50, 100, 200, 500, 10**6)]
     assert most == [1000, 1000, 1000, 500, 200, 100]
 

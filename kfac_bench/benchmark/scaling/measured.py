@@ -1,7 +1,8 @@
-"""What event files say of a step: its seconds, its K-FAC stages, its bytes. No torch.
+"""The measured step, from event files: its seconds, its K-FAC stages and its bytes. No torch.
 
-The first window between two Trained events is left out: it warms up, and its decompositions are
-all due at once. Rounds of one point (same strategy, ranks and batch) are summed up as medians.
+The first window between two Trained events is left out, because it warms up and all of its
+decompositions are due at once. The rounds of a point (same strategy, ranks and batch) become
+medians.
 """
 
 from __future__ import annotations
@@ -25,59 +26,62 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "gradient share": ("GatherGradients", "ShareGradients"),
     "scale": ("ReduceProducts", "WriteBack"),
 }
-"""Stages of the paper's Fig. 7, by kinds of op of ours; waiting for a message is in its stage."""
+"""The stages of the paper's Fig. 7, each with our kinds of op. Waiting for a message belongs to the
+stage that sends the message."""
 EVERY = {
     **dict.fromkeys(("factors", "factor reduction"), "factor_update_freq"),
     **dict.fromkeys(("decompositions", "their share"), "update_freq"),
 }
-"""Option of kfac that says at how many steps a stage runs; the others run at each."""
+"""The option of kfac with the interval of a stage. All other stages run in each step."""
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One strategy on one number of ranks: medians over rounds; seconds are those of a step."""
+    """One strategy on one number of ranks: medians over rounds, with the seconds of a step."""
 
     task: str
     strategy: str
     world_size: int
     batch_size: int
-    """Of all ranks."""
+    """Examples of all ranks in a step."""
     step_s: float
     low_s: float
+    """The fastest round; ``high_s`` is the slowest round."""
     high_s: float
     stages_s: Mapping[str, float]
-    """Mean of a step, by :data:`STAGES`; empty without K-FAC."""
+    """Mean seconds of each stage in :data:`STAGES` per step; empty without K-FAC."""
     every: Mapping[str, int]
     """Steps between two runs of each stage."""
     payload_bytes: float
-    """Of K-FAC's messages, mean of a step."""
+    """Mean bytes of K-FAC's messages per step."""
     rounds: int
     steps: int
-    """Measured, of all rounds."""
-    short_of_cores: bool
+    """Number of measured steps in all rounds."""
+    is_short_of_cores: bool
 
     @property
     def series(self) -> tuple[object, ...]:
-        """What the points of a line have in common."""
+        """What all points of a line in the figure have in common."""
         return self.task, self.strategy, tuple(self.every.values())
 
     @property
     def examples_per_s(self) -> float:
-        """Of all ranks."""
+        """The throughput of all ranks."""
         return self.batch_size / self.step_s
 
     @property
     def rest_s(self) -> float:
-        """Forward, backward, the gradients' messages and the optimizer: all but K-FAC."""
+        """The seconds of everything but K-FAC: forward, backward, gradients and optimizer."""
         return max(0.0, self.step_s - sum(self.stages_s.values()))
 
 
 def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
-    """Scaling efficiency E(n) = (X(n) / n) / (X(b) / b); NaN without a base on fewer ranks.
+    """Return the scaling efficiency E(n) = (X(n) / n) / (X(b) / b), or NaN if X(b) is zero.
 
-    X(n) are examples per second of all ranks on n of them, b is the smallest number of ranks on
-    which the same strategy was measured. With as many examples a rank at any n (weak scaling) that
-    is T(b) / T(n) of the steps' seconds; with the same batch (strong scaling) b T(b) / (n T(n)).
+    X(n) is the throughput of n ranks in examples per second. b is the smallest number of ranks on
+    which the same strategy was measured. T(n) is the time of a step. Weak scaling (the same
+    examples per rank) has E(n) = T(b) / T(n). Strong scaling (the same batch) has
+    E(n) = b T(b) / (n T(n)).
     """
     alike = [p for p in points if p.series == point.series]
     base = min(alike, key=lambda p: p.world_size, default=point)
@@ -86,21 +90,21 @@ def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
 
 
 def measure(runs: Iterable[Run]) -> list[ScalingPoint]:
-    """A point for all runs of one task, strategy with its intervals, number of ranks and batch.
+    """Return a point for all runs with the same task, strategy, intervals, ranks and batch.
 
-    Runs with less than two windows of Trained events say nothing of a step: they are left out.
+    Runs with less than two windows of Trained events do not measure a step: they are left out.
     """
     alike: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         if len(_windows(run)) > 0 and _world_size(run) > 0:
             every = tuple(_every(run, stage) for stage in STAGES) if _has_kfac(run) else ()
             alike[_task(run), strategy(run), every, _world_size(run), _batch(run)].append(run)
-    points = [_point(found) for found in alike.values()]
+    points = [_point(rounds) for rounds in alike.values()]
     return sorted(points, key=lambda p: (p.task, bool(p.every), p.strategy, p.world_size))
 
 
 def strategy(run: Run) -> str:
-    """``comm_opt``, ``hybrid_opt@0.25``; the optimizer's name without K-FAC."""
+    """Return ``comm_opt`` or ``hybrid_opt@0.25``; without K-FAC, the optimizer's name."""
     config = run.started.config
     if not _has_kfac(run):
         return plain(option(config, "optimizer", "name") or "unknown optimizer")
@@ -115,16 +119,16 @@ def _has_kfac(run: Run) -> bool:
 
 def _point(runs: Sequence[Run]) -> ScalingPoint:
     windows = [_windows(run) for run in runs]
-    steps = [[after.step - before.step for before, after in found] for found in windows]
+    steps = [[after.step - before.step for before, after in each] for each in windows]
     each_s = [
-        sum(after.train_s - before.train_s for before, after in found) / sum(taken)
-        for found, taken in zip(windows, steps, strict=True)
+        sum(after.train_s - before.train_s for before, after in each) / sum(taken)
+        for each, taken in zip(windows, steps, strict=True)
     ]
     one = runs[0]
     every = {s: _every(one, s) for s in STAGES} if _has_kfac(one) else {}
     stages = {}
     for stage in every:
-        means = [_stage_s(found, taken, stage) for found, taken in zip(windows, steps, strict=True)]
+        means = [_stage_s(each, taken, stage) for each, taken in zip(windows, steps, strict=True)]
         stages[stage] = statistics.median(means)
     return ScalingPoint(
         _task(one),
@@ -144,14 +148,19 @@ def _point(runs: Sequence[Run]) -> ScalingPoint:
 
 
 def _windows(run: Run) -> list[tuple[Trained, Trained]]:
-    """Neighbours of the Trained events after the first, where steps and clock go on."""
+    """Return the pairs of successive Trained events between which steps and clock advance.
+
+    The steps before the first event are the first window, so they are left out.
+    """
     trained = [e for e in run.events if isinstance(e, Trained)]
     return [(a, b) for a, b in pairwise(trained) if b.step > a.step and b.train_s > a.train_s]
 
 
-def _stage_s(found: Sequence[tuple[Trained, Trained]], steps: Sequence[int], stage: str) -> float:
+def _stage_s(windows: Sequence[tuple[Trained, Trained]], steps: Sequence[int], stage: str) -> float:
+    """Return the mean seconds of a stage per step."""
     total = 0.0
-    for (_, event), taken in zip(found, steps, strict=True):
+    for (_, event), taken in zip(windows, steps, strict=True):
+        # Event files are not trusted: any JSON value may stand where a mapping belongs.
         means = event.stage_mean_s if isinstance(event.stage_mean_s, Mapping) else {}
         kinds = (number(means.get(kind, 0.0)) for kind in STAGES[stage])
         total += taken * sum(kinds)
@@ -163,7 +172,7 @@ def _every(run: Run, stage: str) -> int:
 
 
 def _payload_bytes(run: Run) -> float:
-    """Mean of a step; each of the plan's stages as often as its K-FAC stage runs."""
+    """Return the mean bytes per step, for which each stage of the plan counts at its interval."""
     sent = run.started.payload_bytes if isinstance(run.started.payload_bytes, Mapping) else {}
     rarely = {"factors": "factors", "decompose": "decompositions"}
     total = 0.0
@@ -174,7 +183,7 @@ def _payload_bytes(run: Run) -> float:
 
 
 def _short_of_cores(run: Run) -> bool:
-    """Whether ranks and their threads were more than the machine's cores."""
+    """Whether the ranks had more threads together than the machine has cores."""
     threads = _whole(option(run.started.environment, "hardware", "threads"))
     cores = _whole(option(run.started.environment, "hardware", "cpu_count"))
     on_cpu = option(run.started.environment, "device") == "cpu"

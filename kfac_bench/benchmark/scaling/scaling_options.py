@@ -1,4 +1,4 @@
-"""``kfac-bench scaling``: what the words of its command line mean."""
+"""``kfac-bench scaling``: its command line, and the steps from the words to the written results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from kfac_bench import report
 from kfac_bench.benchmark import slurm_submit
-from kfac_bench.benchmark.scaling import cells, scaling_figure
-from kfac_bench.benchmark.scaling.cells import ScalingRun
-from kfac_bench.benchmark.scaling.measured import measure
+from kfac_bench.benchmark.scaling import scaling_figure
+from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
+from kfac_bench.benchmark.scaling.scaling_runs import ScalingRun, run_here, scaling_runs
 from kfac_bench.benchmark.scaling.scaling_tables import scaling_table, stage_table
 from kfac_bench.config import compose
+from kfac_bench.config.command_options import one_of, split_words, whole_number
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, load
-from kfac_bench.report.tables import Table
+from kfac_bench.record.text_file import write_text
 from kfac_bench.simulate import hardware
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.sweep import SGD, Intervals, Variant, efficiency, sweep, variant
@@ -25,21 +25,23 @@ from kfac_bench.simulate.sweep import SGD, Intervals, Variant, efficiency, sweep
 USAGE = """\
 usage: kfac-bench scaling [world_size=N,N...] [GROUP=NAME | OPTION=VALUE]...
 
-Train the same on several numbers of ranks, with each strategy and with the optimizer alone, and say
-how a step scales and where its time goes. What was measured before is not run again. Other options
-are those of kfac-train.
+Train the same on several numbers of ranks, with each strategy and with the optimizer alone. Print
+how the time of a step scales and where the time goes. Runs that were measured before are not run
+again. All other options are those of kfac-train.
 
   kfac-bench scaling model=resnet20 data=cifar10 world_size=1,2 strategy=comm_opt,layer_wise
 
-  world_size=1,2     numbers of ranks, of this machine
-  mode=weak|strong   weak: trainer.batch_size is that of a rank; strong: that of all (weak)
-  strategy=comm_opt,layer_wise    or hybrid_opt@1/2 (its fraction); sgd is always beside them
-  rounds=3           of all runs, one after the other; the table has medians
-  steps=N            of a window (kfac.update_freq); a run has four, the first warms up
+  world_size=1,2     numbers of ranks, all on this machine
+  mode=weak|strong   trainer.batch_size counts the examples of one rank (weak, the default) or of
+                     all ranks (strong)
+  strategy=comm_opt,layer_wise    or hybrid_opt@1/2 (its fraction); sgd is always measured too
+  rounds=3           how often each run is repeated; the table shows medians
+  steps=N            steps of a window (kfac.update_freq); of four windows the first warms up
   runs_dir=DIR       where runs and results go (runs/scaling)
-  launcher=local     slurm submits jobs, that write the results too; none: of what is there already
+  launcher=local     run on this machine; slurm: submit jobs, which also write the results;
+                     none: show the runs that have finished
   sbatch=--partition=gpu,--time=10    options of each job
-  hardware=NAME      simulated efficiencies beside the measured, as in kfac-plan simulate
+  hardware=NAME      also show simulated efficiencies, as in kfac-plan simulate
   --help
 
 Results: DIR/scaling.md, DIR/scaling.svg and the page DIR/scaling.html.
@@ -61,150 +63,151 @@ _MOST_RANKS, _MOST_ROUNDS, _MOST_STEPS = 4096, 100, 1_000_000
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """What was asked."""
+    """What the words of the command line ask for."""
 
     words: Sequence[str]
-    own: dict[str, str]
-    overrides: list[str]
-    variants: list[Variant]
-    world_sizes: list[int]
-    cells: list[ScalingRun]
+    mode: str
+    launcher: str
+    sbatch: Sequence[str]
+    overrides: Sequence[str]
+    variants: Sequence[Variant]
+    world_sizes: Sequence[int]
+    runs: Sequence[ScalingRun]
+    folder: Path
+    """Folder of the runs and of the results."""
     machine: Hardware | None
-    """To be simulated."""
-
-    @property
-    def folder(self) -> Path:
-        """Of the runs and results."""
-        return Path(self.own["runs_dir"])
+    """The machine to simulate; None: no simulation."""
 
 
 def scaling(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Do it; the exit code: 1 if a run failed. Raises :class:`UsageError`."""
-    asked = _parse(words)
-    if asked.own["launcher"] == "slurm":
-        _submit(asked, say)
+    """Measure what `words` ask for and write the results; return 1 if a run failed, else 0.
+
+    Raises :class:`UsageError` for wrong words, and if no run has finished.
+    """
+    request = _parse(words)
+    if request.launcher == "slurm":
+        _submit(request, say)
         return 0
-    failed = cells.run(asked.cells, say) if asked.own["launcher"] == "local" else 0
-    there = [c for c in asked.cells if (c.path / EVENTS_FILE).exists() and c.ended()]
-    if not there:
-        raise UsageError(f"{asked.folder}: none of these runs has ended: nothing to show")
-    _write(asked, [load(cell.path) for cell in there], len(asked.cells) - len(there), say)
+    failed = run_here(request.runs, say) if request.launcher == "local" else 0
+    finished = [each for each in request.runs if each.has_finished()]
+    if not finished:
+        raise UsageError(f"{request.folder}: no run has finished; measure with launcher=local")
+    _write(request, [load(each.path) for each in finished], say)
     return 1 if failed else 0
 
 
-def _write(
-    asked: ScalingRequest, runs: Sequence[Run], lacking: int, say: Callable[[str], None]
-) -> None:
-    """Tables, Markdown, the figure and the page."""
-    found = [scaling_table(runs), stage_table(runs)]
-    if lacking:
-        found[0] = _with_note(found[0], f"missing: {lacking} of {len(asked.cells)} runs")
-    for table in found:
+def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], None]) -> None:
+    """Write the tables, the figure and the page, and print the tables."""
+    tables = [scaling_table(runs), stage_table(runs)]
+    if missing := len(request.runs) - len(runs):
+        note = f"missing: {missing} of {len(request.runs)} runs"
+        tables[0] = replace(tables[0], notes=[note, *tables[0].notes])
+    for table in tables:
         say(table.markdown())
     points = measure(runs)
-    title = f"{asked.own['mode']} scaling{found[0].title.partition(':')[2] and ':'}"
-    title += found[0].title.partition(":")[2]
-    machine = asked.machine
-    simulated = {} if machine is None else _simulated(asked, machine)
-    drawn = scaling_figure.svg(points, title, simulated, f"simulated, {asked.own['hardware']}")
-    for name, text in (
-        ("scaling.md", "\n".join(table.markdown() for table in found)),
-        ("scaling.svg", drawn),
-    ):
-        path = asked.folder / name
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
-        say(str(path))
-    page = asked.folder / "scaling.html"
-    report.compare([run.path for run in runs], page, found, title)
-    say(str(page))
+    title = _title(request.mode, points)
+    simulated: scaling_figure.Simulated = {}
+    where = ""
+    if request.machine is not None:
+        simulated = _simulated(request, request.machine)
+        where = f"simulated, {request.machine.name}"
+    folder = request.folder
+    markdown = "\n".join(table.markdown() for table in tables)
+    write_text(folder / "scaling.md", markdown)
+    write_text(folder / "scaling.svg", scaling_figure.svg(points, title, simulated, where))
+    report.compare([run.path for run in runs], folder / "scaling.html", tables, title)
+    for ending in ("md", "svg", "html"):
+        say(str(folder / f"scaling.{ending}"))
 
 
-def _simulated(asked: ScalingRequest, machine: Hardware) -> scaling_figure.Simulated:
-    """Efficiencies of the same steps on a model of the machine."""
-    from kfac_bench.simulate import workload  # torch
+def _title(mode: str, points: Sequence[ScalingPoint]) -> str:
+    tasks = {point.task for point in points}
+    return f"{mode} scaling" + (f": {tasks.pop()}" if len(tasks) == 1 else "")
 
-    config = compose.load(asked.overrides)
-    found = []
+
+def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_figure.Simulated:
+    """Return the efficiencies of the same steps on a model of the machine."""
+    from kfac_bench.simulate import workload  # This import loads torch.
+
+    config = compose.load(request.overrides)
+    cells = []
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
-    for ranks in asked.world_sizes:
+    for ranks in request.world_sizes:
         size = config.trainer.batch_size
-        if asked.own["mode"] == "strong":
+        if request.mode == "strong":
             size = max(1, size // ranks)
         each = replace(config, trainer=replace(config.trainer, batch_size=size))
         work = workload.of_config(each)
         method, itemsize = config.kfac.method, workload.state_bytes(config)
-        found += sweep(work, machine, asked.variants, [ranks], intervals, method, itemsize=itemsize)
-    out: dict[str, dict[int, float]] = {}
-    for cell in found:
+        variants = request.variants
+        cells += sweep(work, machine, variants, [ranks], intervals, method, itemsize=itemsize)
+    simulated: dict[str, dict[int, float]] = {}
+    for cell in cells:
+        # Measured runs without K-FAC have the name of their optimizer.
         name = cell.variant.label if cell.variant.strategy != SGD else config.optimizer.name
-        out.setdefault(name, {})[cell.world_size] = efficiency(found, cell)
-    return out
+        simulated.setdefault(name, {})[cell.world_size] = efficiency(cells, cell)
+    return simulated
 
 
-def _submit(asked: ScalingRequest, say: Callable[[str], None]) -> None:
-    """A job for each run that has not ended; the last of each world size writes the results."""
-    again = [w for w in asked.words if not w.startswith("launcher=")]
+def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
+    """Submit a job for each unfinished run; the last job of each world size writes the results."""
+    words = [word for word in request.words if not word.startswith("launcher=")]
     entry = "from kfac_bench.cli import bench; bench()"
-    after = [sys.executable, "-c", entry, "scaling", *again, "launcher=none"]
-    options = [word for word in asked.own["sbatch"].split(",") if word]
-    for world_size in asked.world_sizes:
-        todo = [c for c in asked.cells if c.world_size == world_size and not c.ended()]
-        commands = {c.label: c.rank_command for c in todo}
+    after = [sys.executable, "-c", entry, "scaling", *words, "launcher=none"]
+    for world_size in request.world_sizes:
+        todo = [r for r in request.runs if r.world_size == world_size and not r.has_finished()]
+        commands = {each.label: each.rank_command for each in todo}
         if commands:
-            ntasks = [f"--ntasks={world_size}", *options]
-            jobs = slurm_submit.submit(commands, after, asked.folder, ntasks)
+            options = [f"--ntasks={world_size}", *request.sbatch]
+            jobs = slurm_submit.submit(commands, after, request.folder, options)
             say(f"{world_size} ranks: jobs {jobs[0]} to {jobs[-1]}, the last writes the results")
 
 
 def _parse(words: Sequence[str]) -> ScalingRequest:
-    own, overrides = dict(_OWN), []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and name in own:
-            own[name] = value
-        else:
-            overrides.append(word)
-    for name, choices in (("mode", ("weak", "strong")), ("launcher", ("local", "slurm", "none"))):
-        if own[name] not in choices:
-            raise UsageError(f"{name}={own[name]}: choose one of {', '.join(choices)}")
-    for word in overrides:
-        name = word.partition("=")[0]
-        if name in ("kfac", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.enabled"):
-            raise UsageError(f"{word}: say strategy=, beside which sgd is always measured")
-        if name in ("seed", "run_id", "resume"):
-            raise UsageError(f"{word}: each run has its own; rounds= says how many there are")
+    own, overrides = split_words(words, _OWN)
+    mode = one_of("mode", own["mode"], ("weak", "strong"))
+    launcher = one_of("launcher", own["launcher"], ("local", "slurm", "none"))
+    _check_overrides(overrides)
     chosen = [variant(text) for text in own["strategy"].split(",") if text != SGD]
     variants = list(dict.fromkeys([Variant(SGD), *chosen]))
-    sizes = [_whole("world_size", text, _MOST_RANKS) for text in own["world_size"].split(",")]
-    made = cells.cells(
+    sizes = own["world_size"].split(",")
+    world_sizes = [whole_number("world_size", text, _MOST_RANKS) for text in sizes]
+    world_sizes = list(dict.fromkeys(world_sizes))
+    runs = scaling_runs(
         overrides,
         variants,
-        list(dict.fromkeys(sizes)),
-        weak=own["mode"] == "weak",
-        rounds=_whole("rounds", own["rounds"], _MOST_ROUNDS),
-        steps=_whole("steps", own["steps"], _MOST_STEPS) if own["steps"] else None,
+        world_sizes,
+        weak=mode == "weak",
+        rounds=whole_number("rounds", own["rounds"], _MOST_ROUNDS),
+        steps=whole_number("steps", own["steps"], _MOST_STEPS) if own["steps"] else None,
         runs_dir=own["runs_dir"],
     )
     return ScalingRequest(
-        words, own, overrides, variants, list(dict.fromkeys(sizes)), made, _machine(own["hardware"])
+        words,
+        mode,
+        launcher,
+        [word for word in own["sbatch"].split(",") if word],
+        overrides,
+        variants,
+        world_sizes,
+        runs,
+        Path(own["runs_dir"]),
+        _machine(own["hardware"]),
     )
 
 
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse the options that differ between the runs of a measurement."""
+    for word in overrides:
+        name = word.partition("=")[0]
+        if name in ("kfac", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.enabled"):
+            raise UsageError(f"{word}: set strategy= instead; sgd is always measured too")
+        if name in ("seed", "run_id", "resume"):
+            raise UsageError(f"{word}: each run has its own {name}; set rounds= for more runs")
+
+
 def _machine(name: str) -> Hardware | None:
-    """Before anything is measured."""
-    from kfac_bench.simulate.simulate_options import hardware_path  # torch
+    """Return the machine to simulate. A wrong name is reported before anything is measured."""
+    from kfac_bench.simulate.simulate_options import hardware_path  # This import loads torch.
 
     return hardware.load(hardware_path(name, None)) if name else None
-
-
-def _whole(name: str, text: str, most: int) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 1 <= int(text) <= most):
-        raise UsageError(f"{name}={text}: expected a whole number from 1 to {most}")
-    return int(text)
-
-
-def _with_note(table: Table, note: str) -> Table:
-    return Table(table.title, table.columns, table.rows, (note, *table.notes))

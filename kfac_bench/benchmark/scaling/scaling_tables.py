@@ -1,4 +1,4 @@
-"""Measured scaling as tables: efficiency, and the stages of a step beside each other."""
+"""Measured scaling as tables: the efficiency of strategies, and the stages of their steps."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from kfac_bench.report.tables import DASH, Table, Value
 
 
 def tables(runs: Iterable[Run]) -> list[Table]:
-    """Those that the runs say something for: none of runs on one number of ranks without K-FAC."""
+    """Return the tables that these runs can fill.
+
+    The table of efficiency needs several numbers of ranks. The table of stages needs K-FAC.
+    """
     points = measure(runs)
     several = len({p.world_size for p in points}) > 1
-    found = [_scaling(points)] if several else []
-    return found + ([_stages(points)] if any(p.stages_s for p in points) else [])
+    tables = [_scaling(points)] if several else []
+    return tables + ([_stages(points)] if any(p.stages_s for p in points) else [])
 
 
 def scaling_table(runs: Iterable[Run]) -> Table:
-    """Step, throughput and scaling efficiency of each strategy on each number of ranks.
+    """Return the step, throughput and efficiency of each strategy on each number of ranks.
 
-    See :func:`~kfac_bench.benchmark.scaling.measured.efficiency`.
+    :func:`~kfac_bench.benchmark.scaling.measured.efficiency` defines the efficiency.
     """
     return _scaling(measure(runs))
 
 
 def stage_table(runs: Iterable[Run]) -> Table:
-    """Milliseconds of K-FAC's stages, each time that they run (the paper's Fig. 7)."""
+    """Return the milliseconds of one run of each of K-FAC's stages (the paper's Fig. 7)."""
     return _stages(measure(runs))
 
 
@@ -60,9 +63,9 @@ def _scaling(points: Sequence[ScalingPoint]) -> Table:
         for p in points
     ]
     notes = [
-        "efficiency: of a rank, against the fewest ranks of the same strategy",
-        "x without K-FAC: the step against the optimizer's alone",
-        "payload: of K-FAC's messages, mean of a step",
+        "efficiency: throughput per rank over that of the same strategy on its fewest ranks",
+        "x without K-FAC: time of the step over that of the optimizer alone",
+        "payload: mean bytes of K-FAC's messages per step",
         *_notes(points),
     ]
     return _table("Scaling, measured", points, columns, rows, notes)
@@ -78,8 +81,8 @@ def _stages(points: Sequence[ScalingPoint]) -> Table:
         intervals = " / ".join(map(str, sorted(set(p.every.values()))))
         rows.append((p.task, p.strategy, p.world_size, *stages_ms, mean_ms, intervals))
     notes = [
-        "milliseconds each time the stage runs, but for the mean of a step; mean of the ranks; "
-        "waiting for a message is in the stage that sends it",
+        "milliseconds of one run of a stage; only the column of the mean divides by all steps; "
+        "mean over ranks; waiting for a message belongs to the stage that sends the message",
         *_shares(kfac),
         *_parts_of_intervals(kfac),
         *_notes(kfac),
@@ -103,48 +106,54 @@ def _table(
 
 
 def _shares(points: Sequence[ScalingPoint]) -> list[str]:
-    """The paper's one number of Fig. 7, where both its strategies were measured on many ranks."""
-    found = []
+    """Return the ratio that the paper states for Fig. 7, if both its strategies were measured."""
+    notes = []
     for p in (p for p in points if p.strategy == "comm_opt" and p.world_size > 1):
         other = [q for q in points if (q.task, q.strategy) == (p.task, "layer_wise")]
         for q in (q for q in other if q.world_size == p.world_size):
             gradients = q.stages_s["gradient share"] * q.every["gradient share"]
             if gradients > 0:
                 ratio = p.stages_s["their share"] * p.every["their share"] / gradients
-                found.append(
-                    f"{p.world_size} ranks: comm_opt's share of decompositions takes {ratio:.2g} "
-                    f"times layer_wise's share of gradients (the paper, 64 V100: 3.4)"
+                notes.append(
+                    f"{p.world_size} ranks: sharing decompositions in comm_opt takes {ratio:.2g} "
+                    f"times as long as sharing gradients in layer_wise (the paper, 64 V100: 3.4)"
                 )
-    return found
+    return notes
 
 
 def _parts_of_intervals(points: Sequence[ScalingPoint]) -> list[str]:
+    """Return a note on points whose steps are no whole number of intervals."""
     odd = [p for p in points if p.steps % (p.rounds * math.lcm(*p.every.values()))]
     if not odd:
         return []
     which = ", ".join(f"{p.strategy} on {p.world_size}" for p in odd)
-    return [f"not measured over whole intervals: {which}; rare stages are over or under"]
+    return [
+        f"not measured over whole intervals: {which}; rare stages count too often or too rarely"
+    ]
 
 
 def _notes(points: Sequence[ScalingPoint]) -> list[str]:
     notes = []
     if points:
-        rounds = sorted({p.rounds for p in points})
-        steps = sorted({p.steps for p in points})
-        said = " to ".join(map(str, (rounds[0], rounds[-1]) if len(rounds) > 1 else rounds))
-        some = " to ".join(map(str, (steps[0], steps[-1]) if len(steps) > 1 else steps))
+        rounds, steps = _range(p.rounds for p in points), _range(p.steps for p in points)
         notes.append(
-            f"medians of {said} rounds, {some} steps each point, the first window left out"
+            f"medians of {rounds} rounds, {steps} steps per point, without the first window"
         )
-    short = sorted({p.world_size for p in points if p.short_of_cores})
+    short = sorted({p.world_size for p in points if p.is_short_of_cores})
     if short:
         which = ", ".join(map(str, short))
-        notes.append(f"{which} ranks share cores: their seconds say nothing of more machines")
+        notes.append(f"{which} ranks share cores: their times do not hold for more machines")
     return notes
 
 
+def _range(numbers: Iterable[int]) -> str:
+    """Return ``3``, or ``3 to 5`` if the numbers differ."""
+    ends = sorted(set(numbers))
+    return str(ends[0]) if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
+
+
 def _over_first_order(points: Sequence[ScalingPoint], point: ScalingPoint) -> float | None:
-    """How many steps without K-FAC, on as many ranks and with the same batch, one of this takes."""
+    """Return the time of the step over that without K-FAC, on the same ranks and batch."""
     key = (point.task, point.world_size, point.batch_size)
     bare = [p for p in points if not p.every and (p.task, p.world_size, p.batch_size) == key]
     return point.step_s / bare[0].step_s if len(bare) == 1 and point.every else None

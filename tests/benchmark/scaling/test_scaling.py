@@ -51,19 +51,19 @@ def call(*words):
 
 def test_cells_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
     asked = parse("world_size=1,2", "strategy=comm_opt,hybrid_opt@1/2", "rounds=2")
-    assert [c.label for c in asked.cells[:6]] == [
+    assert [c.label for c in asked.runs[:6]] == [
         *("sgd 1 ranks round 1", "comm_opt 1 ranks round 1", "hybrid_opt@1/2 1 ranks round 1"),
         *("sgd 2 ranks round 1", "comm_opt 2 ranks round 1", "hybrid_opt@1/2 2 ranks round 1"),
     ]
-    assert len(asked.cells) == 12
-    assert len({c.path for c in asked.cells}) == 12
-    configs = [compose.load(c.overrides) for c in asked.cells]
+    assert len(asked.runs) == 12
+    assert len({c.path for c in asked.runs}) == 12
+    configs = [compose.load(c.overrides) for c in asked.runs]
     assert [c.kfac.enabled for c in configs[:3]] == [False, True, True]
     assert [c.kfac.strategy for c in configs[1:3]] == ["comm_opt", "hybrid_opt"]
     assert [c.kfac.grad_worker_fraction for c in configs[1:3]] == [None, 0.5]
     assert [c.trainer.batch_size for c in configs[:6:3]] == [64, 128]
     assert [c.seed for c in configs[::6]] == [0, 1]
-    for cell, config in zip(asked.cells, configs, strict=True):
+    for cell, config in zip(asked.runs, configs, strict=True):
         check(config)
         assert (config.trainer.max_steps, config.trainer.log_freq) == (16, 4)
         assert (config.trainer.pin, config.trainer.threads) == (True, 1)
@@ -73,14 +73,14 @@ def test_cells_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
 
 def test_strong_scaling_keeps_the_batch():
     asked = parse("mode=strong", "world_size=1,2,4", "strategy=mem_opt", "rounds=1", "steps=10")
-    configs = [compose.load(c.overrides) for c in asked.cells]
+    configs = [compose.load(c.overrides) for c in asked.runs]
     assert {c.trainer.batch_size for c in configs} == {64}
     assert {c.trainer.max_steps for c in configs} == {40}
 
 
 def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
     words = ["experiment=digits/autoencoder_kfac", "world_size=2", "strategy=layer_wise"]
-    for cell in scaling_options._parse(words).cells:
+    for cell in scaling_options._parse(words).runs:
         config = compose.load(cell.overrides)
         assert config.kfac.enabled == (cell.variant.strategy != "sgd")
         assert config.kfac.strategy == "layer_wise" or not config.kfac.enabled
@@ -88,10 +88,14 @@ def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
 
 
 def test_commands_start_as_many_ranks_as_they_say():
-    one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").cells
+    one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").runs
     assert one.local_command[1:3] == ["-m", "kfac_bench"]
     assert two.local_command[1:6] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
     ]
     assert two.local_command[6:] == ["kfac_bench", *two.overrides]
     assert two.rank_command[1:] == ["-m", "kfac_bench", *two.overrides]
@@ -106,8 +110,8 @@ def test_commands_start_as_many_ranks_as_they_say():
         ("world_size=1,x", "expected a whole number of at least 1"),
         ("strategy=best", "choose one of sgd, comm_opt"),
         ("strategy=comm_opt@1/2", "takes no fraction"),
-        ("kfac=mem_opt", "say strategy="),
-        ("seed=1", "each run has its own"),
+        ("kfac=mem_opt", "set strategy="),
+        ("seed=1", "each run has its own seed"),
         ("trainer.batch_sise=1", "did you mean batch_size"),
         ("rounds=", "rounds=: expected"),
         ("hardware=none", "hardware=none: choose one of longhorn_v100"),
@@ -294,7 +298,7 @@ def test_two_ranks_are_measured_once(tmp_path, capsys):
     """Two runs of two ranks; the second command finds them and runs nothing."""
     words = (*WORDS, "world_size=2", "strategy=layer_wise", "rounds=1", f"runs_dir={tmp_path}")
     assert call(*words, "launcher=none") == 2
-    assert "none of these runs has ended" in capsys.readouterr().err
+    assert "no run has finished" in capsys.readouterr().err
     assert call(*words, "hardware=two_cores") == 0
     said = capsys.readouterr().out
     assert "[2/2] layer_wise 2 ranks round 1: measured\n" in said
@@ -302,7 +306,7 @@ def test_two_ranks_are_measured_once(tmp_path, capsys):
     started, *_ = read(runs["layer_wise"])
     assert started.environment["world_size"] == 2
     assert started.environment["pinned"] == (len(os.sched_getaffinity(0)) >= 2)
-    [cell] = [c for c in scaling_options._parse(words).cells if c.variant.strategy == "layer_wise"]
+    [cell] = [c for c in scaling_options._parse(words).runs if c.variant.strategy == "layer_wise"]
     assert started.payload_bytes == expected_payload(cell.overrides)
     assert [e.step for e in read(runs["layer_wise"]) if isinstance(e, Trained)] == [4, 8, 12, 16]
     table = stage_table([load(runs["layer_wise"])])
@@ -330,4 +334,4 @@ def test_without_slurm_one_line_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert call(*WORDS, "launcher=slurm", f"runs_dir={tmp_path}") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "launcher=slurm: there is no sbatch here" in line
+    assert "launcher=slurm: there is no sbatch on this machine" in line

@@ -1,16 +1,16 @@
-"""The runs of a scaling measurement: commands of kfac-train, as many ranks each as it says."""
+"""The runs of a scaling measurement: each is a command of kfac-train on some number of ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kfac_bench.benchmark import local_process
 from kfac_bench.config import compose
 from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
@@ -18,9 +18,9 @@ from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.simulate.sweep import SGD, Variant
 
 WINDOWS = 4
-"""Intervals of decompositions that a run trains; the first warms up."""
+"""Intervals of decompositions that a run trains. The first interval warms up."""
 MOST_S = 3600
-"""For one run."""
+"""Time limit of one run."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +31,34 @@ class ScalingRun:
     world_size: int
     round: int
     overrides: tuple[str, ...]
-    """Of kfac-train, run_id and runs_dir among them."""
+    """Overrides of kfac-train, run_id and runs_dir included."""
     path: Path
-    """Its run directory."""
+    """The run directory."""
 
     @property
     def label(self) -> str:
-        """For people, and the name of its job."""
+        """The name for readers, which is also the name of the job."""
         return f"{self.variant.label} {self.world_size} ranks round {self.round + 1}"
 
     @property
     def local_command(self) -> list[str]:
-        """Starts it on this machine."""
-        launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.world_size}"]
-        several = [*launch, "-m"] if self.world_size > 1 else []
-        return [sys.executable, "-m", *several, "kfac_bench", *self.overrides]
+        """The command that runs all ranks on this machine."""
+        return local_process.local_command(self.overrides, self.world_size)
 
     @property
     def rank_command(self) -> list[str]:
-        """What srun starts on each rank."""
-        return [sys.executable, "-m", "kfac_bench", *self.overrides]
+        """The command of one rank, for srun to start on every rank."""
+        return local_process.rank_command(self.overrides)
 
-    def ended(self) -> bool:
-        """Whether nothing is left to do."""
+    def has_finished(self) -> bool:
+        """Whether the run is complete."""
         if not (self.path / EVENTS_FILE).exists():
             return False
         last = next((e for e in reversed(read(self.path)) if isinstance(e, RunEnded)), None)
         return last is not None and last.status == "finished"
 
 
-def cells(
+def scaling_runs(
     overrides: Sequence[str],
     variants: Sequence[Variant],
     world_sizes: Sequence[int],
@@ -70,13 +68,25 @@ def cells(
     steps: int | None,
     runs_dir: str,
 ) -> list[ScalingRun]:
-    """Every strategy on every number of ranks, SGD beside them, in rounds.
+    """Return the runs of every variant on every number of ranks, in rounds.
 
-    Rounds are the outer loop: a slow minute of the machine slows all of them. ``weak``: the
-    configured batch is that of one rank, else that of all. Raises :class:`UsageError`.
+    Rounds are the outer loop. So a slow minute of the machine slows all variants alike.
+
+    Args:
+        overrides: The user's overrides of kfac-train.
+        variants: The strategies, with SGD.
+        world_sizes: The numbers of ranks.
+        weak: Whether the configured batch size is that of one rank; else it is that of all ranks.
+        rounds: How often each variant runs on each number of ranks.
+        steps: Steps of a window; None: ``kfac.update_freq``.
+        runs_dir: Where run directories go.
+
+    Raises:
+        UsageError: An override is wrong, or a rank would get no example.
     """
     base = compose.load(overrides)
     window = steps or base.kfac.update_freq
+    # Overrides that come later win, so a run measures the same whatever an experiment file says.
     fixed = [
         *overrides,
         "trainer.target=null",
@@ -93,33 +103,33 @@ def cells(
     ]
     if base.trainer.threads is None:
         fixed.append("trainer.threads=1")
-    found = []
+    runs = []
     for number in range(rounds):
         for world_size in world_sizes:
             batch = base.trainer.batch_size * (world_size if weak else 1)
             for variant in variants:
                 own = (*fixed, f"trainer.batch_size={batch}", *_kfac(variant), f"seed={number}")
-                found.append(_cell(variant, world_size, number, own, runs_dir))
-    return found
+                runs.append(_run_of(variant, world_size, number, own, runs_dir))
+    return runs
 
 
-def _cell(
+def _run_of(
     variant: Variant, world_size: int, number: int, overrides: tuple[str, ...], runs_dir: str
 ) -> ScalingRun:
     config = compose.load(overrides)
     if config.trainer.batch_size < world_size:
         raise UsageError(
             f"trainer.batch_size={config.trainer.batch_size} leaves some of {world_size} ranks "
-            "without an example: mode=weak, or a larger batch"
+            "without an example; use mode=weak or a larger batch"
         )
     digest = hashlib.sha256(repr((world_size, overrides)).encode()).hexdigest()[:8]
     name = f"{variant.label.replace('/', '_').replace('@', '-')}-{world_size}-{number}-{digest}"
-    return ScalingRun(
-        variant, world_size, number, (*overrides, f"run_id={name}"), Path(runs_dir) / name
-    )
+    named = (*overrides, f"run_id={name}")
+    return ScalingRun(variant, world_size, number, named, Path(runs_dir) / name)
 
 
 def _kfac(variant: Variant) -> tuple[str, ...]:
+    """Return the overrides that select the variant."""
     if variant.strategy == SGD:
         return ("kfac=none", "kfac.enabled=false")
     share = "null" if variant.fraction is None else f"{variant.fraction:g}"
@@ -131,41 +141,34 @@ def _kfac(variant: Variant) -> tuple[str, ...]:
     )
 
 
-def run(todo: Sequence[ScalingRun], say: Callable[[str], None]) -> int:
-    """Run the cells on this machine, one after the other; how many failed. Ended ones are skipped.
+def run_here(todo: Sequence[ScalingRun], say: Callable[[str], None]) -> int:
+    """Run all on this machine, one after the other; return how many failed.
 
-    A run that was broken off goes on where its checkpoint was.
+    Finished runs are skipped. An interrupted run continues from its checkpoint.
     """
     failed = 0
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > 0.3 * cores and not all(cell.ended() for cell in todo):
-        say(f"other processes take part: load {load:.1f} on {cores} cores, before anything is run")
+    if load > 0.3 * cores and not all(each.has_finished() for each in todo):
+        say(f"other processes are busy, so times will be too long: load {load:.1f}, {cores} cores")
     took_s: list[float] = []
-    for number, cell in enumerate(todo, start=1):
-        if cell.ended():
-            said = "measured before"
+    for number, each in enumerate(todo, start=1):
+        if each.has_finished():
+            text = "measured before"
         else:
             began = time.monotonic()
-            error = _run(cell)
+            error = _run(each)
             took_s.append(time.monotonic() - began)
             failed += bool(error)
-            said = error or "measured"
-        left = sum(not each.ended() for each in todo[number:])
-        say(f"[{number}/{len(todo)}] {cell.label}: {said}{time_left(took_s, left)}")
+            text = error or "measured"
+        left = sum(not later.has_finished() for later in todo[number:])
+        say(f"[{number}/{len(todo)}] {each.label}: {text}{time_left(took_s, left)}")
     return failed
 
 
-def _run(cell: ScalingRun) -> str:
-    """Run it; what went wrong."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+def _run(each: ScalingRun) -> str:
+    """Run it; return the error, or an empty text."""
     try:
-        done = subprocess.run(  # noqa: S603
-            cell.local_command, capture_output=True, text=True, env=environment, timeout=MOST_S
-        )
+        code, line = local_process.run(each.local_command, MOST_S)
     except subprocess.TimeoutExpired:
-        return f"failed: not ended after {MOST_S} s"
-    if done.returncode == 0 and cell.ended():
-        return ""
-    own = [line for line in done.stderr.splitlines() if line.startswith("kfac-train:")]
-    lines = own or done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["?"]
-    return f"failed: {lines[-1]} (exit code {done.returncode})"
+        return f"failed: not finished after {MOST_S} s"
+    return "" if code == 0 and each.has_finished() else f"failed: {line}"

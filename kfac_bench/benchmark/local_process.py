@@ -1,0 +1,37 @@
+"""One run of kfac-train as processes of this machine: its command, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def local_command(overrides: Sequence[str], ranks: int) -> list[str]:
+    """Return the command that trains on so many ranks of this machine."""
+    several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return [sys.executable, "-m", *(several if ranks > 1 else []), "kfac_bench", *overrides]
+
+
+def rank_command(overrides: Sequence[str]) -> list[str]:
+    """Return the command of one rank, for srun to start on every rank."""
+    return local_command(overrides, 1)
+
+
+def run(command: Sequence[str], timeout_s: float | None = None) -> tuple[int, str]:
+    """Run the command; return its exit code and the line that names the error.
+
+    Raises :class:`subprocess.TimeoutExpired` after `timeout_s`.
+    """
+    done = subprocess.run(  # noqa: S603
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        timeout=timeout_s,
+    )
+    lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"]
+    # torchrun prints more lines after the error of kfac-train.
+    own = [line for line in lines if line.startswith("kfac-train: ")]
+    return done.returncode, f"{(own or lines)[-1]} (exit code {done.returncode})"
