@@ -244,19 +244,20 @@ def main() -> int:
     out.write_text(
         f"""\
 # Measured by scripts/measure_hardware.py on {day}: {_processor()}, torch {torch.__version__},
-# {options.device.type}, one thread a rank. All ranks on this machine: no link between nodes.
+# {options.device.type}, one thread per rank. All ranks are on this machine, so no link is
+# between nodes.
 network:
   ranks_per_node: 1024  # all on one machine
   intra: {link}  # measured: gloo, 2 ranks
-  inter: {link}  # the same: not measured
-  algorithm: ring  # gloo's
+  inter: {link}  # not measured: same as intra
+  algorithm: ring  # the algorithm of gloo
 rates:
   step_flops_per_s: {{default: {step:.4g}}}  # measured: a CIFAR ResNet-20
-  factor_flops_per_s: {factor:.4g}  # measured: its A and G, as full products
+  factor_flops_per_s: {factor:.4g}  # measured: factors A and G of the same model
   precondition_flops_per_s: {gemm:.4g}  # measured: products of [512, 512]
   eigen_s: {{{next(tables)}}}  # measured
   inverse_s: {{{next(tables)}}}  # measured
-overlap: 0.0  # assumed: ranks share the processor that sends
+overlap: 0.0  # assumed: the processor that computes also sends
 {crowd}""",
         encoding="utf-8",
     )

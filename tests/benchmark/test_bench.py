@@ -1,4 +1,4 @@
-"""Benchmarks are data: cells, what is run and what is not."""
+"""Benchmarks as data: which cells they have, and which cells are run."""
 
 import subprocess
 
@@ -23,7 +23,7 @@ DEMO = schema.load("demo")
 
 
 def small(**changes):
-    """Two tasks times two optimizers, without a tuning section."""
+    """Return a benchmark of two tasks times two optimizers, without a tuning section."""
     options = {
         "title": "Small",
         "axes": {"task": ["resnet", "autoencoder"], "optimizer": ["sgd", "adamw"]},
@@ -34,14 +34,18 @@ def small(**changes):
 
 
 def write_run(cell, status="finished", step=10, value=0.9, hit_s=None, message=""):
-    """The event file that a run of the cell would have left."""
+    """Write the event file that a run of the cell would leave."""
     config, path = cell.config(), cell.path()
     path.mkdir(parents=True, exist_ok=True)
     log = EventLog([JsonlSink(path / "events.jsonl")])
     higher = config.task.name == "classification"
     log.emit(
         RunStarted(
-            *(0, 0.0, path.name, "figure", higher),
+            0,
+            0.0,
+            path.name,
+            "figure",
+            higher,
             {"seed": config.seed, "trainer": {"target": config.trainer.target}},
             {},
         )
@@ -56,7 +60,7 @@ def write_run(cell, status="finished", step=10, value=0.9, hit_s=None, message="
 # ---- the grid ----
 
 
-def test_points_are_every_combination_in_order():
+def test_points_are_all_combinations_in_order():
     assert list(schema.points(small())) == [
         {"task": "resnet", "optimizer": "sgd"},
         {"task": "resnet", "optimizer": "adamw"},
@@ -66,7 +70,7 @@ def test_points_are_every_combination_in_order():
 
 
 def test_cells_are_points_times_seeds():
-    """A slow hour of the machine must not slow one optimizer alone: the seeds are outside."""
+    """Seeds are the outer loop, so that a slow hour does not slow one optimizer alone."""
     cells = grid.cells(small(), "some/where")
     assert [c.label for c in cells[:5]] == [
         "resnet sgd seed 0",
@@ -77,8 +81,11 @@ def test_cells_are_points_times_seeds():
     ]
     assert len(cells) == 8
     assert cells[5].overrides == (
-        *("experiment=digits/resnet", "optimizer=adamw", "logger=none"),
-        *("seed=5", "runs_dir=some/where"),
+        "experiment=digits/resnet",
+        "optimizer=adamw",
+        "logger=none",
+        "seed=5",
+        "runs_dir=some/where",
     )
     found = cells[5].config()
     assert (found.optimizer.name, found.seed, found.model.name) == ("adamw", 5, "resnet8")
@@ -86,14 +93,14 @@ def test_cells_are_points_times_seeds():
     assert all(str(c.path()).startswith("some/where/") for c in cells)
 
 
-def test_seeds_can_be_given():
+def test_given_seeds_replace_those_of_the_benchmark():
     assert grid.cells(small(), "r", [7])[0].label == "resnet sgd seed 7"
     assert len(grid.cells(DEMO, "r")) == 2 * 3 * 3
     assert len(grid.cells(DEMO, "r", [0])) == 6
 
 
 @pytest.mark.parametrize("name", ["no_such", "", "../train", "demo.yaml"])
-def test_an_unknown_benchmark_lists_what_there_is(name):
+def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
     with pytest.raises(UsageError, match=r"no such benchmark; choose one of .*demo") as caught:
         schema.load(name)
     assert len(str(caught.value).splitlines()) == 1
@@ -108,7 +115,7 @@ def test_an_unknown_benchmark_lists_what_there_is(name):
         ("title: x\n", "broken.yaml"),
     ],
 )
-def test_a_broken_benchmark_is_one_line(tmp_path, monkeypatch, text, fragment):
+def test_a_broken_benchmark_gives_a_one_line_error(tmp_path, monkeypatch, text, fragment):
     (tmp_path / "benchmark").mkdir()
     (tmp_path / "benchmark" / "broken.yaml").write_text(text)
     monkeypatch.setattr(compose, "CONF_DIR", tmp_path)
@@ -124,7 +131,7 @@ def test_a_broken_benchmark_is_one_line(tmp_path, monkeypatch, text, fragment):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Overrides of the cells whose processes were started; none really is."""
+    """Return the overrides of the started cells. No process is really started."""
     calls = []
 
     def train(overrides):
@@ -155,7 +162,7 @@ def test_a_finished_cell_is_not_run_again(tmp_path, started):
     assert len(said) == 5
 
 
-def test_a_failed_cell_is_a_recorded_miss(tmp_path, started):
+def test_a_failed_cell_is_recorded_and_not_run_again_without_retry(tmp_path, started):
     cells = grid.cells(small(), str(tmp_path))[:2]
     said = []
     for _ in range(2):
@@ -171,7 +178,7 @@ def test_a_failed_cell_is_a_recorded_miss(tmp_path, started):
     assert len(started) == 4
 
 
-def test_a_run_that_was_stopped_goes_on_next_time(tmp_path, started, monkeypatch):
+def test_an_interrupted_run_continues_at_the_next_start(tmp_path, started, monkeypatch):
     [cell] = grid.cells(small(), str(tmp_path))[:1]
     with monkeypatch.context() as stopped:
         stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
@@ -181,7 +188,7 @@ def test_a_run_that_was_stopped_goes_on_next_time(tmp_path, started, monkeypatch
     assert len(started) == 1
 
 
-def test_a_cell_fails_with_the_run_that_it_starts_from(tmp_path, started):
+def test_a_cell_fails_if_the_run_that_it_starts_from_fails(tmp_path, started):
     first = Cell("first", ("model=resnet8", f"runs_dir={tmp_path}", "run_id=first"))
     cell = Cell("cell", ("model=resnet8", f"runs_dir={tmp_path}", "seed=3"), before=(first,))
     good, said = grid.run_cell(cell)
@@ -196,7 +203,7 @@ def test_a_cell_fails_with_the_run_that_it_starts_from(tmp_path, started):
     assert [call[-1] for call in started] == ["run_id=first", f"run_id={cell.path().name}"]
 
 
-def test_what_a_value_stands_for(tmp_path):
+def test_a_profile_changes_the_options_of_a_value(tmp_path):
     each = {"size": {"big": ["trainer.batch_size=512", "ranks=2"]}}
     sized = {
         "smoke": BenchmarkProfile(each={"size": {"small": ["trainer.batch_size=4"]}}, seeds=[7])
@@ -220,8 +227,8 @@ def test_what_a_value_stands_for(tmp_path):
         grid.cells(small(), "r", None, "smoke")
 
 
-def test_a_name_does_not_depend_on_the_job(tmp_path, monkeypatch):
-    """A job of the cluster and the terminal that submitted it must find one directory."""
+def test_the_run_directory_does_not_depend_on_the_job(tmp_path, monkeypatch):
+    """A job of the cluster and the terminal that submitted it must find the same directory."""
     cells = grid.cells(small(), str(tmp_path))
     here = cells[0].path()
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -229,7 +236,7 @@ def test_a_name_does_not_depend_on_the_job(tmp_path, monkeypatch):
     assert cells[0].path() == here
 
 
-def test_a_cell_that_runs_is_told_by_its_events(tmp_path, monkeypatch):
+def test_the_message_of_a_cell_comes_from_its_events(tmp_path, monkeypatch):
     [cell] = grid.cells(small(), str(tmp_path), [0])[:1]
 
     def train(overrides):
@@ -242,7 +249,7 @@ def test_a_cell_that_runs_is_told_by_its_events(tmp_path, monkeypatch):
     assert said == ["[1/1] resnet sgd seed 0: reached at step 4, 1.50 s"]
 
 
-def test_what_torchrun_says_after_the_error_is_left_out(tmp_path, monkeypatch):
+def test_lines_of_torchrun_after_the_error_are_left_out(tmp_path, monkeypatch):
     cell = Cell("x", ("model=resnet8", f"runs_dir={tmp_path}"), ranks=2)
     said = "some warning\nkfac-train: it broke\ntorchrun: a rank failed\n"
 
@@ -254,7 +261,7 @@ def test_what_torchrun_says_after_the_error_is_left_out(tmp_path, monkeypatch):
 
 
 def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkeypatch):
-    """kfac-bench run; the one test here that starts a run, which finds no data."""
+    """kfac-bench run starts a real run here, which finds no data."""
     axes = {"data": ["digits", "cifar10"]}
     tree = Benchmark("T", axes, ["data={data}", "model=resnet8", "logger=none"], [3])
     monkeypatch.setattr(schema, "load", lambda name: tree)
@@ -272,6 +279,6 @@ def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkey
     assert "optimizer" in said, "no table"
 
 
-def test_a_cell_with_bad_overrides_is_refused():
+def test_a_cell_with_wrong_overrides_is_refused():
     with pytest.raises(UsageError, match="did you mean damping"):
         Cell("x", ("kfac.dampign=1",)).path()

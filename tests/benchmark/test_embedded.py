@@ -1,4 +1,4 @@
-"""The embedded tasks: Python's reference and scikit-image's pictures, real and without download."""
+"""The embedded tasks: real data without a download, from Python's reference and scikit-image."""
 
 import math
 import socket
@@ -25,7 +25,7 @@ from tests.support.runs import of_kind, train
 # ---- text ----
 
 
-def test_characters_there_and_back():
+def test_text_survives_encoding_and_decoding():
     text = "The if statement\n  x = {1: '~'}\n"
     symbols = pydoc.encode(text)
     assert symbols.dtype == torch.uint8
@@ -34,7 +34,7 @@ def test_characters_there_and_back():
     assert pydoc.decode(pydoc.encode("é\t\x00")) == "?  "
 
 
-def test_windows_of_the_reference():
+def test_windows_of_the_python_reference():
     data = pydoc.load(32)
     assert (data.shape, data.num_classes, data.eval_size) == ((32,), 96, 512)
     assert data.train_size > 5_000
@@ -54,7 +54,7 @@ def test_held_out_topics_are_not_trained_on():
     assert len(train_rows & held_out) <= 0.02 * len(held_out)  # a phrase may stand in two topics
 
 
-def test_a_window_longer_than_all_text_is_refused():
+def test_a_window_longer_than_the_text_is_refused():
     with pytest.raises(UsageError, match=r"data.sequence_length=1000000: no topic"):
         pydoc.load(1_000_000)
 
@@ -62,7 +62,7 @@ def test_a_window_longer_than_all_text_is_refused():
 # ---- pictures ----
 
 
-def test_noisy_patches_of_pictures_that_are_here(monkeypatch):
+def test_noisy_patches_of_installed_pictures(monkeypatch):
     def no_network(*_):
         raise AssertionError("asked the network for a picture")
 
@@ -94,7 +94,7 @@ def test_a_patch_larger_than_the_pictures_is_refused():
         pictures.load(5000)
 
 
-def test_without_scikit_image_it_says_what_to_install(monkeypatch):
+def test_without_scikit_image_the_error_names_the_package(monkeypatch):
     monkeypatch.setattr(installed_file, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'kfac-bench\[pictures\]'"):
         pictures.load()
@@ -118,7 +118,7 @@ def test_no_position_sees_what_follows_it():
     assert all((before[:, i] - after[:, i]).abs().max() > 1e-6 for i in (5, 6, 7))
 
 
-def test_kfac_covers_every_linear_of_it():
+def test_kfac_covers_every_linear_layer_of_the_transformer():
     model = small_transformer()
     layers, skipped = find_layers(model)
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
@@ -127,7 +127,7 @@ def test_kfac_covers_every_linear_of_it():
     assert {s.kind for s in skipped} == {"Embedding", "LayerNorm"}
 
 
-def test_heads_divide_the_width():
+def test_heads_must_divide_the_width():
     with pytest.raises(UsageError, match=r"model.width=12 must be a multiple of model.heads=5"):
         Transformer(11, 8, 12, 1, 5)
 
@@ -136,7 +136,7 @@ def test_heads_divide_the_width():
 
 
 class Fixed(nn.Module):
-    """Says the same whatever it is given."""
+    """A model whose output does not depend on its input."""
 
     def __init__(self, output):
         super().__init__()
@@ -146,7 +146,7 @@ class Fixed(nn.Module):
         return self.output
 
 
-def test_the_loss_of_knowing_nothing_is_that_of_so_many_symbols():
+def test_a_constant_model_has_the_loss_of_uniform_guessing():
     batch = torch.zeros(3, 4, dtype=torch.int64), torch.arange(12).view(3, 4)
     task, model = LanguageModel(), Fixed(torch.zeros(3, 4, 96))
     assert task.forward(model, batch)[0].item() == pytest.approx(math.log(96))
@@ -160,8 +160,8 @@ def test_the_loss_of_knowing_nothing_is_that_of_so_many_symbols():
     assert "loss 1.14" in worst.caption
 
 
-def test_psnr_is_of_pixels_in_0_to_1():
-    """An error of 0.1 everywhere is 20 dB, whatever the images are normalised by."""
+def test_psnr_is_computed_for_pixels_from_0_to_1():
+    """An error of 0.1 everywhere is 20 dB, for any normalization of the images."""
     clean = torch.rand(2, 1, 4, 4)
     for std in (1.0, 0.25):
         task = Denoising(16, Looks([0.5], [std]))
@@ -174,7 +174,7 @@ def test_psnr_is_of_pixels_in_0_to_1():
         task.forward(Fixed(torch.zeros(2, 2, 4, 4)), batch)
 
 
-def test_the_curvature_of_denoising_is_its_loss_s_hessian():
+def test_the_curvature_of_denoising_is_the_hessian_of_its_loss():
     task, clean = Denoising(6), torch.rand(1, 1, 2, 3)
 
     def loss(output):
@@ -206,7 +206,7 @@ MC = ("kfac.fisher=mc", "kfac.method=inverse", "kfac.damping=0.03", "optimizer.l
         ),
     ],
 )
-def test_a_few_steps_with_kfac_and_the_models_own_fisher(tmp_path, experiment, overrides, better):
+def test_a_few_steps_with_kfac_and_the_sampled_fisher(tmp_path, experiment, overrides, better):
     short = ("logger=none", "trainer.max_steps=20", "trainer.eval_freq=20")
     base = (f"experiment={experiment}", *overrides, *MC, *short)
     status, path = train(tmp_path, base=base)
@@ -219,7 +219,7 @@ def test_a_few_steps_with_kfac_and_the_models_own_fisher(tmp_path, experiment, o
 
 
 @pytest.mark.parametrize("experiment", ["embedded/pydoc_transformer", "embedded/pictures_unet"])
-def test_a_dry_run_knows_them(experiment):
+def test_a_dry_run_accepts_the_embedded_experiments(experiment):
     config = compose.load([f"experiment={experiment}"])
     found = trace(config)
     assert found.parameters > 10_000
@@ -238,7 +238,7 @@ def test_a_dry_run_knows_them(experiment):
         (("model=transformer", "task=denoising"), "does not fit"),
     ],
 )
-def test_what_does_not_go_together_is_refused(overrides, fragment):
+def test_options_that_contradict_each_other_are_refused(overrides, fragment):
     with pytest.raises(UsageError, match=fragment):
         compose.load(list(overrides))
 

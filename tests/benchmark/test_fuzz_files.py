@@ -1,4 +1,4 @@
-"""YAML of anybody (benchmarks, hardware, lists of layers): read, or refused in one line."""
+"""Foreign YAML files (benchmarks, hardware, lists of layers) are read or refused in one line."""
 
 import pytest
 import yaml
@@ -24,13 +24,13 @@ LAYERS = {
 
 @fuzz(60)
 @given(tree=spoilt(yaml.safe_load(HARDWARE)))
-def test_spoilt_hardware(tree):
+def test_wrong_values_of_hardware(tree):
     refused_or(lambda: hardware.parse(tree, "x", "x.yaml"))
 
 
 @fuzz(40)
 @given(content=damaged(HARDWARE))
-def test_damaged_hardware(tmp_path_factory, content):
+def test_damaged_bytes_of_hardware(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("h") / "x.yaml"
     path.write_bytes(content)
     refused_or(lambda: hardware.load(path))
@@ -38,7 +38,7 @@ def test_damaged_hardware(tmp_path_factory, content):
 
 @fuzz(80)
 @given(tree=spoilt(LAYERS))
-def test_spoilt_lists_of_layers(tmp_path_factory, tree):
+def test_wrong_values_of_a_list_of_layers(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("w") / "x.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8", errors="replace")
     refused_or(lambda: workload.of_file(path, 32))
@@ -46,7 +46,7 @@ def test_spoilt_lists_of_layers(tmp_path_factory, tree):
 
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory):
-    """A folder of benchmarks."""
+    """Return a folder of benchmarks."""
     folder = tmp_path_factory.mktemp("conf")
     (folder / "benchmark").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -63,13 +63,13 @@ def loaded(conf, content):
 
 @fuzz(40)
 @given(tree=spoilt(yaml.safe_load(BENCHMARK)))
-def test_spoilt_benchmarks(conf, tree):
+def test_wrong_values_of_benchmarks(conf, tree):
     loaded(conf, yaml.safe_dump(tree).encode("utf-8", "replace"))
 
 
 @fuzz(30)
 @given(content=damaged(BENCHMARK))
-def test_damaged_benchmarks(conf, content):
+def test_damaged_bytes_of_benchmarks(conf, content):
     loaded(conf, content)
 
 
@@ -82,14 +82,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: str(change)[:40])
-def test_numbers_that_are_none_or_absurd_are_refused(tmp_path, change):
+def test_missing_and_absurd_numbers_are_refused(tmp_path, change):
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump(LAYERS | change))
     with pytest.raises(UsageError):
         workload.of_file(path, 32)
 
 
-def test_a_benchmark_that_is_no_text_is_refused(conf):
+def test_a_benchmark_that_is_not_text_is_refused(conf):
     (conf / "benchmark" / "x.yaml").write_bytes(b"title: \xff\n")
     with pytest.raises(UsageError, match=r"x\.yaml"):
         schema.load("x")

@@ -1,4 +1,4 @@
-"""Ratios, profiles and scores, held against sums done by hand and against their definitions."""
+"""Ratios, profiles and scores, compared with hand-made results and with their definitions."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ TIMES = {
 }
 
 
-def test_ratios_by_hand():
+def test_ratios_equal_hand_made_ones():
     assert pp.ratios(TIMES) == {
         "A": {"a": 1.0, "b": 2.5, "c": INF},
         "B": {"a": 1.5, "b": 1.0, "c": INF},
@@ -32,7 +32,7 @@ def test_ratios_by_hand():
     }
 
 
-def test_profiles_by_hand_the_best_first():
+def test_profiles_equal_hand_made_ones_with_the_best_first():
     third = pytest.approx(1 / 3)
     two = pytest.approx(2 / 3)
     assert pp.profiles(TIMES) == {
@@ -43,14 +43,14 @@ def test_profiles_by_hand_the_best_first():
     assert list(pp.profiles(TIMES)) == ["B", "A", "C"]
 
 
-def test_scores_by_hand():
+def test_scores_equal_hand_made_ones():
     found = pp.scores(TIMES)
     assert found["A"] == pytest.approx((3 + 1.5 + 0) / 9)
     assert found["B"] == pytest.approx((2.5 + 3 + 0) / 9)
     assert found["C"] == pytest.approx((0 + 0.5 + 0) / 9)
 
 
-def test_times_of_zero():
+def test_times_of_zero_have_defined_ratios():
     assert pp.ratios({"a": {"A": 0.0, "B": 1.0, "C": 0.0}}) == {
         "A": {"a": 1.0},
         "B": {"a": INF},
@@ -58,7 +58,7 @@ def test_times_of_zero():
     }
 
 
-def test_the_table():
+def test_the_table_has_scores_and_ratios():
     table = pp.table(TIMES)
     assert table.columns == ["optimizer", "score", "solved", "r, a", "r, b", "r, c"]
     assert [row[0] for row in table.rows] == ["B", "A", "C"]
@@ -66,7 +66,7 @@ def test_the_table():
     assert "| A | 0.5 | 2 | 1 | 2.5 | inf |" in table.markdown()
 
 
-def test_medians_are_those_of_runs_with_a_target(tmp_path):
+def test_medians_use_only_runs_with_a_target(tmp_path):
     for seed, seconds in enumerate([3.0, 9.0, 5.0]):
         write_run(tmp_path / f"sgd{seed}", *reached(int(2 * seconds), seconds), seed=seed)
         write_run(
@@ -118,7 +118,7 @@ def test_a_profile_rises_to_the_share_of_tasks_solved(found):
 
 @settings(deadline=None)
 @given(times, st.sampled_from("abcdef"), st.sampled_from([0.25, 8.0]))
-def test_seconds_or_minutes_of_a_task_make_no_difference(found, task, factor):
+def test_the_unit_of_a_tasks_times_does_not_matter(found, task, factor):
     if task in found:
         scaled = {**found, task: {name: factor * t for name, t in found[task].items()}}
         assert pp.ratios(scaled) == pp.ratios(found)
@@ -126,14 +126,14 @@ def test_seconds_or_minutes_of_a_task_make_no_difference(found, task, factor):
 
 @settings(deadline=None)
 @given(times)
-def test_someone_is_best_on_each_task_that_was_solved(found):
+def test_each_solved_task_has_a_best_optimizer(found):
     of_task = {task: [r[task] for r in pp.ratios(found).values()] for task in found}
     for task, values in of_task.items():
         solved = any(map(math.isfinite, found[task].values()))
         assert min(values) == (1.0 if solved else INF)
 
 
-def test_the_figure_draws_each_profile_and_trusts_no_name():
+def test_the_figure_draws_each_profile_and_escapes_names():
     times = {"a": {"<b>$x": 1.0, "_B": 2.0, "C\n": INF}, "b": {"<b>$x": 1.0, "_B": 3.0}}
     svg = profile_svg(times, "of <2> tasks")
     page = ElementTree.fromstring(svg)
@@ -145,7 +145,7 @@ def test_the_figure_draws_each_profile_and_trusts_no_name():
     assert len(drawn) == 3 * 2  # and their samples in the legend
 
 
-def test_times_over_the_best_first_order_optimizer(tmp_path):
+def test_times_are_compared_with_the_best_first_order_optimizer(tmp_path):
     for name, (kfac, seconds) in {
         "sgd": (False, [4.0, 6.0, 5.0]),
         "adam": (False, [2.0, 3.0, INF]),
@@ -173,7 +173,7 @@ def test_times_over_the_best_first_order_optimizer(tmp_path):
     ]
 
 
-def test_kfac_bench_profile_prints_tables_and_draws(tmp_path, capsys):
+def test_kfac_bench_profile_prints_tables_and_draws_the_figure(tmp_path, capsys):
     for task, target in (("a", 0.9), ("b", 0.95)):
         write_run(tmp_path / "runs" / f"{task}sgd", *reached(8, 4.0), trainer__target=target)
         write_run(

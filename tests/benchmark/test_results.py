@@ -1,4 +1,4 @@
-"""What is made of a row's event files: hand-made ones, so that each number is known."""
+"""The results of a row, from hand-made event files with known numbers."""
 
 import math
 
@@ -55,7 +55,9 @@ ROW = Benchmark(
     },
     published=[
         Published(
-            *("accuracy", "Table 9", ["optimizer", "batch"]),
+            "accuracy",
+            "Table 9",
+            ["optimizer", "batch"],
             {"SGD": {64: 80.0, 256: 70.0}, "K-FAC": {64: 90.0}},
         ),
         Published("less", "Table 9", ["optimizer"], {"K-FAC": [20, 60]}),
@@ -67,7 +69,7 @@ ROW = Benchmark(
 
 
 def write(path, value, reached_s=None, status="finished", world_size=1, metrics=None, **events):
-    """The events of a run that ends with ``value``, above 0.5 from ``reached_s`` on."""
+    """Write a run that ends with ``value`` and is above 0.5 from ``reached_s`` on."""
     path.mkdir(parents=True, exist_ok=True)
     log = EventLog([JsonlSink(path / "events.jsonl")])
     config = {"seed": 0, "trainer": {"batch_size": 32, "target": events.get("target")}}
@@ -87,7 +89,7 @@ def write(path, value, reached_s=None, status="finished", world_size=1, metrics=
 
 @pytest.fixture(scope="module")
 def row(tmp_path_factory):
-    """SGD on three seeds; K-FAC on one, missed on one, and one whose process failed."""
+    """Return a row: SGD met three targets; K-FAC met one, missed one, and one process failed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schema, "load", lambda name: ROW)
         folder = tmp_path_factory.mktemp("runs") / "made_up"
@@ -110,7 +112,7 @@ def results(row):
     }
 
 
-def test_medians_intervals_and_misses(row):
+def test_lines_have_medians_intervals_and_misses(row):
     lines = results(row)
     sgd = lines["accuracy", "SGD", "64"]
     assert sgd.measured == Measured(75.0, 70.0, 80.0, 3, 0)
@@ -125,7 +127,7 @@ def test_medians_intervals_and_misses(row):
     assert lines["hours", "", ""].published == 5.0
 
 
-def test_one_number_beside_another_by_seed(row):
+def test_quantities_are_compared_seed_by_seed(row):
     lines = results(row)
     less = lines["less", "K-FAC", "64"]
     assert less.measured.median == -math.inf, "two of three seeds missed"
@@ -137,16 +139,22 @@ def test_one_number_beside_another_by_seed(row):
     assert (gain.source, sheet.ratio(gain)) == ("from Table 9", None)
 
 
-def test_a_computed_cell_stands_beside(row):
+def test_a_computed_cell_has_a_column_of_its_own(row):
     line = results(row)["state", "K-FAC", "256"]
     assert line.measured is None
     assert line.computed > 0
     assert sheet.compared(ROW, [line], []).columns == [
-        *("optimizer", "batch", "quantity", "computed", "published", "ratio", "source")
+        "optimizer",
+        "batch",
+        "quantity",
+        "computed",
+        "published",
+        "ratio",
+        "source",
     ]
 
 
-def test_the_table_and_its_files(row):
+def test_the_report_writes_the_table_and_its_files(row):
     written = paper.write(row)
     text = (row.folder / "smoke.md").read_text()
     for line in (
@@ -166,14 +174,14 @@ def test_the_table_and_its_files(row):
     assert all(word in drawn for word in ("K-FAC", "measured", "published", "256"))
 
 
-def test_a_figure_of_lines_and_one_of_nothing(row):
+def test_a_figure_of_lines_and_no_figure_without_lines(row):
     lines = list(results(row).values())
     line = FigureSpec(["accuracy"], "batch", "optimizer", lines=True)
     assert "<svg" in figure.svg(Benchmark(**(vars(ROW) | {"figure": line})), lines)
     assert figure.svg(ROW, [x for x in lines if x.quantity == "less"]) is None
 
 
-def test_all_rows_go_between_a_documents_marks(row, tmp_path, monkeypatch):
+def test_all_rows_replace_the_text_between_the_marks(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = tmp_path / "doc.md"
     document.write_text(f"# Mine\n{paper.BEGIN}\nold\n{paper.END}\nafter\n")
@@ -192,7 +200,7 @@ def test_all_rows_go_between_a_documents_marks(row, tmp_path, monkeypatch):
         paper.write_all([], None)
 
 
-def test_nothing_run_yet(tmp_path, monkeypatch):
+def test_a_row_without_runs_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(schema, "load", lambda name: ROW)
     fresh = suite.row("made_up", None, runs_dir=str(tmp_path))
     with pytest.raises(UsageError, match="no cell was run yet; start with kfac-bench run made_up"):
@@ -203,7 +211,7 @@ def trained(step, train_s, epoch, **stage_s):
     return Trained(step, train_s, epoch, 1.0, 0.1, 10.0, stage_s=stage_s)
 
 
-def test_measures(tmp_path):
+def test_measures_of_a_run(tmp_path):
     events = [
         trained(1, 1.0, 0.5, Decompose=9.0),
         trained(2, 1.5, 1.0, Precondition=0.002, ShareGradients=0.004),
@@ -215,7 +223,11 @@ def test_measures(tmp_path):
         name: measures.measure(run, name, 0.5)
         for name in (
             *measures.MEASURES,
-            *("metric mAP", "stage Precondition", "stage share", "stage Nothing", "batch"),
+            "metric mAP",
+            "stage Precondition",
+            "stage share",
+            "stage Nothing",
+            "batch",
         )
     }
     assert got == pytest.approx(
@@ -247,8 +259,8 @@ def test_measures(tmp_path):
     assert math.isnan(measures.measure(never, "seconds_to_target", None))
 
 
-def test_a_real_cell_from_end_to_end(tmp_path, monkeypatch, capsys):
-    """The one test here that starts a process."""
+def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
+    """This test starts a real process."""
     tree = Benchmark(
         "Tiny",
         {"optimizer": ["K-FAC"]},

@@ -1,4 +1,4 @@
-"""The rows of the papers: what their files say, and that every cell of every profile is one."""
+"""The rows of the papers: their files are complete and all their cells are valid."""
 
 import itertools
 import json
@@ -42,14 +42,18 @@ PAPER = [
     ("table4b_bert_kfac_phase1", "F1", {"steps": "1200"}, 90.52),
     ("table4c_bert_kfac_both", "F1", {"steps": "1563"}, 90.15),
     (
-        *("table5_fig6_update_interval", "minutes"),
-        *({"model": "ResNet-152", "optimizer": "K-FAC every 100"}, 369),
+        "table5_fig6_update_interval",
+        "minutes",
+        {"model": "ResNet-152", "optimizer": "K-FAC every 100"},
+        369,
     ),
     ("sec634_bert_interval", "more than every 50", {"optimizer": "K-FAC every 100"}, -1750),
     ("fig7_step_profile", "share, against layer_wise", {"strategy": "comm_opt"}, 3.4),
     (
-        *("fig8_resnet_scaling", "efficiency"),
-        *({"model": "ResNet-50", "optimizer": "comm_opt", "ranks": "128"}, 71.8),
+        "fig8_resnet_scaling",
+        "efficiency",
+        {"model": "ResNet-50", "optimizer": "comm_opt", "ranks": "128"},
+        71.8,
     ),
     ("table6_fig9a_maskrcnn_scaling", "steps", {"optimizer": "SGD", "gpus": "128"}, 7320),
     (
@@ -64,7 +68,7 @@ PAPER = [
 ]
 
 
-def test_every_row_of_the_experiments_is_there():
+def test_run_all_includes_every_row_with_profiles():
     there = set(compose.options_of("benchmark"))
     assert there >= set(ROWS)
     with_profiles = {name for name in there if schema.load(name).profiles}
@@ -72,7 +76,7 @@ def test_every_row_of_the_experiments_is_there():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_row_says_of_itself(name):
+def test_the_file_of_a_row_is_complete_and_consistent(name):
     row = schema.load(name)
     assert row.source.startswith(("TPDS 2022, ", "KAISA (SC21)"))
     assert [*row.profiles] == list(PROFILES)
@@ -98,7 +102,7 @@ def test_what_a_row_says_of_itself(name):
 
 
 @pytest.mark.parametrize(("name", "quantity", "point", "value"), PAPER)
-def test_numbers_as_printed(name, quantity, point, value):
+def test_published_numbers_equal_the_paper(name, quantity, point, value):
     assert published(schema.load(name))[quantity][key_of(point)][0] == value
 
 
@@ -120,7 +124,7 @@ def test_cells_of_all_profiles_are_valid_runs(name, profile):
                 assert each.ranks <= 2
 
 
-def test_cells_of_a_profile_stand_for_those_of_the_paper():
+def test_smoke_cells_replace_those_of_the_paper():
     row = schema.load("table5_fig6_update_interval")
     paper, smoke = (grid.cells(row, "r", [0], p) for p in ("paper", "smoke"))
     assert [(c.ranks, c.seed) for c in paper[:2]] == [(64, 0), (64, 0)]
@@ -131,7 +135,7 @@ def test_cells_of_a_profile_stand_for_those_of_the_paper():
     assert paper[0].command()[3:5] == ["--standalone", "--nproc-per-node=64"]
 
 
-def test_phases_come_before_and_are_shared():
+def test_earlier_phases_run_first_and_are_shared():
     row = schema.load("table4a_bert_kfac_phase2")
     cells = grid.cells(row, "runs/x", None, "smoke")
     first, second = cells[0].before
@@ -147,7 +151,7 @@ def test_phases_come_before_and_are_shared():
 # ---- computed cells ----
 
 
-def test_the_plans_numbers_are_those_of_kfac_plan():
+def test_plan_cells_have_the_numbers_of_kfac_plan():
     words = {"model": "resnet18", "data": "imagefolder", "ranks": "8", "examples": "2"}
     few, many = (
         plan_cells.numbers(words | {"strategy": "hybrid_opt", "fraction": f})
@@ -159,15 +163,21 @@ def test_the_plans_numbers_are_those_of_kfac_plan():
     assert few["parameters_mb"] == pytest.approx(4 * 11.689512)
 
 
-def test_the_simulations_numbers_are_those_of_kfac_plan_simulate():
+def test_simulated_cells_have_the_numbers_of_kfac_plan_simulate():
     own = {"model": "resnet18", "hardware": "longhorn_v100", "ranks": "32", "examples": "16"}
     kfac = {"strategy": "comm_opt", "factors": "20", "decompose": "200", "at": "64"}
     found = simulated.numbers(own | kfac)
     said = simulate_options.simulate(
         [
-            *("model=resnet18", "hardware=longhorn_v100", "world_size=32", "per_rank_batch=16"),
-            *("strategies=comm_opt", "update_freq_at=64", "kfac.update_freq=200"),
-            *("kfac.factor_update_freq=20", "out=-"),
+            "model=resnet18",
+            "hardware=longhorn_v100",
+            "world_size=32",
+            "per_rank_batch=16",
+            "strategies=comm_opt",
+            "update_freq_at=64",
+            "kfac.update_freq=200",
+            "kfac.factor_update_freq=20",
+            "out=-",
         ]
     )
     (cell,) = json.loads("\n".join(said))["cells"]
@@ -176,13 +186,13 @@ def test_the_simulations_numbers_are_those_of_kfac_plan_simulate():
     assert found["examples_per_s_per_rank"] == pytest.approx(cell["examples_per_s"] / 32)
 
 
-def test_what_autograd_keeps():
-    """tanh's outputs are the next layers' inputs: each is kept once, and no parameter is."""
+def test_autograd_keeps_each_activation_once():
+    """The outputs of tanh are the inputs of the next layer. Parameters are not counted."""
     config = compose.load(["model=autoencoder", "model.hidden=[16,6]"])
     assert fit.saved_bytes(config, 10) == 10 * 4 * (64 + 16 + 6 + 16)
 
 
-def test_the_largest_batch_that_fits():
+def test_the_largest_batch_uses_the_whole_budget():
     words = {"experiment": "kaisa_fixed_memory_resnet50", "profile": "smoke", "ranks": "2"}
     sgd = fit.numbers(words | {"budget_gb": "0.06", "strategy": "sgd"})
     half, one = (
@@ -221,13 +231,13 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
     assert list(first.path().iterdir()) == [first.path() / "events.jsonl"]
 
 
-def test_no_paper_ranks_are_started_here(tmp_path):
+def test_cells_with_too_many_ranks_are_not_started(tmp_path):
     cells = grid.cells(schema.load("fig7_step_profile"), str(tmp_path), [0], "paper")
     good, said = grid.run_cell(cells[0])
     assert (good, "launcher=slurm" in said) == (False, True)
 
 
-def test_the_job_of_the_next_wave_is_a_command_that_kfac_bench_takes(tmp_path, monkeypatch):
+def test_kfac_bench_accepts_the_command_of_the_next_wave(tmp_path, monkeypatch):
     behind = []
     monkeypatch.setattr(
         slurm_submit, "submit", lambda commands, after, *_: behind.append(after) or ["1"]

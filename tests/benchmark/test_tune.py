@@ -1,4 +1,4 @@
-"""kfac-bench tune: equal budgets, studies and trials, and an early stop that changes no result."""
+"""kfac-bench tune: equal budgets, studies and trials; the early stop changes no result."""
 
 import copy
 import functools
@@ -35,8 +35,8 @@ def test_every_optimizer_has_the_same_budget(name):
     assert min(ranges) >= 2, "nothing to tune"
 
 
-def test_what_the_embedded_optimizers_are_called_is_what_they_are():
-    """Their files may be written by hand or by the tuning; K-FAC's are those with its options."""
+def test_labels_of_the_embedded_optimizers_are_correct():
+    """Files may be written by hand or by the tuning. The files of K-FAC have its options."""
     embedded = schema.load("embedded")
     assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
     for point in schema.points(embedded):
@@ -72,7 +72,7 @@ def test_trials_are_within_their_ranges_and_cover_them(optimizer):
     assert all(t.keys() == space.keys() for t in trials)
 
 
-def test_trials_of_any_space():
+def test_trials_of_spaces_with_and_without_ranges():
     space = {"x": {"optimizer": "sgd"}, "y": {"optimizer.lr": {"linear": [0, 1]}}}
     tuning = Tuning(["experiment=digits/resnet"], 3, [1], space, "digits/{task}_{optimizer}")
     assert tune.trial_settings(tuning, "x") == [{"optimizer": "sgd"}] * 3
@@ -124,7 +124,7 @@ TUNING = Tuning(
 
 @pytest.fixture
 def tuned(tmp_path, monkeypatch):
-    """Tune a small space; ``outcomes[(lr, seed)]`` is (best figure, seconds to target or None)."""
+    """Tune a small space; ``outcomes[(lr, seed)]`` is (best metric, seconds to target or None)."""
     out, runs, said = tmp_path / "out", [], []
     load = functools.lru_cache(None)(compose.load)
     out.mkdir()
@@ -156,7 +156,7 @@ def lrs(study):
     return [t["optimizer.lr"] for t in tune.trial_settings(TUNING, "sgd", study)]
 
 
-def test_the_winner_on_the_seeds_of_all_studies_becomes_the_experiment(tuned):
+def test_the_winner_over_all_seeds_becomes_the_experiment(tuned):
     # 0.1 wins study 1, 0.2 study 2; on both seeds 0.2 takes 4 and 5 s, 0.1 takes 1 and 20
     outcomes = {(0.1, 1): (0.98, 1.0), (0.1, 2): (0.98, 20.0)}
     outcomes |= {(0.2, 1): (0.98, 4.0), (0.2, 2): (0.98, 5.0)}
@@ -185,7 +185,7 @@ def test_a_trial_stops_when_the_best_of_its_study_would_have_ended(tuned):
             limit = min(limit or INF, 10 * lr + seed)
 
 
-def test_what_stops_early_changes_no_result(tuned):
+def test_the_early_stop_changes_no_result(tuned):
     outcomes = {(0.1, 1): (0.98, 3.0), (0.2, 1): (0.98, 2.0), (0.3, 1): (0.98, 7.0)}
     outcomes |= {(0.1, 2): (0.98, 4.0), (0.2, 2): (0.98, 2.5), (0.3, 2): (0.98, 1.5)}
     tuned(outcomes)
@@ -194,7 +194,7 @@ def test_what_stops_early_changes_no_result(tuned):
     assert "| resnet | sgd | 1.75 | 1.5 | 2 |" in table
 
 
-def test_a_task_s_own_limit_holds(tuned):
+def test_the_time_limit_of_the_task_is_kept(tuned):
     outcomes = {(lr, seed): (0.98, 9.0) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
     limited = ["experiment=digits/{task}", "logger=none", "trainer.max_train_s=5"]
     TUNING.overrides, before = limited, TUNING.overrides
@@ -217,7 +217,7 @@ def test_nothing_is_run_twice(tuned):
     assert tuned.said == first
 
 
-def test_a_winner_that_misses_on_another_seed_is_behind_one_that_does_not(tuned):
+def test_a_winner_that_misses_on_another_seed_loses(tuned):
     outcomes = {(0.1, 1): (0.98, 0.1), (0.1, 2): (0.969, None)}
     outcomes |= {(0.2, 1): (0.97, 50.0), (0.2, 2): (0.97, 60.0)}
     outcomes |= {(0.3, 1): (0.96, None), (0.3, 2): (0.98, 70.0)}
@@ -226,14 +226,14 @@ def test_a_winner_that_misses_on_another_seed_is_behind_one_that_does_not(tuned)
 
 @pytest.mark.parametrize("others", [0.5, math.nan, None])  # far off, diverged, never started
 @pytest.mark.parametrize("best", [0.1, 0.2, 0.3])
-def test_where_all_miss_the_nearest_wins(tuned, best, others):
+def test_if_all_trials_miss_the_nearest_wins(tuned, best, others):
     outcomes = {(lr, seed): (others, None) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
     outcomes |= {(best, 1): (0.9, None), (best, 2): (0.9, None)}
     assert tuned(outcomes) == best
     assert "missed, median over seeds inf s" in "".join(tuned.said)
 
 
-def test_experiments_take_turns_and_profiles_are_told_of_several_tasks(tmp_path, monkeypatch):
+def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(forked, "train", lambda overrides: (1, "no data"))
     tuning = Tuning(
@@ -242,15 +242,17 @@ def test_experiments_take_turns_and_profiles_are_told_of_several_tasks(tmp_path,
     tuning.labels = {"sgd": "SGD, ours"}
     tune.tune(small(tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
     assert [line.split()[1] for line in said if line.startswith("[1/2]")] == [
-        *("digits/resnet_sgd", "digits/resnet_adamw"),
-        *("digits/autoencoder_sgd", "digits/autoencoder_adamw"),
+        "digits/resnet_sgd",
+        "digits/resnet_adamw",
+        "digits/autoencoder_sgd",
+        "digits/autoencoder_adamw",
     ]
     assert "| SGD, ours | 0 | 0 | inf | inf |" in said[-1]
     found = (tmp_path / "digits/resnet_sgd.yaml").read_text()
     assert yaml.safe_load(found)["label"] == "SGD, ours"
 
 
-def test_studies_are_of_different_points(tuned):
+def test_studies_have_different_points(tuned):
     settings = [
         [t["optimizer.lr"] for t in tune.trial_settings(DEMO.tuning, "sgd", study)]
         for study in (0, 1)
@@ -258,7 +260,7 @@ def test_studies_are_of_different_points(tuned):
     assert not set(settings[0]) & set(settings[1])
 
 
-def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
+def test_tuning_refuses_wrong_requests(tmp_path, monkeypatch):
     benchmark = small(tuning=TUNING)
     with pytest.raises(UsageError, match="no such folder"):
         tune.tune(benchmark, "runs", tmp_path / "none", print)
@@ -277,8 +279,8 @@ def test_tuning_refuses_what_it_cannot_do(tmp_path, monkeypatch):
 # ---- real trials ----
 
 
-def test_real_trials_run_in_forks_and_leave_an_experiment(tmp_path):
-    """The one test here that trains: two trials of two studies, and winners on the other seed."""
+def test_real_trials_run_in_forks_and_write_an_experiment(tmp_path):
+    """Train two trials of two studies, and their winners on the other seed."""
     easy = ["experiment=digits/{task}", "logger=none", "model.hidden=[16]", "trainer.target=8"]
     space = {"adam": {"optimizer": "adam", "optimizer.lr": {"log": [0.01, 0.03]}, "kfac": "none"}}
     tuning = Tuning(easy, 2, [1, 2], space, "digits/{task}_{optimizer}")
@@ -292,14 +294,14 @@ def test_real_trials_run_in_forks_and_leave_an_experiment(tmp_path):
     assert 0.01 <= yaml.safe_load(text)["optimizer"]["lr"] <= 0.03 != own.lr
 
 
-def test_a_fork_says_what_went_wrong():
+def test_a_fork_reports_its_error():
     code, said = forked.train(["model=no_such"])
     assert code == 2
     assert said.startswith("model=no_such: no such model")
 
 
 def test_a_fork_has_the_environment_of_its_caller(tmp_path, monkeypatch):
-    """The server has that of its own start; a loader's processes come from the fork."""
+    """The server has the environment of its start. Loader processes are forks of the fork."""
     small = ["data=digits", "model=autoencoder", "model.hidden=[16]", "trainer.max_steps=2"]
     small += ["data.workers=1", "logger=none", f"runs_dir={tmp_path}"]
     for job in ("one", "two"):

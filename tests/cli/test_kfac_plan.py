@@ -170,8 +170,13 @@ def planned(capsys, path, *overrides):
 
 
 BASE = (
-    *("logger=none", "trainer.max_steps=3", "trainer.batch_size=64", "trainer.threads=1"),
-    *("trainer.eval_freq=100", "kfac.update_freq=2", "kfac.factor_update_freq=1"),
+    "logger=none",
+    "trainer.max_steps=3",
+    "trainer.batch_size=64",
+    "trainer.threads=1",
+    "trainer.eval_freq=100",
+    "kfac.update_freq=2",
+    "kfac.factor_update_freq=1",
     "optimizer.lr=0.001",
 )
 AUTOENCODER = ("model=autoencoder", "task=reconstruction", "model.hidden=[24,5]")

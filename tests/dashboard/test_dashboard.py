@@ -46,7 +46,12 @@ def every_event(directory):
     kinds = {name for name, op in vars(ops).items() if is_op(op)} | {"WriteBack"}
     stages = dict.fromkeys(kinds, 0.5)
     yield Trained(
-        *(1, 0.1, 0.2, 3.0, 0.4, 5.0),
+        1,
+        0.1,
+        0.2,
+        3.0,
+        0.4,
+        5.0,
         nu=0.5,
         cosine={"layer1.0": 0.5},
         stage_s=stages,

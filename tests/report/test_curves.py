@@ -60,8 +60,13 @@ def test_curves_have_labels_with_units_and_a_legend(folder: Path) -> None:
 @pytest.mark.parametrize(
     "losses",
     [
-        *((), (0.0, -1.0, 0.0), (float("nan"), float("inf"), 1e300), (1e-9, 1e9, 1.0)),
-        *((1.0, 1.0, 1.0), (-5.0, 3.0, -10.0), (1.0, 0.5, 1e25)),
+        (),
+        (0.0, -1.0, 0.0),
+        (float("nan"), float("inf"), 1e300),
+        (1e-9, 1e9, 1.0),
+        (1.0, 1.0, 1.0),
+        (-5.0, 3.0, -10.0),
+        (1.0, 0.5, 1e25),
     ],
 )
 def test_diverged_and_empty_curves_are_drawn(tmp_path: Path, losses: tuple[float, ...]) -> None:

@@ -232,8 +232,16 @@ def test_tables_sort_numbers_as_numbers_and_missing_values_last(
 
 def test_curves_of_any_shape_are_drawn_without_an_error(chromium: Browser, tmp_path: Path) -> None:
     shapes: tuple[tuple[float, ...], ...] = (
-        *((), (0.0, -1.0, 0.0), (math.nan, math.inf, 1e300), (1e-9, 1e9, 1.0), (1.0, 1.0, 1.0)),
-        *((1e-320, 1e-310), (1e-280, 1e29), (-1e29, 1e29), (0.0,), (5.0,)),
+        (),
+        (0.0, -1.0, 0.0),
+        (math.nan, math.inf, 1e300),
+        (1e-9, 1e9, 1.0),
+        (1.0, 1.0, 1.0),
+        (1e-320, 1e-310),
+        (1e-280, 1e29),
+        (-1e29, 1e29),
+        (0.0,),
+        (5.0,),
     )
     for i, losses in enumerate(shapes):  # each a task of its own
         for metric in ("shares", "errors"):

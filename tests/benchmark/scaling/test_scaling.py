@@ -1,4 +1,4 @@
-"""``kfac-bench scaling``: cells, what event files say of a step, tables, figure; once for real."""
+"""``kfac-bench scaling``: its runs, the measured steps, the tables and the figure."""
 
 import math
 import os
@@ -49,11 +49,15 @@ def call(*words):
 # ---- cells ----
 
 
-def test_cells_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
+def test_runs_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
     asked = parse("world_size=1,2", "strategy=comm_opt,hybrid_opt@1/2", "rounds=2")
     assert [c.label for c in asked.runs[:6]] == [
-        *("sgd 1 ranks round 1", "comm_opt 1 ranks round 1", "hybrid_opt@1/2 1 ranks round 1"),
-        *("sgd 2 ranks round 1", "comm_opt 2 ranks round 1", "hybrid_opt@1/2 2 ranks round 1"),
+        "sgd 1 ranks round 1",
+        "comm_opt 1 ranks round 1",
+        "hybrid_opt@1/2 1 ranks round 1",
+        "sgd 2 ranks round 1",
+        "comm_opt 2 ranks round 1",
+        "hybrid_opt@1/2 2 ranks round 1",
     ]
     assert len(asked.runs) == 12
     assert len({c.path for c in asked.runs}) == 12
@@ -71,7 +75,7 @@ def test_cells_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
         assert str(cell.path.parent) == config.runs_dir == "runs/scaling"
 
 
-def test_strong_scaling_keeps_the_batch():
+def test_strong_scaling_keeps_the_batch_size():
     asked = parse("mode=strong", "world_size=1,2,4", "strategy=mem_opt", "rounds=1", "steps=10")
     configs = [compose.load(c.overrides) for c in asked.runs]
     assert {c.trainer.batch_size for c in configs} == {64}
@@ -87,7 +91,7 @@ def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
         assert (config.trainer.target, config.trainer.max_epochs) == (None, None)
 
 
-def test_commands_start_as_many_ranks_as_they_say():
+def test_commands_start_the_right_number_of_ranks():
     one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").runs
     assert one.local_command[1:3] == ["-m", "kfac_bench"]
     assert two.local_command[1:6] == [
@@ -117,7 +121,7 @@ def test_commands_start_as_many_ranks_as_they_say():
         ("hardware=none", "hardware=none: choose one of longhorn_v100"),
     ],
 )
-def test_a_word_that_cannot_be_is_one_line(word, says, capsys):
+def test_wrong_words_give_a_one_line_error(word, says, capsys):
     assert call(*WORDS, word) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert says in line
@@ -132,7 +136,7 @@ def test_ranks_without_an_example_are_refused():
 
 
 def write(path, *, ranks=1, kfac="", step_s=0.1, batch=32, stages=None, threads=1, cpus=8, n=3):
-    """A run of windows of 10 steps: the first takes ten times as long as the others."""
+    """Write a run with windows of 10 steps. The first window takes ten times as long."""
     path.mkdir(parents=True)
     config = {
         "model": {"name": "m"},
@@ -166,7 +170,7 @@ def write(path, *, ranks=1, kfac="", step_s=0.1, batch=32, stages=None, threads=
     return load(path)
 
 
-def test_efficiency_is_throughput_per_rank_against_the_fewest(tmp_path):
+def test_efficiency_compares_throughput_per_rank_with_the_fewest_ranks(tmp_path):
     weak = [
         write(tmp_path / "1", ranks=1, step_s=0.1, batch=32),
         write(tmp_path / "2", ranks=2, step_s=0.125, batch=64),
@@ -192,7 +196,7 @@ def test_the_first_window_is_left_out_and_rounds_give_medians(tmp_path):
     assert (point.rounds, point.steps) == (3, 60)
 
 
-def test_a_run_without_two_windows_says_nothing(tmp_path):
+def test_a_run_without_two_windows_is_left_out(tmp_path):
     assert measure([write(tmp_path / "a", n=1)]) == []
 
 
@@ -206,7 +210,7 @@ KINDS = {
 }
 
 
-def test_stages_are_milliseconds_each_time_they_run(tmp_path):
+def test_stages_are_milliseconds_per_run_of_the_stage(tmp_path):
     runs = [
         write(tmp_path / "o", ranks=2, kfac="comm_opt", stages=KINDS, step_s=0.05),
         write(tmp_path / "l", ranks=2, kfac="layer_wise", stages={"ShareGradients": 0.002}),
@@ -232,7 +236,7 @@ def test_stages_are_milliseconds_each_time_they_run(tmp_path):
     assert rows["sgd"]["payload, MB"] is None
 
 
-def test_tables_are_those_that_say_something(tmp_path):
+def test_tables_without_content_are_left_out(tmp_path):
     sgd = [write(tmp_path / str(n), ranks=n, batch=32 * n) for n in (1, 2)]
     assert tables(sgd[:1]) == []
     assert [t.title for t in tables(sgd)] == ["Scaling, measured: m on d"]
@@ -241,7 +245,7 @@ def test_tables_are_those_that_say_something(tmp_path):
     assert len(tables([*sgd, kfac])) == 2
 
 
-def test_notes_say_what_the_numbers_are_worth(tmp_path):
+def test_notes_state_the_limits_of_the_numbers(tmp_path):
     short = [write(tmp_path / "a", ranks=2, kfac="comm_opt", stages=KINDS, cpus=2, threads=2)]
     assert any("2 ranks share cores" in note for note in scaling_table(short).notes)
     enough = [write(tmp_path / "b", ranks=2, kfac="comm_opt", stages=KINDS, cpus=4, threads=2)]
@@ -250,7 +254,7 @@ def test_notes_say_what_the_numbers_are_worth(tmp_path):
     assert any("whole intervals: comm_opt on 2" in note for note in _stages([odd]).notes)
 
 
-def test_event_files_of_somebody_else_are_no_traceback(tmp_path):
+def test_malformed_event_files_raise_no_error(tmp_path):
     run = write(tmp_path / "a", kfac="comm_opt", stages=KINDS)
     for config in ({}, {"kfac": 3, "model": []}, {"kfac": {"enabled": 1, "strategy": ["x"]}}):
         for about in ({}, {"world_size": "two"}, {"world_size": 2, "hardware": 1}):
@@ -267,7 +271,7 @@ def test_event_files_of_somebody_else_are_no_traceback(tmp_path):
 # ---- the figure ----
 
 
-def test_the_figure_has_every_bar_and_line_and_is_the_same_each_time(tmp_path):
+def test_the_figure_has_every_bar_and_line_and_equal_bytes(tmp_path):
     runs = []
     for name in ("", "comm_opt"):
         for ranks in (1, 2):
@@ -295,7 +299,7 @@ def test_the_figure_has_every_bar_and_line_and_is_the_same_each_time(tmp_path):
 
 @pytest.mark.ranks
 def test_two_ranks_are_measured_once(tmp_path, capsys):
-    """Two runs of two ranks; the second command finds them and runs nothing."""
+    """The first command runs twice on two ranks. The second command runs nothing."""
     words = (*WORDS, "world_size=2", "strategy=layer_wise", "rounds=1", f"runs_dir={tmp_path}")
     assert call(*words, "launcher=none") == 2
     assert "no run has finished" in capsys.readouterr().err
@@ -325,12 +329,12 @@ def test_two_ranks_are_measured_once(tmp_path, capsys):
 
 
 def expected_payload(overrides):
-    """Of the plan that a dry run makes of the same options."""
+    """Return the payload of the plan that a dry run makes with the same options."""
     plan = dry_run.trace(compose.load(overrides), 2).report.plan
     return {stage.value: payload_bytes(plan, stage) for stage in Stage}
 
 
-def test_without_slurm_one_line_says_so(tmp_path, capsys, monkeypatch):
+def test_without_slurm_there_is_a_one_line_error(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert call(*WORDS, "launcher=slurm", f"runs_dir={tmp_path}") == 2
     [line] = capsys.readouterr().err.splitlines()
