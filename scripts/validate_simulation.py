@@ -20,11 +20,11 @@ from statistics import fmean
 from typing import Any
 
 import yaml
+from calibrate import StepMeasurement, calibrate
 
 from kfac_bench.config import compose
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.calibrate import StepMeasurement, calibrate
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.step import Conduct, StepTime, Workload, step_time
 from kfac_bench.simulate.sweep import (

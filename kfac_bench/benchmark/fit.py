@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.benchmark.plan_cells import MB, OWN, config_of
-from kfac_bench.benchmark.simulated import IMAGENET
+from kfac_bench.benchmark.simulated import in_whole_parts, times_of
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
@@ -68,6 +68,7 @@ def _activations(overrides: tuple[str, ...]) -> tuple[float, float]:
     """Return the bytes that every batch needs, and the bytes of each example."""
     config = compose.load(overrides)
     few, more = saved_bytes(config, _FEW), saved_bytes(config, _MORE)
+    # Both sizes lie on a straight line: its slope is the bytes of an example.
     each = (more - few) / (_MORE - _FEW)
     half = 0.5 if config.trainer.precision != "fp32" else 1.0
     return half * (few - _FEW * each), half * each
@@ -88,25 +89,23 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     batch = math.floor((budget - state - kfac - fixed) / each)
     if batch < 1:
         raise UsageError(f"budget_gb={words['budget_gb']}: not even one example fits beside K-FAC")
-    found = {
+    memory = {
         "batch": float(batch),
         "kfac_mb": kfac / MB,
         "activations_mb_per_example": each / MB,
         "weights_mb": state / MB,
     }
-    if "hardware" not in words:
-        return found
+    return memory | (_times(words, config, batch) if "hardware" in words else {})
+
+
+def _times(words: Mapping[str, str], config: TrainConfig, batch: int) -> dict[str, float]:
+    """Return the simulated times of a step with this batch on each rank."""
+    ranks = int(words["ranks"])
     machine = hardware.load(compose.CONF_DIR / "hardware" / f"{words['hardware']}.yaml")
-    examples = batch
-    if "global" in words:
-        examples = math.ceil(int(words["global"]) / ranks / batch) * batch
-    timed = workload.of_config(config_of({**words, "examples": str(examples), "ranks": "1"}, _OWN))
-    fraction = float(words["fraction"]) if "fraction" in words else None
-    each_kind = variant(SGD if words["strategy"] == SGD else "hybrid_opt@" + words["fraction"])
+    examples = in_whole_parts(int(words["global"]), ranks, batch) if "global" in words else batch
+    # One rank's share of the work: the simulation multiplies by the ranks itself.
+    work = workload.of_config(config_of({**words, "examples": str(examples), "ranks": "1"}, _OWN))
+    each = variant(SGD if words["strategy"] == SGD else f"hybrid_opt@{words['fraction']}")
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
-    (cell,) = sweep(timed, machine, [each_kind], [ranks], intervals)
-    assert fraction is None or fraction > 0
-    found["ms_per_step"] = 1e3 * cell.step_s
-    found["examples_per_s_per_rank"] = cell.examples_per_s / ranks
-    found["epoch_s"] = cell.epoch_s(IMAGENET)
-    return found
+    (cell,) = sweep(work, machine, [each], [ranks], intervals)
+    return times_of(cell)

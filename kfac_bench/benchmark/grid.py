@@ -182,7 +182,7 @@ def _failed(cell: Cell, reason: str, code: int = 1) -> tuple[bool, str]:
 def record_failure(folder: Path, label: str, reason: str, code: int = 1) -> None:
     """Write into the cell's directory why it failed: the table shows a miss with this reason."""
     record = {"label": label, "reason": reason, "exit_code": code}
-    write_text(folder / FAILED_FILE, json.dumps(record, indent=1) + "\n")
+    write_text(folder / FAILED_FILE, json.dumps(record, indent=1) + "\n", make_folder=True)
 
 
 def failure(folder: Path) -> str | None:

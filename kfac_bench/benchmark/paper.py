@@ -54,7 +54,7 @@ def write(row: BenchmarkRow) -> RowReport:
         texts["-curves.svg"] = curves.curves_svg(group(trained))
     for ending, text in texts.items():
         path = stem.with_name(stem.name + ending)
-        write_text(path, text)
+        write_text(path, text, make_folder=True)
         files.append(path)
     page = stem.with_name(stem.name + ".html")
     _page(page, [run.path for run in trained], tables, f"{row.name}{_profile(row)}")
@@ -101,7 +101,7 @@ def write_all(written: Sequence[RowReport], into_document: Path | None) -> list[
     text = summary(written)
     folder, stem = Path("runs/all"), written[0].row.profile or "report"
     files = [folder / f"{stem}.md"]
-    write_text(files[0], text)
+    write_text(files[0], text, make_folder=True)
     runs = [run.path for each in written for run in suite.runs_of(suite.attempts(each.row))]
     files.append(folder / f"{stem}.html")
     tables = [each.tables[0] for each in written]

@@ -94,6 +94,7 @@ def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Li
 def _points(found: CellRuns, printed: PublishedByPoint) -> list[GridPoint]:
     """Return the points of our cells, then the points that only the paper has."""
     ours = list(dict.fromkeys([*found.trained, *found.computed]))
+    # A paper may name fewer axes than our points have: then its key is a subset of ours.
     theirs = [key for key in printed if not any(key <= own for own in ours)]
     return [dict(key) for key in [*ours, *theirs]]
 
@@ -113,8 +114,8 @@ def _order(benchmark: Benchmark) -> Callable[[Line], tuple[int, list[int]]]:
 def axes_of(benchmark: Benchmark) -> dict[str, list[str]]:
     """Return each axis with all values that the row, a profile or a computed part has."""
     axes: dict[str, dict[str, None]] = {}
-    grids = [*(p.axes for p in benchmark.profiles.values())]
-    for grid in [benchmark.axes, *grids, *(part.axes for part in benchmark.computed)]:
+    grids = [p.axes for p in benchmark.profiles.values()]
+    for grid in [benchmark.axes, *grids, *(p.axes for p in benchmark.computed)]:
         for axis, values in grid.items():
             axes.setdefault(axis, {}).update(dict.fromkeys(values))
     numeric = {a: all(_is_whole(v) for v in values) for a, values in axes.items()}
@@ -194,6 +195,7 @@ class _Values:
         value = measure(run, quantity.measure, self._level)
         if math.isinf(value):
             return worst
+        # A final metric that is not a number is a diverged run. Elsewhere NaN means no number.
         if math.isnan(value):
             return worst if quantity.measure == "final" else None
         return value * quantity.scale * _times(quantity, point)

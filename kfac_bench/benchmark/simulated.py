@@ -25,9 +25,10 @@ from kfac_bench.config import compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.step import Conduct, Workload
-from kfac_bench.simulate.sweep import SGD, Intervals, plan_of, sweep, variant
+from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
 
 IMAGENET = 1_281_167
+"""Images of ImageNet's training set."""
 PAPERS_CODE = Conduct(factor_traffic=2.0, tensors_per_decomposition=2)
 
 
@@ -39,15 +40,27 @@ def _of_model(name: str, examples: int) -> Workload:
 
 def _work(words: Mapping[str, str], ranks: int) -> Workload:
     if "global" in words:
-        part = int(words["part"])
-        examples = math.ceil(int(words["global"]) / ranks / part) * part
+        examples = in_whole_parts(int(words["global"]), ranks, int(words["part"]))
     else:
         examples = int(words["examples"])
     if "file" not in words:
         return _of_model(words["model"], examples)
-    found = workload.of_file(compose.CONF_DIR / "simulation" / f"{words['file']}.yaml", examples)
-    left = [spec for spec in found.layers if spec.name != words.get("without")]
-    return replace(found, layers=left)
+    work = workload.of_file(compose.CONF_DIR / "simulation" / f"{words['file']}.yaml", examples)
+    return replace(work, layers=[s for s in work.layers if s.name != words.get("without")])
+
+
+def in_whole_parts(batch: int, ranks: int, part: int) -> int:
+    """Return a rank's examples of a global batch, rounded up to whole parts of `part` examples."""
+    return math.ceil(batch / ranks / part) * part
+
+
+def times_of(cell: SimulatedCell) -> dict[str, float]:
+    """Return the times of a simulated step, by the names of the measures of runs."""
+    return {
+        "ms_per_step": 1e3 * cell.step_s,
+        "examples_per_s_per_rank": cell.examples_per_s / cell.world_size,
+        "epoch_s": cell.epoch_s(IMAGENET),
+    }
 
 
 def numbers(words: Mapping[str, str]) -> dict[str, float]:
@@ -65,23 +78,18 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     intervals = Intervals(float(words.get("factors", 1)), float(words.get("decompose", 1)), at)
     conduct = PAPERS_CODE if words.get("conduct") == "paper" else None
     (cell,) = sweep(work, machine, [each], [ranks], intervals, conduct=conduct)
-    found = {
-        "ms_per_step": 1e3 * cell.step_s,
-        "examples_per_s_per_rank": cell.examples_per_s / ranks,
-        "epoch_s": cell.epoch_s(IMAGENET),
-    }
+    result = times_of(cell) | {"steps_per_s_per_rank": 1 / cell.step_s / ranks}
     if "steps" in words:
-        found["seconds_to_target"] = int(words["steps"]) * cell.step_s
-        found["steps_to_target"] = float(words["steps"])
-        found["train_s"] = found["seconds_to_target"]
-    found["steps_per_s_per_rank"] = 1 / cell.step_s / ranks
+        train_s = int(words["steps"]) * cell.step_s
+        result |= {"seconds_to_target": train_s, "train_s": train_s}
+        result["steps_to_target"] = float(words["steps"])
     if each.strategy == SGD:
-        return found
-    update_s = sum(cell.time.stages_s.values())
-    found |= {f"stage {kind}": 1e3 * s for kind, s in cell.time.kinds_s.items()}
-    found["update_extra_s"] = update_s
-    shares = [found.get(f"stage Share{what}", 0.0) for what in ("Decompositions", "Gradients")]
-    found["stage share"] = shares[0] or shares[1]
+        return result
+    result |= {f"stage {kind}": 1e3 * s for kind, s in cell.time.kinds_s.items()}
+    result["update_extra_s"] = sum(cell.time.stages_s.values())
+    # The longest message: decompositions in comm_opt, else gradients.
+    shares = [result.get(f"stage Share{what}", 0.0) for what in ("Decompositions", "Gradients")]
+    result["stage share"] = shares[0] or shares[1]
     plan = plan_of(work, each, ranks, "eigen")
-    found["payload_mb"] = sum(payload_bytes(plan).values()) / MB
-    return found
+    result["payload_mb"] = sum(payload_bytes(plan).values()) / MB
+    return result

@@ -134,7 +134,6 @@ def _upload(
     directory: Path, project: str | None, entity: str | None, offline: bool
 ) -> Iterator[str]:
     from kfac_bench.record.sinks import wandb_history
-    from kfac_bench.record.sinks.wandb import WandbSink
 
     if _is_running(directory):
         raise UsageError("still training; wait until the run has ended")
@@ -161,17 +160,32 @@ def _upload(
         yield f"W&B has all {len(wanted)} points: nothing to send"
         return
     ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
-    said: list[str] = []
+    where = (directory, run_id, project, entity)
+    line = _send(where, started, todo, ended, "offline" if offline else "online")
+    yield f"{len(todo)} of {len(wanted)} points sent; {line}"
+
+
+def _send(
+    where: tuple[Path, str, str, str | None],
+    started: RunStarted,
+    todo: Sequence[HistoryPoint],
+    ended: RunEnded | None,
+    mode: str,
+) -> str:
+    """Send the points to the W&B run, and the end of the run; return the first line of the sink.
+
+    ``where`` is the directory, the id of the run, the project and the entity.
+    """
+    from kfac_bench.record.sinks.wandb import WandbSink
+
+    lines: list[str] = []
     sink = WandbSink(
-        directory,
-        run_id,
-        project,
-        entity,
+        *where,
         dict(started.config) | {"environment": dict(started.environment)},
-        "offline" if offline else "online",
+        mode,
         metric=plain(started.metric),
         higher_is_better=bool(started.higher_is_better),
-        say=said.append,
+        say=lines.append,
         patience_s=PATIENCE_S,
     )
     for point in todo:
@@ -183,9 +197,9 @@ def _upload(
         sink.write(ended)
     sink.close()
     # The sink goes offline by itself when the server stops answering.
-    if sink.failed or sink.mode != ("offline" if offline else "online"):
-        raise UsageError(f"W&B did not take all points: {plain(said[-1])}; run the command again")
-    yield f"{len(todo)} of {len(wanted)} points sent; {said[0]}"
+    if sink.failed or sink.mode != mode:
+        raise UsageError(f"W&B did not take all points: {plain(lines[-1])}; run the command again")
+    return lines[0]
 
 
 def _numbers(event: Event) -> dict[str, float]:

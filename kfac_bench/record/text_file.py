@@ -9,20 +9,22 @@ from pathlib import Path
 from kfac_bench.errors import UsageError
 
 
-def write_text(path: Path, text: str, name: str = "") -> None:
-    """Write `text` to `path` and create its folder. A reader sees the old file or the new file.
+def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = False) -> None:
+    """Write `text` to `path`. At any time, a reader sees the whole old file or the whole new file.
 
     Args:
         path: The file to write.
         text: All of its content.
         name: What an error message calls the file, such as ``out=plan.json``; default: its path.
+        make_folder: Whether to create the folder of the file.
 
     Raises:
         UsageError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             # A device such as /dev/stdout takes the text itself. A rename would replace the device.
             path.write_text(text, encoding="utf-8")

@@ -101,11 +101,11 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     text = simulation_report.to_json(content)
     if own["svg"]:
         drawn = simulation_figure.svg(cells, f"{work.name} on {machine.name}")
-        write_text(Path(own["svg"]), drawn, f"svg={own['svg']}")
+        write_text(Path(own["svg"]), drawn, f"svg={own['svg']}", make_folder=True)
     if own["out"] == "-":
         return [text.rstrip("\n")]
     if own["out"]:
-        write_text(Path(own["out"]), text, f"out={own['out']}")
+        write_text(Path(own["out"]), text, f"out={own['out']}", make_folder=True)
     table = simulation_report.table(cells, request.training)
     return [*_heading(request), *table, *_best(cells)]
 

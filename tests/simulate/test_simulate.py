@@ -20,12 +20,12 @@ from kfac_bench.core.planning.plan import Stage
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.calibrate import StepMeasurement, calibrate
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.network import Network, NetworkLink
 from kfac_bench.simulate.rates import Rates, interpolate
 from kfac_bench.simulate.step import Conduct, Workload, op_seconds, step_time
 from kfac_bench.simulate.sweep import Intervals, Variant, plan_of, sweep, variant
+from scripts.calibrate import StepMeasurement, calibrate
 
 ALPHA, BETA = 1e-5, 1e9
 SLOW = NetworkLink(ALPHA, BETA)

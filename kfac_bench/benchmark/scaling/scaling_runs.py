@@ -85,22 +85,7 @@ def scaling_runs(
         UsageError: An override is wrong, or a rank would get no example.
     """
     base = compose.load(overrides)
-    window = steps or base.kfac.update_freq
-    # Overrides that come later win, so a run measures the same whatever an experiment file says.
-    fixed = [
-        *overrides,
-        "trainer.target=null",
-        "trainer.max_epochs=null",
-        f"trainer.max_steps={WINDOWS * window}",
-        f"trainer.log_freq={window}",
-        f"trainer.eval_freq={WINDOWS * window}",
-        "trainer.predictions=0",
-        f"trainer.checkpoint_freq={WINDOWS * window}",
-        "trainer.pin=true",
-        "trainer.time_stages=true",
-        "logger=none",
-        f"runs_dir={runs_dir}",
-    ]
+    fixed = [*overrides, *_fixed(steps or base.kfac.update_freq), f"runs_dir={runs_dir}"]
     if base.trainer.threads is None:
         fixed.append("trainer.threads=1")
     runs = []
@@ -111,6 +96,22 @@ def scaling_runs(
                 own = (*fixed, f"trainer.batch_size={batch}", *_kfac(variant), f"seed={number}")
                 runs.append(_run_of(variant, world_size, number, own, runs_dir))
     return runs
+
+
+def _fixed(window: int) -> list[str]:
+    """Return the overrides that make every run measure alike, whatever an experiment file says."""
+    return [
+        "trainer.target=null",
+        "trainer.max_epochs=null",
+        f"trainer.max_steps={WINDOWS * window}",
+        f"trainer.log_freq={window}",
+        f"trainer.eval_freq={WINDOWS * window}",
+        "trainer.predictions=0",
+        f"trainer.checkpoint_freq={WINDOWS * window}",
+        "trainer.pin=true",
+        "trainer.time_stages=true",
+        "logger=none",
+    ]
 
 
 def _run_of(

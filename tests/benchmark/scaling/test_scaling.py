@@ -224,7 +224,7 @@ def test_stages_are_milliseconds_per_run_of_the_stage(tmp_path):
     assert rows["comm_opt"]["mean of a step"] == pytest.approx(17.68)
     assert rows["comm_opt"]["steps between"] == "1 / 5 / 10"
     assert rows["layer_wise"]["gradient share"] == pytest.approx(2)
-    [ratio] = [note for note in table.notes if "comm_opt's share" in note]
+    [ratio] = [note for note in table.notes if "sharing decompositions" in note]
     assert "takes 3.4 times" in ratio
     assert not any("whole intervals" in note for note in table.notes)
 
