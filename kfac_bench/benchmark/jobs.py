@@ -18,6 +18,7 @@ KFAC_BENCH = ("-c", "from kfac_bench.cli import bench; bench()")
 
 def waves(row: BenchmarkRow) -> list[list[Cell]]:
     """Return the waves in order: first the runs that others start from, at last the cells."""
+    # The runs at position i of `before` are wave i. Cells share runs, so each path counts once.
     depth = max((len(cell.before) for cell in row.cells), default=0)
     before = [
         list({c.before[i].path(): c.before[i] for c in row.cells if len(c.before) > i}.values())

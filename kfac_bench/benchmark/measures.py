@@ -81,6 +81,7 @@ def _ranks(run: Run) -> float:
 
 
 def _rate(run: Run, level: Level) -> float:
+    # The configured batch is that of all ranks.
     batch = number(option(run.started.config, "trainer", "batch_size"))
     return batch / _pace(run)[0] / _ranks(run)
 
@@ -151,6 +152,7 @@ def measure(run: Run, name: str, level: Level) -> float:
         return _last_metric(run, name)
     if name in MEASURES:
         return MEASURES[name](run, level)
+    # "metric NAME" is a metric of the last evaluation, "stage KIND" a kind of op.
     kind, _, what = name.partition(" ")
     if kind == "metric":
         return _last_metric(run, what)

@@ -135,6 +135,7 @@ def into(document: Path, text: str) -> None:
         old = document.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--into {document}: cannot be read ({error.strerror})") from None
+    # Everything outside of the two marks is the user's own text.
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

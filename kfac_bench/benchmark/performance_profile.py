@@ -43,6 +43,7 @@ def medians(settings: Iterable[Setting], *, steps: bool = False) -> dict[str, di
     times: dict[str, dict[str, float]] = {}
     for setting in settings:
         if target(setting.runs[0]) is not None:
+            # A damaged clock may give a negative time, for which a ratio has no meaning.
             values = [max(0.0, measure(run)) for run in setting.runs]
             times.setdefault(setting.task, {})[setting.optimizer] = bootstrap_median(values)[0]
     return times

@@ -178,6 +178,7 @@ def load(name: str) -> Benchmark:
     if name not in known:
         raise UsageError(f"{name}: no such benchmark; choose one of {', '.join(known)}")
     try:
+        # The merge with the dataclass checks names and types.
         result = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(Benchmark), OmegaConf.load(path))
         )

@@ -47,6 +47,7 @@ def submit(
     try:
         for label, command in commands.items():
             name = f"{_plain(label)}-{_digest(str(folder.resolve()), label)}"
+            # Jobs with the same name run one after the other, never at the same time.
             once = ["--dependency=singleton", *options]
             ids.append(_sbatch(name, output / _plain(label), once, command))
         last = [*options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]

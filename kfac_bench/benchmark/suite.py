@@ -129,6 +129,7 @@ def _attempt(cell: Cell | ComputedCell) -> Attempt:
         if not (path / EVENTS_FILE).exists():
             return Attempt(cell.label, path, AttemptState.NEW)
         return Attempt(cell.label, path, AttemptState.FAILED, reason=str(error))
+    # A computed cell is written as a whole, so only a run can be unfinished.
     if isinstance(cell, Cell) and grid.ended(path) is None:
         return Attempt(cell.label, path, AttemptState.STARTED)
     return Attempt(cell.label, path, AttemptState.DONE, run)

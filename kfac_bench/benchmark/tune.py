@@ -31,6 +31,7 @@ from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, RunStarted, read
+from kfac_bench.record.text_file import write_text
 from kfac_bench.report.tables import Table, Value
 from kfac_bench.training.run_directory import directory_name
 
@@ -108,8 +109,7 @@ def tune(
     for search in searches:
         best, times = _final(tuning, search, runs_dir)
         path = out / f"{search.name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(experiment_yaml(tuning, search, best, times))
+        write_text(path, experiment_yaml(tuning, search, best, times), make_folder=True)
         say(f"{path}: {best}, median over seeds {score.bootstrap_median(times)[0]:.2f} s")
     for table in tables(benchmark, searches):
         say(table.markdown())
@@ -134,6 +134,7 @@ def _run_studies(
 def trial_settings(tuning: Tuning, optimizer: str, study: int = 0) -> list[dict[str, Any]]:
     """Return the overrides of every trial. They depend on the space, `trials` and `study`."""
     space = tuning.space[optimizer]
+    # An option with a fixed value is no dimension of the sequence.
     ranges = {k: v for k, v in space.items() if isinstance(v, dict)}
     samples = qmc.Halton(max(1, len(ranges)), seed=study).random(tuning.trials)
     return [
@@ -147,6 +148,7 @@ def _value(option: Mapping[str, list[Any]], u: float) -> Any:
     """Return the value of a range at ``u`` in [0, 1)."""
     match dict(option):
         case {"log": [low, high]}:
+            # Three digits keep experiment files readable.
             return float(f"{low * (high / low) ** u:.3g}")
         case {"choice": [*choices]}:
             return choices[math.floor(u * len(choices))]
@@ -165,6 +167,8 @@ def _run_trial(
     chosen = [f"{k}={'null' if v is None else v}" for k, v in settings.items()]
     overrides = [*base, *chosen, f"seed={seed}", f"runs_dir={runs_dir}"]
     config = compose.load(overrides)
+    # The limit becomes part of the options, and so of the run's name: a trial with another limit
+    # is another run.
     if limit_s < (config.trainer.max_train_s or math.inf):
         config.trainer.max_train_s = limit_s
         overrides.append(f"trainer.max_train_s={limit_s}")

@@ -114,6 +114,7 @@ def missing(
     wanted: Sequence[HistoryPoint], rows: Iterable[Mapping[str, Any]]
 ) -> list[HistoryPoint]:
     """Return the points that are not among W&B's ``rows``."""
+    # Counted, because two different points may measure the same at the same time.
     there = Counter(identity(row) for row in rows)
     lacking = []
     for point in wanted:

@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,8 @@ from kfac_bench.report.tables import Table
 TITLE = "K-FAC against first-order optimizers"
 PUSH_S = 60.0
 """Within this time the server must accept both."""
+_VIEW = "kfacbench"
+"""Name of the workspace's view. It is always the same, so the next push finds the workspace."""
 _RANDOM = {"__id__", "id", "ref"}
 """Keys of W&B's JSON with random values, different each time."""
 _COLUMNS, _WIDTH, _HEIGHT = 3, 8, 6
@@ -110,44 +112,37 @@ def push(scope: Scope) -> list[str]:
 
 def _push(scope: Scope) -> list[str]:
     wandb_api = importlib.import_module("wandb").Api(timeout=20)
-    scope = Scope(
-        scope.project, scope.entity or wandb_api.default_entity, scope.run_ids, scope.tables
-    )
+    scope = replace(scope, entity=scope.entity or wandb_api.default_entity)
     made = report(scope)
-    before = _same_title(wandb_api, scope)
-    if before is not None:
-        made.id = before
+    # An object with the id of an existing one replaces the existing one when it is saved.
+    if (report_id := _report_id(wandb_api, scope)) is not None:
+        made.id = report_id
     made.save()
     space = workspace(scope)
-    space._internal_name = _view_name(scope)
-    space._internal_id = _view_id(scope) or ""
+    # W&B's package has no public way to name a view, so these fields are its own.
+    internal = _module("workspaces.internal")
+    space._internal_name = internal._url_query_str_to_internal_name(_VIEW)
+    space._internal_id = _view_id(internal, scope)
     space.save()
     return [f"workspace: {space.url}", f"report: {made.url}"]
 
 
-def _view_name(scope: Scope) -> str:
-    """Return the name of the workspace's view: always the same, so the next push finds it."""
-    name: str = _module("workspaces.internal")._url_query_str_to_internal_name("kfacbench")
-    return name
-
-
-def _view_id(scope: Scope) -> str | None:
-    """Return the id of the workspace of the last push; None if there is none."""
-    internal = _module("workspaces.internal")
+def _view_id(internal: ModuleType, scope: Scope) -> str:
+    """Return the id of the workspace of the last push; empty if there is none."""
     try:
-        found = internal.get_view_dict(scope.entity, scope.project, "kfacbench")
+        view = internal.get_view_dict(scope.entity, scope.project, _VIEW)
     except ValueError:  # The workspace does not exist, and perhaps not even the project.
-        return None
-    return str(found["id"])
+        return ""
+    return str(view["id"])
 
 
-def _same_title(api: Any, scope: Scope) -> str | None:
+def _report_id(api: Any, scope: Scope) -> str | None:
     """Return the id of the report of the last push; None if there is none."""
     try:
-        found = list(api.reports(f"{scope.entity}/{scope.project}"))
+        reports = list(api.reports(f"{scope.entity}/{scope.project}"))
     except ValueError:  # The project does not exist yet. Saving the report creates it.
         return None
-    return next((str(r.id) for r in found if r.display_name == TITLE), None)
+    return next((str(r.id) for r in reports if r.display_name == TITLE), None)
 
 
 def _within(limit_s: float, action: Callable[[], list[str]]) -> list[str]:
@@ -180,6 +175,7 @@ def _within(limit_s: float, action: Callable[[], list[str]]) -> list[str]:
 
 def _grid(section: Section, scope: Scope) -> Any:
     wr = _module("reports.v2")
+    # Panels fill the rows from left to right. No section has 99 charts.
     places = (((i % _COLUMNS) * _WIDTH, i // _COLUMNS * _HEIGHT) for i in range(99))
     return wr.PanelGrid(
         runsets=[wr.Runset(filters=_filters(scope), groupby=[f"config.{g}" for g in GROUPS])],
@@ -232,6 +228,7 @@ def _panel(chart: Chart, place: tuple[int, int]) -> Any:
 
 def _filters(scope: Scope) -> Any:
     expr = _module("expr")
+    # An empty text is no filter: all runs.
     mine = expr.Metric("ID").isin(list(scope.run_ids))
     return expr.And(mine) if scope.run_ids else ""
 

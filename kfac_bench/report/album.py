@@ -46,6 +46,7 @@ class Album:
 
     def _item(self, directory: Path, item: dict[str, Any]) -> dict[str, Any]:
         content = predictions.read(directory, item.get("file"))
+        # predictions.read returns None for a file outside of the run's folder.
         if content is not None and len(content) <= self._left_bytes:
             self._left_bytes -= len(content)
             picture = f"data:image/png;base64,{base64.b64encode(content).decode()}"

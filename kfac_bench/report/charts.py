@@ -91,6 +91,7 @@ def _short(value: float) -> float:
 
 def embed(data: object) -> str:
     """Return ``data`` as JSON that cannot end a ``<script>`` element, whatever its strings hold."""
+    # A string may contain </script> or <!--. JSON allows these characters as \u escapes.
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

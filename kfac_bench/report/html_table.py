@@ -66,6 +66,7 @@ def cell(value: Value, shown: str | None = None) -> HtmlCell:
             return HtmlCell(words, href=value.href if _leads_on(value.href) else None)
         case str():
             return HtmlCell(words)
+    # repr writes all digits, and inf for a missed target.
     key = number(value)
     if math.isnan(key):
         return HtmlCell(DASH if shown is None else shown, "none")

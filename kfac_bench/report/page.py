@@ -56,6 +56,7 @@ def html(
         tables=[to_html_table(table) for table in tables],
         tasks=tasks,
         data=embed([task["chart"] for task in tasks]),
+        # The policy names the hashes of exactly this style and this script.
         styling=styling,
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {content_hash(styling)}; "

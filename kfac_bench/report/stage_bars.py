@@ -56,6 +56,7 @@ def _means_ms(setting: Setting) -> dict[str, float]:
             if not isinstance(event, Trained):
                 continue
             here, before = event.step - before, event.step
+            # Event files are not trusted: steps may run backwards, means may be no mapping.
             if not isinstance(event.stage_mean_s, Mapping) or not event.stage_mean_s or here <= 0:
                 continue
             steps += here

@@ -64,6 +64,7 @@ def text(value: Value) -> str:
 
 def escape_markdown(words: str) -> str:
     """Escape every character that would end a table cell or start markup."""
+    # A line break would end the table, and GitHub reads tags and entities inside of cells.
     one_line = " ".join(words.split())
     return re.sub(r"([\\`*\[\]|])", r"\\\1", one_line.replace("&", "&amp;").replace("<", "&lt;"))
 

@@ -96,6 +96,7 @@ def _messages(run: DryRun) -> dict[str, dict[str, dict[str, int]]]:
 def _rank(run: DryRun, cost: RankCost) -> dict[str, Any]:
     every = _every(run)
     flops = {stage.value: n for stage, n in cost.flops.items()}
+    # Work that no stage of the plan contains: a Fisher pass, and a forward pass for the damping.
     more = {"fisher": run.fisher_flops, "damping": run.forward_flops}
     flops |= {name: n for name, n in more.items() if name in every}
     traffic = {

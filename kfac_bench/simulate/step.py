@@ -95,6 +95,7 @@ def step_time(
     computed = slowdown * hardware.rates.step(work.step_flops, work.family)
     # Only the FLOPs of backward hide messages; the constant part of a step does not.
     hidden = hardware.overlap * BACKWARD * (computed - slowdown * hardware.rates.step_s)
+    # The gradients' all-reduce is the same with and without K-FAC.
     size = work.parameters * work.gradient_bytes
     sent = hardware.network.all_reduce_s(size, range(world_size), work.tensors)
     time = StepTime(computed, max(0.0, sent - hidden))

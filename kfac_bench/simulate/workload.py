@@ -89,6 +89,7 @@ def _layers(entry: Any, path: Path) -> list[tuple[LayerSpec, int]]:
             f"{path}: layers: {entry['name']}: expected sizes from 1 to 2^40 "
             f"and at most {_MOST_REPEATS:,} repeats"
         )
+    # A plan needs unique names of layers.
     names = [f"{entry['name']}{f'.{i}' if repeat > 1 else ''}" for i in range(repeat)]
     return [(LayerSpec(n, entry["a_dim"], entry["g_dim"]), entry["rows"]) for n in names]
 

@@ -186,6 +186,7 @@ def _short_of_cores(run: Run) -> bool:
     """Whether the ranks had more threads together than the machine has cores."""
     threads = _whole(option(run.started.environment, "hardware", "threads"))
     cores = _whole(option(run.started.environment, "hardware", "cpu_count"))
+    # A run on GPUs, or a job on several nodes, does not compete for the cores of one machine.
     on_cpu = option(run.started.environment, "device") == "cpu"
     one_node = not option(run.started.environment, "slurm_job_id")
     return on_cpu and one_node and 0 < cores < threads * _world_size(run)

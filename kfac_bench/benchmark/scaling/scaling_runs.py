@@ -148,6 +148,7 @@ def run_here(todo: Sequence[ScalingRun], say: Callable[[str], None]) -> int:
     Finished runs are skipped. An interrupted run continues from its checkpoint.
     """
     failed = 0
+    # Times of a busy machine mean little. Warn before the runs themselves make the machine busy.
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.3 * cores and not all(each.has_finished() for each in todo):
         say(f"other processes are busy, so times will be too long: load {load:.1f}, {cores} cores")
