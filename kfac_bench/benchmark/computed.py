@@ -19,7 +19,7 @@ from typing import cast
 
 from kfac_bench import __version__
 from kfac_bench.benchmark.grid import record_failure
-from kfac_bench.benchmark.schema import Benchmark
+from kfac_bench.benchmark.schema import Benchmark, fill_in
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import (
@@ -87,7 +87,7 @@ def cells(benchmark: Benchmark, runs_dir: str) -> list[ComputedCell]:
             # A key of `each` may join several axes by spaces; then its values are joined alike.
             for axes, by_value in part.each.items():
                 texts += by_value.get(" ".join(point[axis] for axis in axes.split(" ")), [])
-            words = dict(_word(text.format(**point)) for text in texts)
+            words = dict(_word(fill_in(text, point)) for text in texts)
             label = " ".join([*point.values(), f"({part.kind})"])
             result.append(ComputedCell(label, part.kind, words, point, runs_dir))
     return result

@@ -17,8 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfac_bench.benchmark import forked, local_process
-from kfac_bench.benchmark.schema import Before, Benchmark, BenchmarkProfile, points, profile_of
+from kfac_bench.benchmark.schema import (
+    Before,
+    Benchmark,
+    BenchmarkProfile,
+    fill_in,
+    points,
+    profile_of,
+)
 from kfac_bench.config import TrainConfig, compose
+from kfac_bench.config.command_options import split_words, whole_number
 from kfac_bench.counted import time_left
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.record.text_file import write_text
@@ -119,15 +127,15 @@ def options_of_value(
 
 def _filled_in(texts: Sequence[str], words: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
     """Return the overrides, and the ranks: ``ranks=N`` is no override, and the last one counts."""
-    made = [text.format(**words) for text in texts]
-    ranks = [int(text.removeprefix("ranks=")) for text in made if text.startswith("ranks=")]
-    return tuple(text for text in made if not text.startswith("ranks=")), (ranks or [1])[-1]
+    made = [fill_in(text, words) for text in texts]
+    own, overrides = split_words(made, {"ranks": "1"})
+    return tuple(overrides), whole_number("ranks", own["ranks"])
 
 
 def _before(each: Before, words: Mapping[str, str], label: str, more: Sequence[str]) -> Cell:
     overrides, ranks = _filled_in(each.overrides, words)
     own = (f"seed={words['seed']}", f"runs_dir={words['shared']}")
-    name = each.run_id.format(**words)
+    name = fill_in(each.run_id, words)
     return Cell(f"{label}: {name}", (*overrides, *more, *own, f"run_id={name}"), ranks)
 
 

@@ -203,6 +203,15 @@ def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkPr
     return name, benchmark.profiles[name]
 
 
+def fill_in(text: str, words: Mapping[str, str]) -> str:
+    """Return the text with each ``{name}`` replaced; raise :class:`UsageError` for other names."""
+    try:
+        return text.format(**words)
+    except (KeyError, IndexError, ValueError, AttributeError):
+        names = ", ".join(f"{{{name}}}" for name in words)
+        raise UsageError(f"{text!r}: cannot be filled in; there are {names}") from None
+
+
 def points(
     benchmark: Benchmark, profile: BenchmarkProfile | None = None
 ) -> Iterator[dict[str, str]]:

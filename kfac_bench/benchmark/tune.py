@@ -99,7 +99,7 @@ def tune(
         raise UsageError(f"{benchmark.title!r} has no tuning section")
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder; create it first")
-    names = {tuning.experiment.format(**p): p for p in schema.points(benchmark)}
+    names = {schema.fill_in(tuning.experiment, p): p for p in schema.points(benchmark)}
     searches = [Search(name, p) for name, p in names.items() if name.startswith(only)]
     if not searches:
         raise UsageError(
@@ -163,7 +163,7 @@ def _run_trial(
     runs_dir: str,
     limit_s: float = math.inf,
 ) -> TuningTrial:
-    base = [text.format(**point) for text in tuning.overrides]
+    base = [schema.fill_in(text, point) for text in tuning.overrides]
     chosen = [f"{k}={'null' if v is None else v}" for k, v in settings.items()]
     overrides = [*base, *chosen, f"seed={seed}", f"runs_dir={runs_dir}"]
     config = compose.load(overrides)
@@ -234,7 +234,7 @@ def experiment_yaml(
             tree.setdefault(group, {})[option] = value
     if label := tuning.labels.get(search.point["optimizer"]):
         tree = {"label": label, **tree}
-    parent: str = tuning.overrides[0].format(**search.point).removeprefix("experiment=")
+    parent: str = schema.fill_in(tuning.overrides[0], search.point).removeprefix("experiment=")
     defaults = [
         f"/experiment/{parent}",
         *({f"override /{k}": v} for k, v in groups.items()),

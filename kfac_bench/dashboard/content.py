@@ -54,7 +54,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Section:
+class ChartSection:
     """Charts below a heading; ``about`` is the text between the two in the report."""
 
     name: str
@@ -73,7 +73,7 @@ _CURVES = (
 )
 
 SECTIONS = (
-    Section(
+    ChartSection(
         "Time to target",
         "Seconds of the training clock and steps until the validation metric met its target. "
         "A run that missed the target has no bar. It counts as infinite in the table.",
@@ -83,12 +83,12 @@ SECTIONS = (
             Chart("metric when the target was met", "bar", ("target/value",)),
         ),
     ),
-    Section(
+    ChartSection(
         "Over training seconds",
         "The clock stands still during evaluation, checkpoints and logging.",
         _over("train_s", *_CURVES),
     ),
-    Section(
+    ChartSection(
         "Over steps",
         "What each update achieves, however long it takes.",
         (
@@ -96,7 +96,7 @@ SECTIONS = (
             Chart("learning rate", "line", ("train/lr",), x="step"),
         ),
     ),
-    Section(
+    ChartSection(
         "Clip and angles",
         "nu is the KL clip factor (1: no clipping). The cosine is taken between a layer's gradient "
         "and its preconditioned gradient (1: K-FAC changes nothing in this layer).",
@@ -107,12 +107,12 @@ SECTIONS = (
             Chart("cosine by layer", "line", pattern=r"kfac/cosine/.+", x="step"),
         ),
     ),
-    Section(
+    ChartSection(
         "Damping",
         "The damping of the next step. It changes only if adaptive damping is on.",
         (Chart("damping", "line", ("kfac/damping",), x="step", log=True),),
     ),
-    Section(
+    ChartSection(
         "Stages of a K-FAC step",
         "Means over steps and ranks. The time of a rare stage is spread over all steps.",
         (
@@ -126,7 +126,7 @@ SECTIONS = (
             Chart("stages of the step", "line", pattern=r"kfac/stage_s/.+", x="step", unit="s"),
         ),
     ),
-    Section(
+    ChartSection(
         "Scaling",
         "Throughput of all ranks. The table shows the efficiency of a rank, relative to the fewest "
         "ranks.",
@@ -135,7 +135,7 @@ SECTIONS = (
             Chart("examples/s", "line", ("train/examples_per_s",), x="step", by=WORLD_SIZE),
         ),
     ),
-    Section(
+    ChartSection(
         "Memory and waiting",
         "The most memory that a rank has used, and how long the slowest rank waited for batches.",
         (
@@ -144,7 +144,7 @@ SECTIONS = (
             Chart("wait for a checkpoint", "line", ("checkpoint/write_s",), x="step", unit="s"),
         ),
     ),
-    Section(
+    ChartSection(
         "Failures",
         "Every value should be zero. Otherwise something was left out.",
         (
@@ -154,7 +154,7 @@ SECTIONS = (
             Chart("examples left out", "line", ("eval/left_out",), x="train_s"),
         ),
     ),
-    Section(
+    ChartSection(
         "Predictions",
         "Held-out examples with the model's predictions at the end of the run.",
         (Chart("predictions", "media", ("predictions", "predicted_texts")),),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, Section
+from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, ChartSection
 from kfac_bench.errors import UsageError
 from kfac_bench.report.tables import Table
 
@@ -173,7 +173,7 @@ def _within(limit_s: float, action: Callable[[], list[str]]) -> list[str]:
     raise UsageError(f"W&B refused the dashboard: {said}")
 
 
-def _grid(section: Section, scope: Scope) -> Any:
+def _grid(section: ChartSection, scope: Scope) -> Any:
     wr = _module("reports.v2")
     # Panels fill the rows from left to right. No section has 99 charts.
     places = (((i % _COLUMNS) * _WIDTH, i // _COLUMNS * _HEIGHT) for i in range(99))

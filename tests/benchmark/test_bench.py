@@ -227,6 +227,11 @@ def test_a_profile_changes_the_options_of_a_value(tmp_path):
         grid.cells(small(), "r", None, "smoke")
 
 
+def test_a_name_that_is_no_axis_is_refused():
+    with pytest.raises(UsageError, match=r"optimiser.*: cannot be filled in; there are \{task\}"):
+        grid.cells(small(overrides=["experiment=digits/{optimiser}"]), "r")
+
+
 def test_the_run_directory_does_not_depend_on_the_job(tmp_path, monkeypatch):
     """A job of the cluster and the terminal that submitted it must find the same directory."""
     cells = grid.cells(small(), str(tmp_path))
