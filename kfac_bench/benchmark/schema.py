@@ -7,7 +7,7 @@ value to the options that it stands for. A profile may map the same value to oth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
