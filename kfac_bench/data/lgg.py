@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from kfac_bench.data.base.dataset import Data
     from kfac_bench.data.base.unreadable import Unreadable
 
-FOLDERS = ("kaggle_3m", "lgg-mri-segmentation/kaggle_3m", ".")
-"""Where the folders of the volumes may be."""
-
 
 @dataclass
 class LGGConfig(FilesConfig):
@@ -49,7 +46,9 @@ class LGGConfig(FilesConfig):
     @classmethod
     def is_at(cls, root: Path) -> bool:
         """See :meth:`FilesConfig.is_at`."""
-        return any(any((root / folder).glob("TCGA_*")) for folder in FOLDERS)
+        from kfac_bench.data.images import lgg
+
+        return bool(lgg.folders(root))
 
     @classmethod
     def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:

@@ -1,1 +1,1 @@
-"""Demo datasets: small data, drawn or derived from installed packages, in the real layouts."""
+"""Demo datasets: small data in published layouts, drawn or derived from installed packages."""

@@ -1,4 +1,4 @@
-"""scikit-learn's digits in the layout of CIFAR-10's binary version: a demo, not CIFAR-10."""
+"""Demo: scikit-learn's digits in the layout of CIFAR-10's binary version."""
 
 from pathlib import Path
 
@@ -10,20 +10,21 @@ from kfac_bench.errors import UsageError
 
 
 def make(root: Path) -> None:
-    """Write `root/cifar-10-batches-bin`: grey digits of 32 x 32 pixels, the split of data=digits.
+    """Write `root/cifar-10-batches-bin` with grey digits of 32 x 32 pixels.
 
-    1347 images to train on, in five files, and 450 for evaluation. Raises UsageError if there is
-    such a folder already.
+    The split is the one of data=digits: 1347 images for training, in five files, and 450 for
+    evaluation. Raise UsageError if the folder exists already.
     """
     folder = root / cifar10.FORMATS[0][0]
     if folder.exists():
-        raise UsageError(f"{folder} is there already: choose another folder")
+        raise UsageError(f"{folder} exists already. Choose another folder")
     data = digits.load(32, normalize=False)
     [train] = data.train(data.train_size, 0, 0, 0, Shard())
     [evaluation] = data.evaluate(data.eval_size, Shard())
-    parts = [*zip(*(x.chunk(len(cifar10.BINARY) - 1) for x in train), strict=True), evaluation]
+    images, labels = (x.chunk(len(cifar10.BINARY) - 1) for x in train)
+    parts = [*zip(images, labels, strict=True), evaluation]
     folder.mkdir(parents=True)
-    for name, (images, labels) in zip(cifar10.BINARY, parts, strict=True):
-        pixels = (images.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1).flatten(1)
-        records = torch.cat([labels[:, None].to(torch.uint8), pixels], dim=1)
+    for name, (grey, digit) in zip(cifar10.BINARY, parts, strict=True):
+        pixels = (grey.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1).flatten(1)
+        records = torch.cat([digit[:, None].to(torch.uint8), pixels], dim=1)
         (folder / name).write_bytes(records.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""scikit-learn's digits as JPEG files in the layout of ImageNet: a demo of the input pipeline."""
+"""Demo: scikit-learn's digits as JPEG files in the layout of ImageNet."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from kfac_bench.errors import UsageError
 def make(root: Path, size: int = 64) -> None:
     """Write `root/train/n0000000<digit>/*.JPEG` and `root/val/...`, RGB images of size x size.
 
-    1347 images to train on and 450 for evaluation: the split of data=digits. Raises UsageError if
-    there are such folders already.
+    The split is the one of data=digits: 1347 images for training and 450 for evaluation. Raise
+    UsageError if one of the folders exists already.
     """
     if any((root / split).exists() for split in ("train", "val")):
-        raise UsageError(f"{root} has train or val already: choose another folder")
+        raise UsageError(f"{root} has train or val already. Choose another folder")
     data = digits.load(size, normalize=False)
     splits = {
         "train": data.train(data.train_size, 0, 0, 0, Shard()),

@@ -1,32 +1,34 @@
-"""Made-up MRI slices in the layout of the LGG set: a demo that shows that training works.
+"""Demo: made-up MRI slices in the layout of the LGG segmentation dataset.
 
-Nobody's brain: ellipses with texture and noise, and tumours that are smooth blobs. What a network
-reaches here says nothing about medicine.
+The slices show no real brain, but ellipses with texture and noise, and tumours that are smooth
+blobs. The demo shows that training works; a network's metrics here say nothing about medicine.
 """
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from kfac_bench.errors import UsageError
 
-Volume = np.ndarray[Any, np.dtype[np.float64]]
+Field = NDArray[np.float64]
+"""A value at each place of a volume, [slices, size, size]."""
 INSTITUTIONS = ("DEMO", "MADE")
 
 
 def make(root: Path, volumes: int = 16, slices: int = 16, size: int = 64, seed: int = 0) -> None:
     """Write `volumes` folders `root/kaggle_3m/TCGA_*` of `slices` RGB slices of size x size pixels.
 
-    Each slice has its mask of 0 and 255; about half of the slices have none of the tumour, as in
-    the real set, and a volume in eight has no tumour at all. A function of the arguments alone:
-    the same files each time. Raises UsageError if there are such folders already.
+    Each slice has a mask of 0 and 255. As in the real dataset, about half of the slices show no
+    tumour, and one volume of eight has no tumour at all. Equal arguments give equal files. Raise
+    UsageError if there are such folders already.
     """
     folder = root / "kaggle_3m"
     if any(folder.glob("TCGA_*")):
-        raise UsageError(f"{folder} has volumes already: choose another folder")
+        raise UsageError(f"{folder} has volumes already. Choose another folder")
     for number in range(volumes):
         name = f"TCGA_{INSTITUTIONS[number % 2]}_{1000 + number}_{20000101 + number}"
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -40,15 +42,14 @@ def make(root: Path, volumes: int = 16, slices: int = 16, size: int = 64, seed: 
 def make_volume(
     generator: np.random.Generator, slices: int, size: int, *, tumour: bool
 ) -> tuple[Any, Any]:
-    """One scan: uint8 images [slices, size, size, 3] and masks [slices, size, size] of 0, 255.
+    """Return uint8 images [slices, size, size, 3] and masks [slices, size, size] of 0 and 255.
 
-    Channels are three views of the same head: the tumour is bright in the second, as in FLAIR,
-    faint and ringed in the others. Small bright spots are none. Brightness, noise and an uneven
-    field differ from volume to volume.
+    The channels are three views of the same head. The tumour is bright in the second one, as in
+    FLAIR, and faint with a ring in the others. Small bright spots are not tumours. Brightness,
+    noise and an uneven field differ from volume to volume.
     """
-    z, y, x = np.meshgrid(
-        np.linspace(-1, 1, slices), *(np.linspace(-1, 1, size),) * 2, indexing="ij"
-    )
+    side = np.linspace(-1, 1, size)
+    z, y, x = np.meshgrid(np.linspace(-1, 1, slices), side, side, indexing="ij")
     tilt, wide, high = generator.uniform((-0.2, 0.62, 0.75), (0.2, 0.72, 0.85))
     x, y = x * np.cos(tilt) - y * np.sin(tilt), x * np.sin(tilt) + y * np.cos(tilt)
     radius = np.sqrt((x / wide) ** 2 + (y / high) ** 2 + (0.75 * z) ** 2)
@@ -60,8 +61,10 @@ def make_volume(
     blob = _blob(generator, radius, (z, y / high, x / wide), texture) if tumour else 0 * radius
     inside = (blob > 1) & brain
     rim = brain * np.exp(-(((blob - 1) / 0.25) ** 2)) * tumour
-    spots = brain * (_texture(generator, radius.shape, size / 50) > 2.2)  # bright, but no tumour
-    uneven = 1 + 0.12 * _texture(generator, radius.shape, size / 4)  # as a coil receives it
+    # A network that takes every bright place for a tumour must fail.
+    spots = brain * (_texture(generator, radius.shape, size / 50) > 2.2)
+    # The receiver coils of a scanner give such an uneven brightness.
+    uneven = 1 + 0.12 * _texture(generator, radius.shape, size / 4)
     grey = brain * (0.42 + 0.05 * texture - 0.08 * folds)
     looks = generator.uniform(0.85, 1.15, (3, 4))
     weights = ((-0.25, -0.06, 0.06, 0.35), (-0.30, 0.18, 0.03, 0.25), (0.25, 0.05, 0.14, 0.30))
@@ -77,29 +80,29 @@ def make_volume(
     return (255 * pixels).round().astype(np.uint8), (255 * inside).astype(np.uint8)
 
 
-def _texture(generator: np.random.Generator, shape: tuple[int, ...], sigma: float) -> Volume:
-    """Smooth noise of mean 0 and variance 1."""
-    smooth: Volume = gaussian_filter(generator.standard_normal(shape), (1, sigma, sigma))
+def _texture(generator: np.random.Generator, shape: tuple[int, ...], sigma: float) -> Field:
+    """Return smooth noise of mean 0 and variance 1."""
+    smooth: Field = gaussian_filter(generator.standard_normal(shape), (1, sigma, sigma))
     smooth -= smooth.mean()
     smooth /= smooth.std()
     return smooth
 
 
-def _ventricles(x: Volume, y: Volume, z: Volume) -> Volume:
-    """Two dark horns beside the middle."""
+def _ventricles(x: Field, y: Field, z: Field) -> Field:
+    """Return the two dark horns beside the middle."""
     horns = (((np.abs(x) - 0.16) / 0.11) ** 2 + ((y + 0.05) / 0.32) ** 2 + (z / 0.7) ** 2) < 1
-    smooth: Volume = gaussian_filter(horns * 1.0, (0, 0.7, 0.7))
+    smooth: Field = gaussian_filter(horns * 1.0, (0, 0.7, 0.7))
     return smooth
 
 
 def _blob(
-    generator: np.random.Generator, radius: Volume, axes: tuple[Volume, ...], texture: Volume
-) -> Volume:
-    """A field above 1 inside one tumour: an ellipsoid off the middle, its border uneven."""
+    generator: np.random.Generator, radius: Field, axes: tuple[Field, ...], texture: Field
+) -> Field:
+    """Return a field above 1 inside a tumour: an ellipsoid off the middle with an uneven border."""
     turn = generator.uniform(0, 2 * np.pi)
     centre = (generator.uniform(-0.35, 0.35), 0.45 * np.sin(turn), 0.45 * np.cos(turn))
     sizes = generator.uniform((0.4, 0.2, 0.2), (0.6, 0.38, 0.38))
     parts = zip(axes, centre, sizes, strict=True)
     distance = np.sqrt(sum(((a - c) / s) ** 2 for a, c, s in parts))
-    field: Volume = 2 - distance - 0.12 * texture
+    field: Field = 2 - distance - 0.12 * texture
     return field

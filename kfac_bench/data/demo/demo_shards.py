@@ -1,4 +1,4 @@
-"""The digits of demo_imagenet as tar shards."""
+"""Demo: the digits of demo_imagenet as tar shards."""
 
 import tempfile
 from pathlib import Path
@@ -8,9 +8,9 @@ from kfac_bench.data.images import tar_shards
 
 
 def make(root: Path) -> None:
-    """Write `root/train-*.tar` and `root/val-*.tar`, 500 images each.
+    """Write `root/train-*.tar` and `root/val-*.tar` of 500 images each.
 
-    Raises UsageError if there are such files already.
+    Raise UsageError if there are such files already.
     """
     with tempfile.TemporaryDirectory() as scratch:
         demo_imagenet.make(Path(scratch))

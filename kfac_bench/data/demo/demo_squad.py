@@ -1,6 +1,6 @@
-"""Questions about the Python documentation in the layout of SQuAD v1.1: a demo made by rule.
+"""Demo: questions about Python's documentation in the layout of SQuAD v1.1.
 
-A paragraph is about some functions of a module, a sentence each, as their docstrings say it:
+A paragraph has one sentence about each of some functions of a module, from their docstrings:
 "textwrap.shorten(text, width, **kwargs): Collapse and truncate the given text ...". Questions ask
 what a function does, what its arguments are, and where it is defined.
 """
@@ -18,18 +18,19 @@ from kfac_bench.data.language import squad, squad_windows, wordpiece
 from kfac_bench.errors import UsageError
 
 IN_A_PARAGRAPH = 4
+"""Functions of a paragraph."""
 EVAL_SHARE = 0.06
 _FIRST_SENTENCE = re.compile(r"(.{20,160}?[.!?])(?:\s|$)", re.DOTALL)
 
 
 def make(root: Path) -> None:
-    """Write train-v1.1.json, dev-v1.1.json and vocab.txt, the vocabulary of the demo text.
+    """Write train-v1.1.json, dev-v1.1.json and vocab.txt, the vocabulary of the text demo.
 
-    Modules are held out by a hash of their names. The same files each time with one Python. Raises
-    UsageError if there are such files already.
+    A hash of its name decides whether a module is held out. The files depend only on the version of
+    Python. Raise UsageError if there are such files already.
     """
     if any((root / name).exists() for name in squad.FILES.values()):
-        raise UsageError(f"{root} has questions already: choose another folder")
+        raise UsageError(f"{root} has questions already. Choose another folder")
     articles: dict[str, list[Any]] = {split: [] for split in squad.FILES}
     for name, definitions in demo_text.modules().items():
         if paragraphs := list(_paragraphs(name, definitions)):
@@ -50,8 +51,8 @@ def _paragraphs(module: str, definitions: Sequence[Definition]) -> Iterator[dict
         for name, arguments, sentence in described[start : start + IN_A_PARAGRAPH]:
             at = len(context) + 1
             context += f" {name}({arguments}): {sentence}"
-            said_at = at + len(name) + len(arguments) + 4
-            questions.append((f"What does {name} do?", sentence, said_at))
+            sentence_at = at + len(name) + len(arguments) + 4
+            questions.append((f"What does {name} do?", sentence, sentence_at))
             if arguments:
                 question = f"What are the arguments of {name}?"
                 questions.append((question, arguments, at + len(name) + 1))
@@ -67,11 +68,11 @@ def _paragraphs(module: str, definitions: Sequence[Definition]) -> Iterator[dict
 
 
 def _described(module: str, definitions: Sequence[Definition]) -> Iterator[tuple[str, str, str]]:
-    """(qualified name, arguments, first sentence of the docstring) of public functions."""
+    """Yield (qualified name, arguments, first sentence of the docstring) of public functions."""
     for definition in definitions:
         parts = definition.name.removeprefix(f"{module}.").split(".")
         if definition.arguments is None or any(part.startswith("_") for part in parts):
             continue
-        said = _FIRST_SENTENCE.match(" ".join(definition.doc.split()))
-        if said and said[1].isascii():
-            yield definition.name, ", ".join(definition.arguments), said[1]
+        sentence = _FIRST_SENTENCE.match(" ".join(definition.doc.split()))
+        if sentence and sentence[1].isascii():
+            yield definition.name, ", ".join(definition.arguments), sentence[1]

@@ -1,7 +1,7 @@
-"""What Python says of itself, as text to pre-train on: real English on every install, no download.
+"""Demo: Python's documentation as text for pre-training, on every machine without a download.
 
-The language reference of `pydoc` and the docstrings of the standard library (PSF licence). A demo:
-2 MB are no Wikipedia.
+The text is the language reference of `pydoc` and the docstrings of the standard library (PSF
+licence), 2 MB of English.
 """
 
 import ast
@@ -21,20 +21,30 @@ SEQUENCE_LENGTHS = (64, 128)
 VOCABULARY_SIZE = 4096
 EVAL_SHARE = 0.05
 _LEFT_OUT = {
-    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "distutils"),
-    *("encodings", "ensurepip", "turtledemo", "pydoc_data"),
+    "dist-packages",
+    "distutils",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
 }
+"""Folders whose modules are not read."""
 _SHORT = 200
-"""Characters that a module's docstrings have at least."""
+"""Modules whose docstrings have fewer characters are left out."""
 
 
 def make(root: Path) -> None:
-    """Write the text in the layout of ``kfac-data prepare``, of two sequence lengths.
+    """Write the text in the layout of `kfac-data prepare`, for two sequence lengths.
 
-    The same files each time with one Python. Raises UsageError if `root` has such text already.
+    The files depend only on the version of Python. Raise UsageError if `root` has such text.
     """
     if text_shards.lengths(root):
-        raise UsageError(f"{root} has prepared text already: choose another folder")
+        raise UsageError(f"{root} has prepared text already. Choose another folder")
     read = list(documents())
     prepare.prepare(
         lambda: iter(read),
@@ -47,12 +57,12 @@ def make(root: Path) -> None:
 
 
 def vocabulary() -> wordpiece.Vocabulary:
-    """That of :func:`make`."""
+    """Return the vocabulary of the demo, without writing the demo."""
     return wordpiece.train((document.text for document in documents()), VOCABULARY_SIZE)
 
 
 def documents() -> Iterator[Document]:
-    """A topic of the reference each, then a module each."""
+    """Yield a document for each topic of the reference, then one for each module."""
     for name, topic in sorted(pydoc_data.topics.topics.items()):
         yield Document(f"topic {name}", _unwrapped(topic))
     for name, found in modules().items():
@@ -63,7 +73,7 @@ def documents() -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class Definition:
-    """What has a docstring: a module, a class, or a function, whose arguments are known."""
+    """A module, class or function with a docstring. `arguments` is None unless it is a function."""
 
     name: str
     doc: str
@@ -72,7 +82,7 @@ class Definition:
 
 @cache
 def modules() -> Mapping[str, Sequence[Definition]]:
-    """Modules of the standard library that are written in Python, by name; none is imported."""
+    """Return the definitions in each Python module of the standard library, without imports."""
     root = Path(sysconfig.get_path("stdlib"))
     found = {}
     for path in sorted(_sources(root)):
@@ -80,7 +90,8 @@ def modules() -> Mapping[str, Sequence[Definition]]:
         name = ".".join(parts).removesuffix(".__init__")
         try:
             found[name] = list(_definitions(name, ast.parse(path.read_bytes())))
-        except (SyntaxError, ValueError, OSError):  # a file of templates is no module
+        # Some files are templates and not valid Python.
+        except (SyntaxError, ValueError, OSError):
             continue
     return found
 
@@ -104,7 +115,8 @@ def _arguments(node: ast.AST) -> tuple[str, ...] | None:
 def _sources(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.name in _LEFT_OUT or not path.stem.isidentifier():
-            continue  # installed packages are below: thousands of folders not to look into
+            # Without this test the search would go through thousands of installed packages.
+            continue
         if path.is_dir():
             yield from _sources(path)
         elif path.suffix == ".py":
@@ -112,6 +124,6 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def _unwrapped(text: str) -> str:
-    """A line per paragraph: where a line of the original ends means nothing."""
+    """Join the lines of each paragraph, because their ends have no meaning."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n".join(" ".join(p.split()) for p in paragraphs if p.strip())

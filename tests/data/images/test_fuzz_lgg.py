@@ -38,9 +38,20 @@ WHOLE = {
     for end, content in (("", IMAGE), ("_mask", MASK))
 }
 OTHERS = (
-    *(tiff("RGB", (16, 4)), tiff("L", (4, 4), 0), tiff("L", value=7), tiff("1", value=255)),
-    *(tiff("CMYK"), tiff("RGBA"), tiff("P"), tiff("I;16", value=3), tiff("RGB", (1, 1))),
-    *(tiff("RGB", kind="JPEG"), tiff("L", value=255, kind="PNG"), b"", b"II*\0", b"MM\0*" * 9),
+    tiff("RGB", (16, 4)),
+    tiff("L", (4, 4), 0),
+    tiff("L", value=7),
+    tiff("1", value=255),
+    tiff("CMYK"),
+    tiff("RGBA"),
+    tiff("P"),
+    tiff("I;16", value=3),
+    tiff("RGB", (1, 1)),
+    tiff("RGB", kind="JPEG"),
+    tiff("L", value=255, kind="PNG"),
+    b"",
+    b"II*\0",
+    b"MM\0*" * 9,
     tiff("RGB", save_all=True, append_images=[Image.new("L", (3, 3))]),
     tiff("RGB", compression="tiff_lzw"),
     tiff("RGB", compression="jpeg"),
@@ -48,10 +59,27 @@ OTHERS = (
 """Instead of a file."""
 PLACES = st.sampled_from(
     [
-        *("{name}_3.tif", "{name}_3_mask.tif", "{name}_01.tif", "{name}_x.tif", "_1.tif", ".tif"),
-        *("{name}_1.TIF", "{name}_-1.tif", "{name}_\u0663.tif", "{name}_\u00b2.tif", "a\nb_1.tif"),
-        *("{name}_1_mask_mask.tif", f"{'9' * 200}_{'9' * 50}.tif", "\x1b[31m_1.tif", "[x]_7.tif"),
-        *("\udcff_5.tif", "{name}_1.tif/x", "*_1.tif", "\u202e_4.tif", "-1.tif", "a b_2_mask.tif"),
+        "{name}_3.tif",
+        "{name}_3_mask.tif",
+        "{name}_01.tif",
+        "{name}_x.tif",
+        "_1.tif",
+        ".tif",
+        "{name}_1.TIF",
+        "{name}_-1.tif",
+        "{name}_\u0663.tif",
+        "{name}_\u00b2.tif",
+        "a\nb_1.tif",
+        "{name}_1_mask_mask.tif",
+        f"{'9' * 200}_{'9' * 50}.tif",
+        "\x1b[31m_1.tif",
+        "[x]_7.tif",
+        "\udcff_5.tif",
+        "{name}_1.tif/x",
+        "*_1.tif",
+        "\u202e_4.tif",
+        "-1.tif",
+        "a b_2_mask.tif",
     ]
 )
 

@@ -49,7 +49,8 @@ def test_slices_are_in_order_with_their_masks_and_normalized_by_volume(made):
     assert (data.train_size, data.eval_size) == (3 * SLICES, 2 * SLICES)
     images, masks, volumes = pixels_of(data)
     assert (images.dtype, masks.dtype, masks.shape[1:]) == (
-        *(torch.float32, torch.uint8),
+        torch.float32,
+        torch.uint8,
         (1, SIZE, SIZE),
     )
     assert volumes.tolist() == [0] * SLICES + [1] * SLICES
