@@ -1,4 +1,9 @@
-"""One training run: built, taken up where it stopped, trained, recorded."""
+"""One training run: build its parts, continue where it stopped, train, record.
+
+``kfac-train`` calls :func:`start` on every rank. The training loop itself is in
+:mod:`kfac_bench.training.trainer`, the construction of its parts in
+:mod:`kfac_bench.training.build`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ from kfac_bench.training.update import least_part
 
 
 def start(config: TrainConfig) -> int:
-    """Find the other ranks, and :func:`train`; the exit code of ``kfac-train``."""
+    """Connect the ranks and :func:`train`; return the exit code of ``kfac-train``."""
     with distributed.join(config.backend, config.trainer.device) as backend:
         status, signal = train(config, backend)
     return {"failed": 1, "interrupted": 128 + signal}.get(status, 0)
@@ -48,10 +53,18 @@ def start(config: TrainConfig) -> int:
 def train(
     config: TrainConfig, backend: Backend, blueprint: Blueprint | None = None
 ) -> tuple[str, int]:
-    """Train, or go on training, what the configuration says; all ranks call it.
+    """Start or continue the run of this configuration; all ranks call this.
 
-    Returns the status of the run's last event and the signal that stopped it (0: none). Raises
-    :class:`UsageError` for what the user can mend.
+    Args:
+        config: The configuration of the run.
+        backend: The backend that connects the ranks.
+        blueprint: The builders of model, data and task; None: as the configuration says.
+
+    Returns:
+        The status of the run's last event, and the signal that stopped the run (0: none).
+
+    Raises:
+        UsageError: Something that the user can fix.
     """
     ranks = backend.ranks
     if config.trainer.threads is not None:
@@ -71,6 +84,7 @@ def train(
     about["pinned"] = pinned
     with ExitStack() as stack:
         if_main = directory.open(config, about) if ranks.is_main else nullcontext()
+        # An error on rank 0 alone would leave the others waiting: together() raises it on all.
         ranks.together(lambda: stack.enter_context(if_main))
         ranks.together(directory.check_is_here)
         trainer = _build_trainer(config, backend, directory, blueprint)
@@ -95,7 +109,8 @@ def train(
             directory.note_state("running", trainer.step)
         try:
             status = trainer.fit()
-        except UsageError as error:  # a sample that cannot be read: rank 0 cannot tell of it
+        except UsageError as error:
+            # A sample that cannot be read. Only this rank knows, so it has to print the message.
             raise OneRankError(str(error)) from None
         if ranks.is_main:
             directory.note_state(status, trainer.step)
@@ -103,15 +118,14 @@ def train(
 
 
 def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise :class:`UsageError` if ranks differ in an option that all ranks must share."""
     common = {
         name: value
         for name, value, meta in options(config)
         if meta["role"] is not PLACE and not meta["per_node"]
     }
     if others := ranks.unlike_main(json.dumps(common, sort_keys=True)):
-        raise UsageError(
-            f"ranks {others} have other options than rank 0: start all with one command line"
-        )
+        raise UsageError(f"ranks {others} have other options than rank 0. Use one command for all")
 
 
 def _data_and_model(
@@ -141,7 +155,7 @@ def _build_trainer(
     about = f"{data.train_size} {data.eval_size} {data.shape} {data.num_classes}"
     if others := ranks.unlike_main(about):
         raise UsageError(
-            f"ranks {others} read other data than rank 0: every node needs the same data set"
+            f"ranks {others} read other data than rank 0. Copy the same dataset to every node"
         )
     model = backend.shard(model)
     optimizer = build.build_optimizer(config.optimizer, model)
@@ -164,11 +178,12 @@ def _build_trainer(
 
 
 def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None:
-    """How the run ended, if nothing is left to do; says so."""
+    """Return how the run ended and say so; None if there is still something to do."""
     events = read(directory.events) if directory.events.exists() else []
     ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
     hit = next((e for e in reversed(events) if isinstance(e, TargetReached)), None)
-    if ended is None or ended.status in ("failed", "interrupted"):  # even at the last step
+    # A run that failed or was interrupted at its last step may lack its last checkpoint.
+    if ended is None or ended.status in ("failed", "interrupted"):
         return None
     at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
     limit = trainer.config.max_train_s
@@ -185,7 +200,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
 def _open_log(
     config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
 ) -> tuple[EventLog, Callable[[str], None]]:
-    """The record and its views, on rank 0; and how to say a line beside them."""
+    """Open the record and its views on rank 0; return them and a function that prints a line."""
     metric, higher_is_better = trainer.task.metric, trainer.task.higher_is_better
     console = ConsoleSink(
         metric=metric,
@@ -218,7 +233,10 @@ def _open_log(
 
 
 def _say_what_kfac_does(trainer: Trainer) -> None:
-    """One line that also explains why a first step on a large model takes its time."""
+    """Say which layers K-FAC covers and how large its factors are.
+
+    The first step on a large model takes long, because it decomposes all factors.
+    """
     if trainer.kfac is None:
         return
     report = trainer.kfac.report()
@@ -239,12 +257,12 @@ def _say_what_kfac_does(trainer: Trainer) -> None:
 def _start(
     config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
 ) -> None:
-    """The first event, or the newest good checkpoint."""
+    """Write the first event, or restore the newest good checkpoint."""
     ranks = trainer.ranks
     saved, bad = ranks.together(lambda: _find(config, directory))
     if others := ranks.unlike_main(f"{saved and (saved.step, len(saved.shards))}"):
         raise UsageError(
-            f"ranks {others} do not see the checkpoint that rank 0 sees: runs_dir must be a folder "
+            f"ranks {others} do not see the checkpoint that rank 0 sees. Set runs_dir to a folder "
             "that all nodes share"
         )
     own = saved is not None and saved.path.is_relative_to(directory.path)
@@ -254,10 +272,14 @@ def _start(
         task = trainer.task
         trainer.log.emit(
             RunStarted(
-                *(0, 0.0, directory.run_id, task.metric, task.higher_is_better),
-                asdict(config),
-                about,
-                _payload_bytes(trainer),
+                step=0,
+                train_s=0.0,
+                run_id=directory.run_id,
+                metric=task.metric,
+                higher_is_better=task.higher_is_better,
+                config=asdict(config),
+                environment=about,
+                payload_bytes=_payload_bytes(trainer),
             )
         )
     trainer.report_faults()
@@ -267,7 +289,9 @@ def _start(
         except ValueError as error:
             raise UsageError(f"resume: {error}") from None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UsageError(f"resume: {saved.path}: no state of a run ({error!r})") from None
+            raise UsageError(
+                f"resume: {saved.path} does not hold the state of a run ({error!r})"
+            ) from None
 
 
 def _payload_bytes(trainer: Trainer) -> dict[str, dict[str, int]]:
@@ -277,11 +301,14 @@ def _payload_bytes(trainer: Trainer) -> dict[str, dict[str, int]]:
 
 
 def _find(config: TrainConfig, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """The run's own checkpoint before ``resume``'s; a line on each bad one passed over."""
+    """Return the run's own newest good checkpoint, else that of ``resume``.
+
+    The second value has a line for each damaged checkpoint that was passed over.
+    """
     saved, bad = checkpoint.find(directory.path)
     if saved is None and config.resume is not None:
         saved, more_bad = checkpoint.find(Path(config.resume))
         bad += more_bad
         if saved is None:
-            raise UsageError(f"resume={config.resume}: no good checkpoint there")
+            raise UsageError(f"resume={config.resume}: there is no good checkpoint")
     return saved, bad

@@ -1,4 +1,10 @@
-"""``runs/<run_id>/``: everything one run leaves behind, found again by the same command."""
+"""The directory ``runs/<run_id>/``, which holds everything that one run writes.
+
+The same command finds the same directory, because its name is a hash of the configuration. A run
+that was stopped continues there. This file decides the name, holds the lock, and checks that a
+directory is continued with the options of its run; checkpoints are in
+:mod:`kfac_bench.training.checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +29,8 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
 
 _PATIENCE_S = 20.0
-"""How long to wait for the lock of a run that torchrun or Slurm restarts: ranks that lost their
-agent, or their node, notice it when their next message fails."""
+"""How long to wait for the lock of a run that torchrun or Slurm restarts. Ranks of the earlier
+start may still live: they notice a lost agent or node only when their next message fails."""
 
 
 def run_id(config: TrainConfig, job: str | None = None) -> str:
@@ -80,7 +86,7 @@ def directory_name(config: TrainConfig, job: str | None = None, suffix: str = ""
 
 
 class RunDirectory:
-    """Paths of one run; made by rank 0, read by all."""
+    """The directory of one run, which rank 0 makes and all ranks read."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.run_id = directory_name(config)
@@ -89,11 +95,13 @@ class RunDirectory:
 
     @contextmanager
     def open(self, config: TrainConfig, environment: Mapping[str, Any]) -> Iterator[None]:
-        """Make or take up the directory and hold it; rank 0 alone.
+        """Make the directory if it is not there, and lock it inside the block; rank 0 calls this.
 
-        Raises :class:`UsageError` if another process writes to it, if it holds a run of another
-        configuration, or if it cannot be made. One that is made for a run which then cannot begin
-        (no such data) is taken away again.
+        A directory is removed again if its run cannot begin, because its data are missing, say.
+
+        Raises:
+            UsageError: Another process writes to the directory, it holds a run of another
+                configuration, or it cannot be made.
         """
         is_new = not self.path.exists()
         try:
@@ -102,8 +110,8 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
         with lock:
-            again = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
-            if not _locked(lock, _PATIENCE_S if again else 0.0):
+            may_be_restart = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
+            if not _lock(lock, _PATIENCE_S if may_be_restart else 0.0):
                 raise UsageError(
                     f"{self.path}: another process is running it; wait, or set run_id=NAME"
                 )
@@ -118,26 +126,28 @@ class RunDirectory:
                 yield
             except UsageError:
                 if is_new:
-                    self._take_away_unless_begun()
+                    self._remove_unless_begun()
                 raise
 
-    def _take_away_unless_begun(self) -> None:
+    def _remove_unless_begun(self) -> None:
+        """Remove the directory if it has no event and no file of anybody else."""
         ours = {"config.yaml", "run.json", ".lock", EVENTS_FILE}
         with suppress(OSError):
-            there = list(self.path.iterdir())
-            if {path.name for path in there} <= ours and not any(
-                path.stat().st_size for path in there if path.name == EVENTS_FILE
+            files = list(self.path.iterdir())
+            if {path.name for path in files} <= ours and not any(
+                path.stat().st_size for path in files if path.name == EVENTS_FILE
             ):
-                for path in there:
+                for path in files:
                     path.unlink()
                 self.path.rmdir()
 
     def note_state(self, status: str, step: int) -> None:
-        """Say in one line how the run is doing, for whoever started it; rank 0 alone.
+        """Write the state of the run to the file ``state`` and to $KFAC_STATE_FILE, if it is set.
 
-        The file ``state``, and a copy where KFAC_STATE_FILE says: ``STATUS STEP PATH``, where
-        STATUS is ``running`` or that of the last event. A batch script requeues by it, for exit
-        codes are those of launchers too. Nothing of the run depends on it: a full disk is no error.
+        The file has one line, ``STATUS STEP PATH``; the status is ``running`` or the status of the
+        last event. A batch script reads the line to decide whether to requeue the job, because an
+        exit code may come from the launcher instead. The run itself does not need the file, so
+        that a full disk is no error here. Only rank 0 calls this.
         """
         for file in (self.path / "state", os.environ.get("KFAC_STATE_FILE")):
             if not file:
@@ -148,14 +158,19 @@ class RunDirectory:
                 partial.replace(file)
 
     def check_is_here(self) -> None:
-        """Raise :class:`UsageError` if this rank does not see what rank 0 has made."""
+        """Raise :class:`UsageError` if this rank does not see the directory that rank 0 made."""
         if not self.path.is_dir():
             raise UsageError(
-                f"{self.path} is not there, though rank 0 made it: runs_dir must be a folder that "
-                "all nodes share"
+                f"{self.path} is missing on this rank, though rank 0 made it. Set runs_dir to a "
+                "folder that all nodes share"
             )
 
     def _check_same_run(self, config: TrainConfig) -> None:
+        """Raise :class:`UsageError` if the directory holds a run with other RESULT options.
+
+        An option that one of the two configurations lacks is at its default there: the version
+        that wrote it did not have the option, or its choice of a group does not have the option.
+        """
         path = self.path / "config.yaml"
         if not path.exists() or not self.events.exists():
             return
@@ -179,7 +194,8 @@ class RunDirectory:
             )
 
 
-def _locked(file: IO[str], patience_s: float) -> bool:
+def _lock(file: IO[str], patience_s: float) -> bool:
+    """Lock the file; return whether that worked within ``patience_s`` seconds."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -203,9 +203,7 @@ def test_ranks_with_different_options_end_with_one_line(tmp_path):
     with started(*by_hand(tmp_path, "seed=${oc.env:RANK}")) as ranks:
         assert [rank.wait(PATIENCE_S) for rank in ranks] == [2, 2]
     said = "".join(rank.said.read_text() for rank in ranks).splitlines()
-    assert said == [
-        "kfac-train: ranks [1] have other options than rank 0: start all with one command line"
-    ]
+    assert said == ["kfac-train: ranks [1] have other options than rank 0. Use one command for all"]
 
 
 @pytest.mark.parametrize("agent", [False, True])

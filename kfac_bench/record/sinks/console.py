@@ -1,7 +1,7 @@
-"""Progress for a person: a bar on a terminal, a few plain lines elsewhere.
+"""The console as a view of the event stream: a progress bar on a terminal, lines elsewhere.
 
-Everything goes to standard output. What comes from outside (run ids, metric names, messages)
-is printed literally: no markup, no control characters.
+Everything goes to standard output. Texts from outside (run ids, metric names, messages) are
+printed without markup and without control characters.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from kfac_bench.record.events import (
 
 REDRAW_S = 0.1
 NAMED = 20
-"""Bad files shown one by one."""
+"""How many unreadable files are shown one by one."""
 
 
 class ConsoleSink:
-    """Shows the stream on ``stream`` (standard output): a bar if it is a terminal.
+    """The view of the run on ``stream``, by default standard output.
 
-    Elsewhere there is at most one line about training every ``interval_s`` seconds of wall
-    time. An evaluation gets a line if it is the first, an improvement of ``metric``, or
-    that long after the last one. Checkpoints are shown only if ``verbose``.
+    A terminal shows a progress bar. Elsewhere training gets at most one line per ``interval_s``
+    seconds of wall time. An evaluation gets a line if it is the first, if it improves ``metric``,
+    or if the last such line is ``interval_s`` seconds ago. Checkpoints are shown only if
+    ``verbose``.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class ConsoleSink:
         self._bar = _Bar(self._stream, total_steps) if is_terminal else None
 
     def say(self, text: str) -> None:
-        """Print the text, above the bar if there is one."""
+        """Print the text; it stands above the bar if there is a bar."""
         for line in text.splitlines():
             self._guarded(partial(self._print, _printable(line, self._encoding)))
 
     def write(self, event: Event) -> None:
-        """Show the event if it is time for it."""
+        """Show the event, unless the last line of its kind is too recent."""
         match event:
             case Trained():
                 self._trained(event)
@@ -113,7 +114,7 @@ class ConsoleSink:
                 )
 
     def close(self) -> None:
-        """Give the terminal back; safe to call twice."""
+        """Stop the bar, so that the terminal is free again; a second call does nothing."""
         bar, self._bar = self._bar, None
         if bar is not None:
             self._guarded(bar.stop)
@@ -131,7 +132,7 @@ class ConsoleSink:
 
     def _trained(self, event: Trained) -> None:
         self._last = event
-        # The most telling first: a narrow terminal cuts the end off.
+        # The most important parts come first, because a narrow terminal cuts off the end.
         parts = [f"loss {event.loss:.4g}"]
         if self._latest is not None:
             parts.append(f"{self._metric} {self._latest:.4g}")
@@ -161,7 +162,7 @@ class ConsoleSink:
             self._best = value
         self._latest = value
         if self._bar is not None and self._last is not None:
-            self._trained(self._last)  # the bar shows the latest value, too
+            self._trained(self._last)  # redraw, because the bar shows the metric too
         if self._evaluated_lines.is_due(always=improved):
             names = sorted(event.metrics, key=lambda name: (name != self._metric, name))
             values = "  ".join(f"{name} {event.metrics[name]:.4g}" for name in names)
@@ -179,7 +180,7 @@ class ConsoleSink:
             print(line, file=self._stream, flush=True)
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run it unless the stream is gone (closed pipe, full disk): not training's problem."""
+        """Call ``action``; a closed pipe or a full disk ends the view, but not the training."""
         if self._broken:
             return
         try:
@@ -189,7 +190,7 @@ class ConsoleSink:
 
 
 class _Bar:
-    """A rich progress bar that redraws only when it is told to: no thread of its own."""
+    """A progress bar of rich without a thread: it redraws only in :meth:`update`."""
 
     def __init__(self, stream: TextIO, total_steps: int | None) -> None:
         self._console = Console(file=stream, force_terminal=True, highlight=False)
@@ -204,7 +205,7 @@ class _Bar:
             console=self._console,
             auto_refresh=False,
             expand=True,
-            # Warnings must not tear the bar; but a redirected stderr stays where it goes.
+            # Warnings on the same terminal must not break the bar. A redirected stderr is kept.
             redirect_stderr=sys.stderr.isatty(),
         )
         self._total = total_steps
@@ -213,12 +214,12 @@ class _Bar:
         self._started = False
 
     def update(self, step: int, status: str) -> None:
-        """Show the step and the line of figures."""
+        """Show the step and a line of numbers."""
         if not self._started:
             self._started = True
             self._progress.start()
-            atexit.register(self.stop)  # for a training that dies without close()
-            # rich hides the cursor, and a killed process would leave it hidden.
+            atexit.register(self.stop)  # in case the training fails before close()
+            # rich hides the cursor, and a process that is killed could not show it again.
             self._console.show_cursor(True)
         steps = str(step) if self._total is None else f"{step}/{self._total}"
         self._progress.update(self._task, completed=step, steps=steps, status=status)
@@ -230,20 +231,20 @@ class _Bar:
         self._console.print(Text(line), soft_wrap=True)
 
     def stop(self) -> None:
-        """Leave the bar as it is and give stdout and stderr back."""
+        """Leave the bar as it is and stop redirecting stdout and stderr."""
         atexit.unregister(self.stop)
         self._progress.stop()
 
 
 class _Interval:
-    """Says yes at most once in ``seconds`` of wall time (and the first time)."""
+    """A limit: :meth:`is_due` is true at most once in ``seconds`` of wall time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._last: float | None = None
 
     def is_due(self, *, always: bool = False) -> bool:
-        """Whether it is time again (or ``always``); a yes starts the interval anew."""
+        """Return whether the interval has passed or ``always``; if so, start a new interval."""
         now = time.monotonic()
         due = always or self._last is None or now - self._last >= self._seconds
         if due:

@@ -1,13 +1,13 @@
-"""One mapping from events to flat metric names, shared by W&B and TensorBoard.
+"""The mapping from events to flat metric names, which W&B and TensorBoard share.
 
-The names are stable; dashboards are built on them.
+The names do not change between versions, because dashboards are built on them.
 
 ==============================  =============  ===============================================
 name                            event          meaning
 ==============================  =============  ===============================================
 ``step``                        every row      axis: updates done so far
 ``train_s``                     every row      axis: seconds of the training clock
-``epoch``                       where known    axis: epochs done (Trained, Evaluated)
+``epoch``                       some rows      axis: epochs done (Trained, Evaluated)
 ``train/loss``                  Trained        mean loss of the global batch
 ``train/lr``                    Trained        learning rate
 ``train/examples_per_s``        Trained        throughput since the previous Trained
@@ -18,17 +18,17 @@ name                            event          meaning
 ``kfac/failed_decompositions``  Trained        decompositions that failed, on all ranks
 ``kfac/dropped_statistics``     Trained        statistics left out: not finite, on all ranks
 ``kfac/cosine/<layer>``         Trained        cosine of gradient and preconditioned gradient
-``kfac/cosine_min``             Trained        the smallest of them
-``kfac/cosine_median``          Trained        the median of them
+``kfac/cosine_min``             Trained        smallest cosine of all layers
+``kfac/cosine_median``          Trained        median cosine of all layers
 ``kfac/stage_s/<stage>``        Trained        seconds of one K-FAC stage of the step
-``kfac/stage_mean_s/<stage>``   Trained        the same, mean of the steps since the last one
-``memory/peak_bytes``           Trained        the most that a rank has held
+``kfac/stage_mean_s/<stage>``   Trained        mean seconds of the steps since the last row
+``memory/peak_bytes``           Trained        largest memory of a rank so far
 ``eval/<metric>``               Evaluated      validation metric, exact
-``eval/left_out``               Evaluated      examples that could not be read; if there are any
+``eval/left_out``               Evaluated      examples that could not be read, if there are any
 ``data/skipped_files``          SampleSkipped  files so far that could not be read
 ``target/time_to_target_s``     TargetReached  training seconds until the target was met
-``target/steps_to_target``      TargetReached  steps until then
-``target/value``                TargetReached  the metric at that moment
+``target/steps_to_target``      TargetReached  steps until the target was met
+``target/value``                TargetReached  the metric when the target was met
 ``checkpoint/write_s``          Checkpointed   seconds the training waited for the checkpoint
 ==============================  =============  ===============================================
 """

@@ -1,4 +1,4 @@
-"""Can a server be reached? Answered within a bounded time, proxies considered."""
+"""Check within a bounded time whether a server can be reached, directly or through a proxy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 
 def first_hop(url: str, proxy: str | None = None) -> tuple[str, int]:
-    """Return host and port that a request to ``url`` connects to: the server's or a proxy's.
+    """Return host and port that a request to ``url`` connects to: the server or a proxy.
 
-    ``proxy`` goes before the usual environment variables (``https_proxy``, ``no_proxy``).
+    ``proxy`` replaces the proxy of the environment (``https_proxy``). A host that ``no_proxy``
+    names is always connected directly.
     """
     server = urlsplit(url)
     if not urllib.request.proxy_bypass(server.hostname or ""):
@@ -23,7 +24,7 @@ def first_hop(url: str, proxy: str | None = None) -> tuple[str, int]:
 
 
 def connect_problem(host: str, port: int, timeout_s: float) -> str | None:
-    """Connect and hang up: None if that works in time, else what is wrong."""
+    """Try to connect; return None if that works in time, else what is wrong."""
     answer: queue.Queue[str | None] = queue.Queue()
 
     def attempt() -> None:
@@ -34,7 +35,7 @@ def connect_problem(host: str, port: int, timeout_s: float) -> str | None:
         else:
             answer.put(None)
 
-    # In a thread: the time-out of a socket does not bound the name look-up before it.
+    # A thread is needed, because the time-out of a socket does not limit the name look-up.
     threading.Thread(target=attempt, name="reachable", daemon=True).start()
     try:
         return answer.get(timeout=timeout_s)

@@ -15,9 +15,10 @@ from kfac_bench.record.sinks.metrics import metrics_of
 
 
 class TensorboardSink:
-    """Writes every metric as a scalar at ``step``; the wall time is the time of writing.
+    """The view in TensorBoard, with every metric as a scalar over ``step``.
 
-    A failure (disk full) is said once and ends the view, not the training.
+    The wall time of a scalar is the time of writing. A failure, such as a full disk, is printed
+    once; it ends the view but not the training.
     """
 
     def __init__(self, run_directory: Path, *, say: Callable[[str], None] | None = None) -> None:
@@ -35,7 +36,7 @@ class TensorboardSink:
         self._broken = False
 
     def write(self, event: Event) -> None:
-        """Add the event's metrics; a resume hides the scalars that it made void."""
+        """Add the metrics of the event; a resume hides the scalars that it made void."""
         self._guarded(lambda: self._write(event))
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class TensorboardSink:
                 pixels = np.array(image)
             self._writer.add_image(f"predictions/{number}", pixels, step, dataformats="HWC")
         lines = [item["caption"], *(item["text"] or "").splitlines()]
-        # indented: Markdown shows it as it is
+        # Markdown shows indented lines as they are.
         text = "\n".join(f"    {line}" for line in lines)
         self._writer.add_text(f"captions/{number}", text, step)
 

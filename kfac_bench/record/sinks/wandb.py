@@ -1,12 +1,12 @@
 """W&B, the primary dashboard, as a view of the event stream.
 
-Rules: whether to go online is decided before ``wandb.init`` (a key without a network makes
-it block for 102 s), the same run id goes on with the same W&B run, and no failure of W&B
-stops or delays a training: events are handed to a thread of its own.
-
-Axes: ``eval/*`` is drawn over ``train_s``, because time to target is what is compared;
-everything else over ``step``. W&B's own counter (``_step``) is left alone: it must never go
-back, which ours does when a run resumes from an earlier checkpoint.
+* The mode, online or offline, is decided before ``wandb.init``. With a key but without a network
+  ``wandb.init`` would block for 102 s.
+* A run that continues also continues its W&B run, because the run id is the same.
+* No failure of W&B stops or delays a training: a separate thread talks to W&B.
+* ``eval/*`` is drawn over ``train_s``, because time to target is compared. Everything else is
+  drawn over ``step``. W&B's own counter ``_step`` is not set: it must never decrease, but our step
+  decreases when a run continues from an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MODES: dict[str, ModeName] = {
 
 
 class Mode(NamedTuple):
-    """``online``, ``offline`` or ``disabled``, and one line that says why."""
+    """``online``, ``offline`` or ``disabled``, and the reason in one line."""
 
     mode: ModeName
     reason: str
@@ -58,9 +58,12 @@ class Mode(NamedTuple):
 def decide_mode(requested: str = "auto") -> Mode:
     """Choose the mode: as requested, else as WANDB_MODE says, else by key and connection.
 
-    Takes 3 s at most. Raises :class:`UsageError` for a mode that does not exist.
+    This takes 3 s at most.
+
+    Raises:
+        UsageError: There is no such mode.
     """
-    # Else wandb announces on the terminal which settings files it reads.
+    # Otherwise wandb prints which settings files it reads.
     os.environ.setdefault("WANDB_SILENT", "true")
     for source, mode in (("wandb.mode", requested), ("WANDB_MODE", os.environ.get("WANDB_MODE"))):
         if mode and mode != "auto":
@@ -68,7 +71,7 @@ def decide_mode(requested: str = "auto") -> Mode:
                 raise UsageError(f"{source}={mode}: use online, offline, disabled or auto")
             return Mode(_MODES[mode], f"{source}={mode}")
     try:
-        # What wandb.init itself will use: environment, then settings files, then defaults.
+        # wandb.init uses the same: environment, then settings files, then defaults.
         settings = wandb_setup.singleton().settings
         if settings.mode != "online":
             return Mode(_MODES.get(settings.mode, "offline"), "set in wandb's settings file")
@@ -100,13 +103,13 @@ def wandb_id(run_id: str) -> str:
 
 
 class WandbSink:
-    """Sends the metrics of a run to W&B; files go to ``<run_directory>/wandb``.
+    """The view in W&B; its files are in ``<run_directory>/wandb``.
 
-    ``metric`` and ``higher_is_better`` name the main validation metric, whose best value
-    W&B then keeps in the run's summary. ``hint`` is one line: where the run is, how to look
-    at it, how to upload it. ``say`` gets it at the start, and at most one line about a
-    failure, always on the thread that calls the sink. With ``patience_s`` it waits for W&B as long
-    where a training could not: nothing is lost because W&B is slow.
+    ``metric`` is the main validation metric, whose best value W&B keeps in the run's summary.
+    ``hint`` is one line that says where the run is, how to look at it and how to upload it. ``say``
+    prints that line at the start and at most one line about a failure, always on the thread that
+    calls the sink. A training cannot wait for W&B, but an upload can: with ``patience_s`` the sink
+    waits that long, so that nothing is lost if W&B is slow.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class WandbSink:
         self._run: Any = None
         self._error: Exception | None = None
         self._failed = False
-        self._exit_code = 1  # until RunEnded says that it went well
+        self._exit_code = 1  # until RunEnded reports success
         best = {"loss": "min", "accuracy": "max", metric: "max" if higher_is_better else "min"}
         self._summaries = {f"eval/{name}": f"last,{which}" for name, which in best.items()}
         self._summaries["train/loss"] = "last,min"
@@ -151,20 +154,20 @@ class WandbSink:
         if self.mode != "disabled":
             self._start(options)
         self.failed = self._run is None
-        """Whether W&B did not get everything, as far as is known: all of it after :meth:`close`."""
+        """Whether W&B did not get everything; final only after :meth:`close`."""
         if self._run is not None:
             self._worker.start()
         self.hint = self._hint()
         self._say(self.hint)
 
     def write(self, event: Event) -> None:
-        """Hand the event over; returns at once."""
+        """Pass the event to the thread and return at once."""
         if isinstance(event, RunEnded):
             self._exit_code = 0 if event.status in ("reached", "finished") else 1
         self._hand_over(event)
 
     def log(self, row: Mapping[str, float]) -> None:
-        """Hand over what :func:`metrics_of` has made of an event."""
+        """Pass a row of :func:`metrics_of` to the thread."""
         self._hand_over(dict(row))
 
     def _hand_over(self, event: Event | dict[str, float]) -> None:
@@ -179,7 +182,7 @@ class WandbSink:
             self._fail("its process does not answer")
 
     def close(self) -> None:
-        """Finish the run; takes little more than ``FINISH_S`` at worst."""
+        """Finish the run, which takes little more than ``FINISH_S`` at most."""
         if self._run is None:
             return
         if not self._failed:
@@ -193,18 +196,18 @@ class WandbSink:
         self._run = None
 
     def _start(self, options: Mapping[str, Any]) -> None:
-        """Open the run; offline if going online fails, not at all if that fails too."""
+        """Open the run; if that fails online, try offline; if that fails too, give up."""
         try:
             self._run = _init(options, self.mode, FINISH_S + self._patience_s)
         except Exception as error:
-            _give_up()  # wandb keeps the id reserved otherwise
+            _give_up()  # otherwise wandb keeps the id reserved
             self.reason = _line(error)
             if self.mode == "online":
                 self.mode = "offline"
                 self._start(options)
 
     def _work(self) -> None:
-        """Body of the thread that alone talks to the run."""
+        """Send events to W&B until None arrives; only this thread talks to W&B."""
         try:
             for axis in AXES:
                 self._run.define_metric(axis)
@@ -222,7 +225,7 @@ class WandbSink:
             self._error = error
 
     def _row(self, event: Event | dict[str, float]) -> dict[str, Any]:
-        """What W&B is to log: metrics, or predictions as pictures and a table of texts."""
+        """Return what W&B logs: metrics, or predictions as pictures and a table of texts."""
         if isinstance(event, dict):
             return event
         if not isinstance(event, Predicted):
@@ -256,7 +259,7 @@ class WandbSink:
 
     @property
     def _upload(self) -> str:
-        """Uploads every part of the run, also those before a resume."""
+        """The command that uploads every part of the run, also the parts before a resume."""
         online = " --include-online" if self.mode == "online" else ""
         return f"wandb sync{online} {shlex.quote(str(self._directory / 'wandb'))}"
 
@@ -267,7 +270,7 @@ def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
         silent=True,
         console="off",  # a captured console breaks progress bars
         disable_code=True,
-        disable_git=True,  # else uncommitted changes of the user's directory are uploaded
+        disable_git=True,  # otherwise wandb uploads uncommitted changes of the user's files
         x_save_requirements=False,
         init_timeout=INIT_S,
         finish_timeout=finish_s,
@@ -284,24 +287,24 @@ def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
 
 
 def _of_one_size(files: Sequence[Path]) -> list[Image.Image]:
-    """Pictures with black at the right and below: W&B has one frame for all, or complains."""
+    """Return the pictures in one size, with black on the right and below, as W&B requires."""
     pictures = [Image.open(file).convert("RGB") for file in files]
     width, height = (max(sides) for sides in zip(*(p.size for p in pictures), strict=True))
     return [p.crop((0, 0, width, height)) for p in pictures]
 
 
 def _define(run: Any, name: str, summary: str | None) -> None:
-    # Name by name, because a glob's "*" in wandb matches neither "/" nor an escaped dot;
-    # without the escape, a dot (in layer names) would mean a nested value.
+    # Each name is defined, because "*" in wandb matches neither "/" nor an escaped dot.
+    # A dot, as in names of layers, is escaped, because it would mean a nested value.
     axis = "train_s" if name.startswith("eval/") else "step"
     run.define_metric(name.replace(".", r"\."), step_metric=axis, summary=summary)
 
 
 def _give_up() -> None:
-    """Drop wandb's service, which at exit would be waited for, or raise if it is dead."""
+    """Stop wandb's service. Otherwise the exit of Python would wait for it, or fail."""
 
     def teardown() -> None:
-        with suppress(Exception):  # it may be broken, which was said before
+        with suppress(Exception):  # the failure has been reported already
             wandb.teardown()
 
     thread = threading.Thread(target=teardown, name="wandb-teardown", daemon=True)
