@@ -35,7 +35,7 @@ class Report:
     def largest_factor(self) -> int:
         """Rows of the largest factor that is decomposed; diagonal factors do not count."""
         specs = [layer.spec for layer in self.layers]
-        dims = [spec.dim(f) for spec in specs for f in FACTORS if not spec.diagonal(f)]
+        dims = [spec.dim(f) for spec in specs for f in FACTORS if not spec.is_diagonal(f)]
         return max(dims, default=1)
 
     def payload_bytes(self) -> dict[str, dict[str, int]]:
@@ -79,7 +79,7 @@ class Report:
 
 
 def _factors(spec: LayerSpec) -> str:
-    each = [f"{f} {spec.dim(f)}{' (diagonal)' if spec.diagonal(f) else ''}" for f in FACTORS]
+    each = [f"{f} {spec.dim(f)}{' (diagonal)' if spec.is_diagonal(f) else ''}" for f in FACTORS]
     return ", ".join(each) + (f", {spec.groups} groups" if spec.groups > 1 else "")
 
 

@@ -151,7 +151,7 @@ def op_seconds(
         return (network.rooted_s if rooted else network.all_reduce_s)(size, op.ranks, tensors)
     if isinstance(op, Decompose):
         # A diagonal factor needs no decomposition.
-        full = [(s.groups, s.dim(f)) for s, f in op.members if not s.diagonal(f)]
+        full = [(s.groups, s.dim(f)) for s, f in op.members if not s.is_diagonal(f)]
         return rates.op_s + sum(groups * rates.decompose(n, method) for groups, n in full)
     done = flops(op, method, work.rows)
     if isinstance(op, Precondition):

@@ -97,12 +97,13 @@ class BatchStatistics:
             if key[1] == "G":
                 samples = _unscale(statistic, samples, loss_scale)
             if key not in store.factors:
-                diagonal = layers[key[0]].spec.diagonal(key[1])
-                store.keep_factor(key, identity_like(statistic, diagonal=diagonal))
+                is_diagonal = layers[key[0]].spec.is_diagonal(key[1])
+                store.keep_factor(key, identity_like(statistic, is_diagonal=is_diagonal))
                 store.weights[key] = statistic.new_zeros(())
             # torch.where in place of an if: the host does not wait for the number of samples.
             weight, present = store.weights[key], samples > 0
             weight.copy_(torch.where(present, decay * weight + 1, weight))
+            # In half precision, store.factor returns a new tensor: it must be stored again.
             store.keep_factor(
                 key, store.factor(key).lerp_(statistic, present / weight.clamp_min(1))
             )

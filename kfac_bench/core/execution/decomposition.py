@@ -103,7 +103,7 @@ class Eigen(Parts):
 
     @classmethod
     def unpack(cls, numbers: Tensor, matrix: Tensor, shape: tuple[int, ...]) -> Self:
-        """Read it from a message: views, so the message's memory lives as long as they do."""
+        """Read it from a message: views, so the memory of the message lives as long as they do."""
         return cls(numbers.view(torch.float32).view(shape[:2]), matrix.view(shape))
 
 
@@ -121,6 +121,7 @@ class Inverse(ScaledMatrix):
 
     def pack(self, numbers: Tensor, matrix: Tensor) -> None:
         """Write one triangle into a message; the scale, if there is one, as bits."""
+        # The matrix is symmetric, so one triangle says all.
         linalg.pack_triangle(self.matrix, matrix)
         if self.scale is not None:
             numbers.copy_(self.scale.view(numbers.dtype))
@@ -181,8 +182,8 @@ AnyInverse = Inverse | DiagonalInverse
 Decomposition = AnyEigen | AnyInverse
 
 
-def type_of(method: str, *, diagonal: bool) -> type[Decomposition]:
+def type_of(method: str, *, is_diagonal: bool) -> type[Decomposition]:
     """Return the type that ``method`` decomposes a factor into."""
     if method == "inverse":
-        return DiagonalInverse if diagonal else Inverse
-    return DiagonalEigen if diagonal else Eigen
+        return DiagonalInverse if is_diagonal else Inverse
+    return DiagonalEigen if is_diagonal else Eigen

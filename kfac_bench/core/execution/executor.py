@@ -126,7 +126,7 @@ class Executor:
                     case ReduceFactors():
                         with _timed(begun.stage_s, "ReduceFactors"):
                             begun.in_flight.append(self._messenger.send(op))
-                    case _:
+                    case _:  # the statistics of this op are not there yet
                         return
             begun.ops += 1
 
@@ -143,10 +143,12 @@ class Executor:
         self.stage_s = begun.stage_s
         self.gradients.begin()
         for ops in request.stages:
+            # While backward ran, begin_factors may have executed the first ops of this stage.
             if ops is self.plan.factors:
                 self._run_stage(islice(ops, begun.ops, None), begun.in_flight, request)
             else:
                 self._run_stage(ops, [], request)
+            # The next stage decomposes the running factors, so they take up the batch now.
             if self.batch_statistics.factors:
                 with self.timed("ComputeFactor"):
                     self.batch_statistics.fold(
@@ -167,6 +169,7 @@ class Executor:
                     self._compute(op, request)
             if isinstance(op, ReduceScales):  # the messages after it are packed by these scales
                 self._receive_all(in_flight)
+        # Messages hold most memory now: the raw moments must not be there as well.
         request.collected.clear()
         self._receive_all(in_flight)
 

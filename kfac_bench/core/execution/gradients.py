@@ -88,4 +88,5 @@ class WholeGradients:
             if layer.name in self.whole:
                 grad = self.preconditioned[layer.name]
                 layer.set_grad(grad if scale is None else grad * scale)
+        # If they stayed until the next step, they would take the memory of two more gradients.
         self.whole, self.preconditioned = {}, {}

@@ -72,7 +72,7 @@ def pack_factors(op: ReduceFactors, statistics: Statistics, bucket: Tensor) -> N
     for (spec, factor), part in _factor_parts(op, bucket):
         statistic, weight = statistics[spec.name, factor]
         values = part if op.itemsize < 4 else part[:-1]
-        if spec.diagonal(factor):
+        if spec.is_diagonal(factor):
             values.copy_(statistic.flatten())
         else:
             pack_triangle(statistic, values)
@@ -90,7 +90,7 @@ def unpack_factors(op: ReduceFactors, bucket: Tensor, statistics: Statistics) ->
         else:
             values, weight = _weighted_mean(part)
         shape = spec.factor_shape(factor)
-        full = values.view(shape) if spec.diagonal(factor) else unpack_triangle(values, shape)
+        full = values.view(shape) if spec.is_diagonal(factor) else unpack_triangle(values, shape)
         statistics[spec.name, factor] = full, weight
 
 
@@ -147,7 +147,7 @@ def unpack_decompositions(
     """Return decompositions: new tensors, or views that keep the bucket's memory alive."""
     received: dict[FactorKey, Decomposition] = {}
     for (spec, factor), numbers, matrix in _decomposition_parts(op, method, bucket):
-        kind = type_of(method, diagonal=spec.diagonal(factor))
+        kind = type_of(method, is_diagonal=spec.is_diagonal(factor))
         received[spec.name, factor] = kind.unpack(numbers, matrix, spec.factor_shape(factor))
     return received
 

@@ -57,6 +57,7 @@ class ShardedGradients:
         ranks is right.
         """
         for whole, held, part in self._blocks(name, matrix):
+            # The part is written through ``whole``, which must therefore be a view of the matrix.
             assert whole.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
             if held.grad is not None:
                 there, here = part.within(self._layers[name].part)
@@ -107,6 +108,7 @@ class ShardedGradients:
     def _pairs(self, name: str) -> Iterator[tuple[Tensor, Tensor, Part]]:
         """Yield, for each parameter, this rank's preconditioned part and its own gradient."""
         layer = self._layers[name]
+        # Not strict: nothing is kept of a layer that backward did not reach.
         for param, new in zip(_params(layer), self._kept.get(name, ()), strict=False):
             if param.grad is not None:
                 part = self._parts[id(param)]
@@ -115,6 +117,7 @@ class ShardedGradients:
     def _blocks(self, name: str, matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Part]]:
         """Yield each parameter with its block of ``matrix`` before it, and this rank's part."""
         layer = self._layers[name]
+        # Not strict: from_matrix returns (weight, None) for a layer without a bias.
         for param, whole in zip(_params(layer), layer.from_matrix(matrix), strict=False):
             assert whole is not None
             yield whole, param, self._parts[id(param)]

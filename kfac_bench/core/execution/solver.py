@@ -30,8 +30,8 @@ class Solver:
     def __init__(self, store: Store, *, factored_damping: bool = False) -> None:
         self._store, self._method = store, store.method
         self._has_factored_damping = factored_damping
+        # Decompositions that failed in float32 and float64, since the start.
         self.failed = 0
-        """Decompositions that failed in float32 and float64, since the start."""
 
     def decompose(self, members: Sequence[tuple[LayerSpec, Factor]], damping: float) -> None:
         """Decompose running factors of one shape together.
@@ -41,7 +41,7 @@ class Solver:
         """
         keys = [(spec.name, factor) for spec, factor in members]
         spec, factor = members[0]
-        if spec.diagonal(factor):
+        if spec.is_diagonal(factor):
             self._store.keep_decompositions(
                 {key: self._decompose_diagonal(key, damping) for key in keys}
             )
@@ -82,7 +82,7 @@ class Solver:
         return DiagonalEigen(diagonal.clone())
 
     def _identity(self, key: FactorKey) -> Eigen | Inverse:
-        eye = identity_like(self._store.factor(key), diagonal=False)
+        eye = identity_like(self._store.factor(key), is_diagonal=False)
         if self._method == "inverse":
             return Inverse(eye)
         return Eigen(torch.ones_like(eye[..., 0]), eye)
@@ -91,6 +91,7 @@ class Solver:
         """Return what the inverse method adds to a factor, [groups] or []."""
         name, factor = key
         if not self._has_factored_damping:
+            # The weight only says on which device, and of which dtype, the number must be.
             return self._store.weights[key].new_full((), damping)
         means = [self._store.mean_eigenvalue((name, f)) for f in FACTORS]
         return linalg.split_damping(means[0], means[1], damping)[FACTORS.index(factor)]

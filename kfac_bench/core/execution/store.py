@@ -64,14 +64,14 @@ class Store:
     def mean_eigenvalue(self, key: FactorKey) -> Tensor:
         """Return the mean eigenvalue of a running factor, [groups]: its trace over its size."""
         matrix = self.factor(key)
-        if self._specs[key[0]].diagonal(key[1]):
+        if self._specs[key[0]].is_diagonal(key[1]):
             return matrix.mean(-1)
         return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
 
     def load_decomposition(self, key: FactorKey, saved: Sequence[Tensor]) -> None:
         """Store a decomposition that :meth:`Decomposition.saved` returned."""
         name, factor = key
-        kind = type_of(self.method, diagonal=self._specs[name].diagonal(factor))
+        kind = type_of(self.method, is_diagonal=self._specs[name].is_diagonal(factor))
         self.decompositions[key] = kind(*saved).compact(self.half)
 
     def keep_decompositions(self, decompositions: Mapping[FactorKey, Decomposition]) -> None:
@@ -130,8 +130,8 @@ class Store:
         return stacked
 
 
-def identity_like(factor: Tensor, *, diagonal: bool) -> Tensor:
+def identity_like(factor: Tensor, *, is_diagonal: bool) -> Tensor:
     """Return the identity in the shape of a factor, [groups, n, n] or [groups, n]."""
-    if diagonal:
+    if is_diagonal:
         return torch.ones_like(factor)
     return torch.diag_embed(torch.ones_like(factor[..., 0])).contiguous()

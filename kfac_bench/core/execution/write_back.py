@@ -58,6 +58,7 @@ class WriteBack:
         elif others is None:
             return None
         else:
+            # Other stages of the pipeline wait for this stage's part of the sum, even for 0.
             change = torch.zeros((), device=self._layers[0].weight.device)
         if others is not None and others.world_size > 1:
             ranks = tuple(range(others.world_size))

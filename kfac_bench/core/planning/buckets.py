@@ -60,6 +60,7 @@ def batches(
     """
     batches_of: dict[Hashable, list[list[Member]]] = {}
     for member in members:
+        # A batch that is full stays as it is: later members of its key open another one.
         same_key = batches_of.setdefault(key(member), [[]])
         if same_key[-1] and (len(same_key[-1]) + 1) * numel(member) > full_numel:
             same_key.append([])

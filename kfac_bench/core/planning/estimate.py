@@ -46,6 +46,7 @@ def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
             holders.update(dict.fromkeys(getattr(op, "members", ()), (root,)))
         elif isinstance(op, ComputeSecondMoment):
             yield "factors", op.ranks, 4 * op.layer.grad_numel
+    # Without statistics (method identity) nothing is decomposed or kept.
     for placement in plan.placements if plan.factors else ():
         spec = placement.layer
         for f in FACTORS:
@@ -105,12 +106,12 @@ def flops(
         case ComputeFactor(_, layer, factor):
             n, each = layer.dim(factor), (rows if reduced is None else reduced)[layer.name]
             times = seeds if factor == "G" else 1
-            return 2.0 * times * each * layer.groups * n * (1 if layer.diagonal(factor) else n)
+            return 2.0 * times * each * layer.groups * n * (1 if layer.is_diagonal(factor) else n)
         case ComputeSecondMoment(_, layer):
             a, g = layer.a_dim, layer.g_dim
             return 2.0 * seeds * rows[layer.name] * layer.groups * (a * a + g * g + a * g)
         case Decompose(_, members):
-            cubes = sum(s.groups * s.dim(f) ** 3 for s, f in members if not s.diagonal(f))
+            cubes = sum(s.groups * s.dim(f) ** 3 for s, f in members if not s.is_diagonal(f))
             return (1.0 if method == "inverse" else 14 / 3) * cubes
         case Precondition(_, layers):
             products = {"inverse": 1, IDENTITY: 0}.get(method, 2)
@@ -161,6 +162,7 @@ class RankCost:
     def peak_bytes(self) -> int:
         """The largest number of bytes at one time: the state, and what the largest stage adds."""
         buckets = self.bucket_bytes
+        # Batch statistics are there in the factors stage alone.
         more = self.statistics_bytes + buckets[Stage.FACTORS], *buckets.values()
         return sum(self.memory_bytes.values()) + max(more)
 

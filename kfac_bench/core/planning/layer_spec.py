@@ -29,14 +29,14 @@ class LayerSpec:
         """Return the number of rows of one block of A or G."""
         return self.a_dim if factor == "A" else self.g_dim
 
-    def diagonal(self, factor: Factor) -> bool:
+    def is_diagonal(self, factor: Factor) -> bool:
         """Return whether only the diagonal of the factor is kept."""
         return self.a_diagonal if factor == "A" else self.g_diagonal
 
     def factor_shape(self, factor: Factor) -> tuple[int, ...]:
         """Return the shape of the factor as ranks keep it."""
         n = self.dim(factor)
-        return (self.groups, n) if self.diagonal(factor) else (self.groups, n, n)
+        return (self.groups, n) if self.is_diagonal(factor) else (self.groups, n, n)
 
     @property
     def grad_shape(self) -> tuple[int, int, int]:

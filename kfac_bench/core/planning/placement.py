@@ -35,7 +35,7 @@ def columns(world_size: int, workers: int) -> list[tuple[int, ...]]:
 
 def work_of(spec: LayerSpec, factor: Factor, cost: Cost) -> float:
     """Return the cost of decomposing a factor, 0 for a diagonal."""
-    return 0.0 if spec.diagonal(factor) else spec.groups * cost(spec.dim(factor))
+    return 0.0 if spec.is_diagonal(factor) else spec.groups * cost(spec.dim(factor))
 
 
 def weigh(
@@ -85,6 +85,7 @@ def place(
     column_load = [0.0] * len(columns)
     load = dict.fromkeys((r for column in columns for r in column), 0.0)
     placed: dict[str, Placement] = {}
+    # The name breaks ties: every rank must find the same order.
     for spec in sorted(layers, key=lambda s: (-on_column(s), s.name)):
         c = column_load.index(min(column_load))
         column_load[c] += on_column(spec)

@@ -139,4 +139,5 @@ class Plan:
 
     def digest(self) -> str:
         """Return a SHA-256 of the whole table, which ranks compare before they start."""
+        # The repr of frozen dataclasses and tuples has every field, and no order of a hash table.
         return hashlib.sha256(repr(self).encode()).hexdigest()

@@ -92,6 +92,7 @@ def make_plan(
         colocate = row.colocate if colocate_factors is None else colocate_factors
         placements = place(layers, columns(world_size, workers), colocate, *weights)
     ops = StageOps(placements, row, world_size, method, bucket_numel, batch_numel, itemsize)
+    # Sharded gradients become whole before they are preconditioned, and the clip needs products.
     precondition = list(ops.precondition())
     if sharded and world_size > 1:
         precondition = [*ops.gather_gradients(), *precondition, ops.reduce_products()]

@@ -15,7 +15,7 @@ def factor_numel(spec: LayerSpec, factor: Factor) -> int:
 def packed_numel(spec: LayerSpec, factor: Factor) -> int:
     """Return the elements of a factor in a message: one triangle of each block, or its diagonal."""
     n = spec.dim(factor)
-    return spec.groups * (n if spec.diagonal(factor) else n * (n + 1) // 2)
+    return spec.groups * (n if spec.is_diagonal(factor) else n * (n + 1) // 2)
 
 
 def decomposition_parts(
@@ -28,7 +28,7 @@ def decomposition_parts(
     eigenvectors, or one triangle of an inverse.
     """
     n, groups, elements_each = spec.dim(factor), spec.groups, 4 // itemsize
-    if spec.diagonal(factor):
+    if spec.is_diagonal(factor):
         return groups * n * elements_each, 0
     if method == "inverse":
         return groups * elements_each if itemsize < 4 else 0, packed_numel(spec, factor)
@@ -46,7 +46,7 @@ def kept_bytes(spec: LayerSpec, factor: Factor, method: str, itemsize: int) -> t
     Eigenvalues, diagonals, and in half precision the scale of each matrix, are fp32.
     """
     numel = factor_numel(spec, factor)
-    if spec.diagonal(factor):
+    if spec.is_diagonal(factor):
         return 4 * numel, 4 * numel
     matrix, scale = itemsize * numel, 4 * spec.groups * (itemsize < 4)
     values = 4 * spec.groups * spec.dim(factor)

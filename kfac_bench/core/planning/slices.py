@@ -31,6 +31,7 @@ def divide(
     count = min(spread, len(positive), math.ceil(sum(positive) / max(positive))) if positive else 1
     load = [0.0] * count
     slice_of = {}
+    # The heaviest unit goes first, each to the lightest slice so far.
     for i in sorted(range(len(units)), key=lambda i: (-work[i], i)):
         slice_of[i] = load.index(min(load))
         load[slice_of[i]] += work[i]

@@ -125,7 +125,7 @@ class StageOps:
     ) -> Iterator[Op]:
         def by_all(spec: LayerSpec, factor: Factor) -> bool:
             # Each gradient worker decomposes a diagonal itself: that is cheaper than a message.
-            return self.strategy.factors == "all" and spec.diagonal(factor)
+            return self.strategy.factors == "all" and spec.is_diagonal(factor)
 
         def ranks(member: tuple[Placement, Factor]) -> tuple[int, ...]:
             p, f = member

@@ -287,7 +287,7 @@ def test_stage_flops_by_hand():
 def stored(spec, factor):
     """Elements of a factor."""
     n = spec.dim(factor)
-    return spec.groups * (n if spec.diagonal(factor) else n * n)
+    return spec.groups * (n if spec.is_diagonal(factor) else n * n)
 
 
 @for_all(SPECS, WORLDS, st.sampled_from(["eigen", "inverse"]), CAPS)
@@ -297,7 +297,7 @@ def test_strategies_trade_memory_for_communication(specs, world, method, cap):
     for strategy in ("layer_wise", "mem_opt"):
         assert "ShareDecompositions" not in payload_bytes(plans[strategy])
     factors = sum(stored(s, f) for s in specs for f in FACTORS)
-    values = sum(s.groups * s.dim(f) for s in specs for f in FACTORS if not s.diagonal(f))
+    values = sum(s.groups * s.dim(f) for s in specs for f in FACTORS if not s.is_diagonal(f))
     one_copy = factors + (values if method == "eigen" else 0)
     for strategy, plan in plans.items():
         held = [memory_bytes(plan, r) for r in range(world)]
