@@ -153,7 +153,7 @@ def test_the_preconditioned_gradient_equals_the_dense_formula(case):
             assert not torch.allclose(new[name][group], grad, rtol=0.1)
 
 
-def test_averages_weigh_the_old_by_factor_decay_and_start_from_the_eigenvalues():
+def test_second_moments_decay_by_factor_decay_and_start_from_eigenvalues():
     model, decay = CASES["positions"][0](), 0.7
     kfac = kfac_of(model, factor_decay=decay)
     batches = torch.randn(4, N, 3, 4)
@@ -198,7 +198,7 @@ def test_the_first_step_of_ekfac_equals_kfac():
         assert_close(results[1][name], want)
 
 
-def test_diagonal_factors_stay_with_those_of_kfac():
+def test_layers_with_a_diagonal_factor_use_kfac_instead_of_ekfac():
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 9)), torch.randn(N, 4)
     kfac = kfac_of(model, max_dim=8)
     for _ in range(2):

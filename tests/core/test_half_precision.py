@@ -66,7 +66,7 @@ def train_linear(scale, damping, method, dtype=torch.float32):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("scale", [1e-5, 1e3])
-def test_neither_tiny_nor_huge_factors_nor_the_damping_get_lost(dtype, method, scale):
+def test_half_precision_keeps_tiny_and_huge_factors_and_the_damping(dtype, method, scale):
     """A of 1e-10 and 1e6, the inverse of 1e10: beyond fp16 in both directions.
 
     The damping is a twentieth of the curvature: it counts, and it would be lost in rounding at 1.

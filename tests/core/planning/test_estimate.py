@@ -386,7 +386,7 @@ def test_buckets_batches_and_slices_change_no_sum(specs, world, choice, options)
 
 
 @for_all(SPECS, WORLDS, CHOICES, CAPS)
-def test_what_all_ranks_receive_is_what_the_messages_carry(specs, world, choice, cap):
+def test_all_ranks_together_receive_what_messages_carry(specs, world, choice, cap):
     """Over p ranks a broadcast arrives at p - 1, and a ring moves 2 (p - 1) payloads."""
     (strategy, _), plan = choice, build(specs, world, *choice, cap)
     received = [wire_bytes(plan, rank) for rank in range(world)]
@@ -410,7 +410,7 @@ def test_a_world_of_one_sends_nothing(specs, method, strategy):
 
 
 @for_all(SPECS, WORLDS, CHOICES)
-def test_decompositions_are_done_once_in_all(specs, world, choice):
+def test_ranks_together_decompose_each_factor_once(specs, world, choice):
     strategy, method = choice
     plan = build(specs, world, strategy, method, 1 << 22)
     rows = dict.fromkeys((s.name for s in specs), 3)
@@ -432,7 +432,7 @@ def costs_of(plan, rows=ROWS):
     return rank_costs(plan, lambda op: flops(op, plan.method, rows))
 
 
-def test_the_costs_of_a_rank_by_hand():
+def test_rank_costs_by_hand():
     """4 ranks, 2 columns of 2: y on ranks 0 and 2, x on 1 and 3, which decompose A and G alone."""
     plan = make_plan([X, Y], 4, strategy="hybrid_opt", grad_worker_fraction=0.5)
     assert [(p.a_worker, p.g_worker) for p in plan.placements] == [(1, 1), (0, 0)]
@@ -458,7 +458,7 @@ def test_the_costs_of_a_rank_by_hand():
     }
 
 
-def test_buckets_that_are_alive_at_once_by_hand():
+def test_peak_of_bucket_bytes_by_hand():
     """Scales are gone before the factors come; of slices, one at a time."""
     world = [X, Y]
     half = make_plan(world, 2, itemsize=2, bucket_numel=1)
@@ -472,7 +472,7 @@ def test_buckets_that_are_alive_at_once_by_hand():
 
 
 @for_all(SPECS, WORLDS, CHOICES, CAPS)
-def test_all_ranks_at_once_are_each_rank_alone(specs, world, choice, cap):
+def test_rank_costs_are_those_of_each_rank_alone(specs, world, choice, cap):
     plan = build(specs, world, *choice, cap)
     rows = {s.name: 7 + i for i, s in enumerate(specs)}
     for rank, cost in enumerate(costs_of(plan, rows)):

@@ -51,14 +51,14 @@ MESSAGES = (ReduceFactors, ReduceSecondMoments, ShareDecompositions, ShareGradie
 
 
 def for_all(*strategies):
-    """``given`` without a stopwatch: the machine may be busy."""
+    """Return ``given`` without a time limit: the machine may be busy."""
     slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     return lambda test: slow(given(*strategies)(test))
 
 
 @dataclasses.dataclass
 class Case:
-    """A plan and what it was asked for."""
+    """A plan and the options that it was made with."""
 
     specs: list
     world: int
@@ -139,7 +139,7 @@ def test_the_grid_has_the_number_of_gradient_workers_asked_for(case):
 
 @for_all(cases())
 def test_every_factor_is_computed_and_reduced_once_for_those_who_keep_it(case):
-    """By all ranks, to all or to the one that decomposes it; or by that one, and not sent."""
+    """All ranks compute it, or with local factors its owner; the sum goes to all or the owner."""
     plan, everybody = case.plan, tuple(range(case.world))
     wanted = Counter((spec, f) for spec in case.specs for f in FACTORS)
     owner = {(p.layer, f): p.worker(f) for p in plan.placements for f in FACTORS}
@@ -159,8 +159,8 @@ def test_every_factor_is_computed_and_reduced_once_for_those_who_keep_it(case):
 
 
 @for_all(cases())
-def test_who_keeps_a_factor_is_who_has_it(case):
-    """And whoever decomposes it is one of them."""
+def test_ranks_that_get_a_factor_keep_it(case):
+    """The rank that decomposes a factor is one of them."""
     plan = case.plan
     has = {(r, op.layer, op.factor) for op in of_kind(plan, ComputeFactor) for r in op.ranks}
     for op in of_kind(plan, ReduceFactors):
@@ -198,7 +198,7 @@ def test_second_moments_are_those_of_ekfac_where_no_factor_is_diagonal(case):
 
 @for_all(cases())
 def test_each_factor_is_decomposed_once_over_all_slices(case):
-    """By a gradient worker of its layer; a diagonal by all of them, if they have it."""
+    """One gradient worker decomposes a factor; all that have a diagonal decompose it."""
     decomposed = of_kind(case.plan, Decompose)
     assert Counter(m for op in decomposed for m in op.members) == Counter(
         (spec, f) for spec in case.specs for f in FACTORS
@@ -239,7 +239,7 @@ def work_of(spec, factor):
 
 
 @for_all(cases())
-def test_a_slice_sends_what_it_decomposed_itself(case):
+def test_a_slice_sends_only_what_it_decomposed(case):
     """It runs at a step of its own."""
     assert 1 <= len(case.plan.slices) <= case.options["spread"]
     for part in case.plan.slices:
@@ -254,7 +254,7 @@ def test_a_slice_sends_what_it_decomposed_itself(case):
 
 
 def parts_of(plan):
-    """By slice, what is decomposed."""
+    """Return the factors that each slice decomposes."""
     return [
         {m for op in part if isinstance(op, Decompose) for m in op.members} for part in plan.slices
     ]
@@ -281,7 +281,7 @@ def test_ekfac_decomposes_a_and_g_of_a_layer_in_one_slice(case):
 
 @for_all(cases())
 def test_slices_are_the_same_on_any_world_with_any_strategy(case):
-    """So that several ranks take the steps that one process takes."""
+    """Several ranks therefore take the same steps as one process."""
     options = {k: case.options[k] for k in ("method", "spread")}
     assert parts_of(case.plan) == parts_of(make_plan(case.specs, 1, **options))
 
@@ -328,7 +328,7 @@ def test_batches_hold_equal_shapes_of_the_same_ranks_and_respect_their_size(case
 
 @for_all(cases())
 def test_no_two_batches_of_a_kind_could_be_one(case):
-    """Over all slices' and ranks' own, only the last is not full."""
+    """Among the batches of a slice and its ranks, only the last has room."""
     most = case.options["batch_numel"]
     for ops in (*case.plan.slices, case.plan.precondition):
         room = set()
@@ -409,7 +409,7 @@ def test_gradient_workers_precondition(case):
 
 
 def deadlocks(ops, world):
-    """Whether blocking ranks that work off their queues in order get stuck."""
+    """Return whether ranks that block in each message, in order, get stuck."""
     queues = {r: [op for op in ops if r in op.ranks] for r in range(world)}
     while any(queues.values()):
         heads = {r: q[0] for r, q in queues.items() if q}
@@ -478,7 +478,7 @@ def test_buckets_by_hand(cap, sizes):
 
 @for_all(cases())
 def test_only_the_last_bucket_of_its_ranks_and_root_is_below_the_cap(case):
-    """In each part that runs at a step of its own."""
+    """This holds in each part that runs at a step of its own."""
     for ops in (case.plan.factors, *case.plan.slices, case.plan.precondition):
         below = [
             (type(op), op.ranks, getattr(op, "root", None))
@@ -489,7 +489,7 @@ def test_only_the_last_bucket_of_its_ranks_and_root_is_below_the_cap(case):
 
 
 @for_all(cases())
-def test_what_a_message_carries_was_made_before_it_on_its_root(case):
+def test_the_root_makes_what_a_message_carries_before_it_is_sent(case):
     made = {
         ReduceFactors: ComputeFactor,
         ReduceSecondMoments: ComputeSecondMoment,
@@ -530,7 +530,7 @@ def test_stages_hold_their_own_kinds_in_order(case):
 
 
 @for_all(cases(), st.data())
-def test_the_digest_tells_plans_apart_and_equal_ones_not(case, data):
+def test_digests_are_equal_only_for_equal_plans(case, data):
     plan, options = case.plan, case.options
     asked = (case.world, case.workers, plan.strategy)
     again = [dataclasses.replace(s) for s in case.specs]
@@ -566,7 +566,7 @@ def test_the_digest_tells_plans_apart_and_equal_ones_not(case, data):
 
 
 @for_all(cases())
-def test_the_digest_tells_slices_batches_and_buckets_apart(case):
+def test_digests_differ_for_other_slices_batches_and_buckets(case):
     asked = (case.specs, case.world, case.workers, case.plan.strategy)
     for changes in ({"spread": 1}, {"batch_numel": 0}, {"bucket_numel": 1}):
         other = build(*asked, **case.options | changes)
@@ -577,7 +577,7 @@ def test_the_digest_tells_slices_batches_and_buckets_apart(case):
 
 
 def test_the_digest_is_the_same_in_another_process():
-    """Hash order must not enter it: ranks are processes."""
+    """The order of a hash table must not enter the digest: ranks are processes."""
     specs = [LayerSpec(f"layer{i}", 3 + i % 4, 2 + i, 1 + i % 2) for i in range(9)]
     plan = make_plan(specs, 6, strategy="hybrid_opt", spread=4, batch_numel=999)
     code = (
@@ -598,10 +598,7 @@ def test_the_digest_is_the_same_in_another_process():
 
 
 def test_plans_are_those_of_earlier_versions():
-    """One hash of 176 plans: a change of code that is not meant to change a plan changes none.
-
-    Where a plan changes on purpose, the new hash belongs here.
-    """
+    """One hash stands for 176 plans. If a plan changes on purpose, put the new hash here."""
     shapes = [(5, 3), (8, 8), (3, 5, 2), (40, 2, 1, True), (8, 8), (2, 9, 1, False, True), (27, 16)]
     specs = [LayerSpec(f"layer{i}", *shape) for i, shape in enumerate(shapes)]
     sizes = {"bucket_numel": 100, "batch_numel": 200, "spread": 3}
@@ -626,14 +623,14 @@ def test_layer_wise_takes_turns(specs, world):
 
 
 @for_all(cases())
-def test_a_and_g_stay_together_where_asked_for_or_not_comm_opt(case):
+def test_a_and_g_share_a_rank_unless_comm_opt_or_the_option_parts_them(case):
     asked = case.options["colocate_factors"]
     if asked or (asked is None and case.plan.strategy != "comm_opt") or case.workers == 1:
         assert all(p.a_worker == p.g_worker for p in case.plan.placements)
 
 
 @pytest.mark.parametrize("strategy", ["comm_opt", *ADJUSTABLE])
-def test_a_and_g_may_be_told_to_part_or_to_stay(strategy):
+def test_colocate_factors_decides_whether_a_and_g_share_a_rank(strategy):
     specs = [LayerSpec("fc", 9, 4)]
     options = {"strategy": strategy, "grad_worker_fraction": 1.0}
     for colocate in (False, True):
@@ -667,7 +664,7 @@ def test_the_heaviest_rank_carries_at_most_the_average_and_one_item(case):
 
 @for_all(cases(["mem_opt", "hybrid_opt", "owner_reduce", "local_factors"]))
 def test_the_fullest_rank_keeps_at_most_the_average_and_one_layer(case):
-    """In equal parts over the gradient workers of a column, and then in it."""
+    """Memory is balanced over columns first, and then over the workers of a column."""
     plan = case.plan
     assume(case.options["balance"] == "memory" and plan.method != "ekfac")
     kept = [sum(memory_bytes(plan, r).values()) for r in range(case.world)]
@@ -741,7 +738,7 @@ def test_ties_go_to_the_lower_rank_and_the_cost_decides(specs, world):
     assert max(layers.values()) - min(layers[r] for r in range(world)) <= 1
 
 
-def test_groups_count_and_diagonals_do_not_where_work_is_placed():
+def test_placement_weighs_groups_but_no_diagonals():
     """27, and twice 4^3; 900 rows of a diagonal are no work."""
     specs = [
         LayerSpec("x", 4, 1),
@@ -812,7 +809,7 @@ def test_a_fraction_out_of_range_is_refused(fraction):
 
 
 @pytest.mark.parametrize("strategy", ["comm_opt", "layer_wise", "mem_opt"])
-def test_the_fraction_is_not_read_by_those_that_have_their_own(strategy):
+def test_strategies_with_a_fixed_fraction_ignore_the_option(strategy):
     specs = [LayerSpec("fc", 2, 2)]
     plain = make_plan(specs, 6, strategy=strategy)
     assert make_plan(specs, 6, strategy=strategy, grad_worker_fraction=0.7) == plain
