@@ -3,52 +3,29 @@
 There are two kinds. :class:`WholeGradients` are complete on every rank, as DistributedDataParallel
 leaves them. ``ShardedGradients`` (``sharded_gradients.py``) are in parts, as FSDP2 and tensor
 parallelism leave them; a gradient is then whole on its gradient workers alone, while they work on
-it. The executor, its messages and the write-back see both through :class:`Gradients`.
+it. The executor, its messages and the write-back use both in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from kfac_bench.core.execution.sharded_gradients import ShardedGradients
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 
-class Gradients(Protocol):
-    """What the step asks of gradients. Matrices are [groups, g_dim, a_dim], by a layer's name."""
-
-    whole: dict[str, Tensor]
-    """Gradients that are whole on this rank now."""
-    preconditioned: dict[str, Tensor]
-    """Preconditioned gradients that are whole on this rank now."""
-
-    @property
-    def names(self) -> list[str]:
-        """The layers that backward reached, in the model's order."""
-
-    def begin(self) -> None:
-        """Start a step with what backward left; all ranks call it."""
-
-    def keep(self, specs: Sequence[LayerSpec]) -> None:
-        """Note that no message will need the preconditioned gradients of these layers."""
-
-    def dots(self) -> Iterable[Tensor]:
-        """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
-
-    def cosines(self) -> Tensor:
-        """Return the cosine between both, of each of :attr:`names`."""
-
-    def write(self, scale: Tensor | None) -> None:
-        """Write preconditioned gradients, times ``scale``, into ``.grad``; then forget them."""
-
-
 class WholeGradients:
-    """Gradients that every rank holds completely; see :class:`Gradients`."""
+    """Gradients that every rank holds completely.
+
+    Attributes:
+        whole: By layer, the gradients that are whole on this rank now, [groups, g_dim, a_dim].
+        preconditioned: By layer, the preconditioned gradients that are whole on this rank now.
+    """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
@@ -61,26 +38,22 @@ class WholeGradients:
         return list(self.whole)
 
     def begin(self) -> None:
-        """Read the gradients that backward left."""
+        """Start a step with what backward left."""
         grads = {layer.name: layer.get_grad() for layer in self._layers}
         self.whole = {name: grad for name, grad in grads.items() if grad is not None}
         self.preconditioned = {}
 
     def keep(self, specs: Sequence[LayerSpec]) -> None:
-        """Do nothing: this rank has the memory for whole gradients."""
+        """Note that no message needs these preconditioned gradients; they stay as they are."""
 
     def dots(self) -> Iterable[Tensor]:
-        """Return <preconditioned gradient, gradient> of each layer."""
+        """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
         return ((self.preconditioned[n] * grad).sum() for n, grad in self.whole.items())
 
     def cosines(self) -> Tensor:
-        """Return the cosine between both, of each layer."""
-        return torch.stack(
-            [
-                cosine_similarity(self.preconditioned[n].flatten(), grad.flatten(), 0)
-                for n, grad in self.whole.items()
-            ]
-        )
+        """Return the cosine between both, of each of :attr:`names`."""
+        flat = ((self.preconditioned[n].flatten(), x.flatten()) for n, x in self.whole.items())
+        return torch.stack([cosine_similarity(new, grad, 0) for new, grad in flat])
 
     def write(self, scale: Tensor | None) -> None:
         """Write preconditioned gradients, times ``scale``, into ``.grad``; then forget them."""
@@ -90,3 +63,6 @@ class WholeGradients:
                 layer.set_grad(grad if scale is None else grad * scale)
         # If they stayed until the next step, they would take the memory of two more gradients.
         self.whole, self.preconditioned = {}, {}
+
+
+Gradients = WholeGradients | ShardedGradients

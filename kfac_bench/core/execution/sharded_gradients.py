@@ -18,7 +18,7 @@ def any_sharded(layers: Sequence[Layer]) -> bool:
 
 
 class ShardedGradients:
-    """The parts of the gradients that this rank holds; see :class:`.gradients.Gradients`.
+    """The parts of the gradients that this rank holds; see :class:`.gradients.WholeGradients`.
 
     A gradient becomes ``whole`` on its gradient workers when their message has arrived. As soon as
     the preconditioned gradient is needed no more, only this rank's part of it is kept.

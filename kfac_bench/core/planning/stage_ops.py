@@ -69,12 +69,12 @@ class StageOps:
         ]
 
     def _compute_and_reduce_factors(self) -> Iterator[Op]:
-        def message(
-            root: int | None, index: int, numel: int, members: tuple[FactorMember, ...]
-        ) -> Message:
-            return ReduceFactors(self._world, index, numel, members, root, itemsize=self.itemsize)
-
-        buckets = Buckets[int | None, FactorMember](self.bucket_numel, message)
+        buckets = Buckets[int | None, FactorMember](
+            self.bucket_numel,
+            lambda root, index, numel, members: ReduceFactors(
+                self._world, index, numel, members, root, itemsize=self.itemsize
+            ),
+        )
         local = self.strategy.factors == "local"
         weight_numel = 1 if self.itemsize == 4 else 0  # half precision sends it with the scales
         for placement in reversed(self.placements):
@@ -94,11 +94,12 @@ class StageOps:
 
     def second_moments(self) -> Iterator[Op]:
         """Yield the ops that compute and reduce EKFAC's second moments."""
-
-        def message(_: None, index: int, numel: int, members: tuple[LayerSpec, ...]) -> Message:
-            return ReduceSecondMoments(self._world, index, numel, members)
-
-        buckets = Buckets[None, LayerSpec](self.bucket_numel, message)
+        buckets = Buckets[None, LayerSpec](
+            self.bucket_numel,
+            lambda _, index, numel, members: ReduceSecondMoments(
+                self._world, index, numel, members
+            ),
+        )
         for placement in reversed(self.placements):
             spec = placement.layer
             if has_second_moment(spec, self.method):
@@ -109,15 +110,13 @@ class StageOps:
 
     def slices(self, units_of_slices: Sequence[Sequence[Unit]]) -> tuple[tuple[Op, ...], ...]:
         """Return, for each slice, the ops that decompose its factors and share the results."""
-
-        def message(
-            to: RootAndRanks, index: int, numel: int, members: tuple[FactorMember, ...]
-        ) -> Message:
-            root, ranks = to
-            return ShareDecompositions(ranks, index, numel, root, members, itemsize=self.itemsize)
-
         # One object for all slices, because a message's name must be unique in the plan.
-        buckets = Buckets[RootAndRanks, FactorMember](self.bucket_numel, message)
+        buckets = Buckets[RootAndRanks, FactorMember](
+            self.bucket_numel,
+            lambda to, index, numel, members: ShareDecompositions(
+                to[1], index, numel, to[0], members, itemsize=self.itemsize
+            ),
+        )
         return tuple(tuple(self._decompose(units, buckets)) for units in units_of_slices)
 
     def _decompose(
@@ -172,13 +171,12 @@ class StageOps:
 
         A single gradient worker is the root of its message; several get the sum as all ranks do.
         """
-
-        def message(
-            root: int | None, index: int, numel: int, members: tuple[LayerSpec, ...]
-        ) -> Message:
-            return GatherGradients(self._world, index, numel, root, members)
-
-        buckets = Buckets[int | None, LayerSpec](self.bucket_numel, message)
+        buckets = Buckets[int | None, LayerSpec](
+            self.bucket_numel,
+            lambda root, index, numel, members: GatherGradients(
+                self._world, index, numel, root, members
+            ),
+        )
         for placement in reversed(self.placements):
             workers, spec = placement.grad_workers, placement.layer
             root = workers[0] if len(workers) == 1 else None
