@@ -1,6 +1,6 @@
-"""Event files of anybody: compared, drawn, uploaded and tabled, or refused in one line.
+"""Event files from anybody are compared, drawn, uploaded and tabled, or refused in one line.
 
-Nothing in one becomes markup of the page.
+No text of an event file becomes markup of a page.
 """
 
 import contextlib
@@ -96,14 +96,14 @@ MARKUP = {"iframe", "object", "embed", "base", "form", "link", "img", "video", "
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A run as it should be."""
+    """Return the event file of a valid run."""
     path = tmp_path_factory.mktemp("good") / "events.jsonl"
     path.write_bytes(CONTENT)
     return path
 
 
 def look_at(path, good):
-    """All that is ever made of an event file; beside a good one."""
+    """Make everything that reads event files read this one, together with a good one."""
     found = report.compare([path, good])
     with contextlib.suppress(UsageError):
         run = runs.load(path)
@@ -124,14 +124,14 @@ def look_at(path, good):
     return True
 
 
-def test_a_good_file_is_looked_at(good):
+def test_a_good_file_is_shown(good):
     assert look_at(good, good)
     assert curves.figure_svg(report.compare([good]).settings)
 
 
 @fuzz(60)
 @given(tree=spoilt(LINES))
-def test_spoilt_events(tmp_path_factory, good, tree):
+def test_changed_events_are_shown_or_refused(tmp_path_factory, good, tree):
     if not isinstance(tree, list):
         tree = [tree]
     path = tmp_path_factory.mktemp("run") / "events.jsonl"
@@ -141,7 +141,7 @@ def test_spoilt_events(tmp_path_factory, good, tree):
 
 @fuzz(30)
 @given(content=damaged(CONTENT))
-def test_damaged_bytes(tmp_path_factory, good, content):
+def test_damaged_bytes_are_shown_or_refused(tmp_path_factory, good, content):
     path = tmp_path_factory.mktemp("run") / "events.jsonl"
     path.write_bytes(content)
     refused_or(lambda: look_at(path, good))
@@ -151,7 +151,7 @@ def test_damaged_bytes(tmp_path_factory, good, content):
 
 @fuzz(12)
 @given(tree=spoilt(LINES))
-def test_figures_of_spoilt_events(tmp_path_factory, tree):
+def test_figures_of_changed_events_are_drawn(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("run") / "events.jsonl"
     path.write_text("".join(f"{as_json(x)}\n" for x in (tree if isinstance(tree, list) else [])))
     found = refused_or(lambda: report.compare([path]))

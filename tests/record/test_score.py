@@ -108,7 +108,7 @@ def test_no_evaluation_means_no_metric(tmp_path: Path) -> None:
     assert math.isnan(score.best_metric(run))
 
 
-def test_what_a_resume_made_void_does_not_count(tmp_path: Path) -> None:
+def test_events_that_a_resume_made_void_do_not_count(tmp_path: Path) -> None:
     events = (*reached(20, 3.0), Resumed(10, 1.5, "ckpt"), *reached(40, 6.0))
     assert score.time_to_target_s(score.load(write_run(tmp_path / "a", *events))) == 6.0
 
@@ -137,7 +137,9 @@ def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_run_is_one_line_of_usage_error(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_run_is_refused_in_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "events.jsonl"
     file.write_text(text)
     with pytest.raises(UsageError, match=message) as caught:
@@ -259,7 +261,7 @@ def test_notes_name_dead_runs_repeated_seeds_and_unequal_machines(tmp_path: Path
     ]
 
 
-def test_notes_say_whose_seconds_they_are_and_never_mix_them(tmp_path: Path) -> None:
+def test_notes_name_the_cpu_clock_and_clocks_are_never_mixed(tmp_path: Path) -> None:
     write_run(tmp_path / "a", *reached(1, 1.0), trainer__clock="wall")
     write_run(tmp_path / "b", *reached(1, 1.0), seed=1)  # before there was a choice
     found = score.group(score.load(file) for file in runs.find(tmp_path))
@@ -349,7 +351,7 @@ def exact_quantile(values: list[float], share: float) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 3, 5, 7, 9, 15, 21])
-def test_the_interval_is_that_of_the_exact_bootstrap(n: int) -> None:
+def test_the_interval_equals_the_exact_bootstrap(n: int) -> None:
     values = [float(v * v) for v in range(1, n + 1)]
     median, low, high = score.bootstrap_median(values)
     assert median == values[n // 2]
@@ -383,6 +385,6 @@ def test_an_interval_holds_its_median_within_the_range(
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan]])
-def test_no_median_of_nothing_or_of_no_number(values: list[float]) -> None:
+def test_a_median_of_no_values_or_of_nan_is_refused(values: list[float]) -> None:
     with pytest.raises(ValueError, match="a median needs"):
         score.bootstrap_median(values)

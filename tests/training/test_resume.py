@@ -1,4 +1,4 @@
-"""A run that was stopped is taken up again, bit-exactly; and resume=PATH."""
+"""A run that was stopped continues bit-exactly; resume=PATH starts from another run."""
 
 import math
 import signal
@@ -83,7 +83,7 @@ def test_events_of_a_killed_run_after_its_last_checkpoint_are_void(tmp_path):
     assert raw.count('"event": "Evaluated", "step": 6') == 2, "the record is append-only"
 
 
-def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     options = (*METHODS["adam"], *LONG, "run_id=r")
     with before_step(3, kill), pytest.raises(RuntimeError, match="killed"):
         train(tmp_path, *options)
@@ -94,7 +94,7 @@ def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path):
     assert end(path).weights_sha256 == end(straight).weights_sha256
 
 
-def test_a_line_torn_by_a_kill_does_not_spoil_the_record(tmp_path):
+def test_an_unfinished_last_line_does_not_damage_the_record(tmp_path):
     options = (*METHODS["adam"], *LONG, "run_id=r")
     with before_step(8, kill), pytest.raises(RuntimeError, match="killed"):
         train(tmp_path, *options)
@@ -148,7 +148,7 @@ def test_an_interrupted_run_goes_on_from_its_own_checkpoint_not_from_resume(tmp_
     assert [e.step for e in of_kind(second, Resumed)] == [5, 8]
 
 
-def test_settings_are_those_of_the_new_run_after_resume(tmp_path):
+def test_resume_uses_the_settings_of_the_new_run(tmp_path):
     adam = ("optimizer=adam", "kfac=none", "trainer.log_freq=1")
     _, first = train(tmp_path, *adam, "trainer.max_steps=5", "run_id=first", "optimizer.lr=0.01")
     more = ("optimizer.lr=0.002", "optimizer.beta1=0.5", "trainer.max_steps=10")
@@ -167,7 +167,7 @@ def test_settings_are_those_of_the_new_run_after_resume(tmp_path):
         (["resume={first}", "optimizer=adam"], "optimizer"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_in_a_line(tmp_path, overrides, fragment):
+def test_a_resume_that_cannot_work_is_refused_in_one_line(tmp_path, overrides, fragment):
     _, first = train(tmp_path, *KFAC, "trainer.max_steps=5", "run_id=first")
     told = [o.format(first=first) for o in overrides]
     with pytest.raises(UsageError) as caught:

@@ -1,4 +1,4 @@
-"""One run, taken up by other numbers of ranks, strategies and backends: as on one process."""
+"""A run continues on other ranks, strategies and backends, and computes the same."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ def ddp(world_size, folder, overrides):
 
 
 LAUNCHERS = {"alone": alone, "ddp": ddp}
-"""A backend is one line here: train on so many ranks in ``folder``, to trainer.max_steps."""
+"""How each backend trains on a number of ranks; a new backend is one line here."""
 
 
 def updates_of(path):
-    """What each step of a run added to its weights, by step."""
+    """Return the change of the weights in each step of a run, by step."""
     steps = sorted((path / "checkpoints").iterdir())
     models = [checkpoint.load(p).shards[0]["model"] for p in steps]
     return {
@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(tmp_path, method):
 
 
 @pytest.mark.ranks
-def test_another_method_decomposes_anew_on_any_number_of_ranks(tmp_path):
+def test_another_method_decomposes_again_on_any_number_of_ranks(tmp_path):
     options = (*STABLE, "trainer.max_steps=6")
     train(tmp_path, *options)
     update = {}

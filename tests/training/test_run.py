@@ -1,4 +1,4 @@
-"""A run from configuration to weights: recorded, complete, timed, refused."""
+"""One run on one process: its record, when it is complete, its clock, and what is refused."""
 
 import json
 import math
@@ -189,7 +189,7 @@ def test_target_stops_the_run(tmp_path):
     assert all(e.metrics["squared_error"] > 12 for e in evaluated[:-1])
 
 
-def test_the_figure_counts_every_example_once_in_batches_of_any_size(tmp_path):
+def test_the_metric_counts_every_example_once_in_batches_of_any_size(tmp_path):
     figures = []
     for size in (1000, 450, 7):
         trainer = trainer_of(tmp_path, f"trainer.eval_batch_size={size}", base=RESNET)
@@ -204,7 +204,7 @@ def test_the_figure_counts_every_example_once_in_batches_of_any_size(tmp_path):
     assert len(set(figures)) == 1
 
 
-def test_a_figure_belongs_to_the_checkpoint_of_its_own_step(tmp_path):
+def test_a_metric_belongs_to_the_checkpoint_of_its_own_step(tmp_path):
     options = ("trainer.eval_freq=4", "trainer.checkpoint_freq=2", "trainer.keep_last=9")
     _, path = train(tmp_path, *options, "trainer.keep_best=1", "trainer.max_steps=8")
     measured = {e.step: e.metrics["squared_error"] for e in of_kind(path, Evaluated)}
@@ -230,7 +230,7 @@ def test_the_same_command_again_says_complete_and_trains_nothing(tmp_path, capsy
     assert (path / "events.jsonl").read_bytes() == before
 
 
-def test_a_reached_run_is_complete_and_goes_on_for_a_better_target(tmp_path, capsys):
+def test_a_run_that_reached_its_target_continues_only_for_a_better_target(tmp_path, capsys):
     options = (*METHODS["adam"], "run_id=r", "trainer.eval_freq=1")
     _, path = train(tmp_path, *options, "trainer.target=15")
     first = end(path).step
@@ -253,7 +253,7 @@ def test_more_steps_with_the_same_run_id_continue_the_run(tmp_path):
     assert "max_steps: 15" in (path / "config.yaml").read_text()
 
 
-def test_the_run_id_is_a_function_of_what_is_run(tmp_path, monkeypatch):
+def test_the_run_id_depends_on_result_and_place_options_alone(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     name = run_id(config_of(tmp_path))
     assert name.startswith("digits-autoencoder-sgd-kfac_comm_opt-")
@@ -353,7 +353,7 @@ def test_another_configuration_under_the_same_run_id_is_refused(tmp_path, option
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
 
 
-def test_what_does_not_change_the_run_may_change(tmp_path):
+def test_a_run_continues_with_other_place_and_record_options(tmp_path):
     _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
     more = ("trainer.log_freq=2", "trainer.keep_last=3", "trainer.eval_freq=2", "data.root=/x")
     status, _ = train(tmp_path, "run_id=mine", "trainer.max_steps=10", *more)
@@ -361,7 +361,7 @@ def test_what_does_not_change_the_run_may_change(tmp_path):
 
 
 def old_config(path, **changes):
-    """Rewrite config.yaml of a run as another version wrote it; None takes an option away."""
+    """Rewrite config.yaml of a run as another version wrote it; None removes an option."""
     config = yaml.safe_load((path / "config.yaml").read_text())
     for name, value in changes.items():
         group, key = name.split("__")
@@ -398,7 +398,7 @@ def test_a_newer_option_that_is_not_at_its_default_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["trainer__target_of_old", "kfac__strategy2", "backend__nam"])
 def test_an_option_that_this_version_does_not_have_is_refused_in_a_line(tmp_path, name):
-    """No other option's name may stand for it, such as ``trainer.target``."""
+    """A known name at its beginning, such as ``trainer.target``, makes no difference."""
     _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
     old_config(path, **{name: 3})
     dotted = name.replace("__", ".")
@@ -446,7 +446,7 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_a_full_disk_ends_the_run_with_a_line_not_a_traceback(tmp_path, monkeypatch):
-    """The thread that writes fails; the training hears of it at a later step, or at the end."""
+    """The writing thread fails; the training notices at a later step, or at the end."""
 
     def full(*args, **keywords):
         raise OSError(28, "No space left on device")
@@ -503,7 +503,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_nothing_is_lost(tmp_pa
 
 
 def plain(capsys):
-    """What was said, lines joined again that the terminal's width has broken."""
+    """Return the printed text in one line, because the terminal's width breaks lines."""
     return "".join(capsys.readouterr().out.splitlines())
 
 
@@ -517,7 +517,9 @@ def test_batch_norm_of_one_example_is_refused(tmp_path, entry):
 
 
 @pytest.mark.parametrize(("rank", "who"), [(None, ""), ("0", "rank 0: "), ("1", "rank 1: ")])
-def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys, rank, who):
+def test_an_unreadable_sample_is_named_by_the_rank_that_read_it(
+    tmp_path, monkeypatch, capsys, rank, who
+):
     def fit(self):
         raise UsageError("a.JPEG: corrupt")
 
@@ -534,7 +536,7 @@ def test_a_sample_that_one_rank_alone_met_is_named(tmp_path, monkeypatch, capsys
 
 
 class Clocks:
-    """The module ``time`` with clocks that go on only where a test says so."""
+    """The module ``time`` with clocks that move only when a test moves them."""
 
     wall = cpu = 0.0
 
@@ -555,9 +557,7 @@ def clocks(monkeypatch):
     return made
 
 
-def test_the_training_clock_stands_still_in_evaluation_and_checkpoints(
-    tmp_path, monkeypatch, clocks
-):
+def test_the_training_clock_is_paused_in_evaluations_and_checkpoints(tmp_path, monkeypatch, clocks):
     taken = []
 
     def slow(owner, name):
@@ -586,7 +586,7 @@ def test_the_training_clock_stands_still_in_evaluation_and_checkpoints(
     assert end(path).train_s == 7, "the clock stands still in training"
 
 
-def test_the_training_clock_goes_on_after_resume(tmp_path, clocks):
+def test_the_training_clock_continues_after_a_resume(tmp_path, clocks):
     options = ("trainer.max_steps=10", "run_id=r")
 
     def work_and_stop(trainer):
@@ -620,7 +620,7 @@ def test_a_run_ends_at_the_evaluation_after_its_time_is_up(tmp_path, capsys, clo
 CPU_CLOCK = ("trainer.clock=cpu", "trainer.threads=1", "trainer.device=cpu", "trainer.max_steps=8")
 
 
-def test_the_processors_clock_counts_work_and_not_sleep(tmp_path, clocks):
+def test_the_cpu_clock_counts_work_and_not_sleep(tmp_path, clocks):
     def sleep(_):
         clocks.wall += 2
 
@@ -648,7 +648,7 @@ def test_the_processors_clock_counts_work_and_not_sleep(tmp_path, clocks):
         ("data.workers=1", "data.workers=1: .* set data.workers=0"),
     ],
 )
-def test_the_processors_clock_is_for_one_processor(tmp_path, override, fragment):
+def test_the_cpu_clock_needs_one_processor(tmp_path, override, fragment):
     with pytest.raises(UsageError, match=f"trainer.clock=cpu does not fit {fragment}"):
         train(tmp_path, *CPU_CLOCK, override)
 
@@ -659,11 +659,11 @@ def clocked_here(folder):
 
 
 @pytest.mark.ranks
-def test_the_processors_clock_is_for_one_rank(tmp_path):
+def test_the_cpu_clock_needs_one_rank(tmp_path):
     run_ranks(2, clocked_here, tmp_path)
 
 
-def test_the_processors_clock_is_not_for_gpus(tmp_path):
+def test_the_cpu_clock_refuses_gpus(tmp_path):
     gpu = Backend(Ranks(torch.device("cuda")))
     with pytest.raises(UsageError, match=r"does not fit 1 rank\(s\) on cuda"):
         train(tmp_path, *CPU_CLOCK, backend=gpu)
@@ -674,7 +674,7 @@ def test_the_processors_clock_is_not_for_gpus(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("method", ["kfac eigen", "adam"])
-def test_a_loss_that_is_no_number_stops_the_run_before_the_update(tmp_path, method, value):
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path, method, value):
     options = (*METHODS[method], "trainer.max_steps=10", "trainer.log_freq=1")
     _, before = train(tmp_path, *METHODS[method], "trainer.max_steps=5", "run_id=before")
     with loss_is(value, 6):
@@ -696,7 +696,7 @@ def test_a_failed_run_has_exit_code_1(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_no_numbers_are_never_saved(tmp_path, value):
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, value):
     def spoil(trainer):
         trainer.optimizer.step = lambda: next(trainer.model.parameters()).data.fill_(value)
 

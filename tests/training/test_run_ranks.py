@@ -1,4 +1,4 @@
-"""A run on several ranks: stopped, failed, refused and measured together."""
+"""One run on several ranks: they stop, fail, refuse and evaluate together."""
 
 import contextlib
 import json
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_loss_that_is_no_number_on_one_rank_stops_both(tmp_path):
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both(tmp_path):
     options = ("trainer.max_steps=10", "run_id=r", *KFAC)
     results = run_ranks(2, train_here, tmp_path, options, SMALL, None, (1, 7))
     assert [r[0] for r in results] == ["failed", "failed"]
@@ -90,7 +90,7 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_both(tmp_path):
 
 
 def evaluate_here(folder, saved, examples):
-    """On every rank: the validation figures for saved weights, other buffers on each rank."""
+    """Return the validation metrics of saved weights on this rank, whose buffers are its own."""
     backend = here() if dist.is_initialized() else ALONE
     trainer = trainer_of(folder, base=RESNET, backend=backend)
     trainer.restore(checkpoint.load(saved))
@@ -111,7 +111,7 @@ def evaluate_here(folder, saved, examples):
 
 
 @pytest.mark.ranks
-def test_validation_figures_are_exact_on_any_number_of_ranks(tmp_path):
+def test_validation_metrics_are_exact_on_any_number_of_ranks(tmp_path):
     _, path = train(tmp_path, *KFAC, "trainer.max_steps=21", base=RESNET)
     saved = checkpoint.find(path)[0].path
     for examples in (None, 3):  # 450 do not divide by 4; 3 leave a rank without any
@@ -127,7 +127,7 @@ def test_validation_figures_are_exact_on_any_number_of_ranks(tmp_path):
 
 
 def refused_here(folder, overrides, lock):
-    """On every rank: what run.train says, within some seconds."""
+    """Return the error of run.train on this rank, which must come within some seconds."""
     backend, outcome = here(), []
     config = config_of(folder, *overrides)
 
@@ -178,6 +178,6 @@ def gathered_here():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_gather_what_each_brings(world):
+def test_every_rank_gathers_the_values_of_all_ranks(world):
     each = [b"", b"\1\1\1", b"\2" * 6 + b"\xff\x00", b"\3" * 9][:world]
     assert run_ranks(world, gathered_here) == [each] * world

@@ -1,4 +1,4 @@
-"""The console sink on a real pseudo-terminal and on a pipe, each in a process of its own."""
+"""The console sink on a real pseudo-terminal and on a pipe, each in a separate process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def on_terminal(script: str, columns: int = 100, **changes: str) -> tuple[str, int]:
-    """All bytes that a terminal of this width got, and the exit status."""
+    """Return all bytes that a terminal of this width received, and the exit status."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-c", textwrap.dedent(script)]
@@ -155,7 +155,7 @@ def test_closed_pipe_does_not_stop_training():
 
 
 class Stream:
-    """A stream whose time between lines the test decides: what was printed, in order."""
+    """A stream that records lines in order, with the time between them set by the test."""
 
     encoding = "utf-8"
 

@@ -136,7 +136,7 @@ def test_predictions_are_read_back(tmp_path):
     }
 
 
-def test_resume_hides_what_it_made_void(tmp_path):
+def test_a_resume_hides_the_scalars_that_it_made_void(tmp_path):
     sink = TensorboardSink(tmp_path)
     for step in (1, 2, 3):
         sink.write(trained(step, float(step)))
@@ -154,7 +154,7 @@ def test_missing_package_is_named(tmp_path, monkeypatch):
         TensorboardSink(tmp_path)
 
 
-def test_failure_is_said_once_and_training_goes_on(tmp_path):
+def test_a_failure_is_printed_once_and_training_goes_on(tmp_path):
     (tmp_path / "tensorboard").write_text("a file where the directory should be")
     said = []
     sink = TensorboardSink(tmp_path, say=said.append)

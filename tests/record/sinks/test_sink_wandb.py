@@ -63,7 +63,7 @@ def train(sink: WandbSink, steps=3) -> None:
 
 
 def inspect(directory: Path, *options: str) -> str:
-    """What `wandb leet inspect` reads in the only log below the directory."""
+    """Return what `wandb leet inspect` reads in the only log below the directory."""
     (log,) = directory.glob("wandb/offline-run-*/*.wandb")
     command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, str(log)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -158,7 +158,7 @@ def test_a_picture_that_is_gone_ends_the_view_with_one_line(tmp_path):
 
 
 def test_every_name_is_defined_with_effect(tmp_path, monkeypatch):
-    """A definition that misses its name (dots, slashes) is silent: seen by its effect."""
+    """A definition whose name does not match fails silently, so its effect is checked."""
     define = wandb.Run.define_metric
     monkeypatch.setattr(
         wandb.Run,
@@ -184,7 +184,7 @@ def test_failed_run_is_marked_and_takes_no_code_along(tmp_path, monkeypatch):
     assert json.loads(inspect(tmp_path, "--summary", "--json"))["exit_code"] == 1
 
 
-def test_same_run_id_goes_on_in_the_same_run(tmp_path, capfd):
+def test_the_same_run_id_continues_the_same_wandb_run(tmp_path, capfd):
     said = []
     for _ in range(2):
         sink = new_sink(tmp_path, say=said.append)
@@ -218,7 +218,7 @@ def test_key_but_no_server_means_offline_soon(monkeypatch):
 
 
 def test_silent_server_means_offline_within_the_limit(monkeypatch):
-    """A listener whose backlog is full does not answer at all: only the time-out helps."""
+    """A listener whose backlog is full does not answer, so that only the time-out helps."""
     with socket.socket() as server, socket.socket() as first, socket.socket() as second:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -310,7 +310,7 @@ def test_failing_to_go_online_records_offline(monkeypatch, tmp_path):
     assert '"eval/accuracy":0.9' in inspect(tmp_path, "--json")
 
 
-def test_impossible_run_is_off_not_fatal(tmp_path):
+def test_a_run_that_wandb_cannot_open_turns_the_view_off(tmp_path):
     said = []
     sink = new_sink(tmp_path, project="a/b", say=said.append)
     train(sink)
@@ -322,7 +322,7 @@ def test_impossible_run_is_off_not_fatal(tmp_path):
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_dead_or_hung_service_never_stops_training(tmp_path, signal):
-    """In a process of its own, because what happens at its exit counts too."""
+    """This needs a separate process, because the exit of the process is tested too."""
     script = f"""
         import contextlib, os, pathlib, signal, time
         from kfac_bench.record.events import RunEnded, Trained
