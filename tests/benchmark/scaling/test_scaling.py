@@ -297,6 +297,7 @@ def test_the_figure_has_every_bar_and_line_and_equal_bytes(tmp_path):
 # ---- for real ----
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_are_measured_once(tmp_path, capsys):
     """The first command runs twice on two ranks. The second command runs nothing."""
