@@ -8,7 +8,7 @@ from kfac_bench import cli
 from kfac_bench.benchmark import forked, grid, local_process, schema
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
-from kfac_bench.config import compose
+from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import (
     Evaluated,
@@ -118,7 +118,8 @@ def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
 def test_a_broken_benchmark_gives_a_one_line_error(tmp_path, monkeypatch, text, fragment):
     (tmp_path / "benchmark").mkdir()
     (tmp_path / "benchmark" / "broken.yaml").write_text(text)
-    monkeypatch.setattr(compose, "CONF_DIR", tmp_path)
+    for module in (compose, conf_files):
+        monkeypatch.setattr(module, "CONF_DIR", tmp_path)
     with pytest.raises(UsageError) as caught:
         schema.load("broken")
     assert "broken.yaml" in str(caught.value)

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 
 from kfac_bench.benchmark import grid, schema
-from kfac_bench.config import compose
+from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from tests.support.fuzzing import damaged, fuzz, refused_or, spoilt
@@ -50,7 +50,8 @@ def conf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("conf")
     (folder / "benchmark").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "CONF_DIR", folder)
+        for module in (compose, conf_files):
+            patch.setattr(module, "CONF_DIR", folder)
         yield folder
 
 
