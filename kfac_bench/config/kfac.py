@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kfac_bench.config.options import RESULT, Section, check_patterns, option
 from kfac_bench.core.planning.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
 from kfac_bench.errors import UsageError
-
-if TYPE_CHECKING:
-    from kfac_bench.config.train import TrainConfig
 
 # The core's own, which need torch; tests/config/test_config_schema.py holds them against it.
 CONVENTIONS = ("kfc", "sc20", "kaisa")
@@ -105,7 +102,7 @@ class KFACConfig(Section):
     )
     max_dim: int = option(8192, "a factor of more rows is kept as a diagonal", RESULT, at_least=1)
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, config: Any) -> None:
         """See :meth:`Section.check`."""
         check_patterns("kfac.skip", self.skip)
         if self.enabled and self.update_freq % self.factor_update_freq:

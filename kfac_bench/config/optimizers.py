@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from kfac_bench.config.train import TrainConfig
 
 Group = dict[str, Any]
 """A parameter group of torch.optim: ``params``, and settings that differ from the others'."""
@@ -52,6 +51,6 @@ class OptimizerConfig(Section):
         """
         raise NotImplementedError
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, config: Any) -> None:
         """See :meth:`Section.check`."""
         check_patterns("optimizer.no_decay", self.no_decay)

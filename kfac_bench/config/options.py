@@ -8,12 +8,9 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kfac_bench.errors import UsageError
-
-if TYPE_CHECKING:
-    from kfac_bench.config.train import TrainConfig
 
 
 class Role(Enum):
@@ -44,10 +41,14 @@ RESULT, PLACE, RECORD = Role.RESULT, Role.PLACE, Role.RECORD
 class Section:
     """A group of options; the base of the options of every model, dataset, task and so on."""
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, config: Any) -> None:
         """Raise :class:`UsageError` if these options clash with other options of the run.
 
         Each option alone is already known to be in its range.
+
+        Args:
+            config: All options of the run, a ``TrainConfig``. It is typed as Any here, because
+                ``TrainConfig`` consists of sections: naming it would be an import circle.
         """
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from omegaconf import MISSING
 
 from kfac_bench.config.options import RESULT, Section, option
 from kfac_bench.config.registry import SCHEDULES
 from kfac_bench.errors import UsageError
-
-if TYPE_CHECKING:
-    from kfac_bench.config.train import TrainConfig
 
 
 @dataclass
@@ -70,7 +67,7 @@ class ScheduleConfig(Section):
         """
         raise NotImplementedError
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, config: Any) -> None:
         """See :meth:`Section.check`."""
         if self.warmup_epochs and self.warmup_share:
             raise UsageError(

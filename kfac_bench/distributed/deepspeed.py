@@ -35,7 +35,7 @@ class DeepSpeedConfig(BackendConfig):
         """See :meth:`BackendConfig.join`."""
         from kfac_bench.distributed.backends import deepspeed
 
-        return deepspeed.join(self, device)
+        return deepspeed.join(self, device, self.zero_stage)
 
     def check(self, config: TrainConfig) -> None:
         """See :meth:`Section.check`."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kfac_bench.config.backends import BackendConfig
 from kfac_bench.core.distributed import deepspeed_zero
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.backends.ddp import launched
-from kfac_bench.distributed.deepspeed import DeepSpeedConfig
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 
@@ -211,14 +211,13 @@ def _initialize(**arguments: Any) -> Any:
 
 
 @contextmanager
-def join(config: DeepSpeedConfig, device: str) -> Iterator[Backend]:
+def join(config: BackendConfig, device: str, stage: int) -> Iterator[Backend]:
     """Join the ranks that torchrun, srun or the deepspeed launcher started."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UsageError(
             "backend=deepspeed: DeepSpeed is not installed: DS_BUILD_OPS=0 pip install "
             "'kfac-bench[deepspeed]'"
         )
-    stage = config.zero_stage
 
     def make(ranks: Ranks) -> Backend:
         prepare(ranks.device)
