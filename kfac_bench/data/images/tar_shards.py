@@ -99,7 +99,7 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
     if per_shard < 1:
         raise UsageError(f"images per shard must be at least 1, got {per_shard}")
     if any(root.glob("train-*.tar")) or any(root.glob("val-*.tar")):
-        raise UsageError(f"{root} has shards already: choose another folder")
+        raise UsageError(f"{root} has shards already. Choose another folder")
     folders = imagefolder.open_folders(source)
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -426,7 +426,7 @@ def test_the_demo_is_reproducible(tmp_path, demo):
     demo_coco.make(tmp_path / "again", train=44, val=11, size=64)
     for file in (f for f in demo.rglob("*") if f.is_file()):
         assert (tmp_path / "again" / file.relative_to(demo)).read_bytes() == file.read_bytes()
-    with pytest.raises(UsageError, match="choose another folder"):
+    with pytest.raises(UsageError, match="Choose another folder"):
         demo_coco.make(tmp_path / "again")
 
 
