@@ -9,18 +9,19 @@ from kfac_bench.data.base.dataset import UNKNOWN, Data, Looks, Pictured
 from kfac_bench.tasks.prediction import Picture
 
 LEAST_SIDE, MOST_SIDE = 256, 512
-"""Pixels of a picture's longer side: a digit of 8 x 8 is enlarged, a photograph reduced."""
+"""Pixels of the longer side of a picture: a digit of 8 x 8 is enlarged, a photograph reduced."""
 
 GAP = 4
-"""White pixels between pictures side by side."""
+"""White pixels between two pictures side by side."""
 
 
 def to_rgb(image: Tensor, looks: Looks) -> Picture:
-    """An image [C, H, W] of a batch as it was before it was normalised; clipped to its range.
+    """Return an image [C, H, W] of a batch as a picture, clipped to the range of pixels.
 
-    uint8 images are pixels already. Of floats ``looks`` knows mean and standard deviation;
-    where it does not, the image's own least value becomes black and its largest white. Of three
-    channels or more the first three are red, green and blue; of fewer the first is a grey.
+    uint8 images are pixels already. A float image is un-normalized with the mean and the standard
+    deviation of ``looks``. If ``looks`` has none, the smallest value of the image becomes black and
+    the largest one white. The first three channels are red, green and blue. An image of one or two
+    channels is shown in grey, by its first channel.
     """
     pixels = image.detach().cpu()
     if pixels.dtype != torch.uint8:
@@ -37,9 +38,10 @@ def to_rgb(image: Tensor, looks: Looks) -> Picture:
 
 
 def fit(picture: Picture) -> Picture:
-    """Of a size to be looked at: small ones are enlarged by a whole factor, large ones reduced.
+    """Return a picture of a size to be looked at.
 
-    Masks [H, W] too: those of a picture fit it afterwards.
+    A small picture is enlarged by a whole factor, a large one is reduced. A mask [H, W] changes in
+    the same way as the picture of its size.
     """
     height, width = picture.shape[:2]
     longer = max(height, width)
@@ -56,8 +58,11 @@ def fit(picture: Picture) -> Picture:
 def outline(
     picture: Picture, mask: Picture, colour: tuple[int, int, int], width: int = 1
 ) -> Picture:
-    """The picture with the inner edge of a mask [H, W] (not 0: inside) drawn ``width`` wide."""
-    # a frame of outside: a mask that reaches the picture's border has an edge there
+    """Return the picture with the inner edge of a mask [H, W] drawn ``width`` pixels wide.
+
+    A pixel of the mask that is not 0 is inside.
+    """
+    # The frame of zeros gives a mask that reaches the border of the picture an edge there.
     inside = Image.fromarray(np.pad((mask != 0).astype(np.uint8) * 255, 1))
     edge = ImageChops.subtract(inside, inside.filter(ImageFilter.MinFilter(2 * width + 1)))
     drawn = Image.fromarray(picture)
@@ -66,7 +71,7 @@ def outline(
 
 
 def beside(left: Picture, right: Picture) -> Picture:
-    """Two pictures of one height with a white gap between them."""
+    """Return two pictures of one height side by side, with a white gap between them."""
     gap = np.full((len(left), GAP, 3), 255, np.uint8)
     return np.concatenate([left, gap, right], axis=1)
 

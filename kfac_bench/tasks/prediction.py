@@ -1,4 +1,4 @@
-"""What a model makes of one example, for people to look at."""
+"""A prediction for one example, for people to look at."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 Picture = np.ndarray[Any, np.dtype[np.uint8]]
-"""RGB, uint8 [H, W, 3]."""
+"""An RGB picture, uint8 [H, W, 3]."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One example: a line that says what is seen, a picture, and text of any number of lines.
+    """One example: a caption of one line, a picture, and a text of any number of lines.
 
-    Pictures have boxes, masks and the like drawn in; `text` is for examples that are text
-    (question, true answer, predicted answer). Either may be missing.
+    Boxes and masks are drawn into the picture. `text` is for examples that are text (question,
+    true answer, predicted answer). The picture or the text may be missing.
     """
 
     caption: str

@@ -1,4 +1,4 @@
-"""What the trainer asks of a task: a loss to minimise and figures to judge by."""
+"""What the trainer asks of a task: a loss to minimise, and validation metrics."""
 
 from typing import Protocol
 
@@ -10,14 +10,14 @@ from kfac_bench.tasks.prediction import Prediction
 
 
 class Task(Protocol):
-    """A training objective and exact validation figures.
+    """A training objective and exact validation metrics.
 
-    `metric` names the figure of an evaluation that a target is about, `higher_is_better` its
-    direction.
+    `metric` names the metric that `trainer.target` refers to, and `higher_is_better` its direction.
 
-    `likelihood` is the distribution that the model's output stands for, as `KFAC.fisher_backward`
-    names it: its labels are what a Fisher other than the empirical one is an expectation over. A
-    task whose likelihood is of another curvature than 1 has a `curvature`, too.
+    `likelihood` is the distribution that the model's output stands for, by the names of
+    `KFAC.fisher_backward`. A Fisher other than the empirical one is an expectation over labels
+    drawn from this distribution. A task whose likelihood has a curvature other than 1 also has an
+    attribute `curvature`.
     """
 
     metric: str
@@ -27,9 +27,10 @@ class Task(Protocol):
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the differentiable training loss, a scalar, and the output it was made from.
 
-        The loss is the MEAN over the examples: K-FAC relies on it, it undoes the factor 1/n to make
-        G independent of the batch. It is the negative log likelihood, of the scale that
-        `KFAC.fisher_backward` documents, up to terms linear in the output (label smoothing is one).
+        The loss must be the MEAN over the examples: K-FAC undoes the factor 1/n, so that G does not
+        depend on the batch size. The loss is the negative log likelihood, with the scale that
+        `KFAC.fisher_backward` documents, up to terms that are linear in the output (such as label
+        smoothing).
         """
         ...
 
@@ -40,13 +41,13 @@ class Task(Protocol):
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
         """Return at most `count` examples of an evaluation batch, for people to look at.
 
-        The worst ones first, unless finding them costs too much: what the model gets wrong tells
-        more than what it gets right. The model is in evaluation mode, no gradient is recorded.
-        Where forwards are messages, all ranks call it alike.
+        The worst examples come first, unless finding them costs too much, because errors tell more
+        than successes. The model is in evaluation mode, no gradient is recorded. If a forward pass
+        sends messages, all ranks call this method in the same way.
         """
         ...
 
 
 def reached(task: Task, value: float, target: float) -> bool:
-    """Say whether `value` of the task's metric is at least as good as `target`; NaN never is."""
+    """Return whether `value` of the task's metric is at least as good as `target`; NaN never is."""
     return value >= target if task.higher_is_better else value <= target

@@ -17,7 +17,6 @@ from torch import nn
 from kfac_bench.config import TrainConfig
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.tasks.task import Task
-from kfac_bench.training import build
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Blueprint:
         task = config.task.name
         shape, num_classes = config.data.shape()
         return cls(
-            data=partial(build.build_data, config.data, config.task),
+            data=partial(config.data.build, task),
             task=config.task.build,
             model=partial(config.model.build, task=task),
             shape=shape,

@@ -10,26 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench.config import (
-    DataConfig,
-    KFACConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TaskConfig,
-)
+from kfac_bench.config import KFACConfig, ModelConfig, OptimizerConfig
 from kfac_bench.config.optimizers import Group
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import Collective, PlansDifferError
-from kfac_bench.data.base.dataset import Data
 from kfac_bench.errors import UsageError
 from kfac_bench.training.update import has_batch_norm
-
-
-def build_data(config: DataConfig, task: TaskConfig) -> Data:
-    """Return the dataset; see :meth:`DataConfig.build`."""
-    data: Data = config.build(task.name)
-    return data
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:

@@ -10,7 +10,6 @@ from kfac_bench.data.base.order import Shard
 from kfac_bench.data.demo import demo_folder
 from kfac_bench.data.images import digits
 from kfac_bench.errors import UsageError
-from kfac_bench.training import build
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if
 
@@ -98,10 +97,10 @@ def test_a_demo_is_made_once_and_is_that_of_make_demo(cache, tmp_path, monkeypat
 
 def test_data_root_demo(cache):
     config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke"])
-    assert build.build_data(config.data, config.task).train_size == 192
+    assert config.data.build(config.task.name).train_size == 192
     config.data.name = "mine"
     with pytest.raises(UsageError, match="no demo of data=mine, only of imagenet, shards"):
-        build.build_data(config.data, config.task)
+        config.data.build(config.task.name)
 
 
 def test_the_digits_are_the_same_in_all_layouts(cache):

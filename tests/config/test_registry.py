@@ -11,7 +11,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.tasks.task import Task
 from tests.support.configs import Own
 
-ROWS = [(g, name) for g, table in registry.TABLES.items() if g != "data" for name in table]
+ROWS = [(group, name) for group, table in registry.TABLES.items() for name in table]
 
 
 @pytest.mark.parametrize("group", registry.TABLES)

@@ -17,7 +17,7 @@ from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Trained
 from kfac_bench.tasks.objectives.detection import FOUND, TRUE, Detection, found_in
-from kfac_bench.training import build, dry_run
+from kfac_bench.training import dry_run
 from kfac_bench.training.update import Update
 from tests.support.distributed import run_ranks
 from tests.support.runs import (
@@ -46,7 +46,7 @@ def demo(tmp_path_factory):
     return root
 
 
-# ---- figures ----
+# ---- metrics ----
 
 SIZE, CLASSES = 24, 4
 
@@ -158,16 +158,16 @@ def test_figures_are_the_mean_precision_of_the_definition(seed, capsys):
     pairs = list(zip(truth, outputs, strict=True))
     task = Detection(truth, CLASSES)
     found = [found_in(pairs[i][0].id, pairs[i][1]) for i in order]
-    figures = task.figures(json.loads(json.dumps(found)))
+    metrics = task.metrics(json.loads(json.dumps(found)))
     assert capsys.readouterr() == ("", "")
     ten = np.arange(0.5, 0.99, 0.05).round(2)
     for kind in ("bbox", "segm"):
         names = {"mAP": ten, "AP50": [0.5], "AP75": [0.75]}
         for name, thresholds in names.items():
             want = mean_precision(pairs, kind, thresholds)
-            assert figures[f"{kind}_{name}"] == pytest.approx(want, abs=1e-9), (kind, name)
-    assert 0 < figures["segm_mAP"] < 1
-    assert "bbox_AP_large" not in figures  # there is none
+            assert metrics[f"{kind}_{name}"] == pytest.approx(want, abs=1e-9), (kind, name)
+    assert 0 < metrics["segm_mAP"] < 1
+    assert "bbox_AP_large" not in metrics  # there is none
 
 
 def test_perfect_findings_score_1_and_none_score_0():
@@ -187,9 +187,9 @@ def test_perfect_findings_score_1_and_none_score_0():
         )
     task = Detection(truth, CLASSES)
     found = [found_in(p.id, o) for p, o in zip(truth, outputs, strict=True)]
-    assert task.figures(found)["bbox_mAP"] == task.figures(found)["segm_mAP"] == 1
+    assert task.metrics(found)["bbox_mAP"] == task.metrics(found)["segm_mAP"] == 1
     none = [found_in(p.id, {k: v[:0] for k, v in outputs[0].items()}) for p in truth]
-    assert task.figures(none)["bbox_mAP"] == task.figures([])["segm_mAP"] == 0
+    assert task.metrics(none)["bbox_mAP"] == task.metrics([])["segm_mAP"] == 0
 
 
 def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
@@ -204,10 +204,10 @@ def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
         "scores": torch.tensor([0.5, 0.9]),
         "masks": torch.from_numpy(masks)[:, None].float(),
     }
-    figures = Detection([CocoImage(3, None, 64, 64, [thing])], 2).figures([found_in(3, output)])
+    metrics = Detection([CocoImage(3, None, 64, 64, [thing])], 2).metrics([found_in(3, output)])
     for name in ("bbox_mAP", "segm_mAP", "segm_AP_small"):
-        assert figures[name] == pytest.approx(0.5)
-    assert figures["bbox_AP_small"] == pytest.approx(1)
+        assert metrics[name] == pytest.approx(0.5)
+    assert metrics["bbox_AP_small"] == pytest.approx(1)
 
 
 def test_an_image_that_could_not_be_read_is_a_forward_all_the_same():
@@ -225,13 +225,13 @@ def test_with_goals_the_figure_is_the_least_share_of_one():
     found = [found_in(p.id, o) for p, o in zip(truth, outputs, strict=True)]
     plain = Detection(truth, CLASSES)
     assert plain.metric == "bbox_mAP"
-    bbox, segm = (plain.figures(found)[name] for name in ("bbox_mAP", "segm_mAP"))
+    bbox, segm = (plain.metrics(found)[name] for name in ("bbox_mAP", "segm_mAP"))
     both = Detection(truth, CLASSES, bbox_goal=bbox / 2, segm_goal=segm)
     assert both.metric == "goals_met"
-    assert both.figures(found)["goals_met"] == pytest.approx(1)
-    assert both.figures(found)["bbox_mAP"] == bbox
+    assert both.metrics(found)["goals_met"] == pytest.approx(1)
+    assert both.metrics(found)["bbox_mAP"] == bbox
     one = Detection(truth, CLASSES, segm_goal=0.5)
-    assert one.figures(found)["goals_met"] == pytest.approx(segm / 0.5)
+    assert one.metrics(found)["goals_met"] == pytest.approx(segm / 0.5)
 
 
 def test_what_is_found_and_what_is_there_is_drawn_and_named():
@@ -307,7 +307,7 @@ def test_a_plan_needs_shapes_alone():
 
 def test_the_outline_is_what_a_step_computes(demo):
     config = compose.load([*TINY, f"data.root={demo}"])
-    data = build.build_data(config.data, config.task)
+    data = config.data.build(config.task.name)
     torch.manual_seed(0)
     model = config.model.build(data.shape, data.num_classes, "detection")
     rows = {}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from kfac_bench import distributed
 from kfac_bench.core.distributed.collective import TorchCollective
+from kfac_bench.data.digits import DigitsConfig
 from kfac_bench.distributed.ddp import DDPConfig
 from kfac_bench.errors import LostRanksError, UsageError
 from kfac_bench.record.events import Resumed, Trained
@@ -239,11 +240,11 @@ def refused_here(folder, spoil, *overrides):
     except UsageError as error:
         return str(error)
     finally:
-        build.build_data = REAL_DATA
+        DigitsConfig.build = REAL_BUILD
     return None
 
 
-REAL_DATA = build.build_data
+REAL_BUILD = DigitsConfig.build
 
 
 def another_learning_rate(rank, folder, config):
@@ -262,16 +263,16 @@ def no_data(rank, folder, config):
         raise UsageError("no folder /data: \u00fcber")
 
     if rank == 1:
-        build.build_data = missing
+        DigitsConfig.build = missing
 
 
 def less_data(rank, folder, config):
     def cut(*arguments):
-        data = REAL_DATA(*arguments)
+        data = REAL_BUILD(*arguments)
         data.train_size -= rank
         return data
 
-    build.build_data = cut
+    DigitsConfig.build = cut
 
 
 def another_folder(rank, folder, config):

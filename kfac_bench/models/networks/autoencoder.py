@@ -13,11 +13,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "si
 class Autoencoder(nn.Module):
     """Linear layers inputs -> hidden[0] -> ... -> hidden[-1] and their mirror image back.
 
-    `inputs` is C * H * W of one image; the code (the output of width hidden[-1]) and the
-    reconstruction are linear, every other layer is followed by `activation` (tanh, relu or
-    sigmoid). Initialisation is torch's own for Linear, uniform in +-1/sqrt(fan_in), from the
-    global generator.
-    Raises UsageError for an unknown activation or an empty or non-positive `hidden`.
+    `inputs` is C * H * W of one image. The code (the output of width hidden[-1]) and the
+    reconstruction are linear; every other layer is followed by `activation` (tanh, relu or
+    sigmoid). Weights are initialised as torch does for Linear, uniform in +-1/sqrt(fan_in), from
+    the global generator. Raises UsageError for an unknown activation, and for a `hidden` that is
+    empty or not positive.
     """
 
     def __init__(self, inputs: int, hidden: Sequence[int], activation: str = "tanh") -> None:

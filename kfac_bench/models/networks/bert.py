@@ -1,6 +1,6 @@
 """BERT (Devlin et al. 2019) from transformers, with the heads and the inputs of our tasks.
 
-Names of parameters are those of transformers' own checkpoints.
+Parameters have the names of transformers' own checkpoints.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertForPreTraining, BertForQuestionAnswering
 
 SIZES = {"bert_tiny": (2, 128), "bert_base": (12, 768), "bert_large": (24, 1024)}
-"""Layers and hidden size; heads of 64, and four times the hidden size in between."""
+"""Layers and hidden size. A head has 64 units, a feed-forward layer 4 times the hidden size."""
 
 MAX_POSITIONS = 512
 
@@ -21,7 +21,7 @@ Inputs = Mapping[str, Tensor]
 def config(
     name: str, vocabulary_size: int, dropout: float, width: int | None, depth: int | None
 ) -> BertConfig:
-    """That of a size by name; `width` and `depth` are other ones (tests)."""
+    """Return the configuration of a size by name; `width` and `depth` replace the named sizes."""
     layers, hidden = SIZES[name]
     layers, hidden = depth or layers, width or hidden
     made = BertConfig(
@@ -34,14 +34,15 @@ def config(
         attention_probs_dropout_prob=dropout,
         max_position_embeddings=MAX_POSITIONS,
     )
-    made._attn_implementation = "sdpa"  # which takes masks of True and False
+    # torch's scaled dot-product attention takes masks of True and False.
+    made._attn_implementation = "sdpa"
     return made
 
 
 class PretrainingBert(nn.Module):
     """Masked-token logits [n, P, V] at `positions` (int64 [n, P]), and next-sentence logits [n, 2].
 
-    The head looks at these places alone: all others would be most of the memory and the time.
+    The head computes logits at these places alone, which saves most of its memory and time.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -50,7 +51,7 @@ class PretrainingBert(nn.Module):
         self.bert, self.cls = made.bert, made.cls
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Logits; of the next sentence, [0] is that it follows."""
+        """Return both logits; the first next-sentence logit means that the second part follows."""
         hidden, pooled = _encode(self.bert, inputs)
         places = inputs["positions"][..., None].expand(-1, -1, hidden.shape[-1])
         logits, next_logits = self.cls(hidden.gather(1, places), pooled)
@@ -58,7 +59,7 @@ class PretrainingBert(nn.Module):
 
 
 class QuestionAnsweringBert(nn.Module):
-    """Logits [n, 2, L] of where an answer begins and ends."""
+    """Logits [n, 2, L] of the tokens where an answer begins and ends."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -66,17 +67,18 @@ class QuestionAnsweringBert(nn.Module):
         self.bert, self.qa_outputs = made.bert, made.qa_outputs
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         logits: Tensor = self.qa_outputs(_encode(self.bert, inputs)[0])
         return logits.transpose(1, 2)
 
 
 def _encode(bert: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Hidden states [n, L, H]; and the first one's after the pooler, if there is one."""
+    """Return the hidden states [n, L, H], and the first one after the pooler, if any."""
     encoded = bert(
         inputs["input_ids"],
         token_type_ids=inputs["token_type_ids"],
-        # of four dimensions it is taken as it is: nothing waits for what a mask holds
+        # transformers takes a mask of four dimensions as it is. It would read the values of
+        # another mask, and the CPU would wait for the GPU.
         attention_mask=inputs["attention_mask"][:, None, None, :],
     )
     return encoded.last_hidden_state, encoded.pooler_output

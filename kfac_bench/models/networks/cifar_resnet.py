@@ -11,9 +11,9 @@ WIDTHS = (16, 32, 64)
 def cifar_resnet(depth: int, num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     """Return the ResNet of `depth` = 6n + 2 layers (8, 20, 32, 44, 56, 110).
 
-    Images [n, in_channels, H, W] of any size go in, logits [n, num_classes] come out. Shortcuts
-    have no parameters (option A). Weights are drawn from torch's global generator.
-    Raises UsageError for another depth.
+    The network maps images [n, in_channels, H, W] of any size to logits [n, num_classes]. Shortcuts
+    have no parameters (option A). Weights are drawn from torch's global generator. Raises
+    UsageError for another depth.
     """
     if depth < 8 or (depth - 2) % 6:
         raise UsageError(f"a CIFAR ResNet has 6n + 2 layers (8, 20, 32, 44, 56, 110), not {depth}")
@@ -23,8 +23,8 @@ def cifar_resnet(depth: int, num_classes: int = 10, in_channels: int = 3) -> nn.
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with batch normalisation, and the shortcut of option A.
 
-    Where the block widens, the shortcut takes every `stride`-th pixel and pads the channels with
-    zeros, half before and half after.
+    If the block has more output channels, the shortcut takes every `stride`-th pixel and pads the
+    channels with zeros, half before and half after.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:

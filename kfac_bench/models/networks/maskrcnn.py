@@ -1,4 +1,4 @@
-"""torchvision's Mask R-CNN, and a tiny one of its parts."""
+"""torchvision's Mask R-CNN, and a tiny Mask R-CNN made of torchvision's parts."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 from kfac_bench.errors import UsageError
 
 POSITIVE_SHARE = 0.25
-"""Of the boxes that the heads are trained on, at most, those of things: they get masks, too."""
+"""Largest share of the boxes that the heads are trained on which hold objects, and get masks."""
 RESIDUAL_SCALE = 0.2
-"""Of each residual branch where no weights were given."""
+"""Factor of each residual branch if no weights are given."""
 
 
 class Detector(MaskRCNN):  # type: ignore[misc]
-    """Mask R-CNN that says its losses wherever it is given targets, and what it finds elsewhere.
+    """Mask R-CNN that returns its losses if it gets targets, and the objects found if not.
 
-    torchvision's says its losses in training mode alone. A batch that stands in for one without
-    examples goes through a model in evaluation mode, so that batch norm and K-FAC look away, and
-    its losses are still wanted: only the modules that choose between the two are switched, and
-    those have no weights of their own. Training images come in their size, others are resized.
+    torchvision's Mask R-CNN returns its losses in training mode alone. But a batch that stands in
+    for an empty batch goes through a model in evaluation mode, so that batch norm and K-FAC ignore
+    the batch, and its losses are needed all the same. So :meth:`forward` switches the mode of the
+    modules that choose between losses and objects. These modules have no weights of their own.
+    Training images already have their size; other images are resized.
     """
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
-        """Losses by name, scalars, of images [3, H, W] in [0, 1] with targets.
+        """Return the losses by name, as scalars, of images [3, H, W] in [0, 1] with targets.
 
-        Without these, of each image ``boxes`` [n, 4], ``labels``, ``scores`` [n] and ``masks``
-        [n, 1, H, W], probabilities.
+        Without targets, return for each image ``boxes`` [n, 4], ``labels`` [n], ``scores`` [n] and
+        ``masks`` [n, 1, H, W] of probabilities.
         """
         switched = (self, self.transform, self.rpn, self.roi_heads)
         before = [module.training for module in switched]
@@ -51,20 +52,20 @@ class Detector(MaskRCNN):  # type: ignore[misc]
                 module.training = mode
 
     def outline(self, images: Tensor) -> Tensor:
-        """What a training step computes, without values: on the meta device nothing can be sorted.
+        """Compute what a training step computes, for images [n, 3, H, W] on the meta device.
 
-        Of images [n, 3, H, W]; every one brings as many boxes, and things, as there may be. Returns
-        a sum of all that losses would be made of.
+        Values cannot be sorted there, so each image gets the largest number of boxes, and of boxes
+        with objects. Returns the sum of all outputs that the losses are made of.
         """
         features = self.backbone(images)
         outputs = [x for level in self.rpn.head(list(features.values())) for x in level]
         heads = self.roi_heads
         boxes = heads.fg_bg_sampler.batch_size_per_image
-        things = int(boxes * heads.fg_bg_sampler.positive_fraction)
+        objects = int(boxes * heads.fg_bg_sampler.positive_fraction)
         pooled = [
             images.new_zeros(count * len(images), self.backbone.out_channels, *pool.output_size)
             + sum(x.sum() for x in features.values())
-            for count, pool in ((boxes, heads.box_roi_pool), (things, heads.mask_roi_pool))
+            for count, pool in ((boxes, heads.box_roi_pool), (objects, heads.mask_roi_pool))
         ]
         outputs += heads.box_predictor(heads.box_head(pooled[0]))
         outputs.append(heads.mask_predictor(heads.mask_head(pooled[1])))
@@ -80,13 +81,23 @@ def maskrcnn_resnet50_fpn(
     box_samples: int = 512,
     detections: int = 100,
 ) -> Detector:
-    """Return torchvision's Mask R-CNN R-50-FPN; ``num_classes`` counts "nothing" as one.
+    """Return torchvision's Mask R-CNN R-50-FPN, with frozen batch norm.
 
-    Batch norm is frozen. ``backbone_weights`` is a file of a ResNet-50's state dict, as torchvision
-    saves it (.pth, .pt) or in safetensors; then the stem and the first stage are frozen, too.
-    Without one all is trained from random numbers, with nothing that normalises them: each residual
-    then adds a fifth of what it would, or activations double sixteen times and overflow. Good for
-    measuring time, not for learning. Raises UsageError for a file that does not fit.
+    Without ``backbone_weights`` all weights are random, and no layer normalizes activations. Each
+    residual branch is then scaled to a fifth, because activations would otherwise double sixteen
+    times and overflow. Such a model is good for measuring time, not for learning.
+
+    Args:
+        num_classes: Number of classes, including "nothing".
+        min_size: Shorter side of an evaluated image.
+        max_size: Longer side of an evaluated image, at most.
+        backbone_weights: File with the state dict of a ResNet-50, as torchvision saves it (.pth,
+            .pt) or in safetensors. The stem and the first stage are then frozen.
+        box_samples: Boxes of an image that the heads are trained on.
+        detections: Objects found in an image, at most.
+
+    Raises:
+        UsageError: The file does not fit.
     """
     trainable = 5 if backbone_weights is None else 3
     backbone = resnet_fpn_backbone(
@@ -113,7 +124,7 @@ def maskrcnn_resnet50_fpn(
 
 
 def _load(body: nn.Module, path: Path) -> None:
-    """A classifier's weights, but for its last layer."""
+    """Load the weights of a classifier, without its last layer."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -144,7 +155,7 @@ def _load(body: nn.Module, path: Path) -> None:
 
 
 TINY = (16, 32, 64)
-"""Channels of the tiny backbone's stages, at 1/4, 1/8 and 1/16 of the image."""
+"""Channels of the stages of the tiny backbone, at 1/4, 1/8 and 1/16 of the image."""
 
 
 def maskrcnn_tiny(
@@ -157,10 +168,10 @@ def maskrcnn_tiny(
     width: int = 32,
     representation: int = 64,
 ) -> Detector:
-    """A Mask R-CNN of 0.2 million weights that learns drawn shapes from nothing in a minute.
+    """Return a Mask R-CNN of 0.2 million weights, which learns drawn shapes in a minute.
 
-    Five convolutions with group norm, a pyramid of ``width`` channels at 1/4, 1/8, 1/16 and 1/32,
-    anchors of 16 to 128 pixels, small heads.
+    It has five convolutions with group norm, a pyramid of ``width`` channels at 1/4, 1/8, 1/16 and
+    1/32 of the image, anchors of 16 to 128 pixels, and small heads.
     """
     stem = _stage(3, TINY[0])
     stages = [_stage(a, b) for a, b in zip((TINY[0], *TINY[:-1]), TINY, strict=True)]
@@ -197,6 +208,6 @@ def maskrcnn_tiny(
 
 
 def _stage(inputs: int, outputs: int) -> nn.Module:
-    """Half the size."""
+    """Return a convolution that halves the size, with group norm and ReLU."""
     conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
     return nn.Sequential(conv, nn.GroupNorm(8, outputs), nn.ReLU())

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer in plain modules: every weight is a Linear's but the tables'."""
+"""A small decoder-only transformer in plain modules: Linear, Embedding and LayerNorm."""
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +8,11 @@ from kfac_bench.errors import UsageError
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks of causal attention and a GELU network of 4 `width`: GPT-2's, made small.
+    """Pre-norm blocks of causal attention and a GELU network of 4 `width`: a small GPT-2.
 
-    int64 [n, L] with L up to `length` to logits [n, L, symbols]. Weights are drawn from torch's
-    global generator, N(0, 0.02^2), those that write to the residual stream smaller by
-    sqrt(2 `layers`); biases are 0. Raises UsageError where the heads do not divide the width.
+    It maps int64 [n, L], with L up to `length`, to logits [n, L, symbols]. Weights are drawn from
+    torch's global generator, N(0, 0.02^2); the weights that write to the residual stream are
+    smaller by sqrt(2 `layers`). Biases are 0. Raises UsageError if `heads` does not divide `width`.
     """
 
     def __init__(self, symbols: int, length: int, width: int, layers: int, heads: int) -> None:
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each added to what came in."""
+    """Attention and a two-layer network, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [n, L, width] to the same shape; a position sees itself and those before."""
+        """Map [n, L, width] to the same shape; a position sees itself and earlier positions."""
         n, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)

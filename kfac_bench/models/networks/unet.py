@@ -1,4 +1,4 @@
-"""The U-Net of Ronneberger et al. 2015, with batch norm and made of plain convolutions only."""
+"""The U-Net of Ronneberger et al. 2015, with batch norm, made of plain convolutions only."""
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,20 @@ from kfac_bench.errors import UsageError
 class UNet(nn.Module):
     """`depth` levels down, a bottom, and back up: [n, in_channels, H, W] to [n, classes, H, W].
 
-    Level i has `width` * 2^i channels at 1 / 2^i of the size; each level is two 3x3 convolutions
-    with batch norm and ReLU, and what the way down made is put beside what comes up. The output
-    is logits. width 32, depth 4 is the network of the LGG reference but for its way up.
+    Level i has `width` * 2^i channels at 1 / 2^i of the size. Each level is two 3x3 convolutions
+    with batch norm and ReLU. On the way up, the output of the level of the same size on the way
+    down is concatenated. The output is logits. With width 32 and depth 4 this is the network of the
+    LGG reference, except for the way up.
 
-    On the way up a 1x1 convolution halves the channels and each pixel is repeated 2x2, in place of
-    a transposed convolution of size and stride 2: K-FAC then covers every weight but the norms',
-    with factors a quarter the size, and no tap makes a chessboard. Repeated and not interpolated,
-    because the backward of bilinear interpolation adds up in another order each time on a GPU,
-    and a resumed run must be the same to the bit; the 3x3 convolutions that follow smooth.
+    On the way up, a 1x1 convolution halves the channels and each pixel is repeated 2x2. The
+    reference has a transposed convolution of size and stride 2 instead. Plain convolutions let
+    K-FAC cover every weight except those of the norms, with factors of a quarter of the size, and
+    they make no chessboard patterns. Pixels are repeated and not interpolated, because on a GPU the
+    backward of bilinear interpolation adds up in another order each time, and a resumed run must be
+    the same to the bit. The 3x3 convolutions that follow smooth the pixels.
 
     Weights are drawn after He et al. from torch's global generator. Raises UsageError for widths
-    and depths below 1, and in `forward` for an H or W that is no multiple of 2^depth.
+    and depths below 1, and in `forward` for an H or W that is not a multiple of 2^depth.
     """
 
     def __init__(

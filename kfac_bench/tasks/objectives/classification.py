@@ -1,4 +1,4 @@
-"""One class per image."""
+"""Classification: one class for each image."""
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from kfac_bench.tasks.prediction import Prediction
 class Classification(SummedTask):
     """Cross entropy of logits [n, num_classes] with labels [n], smoothed in training only.
 
-    Metrics: `accuracy`, the fraction in [0, 1] of examples whose largest logit is their label's,
-    and `loss`, the mean cross entropy in nats WITHOUT smoothing, comparable between settings.
+    The metrics are `accuracy`, the fraction in [0, 1] of examples whose label has the largest
+    logit, and `loss`, the mean cross entropy in nats WITHOUT smoothing, so that settings can be
+    compared.
 
-    The likelihood is the softmax of the logits, smoothed labels or not: the Fisher is that of the
-    model's distribution, and smoothing does not change the loss' Hessian in the logits.
+    The likelihood is the softmax of the logits, with smoothed labels too: the Fisher belongs to the
+    distribution of the model, and smoothing does not change the Hessian of the loss in the logits.
     """
 
     def __init__(self, label_smoothing: float = 0.0, looks: Looks = UNKNOWN) -> None:
@@ -38,7 +39,7 @@ class Classification(SummedTask):
 
     @torch.no_grad()
     def totals(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return [examples, correct ones, sum of cross entropies], float64."""
+        """Return [examples, correct examples, sum of cross entropies], float64."""
         images, labels = batch
         logits = model(images).double()
         correct = (logits.argmax(dim=1) == labels).sum()
@@ -52,9 +53,10 @@ class Classification(SummedTask):
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return the images with classes and the probability of the predicted one.
+        """Return images with their true class, the predicted class, and its probability.
 
-        Wrong ones first; of these and of the others first where the true class is least likely.
+        Wrong predictions come first. Among the wrong ones, and among the right ones, the images
+        whose true class is least likely come first.
         """
         images, labels = batch
         probabilities = model(images).double().softmax(dim=1)

@@ -1,4 +1,4 @@
-"""The clean picture of a noisy one."""
+"""Denoising: the clean image of a noisy one."""
 
 import math
 
@@ -16,10 +16,11 @@ from kfac_bench.tasks.prediction import Prediction
 class Denoising(SummedTask):
     """Squared error between the model's output and a clean image, both [n, C, H, W].
 
-    Metric `psnr`: 10 log10 of 1 over the mean squared error of all pixels of all images, in dB,
-    where pixels are in [0, 1]; higher is better. The training loss is half the squared error of
-    the normalised images, MEAN over pixels and examples. `pixels` is how many an image has
-    (C H W): the loss is the negative log likelihood of a Gaussian whose curvature is 1 / `pixels`.
+    The metric `psnr` is 10 log10 of 1 over the mean squared error of all pixels of all images, in
+    dB, where pixels are in [0, 1]; higher is better. The training loss is half the squared error of
+    the normalized images, MEAN over pixels and examples. `pixels` is the number of pixels of an
+    image (C H W): the loss is the negative log likelihood of a Gaussian with the curvature
+    1 / `pixels`.
     """
 
     def __init__(self, pixels: int, looks: Looks = UNKNOWN) -> None:
@@ -29,10 +30,11 @@ class Denoising(SummedTask):
         self.likelihood = "gaussian"
         self.curvature = 1 / pixels
         self.looks = looks
-        self._scale = looks.std[0] ** 2 if looks.std else 1.0  # from normalised squares to pixels'
+        # Turns the squared error of normalized images into the squared error of pixels.
+        self._scale = looks.std[0] ** 2 if looks.std else 1.0
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return half the mean squared error, and the images made."""
+        """Return half the mean squared error, and the output."""
         output = _output(model, batch)
         return 0.5 * (output - batch[1]).square().mean(), output
 
@@ -49,7 +51,7 @@ class Denoising(SummedTask):
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return noisy, made and clean images side by side; the largest errors first."""
+        """Return noisy image, output and clean image side by side; the largest errors first."""
         noisy, clean, *_ = batch
         output = _output(model, batch)
         errors = (output - clean).double().square().flatten(1).mean(1) * self._scale
@@ -67,7 +69,8 @@ class Denoising(SummedTask):
 
 def _output(model: nn.Module, batch: Batch) -> Tensor:
     output: Tensor = model(batch[0])
-    if output.shape != batch[1].shape:  # or broadcasting might make a number of it
+    # Without this check, broadcasting might turn another shape into a number.
+    if output.shape != batch[1].shape:
         raise UsageError(
             "denoising needs a model whose output has the shape of the clean image: "
             f"{list(batch[1].shape)}, not {list(output.shape)}"

@@ -1,4 +1,4 @@
-"""Things in images: a box, a class and a mask of each."""
+"""Detection: a box, a class and a mask of each object in an image."""
 
 from __future__ import annotations
 
@@ -22,35 +22,37 @@ from kfac_bench.tasks.evaluation import Evaluation
 from kfac_bench.tasks.prediction import Prediction
 
 LOSSES = ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg")
-FIGURES = ("mAP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
-"""The first of COCO's summary, in its order: over IoU 0.5 to 0.95, at 0.5, at 0.75; of things
-below 32 x 32 pixels, up to 96 x 96, above."""
+METRICS = ("mAP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large")
+"""The first metrics of COCO's summary, in its order: the mean over IoU 0.5 to 0.95, at 0.5, at
+0.75; then of objects below 32 x 32 pixels, up to 96 x 96 pixels, and above."""
 
 TRUE, FOUND = (255, 225, 25), (240, 50, 230)
 """Yellow and magenta, as in segmentation."""
 
 
 class Detection:
-    """Mask R-CNN's losses, added up as torchvision and the reference do; COCO's mean precision.
+    """The sum of Mask R-CNN's losses, as in torchvision, and COCO's mean average precision.
 
-    Images are [3, H, W] in [0, 1] in a list, targets dictionaries in another. ``loss_classifier``
-    (cross entropy in nats) and ``loss_box_reg`` (smooth L1) are means over the boxes sampled of
-    all images of the batch, ``loss_mask`` (binary cross entropy in nats) over the pixels of those
-    sampled boxes that are of things, the region proposals' two over sampled anchors.
+    A batch is a list of images [3, H, W] in [0, 1] and a list of target dictionaries. Each loss is
+    a mean: ``loss_classifier`` (cross entropy in nats) and ``loss_box_reg`` (smooth L1) over the
+    sampled boxes of all images of the batch, ``loss_mask`` (binary cross entropy in nats) over the
+    pixels of the sampled boxes that hold objects, the two losses of region proposals over sampled
+    anchors.
 
-    So "the mean over the batch" that K-FAC undoes is, in the box head, a mean over boxes and, in
-    the mask head, over boxes of things: those are the rows of these layers' inputs, however many
-    an image has. Over ranks, A and G are means over all ranks' boxes; but the loss and its
-    gradient are means over ranks (and parts of a batch) of their own means, as in the reference: a
-    box of a rank with few weighs more. A step without a thing has no statistics of the mask head.
+    So "the mean over the batch" that K-FAC undoes is a mean over boxes in the box head, and a mean
+    over boxes with objects in the mask head: these boxes are the rows of the inputs of the layers.
+    Over ranks, A and G are means over the boxes of all ranks. The loss and its gradient, however,
+    are means over ranks (and parts of a batch) of their own means, as in the reference, so a box
+    weighs more on a rank with few boxes. A step without objects has no statistics of the mask head.
 
-    Metrics: of COCO's evaluator (pycocotools), exact on any number of ranks, in [0, 1]:
-    ``bbox_mAP``, ``bbox_AP50``, ... and ``segm_mAP``, ...; ``truth`` is what it compares with. A
-    size of which there is nothing has no figure. The metric that a target is about is
-    ``bbox_mAP``, or, where goals are given, ``goals_met``: the least of ``bbox_mAP / bbox_goal``
-    and ``segm_mAP / segm_goal``. With the target 1 a run stops when both are reached.
+    The metrics are those of COCO's evaluator (pycocotools), in [0, 1], exact on any number of
+    ranks: ``bbox_mAP``, ``bbox_AP50``, ... and ``segm_mAP``, ... A size without any object in
+    ``truth`` has no metric. A target refers to ``bbox_mAP`` or, if there are goals, to
+    ``goals_met``: the smaller of ``bbox_mAP / bbox_goal`` and ``segm_mAP / segm_goal``. With the
+    target 1 a run stops when both goals are reached.
 
-    The losses are no negative log likelihood of one output: there is the empirical Fisher alone.
+    The losses are not the negative log likelihood of one output, so the Fisher is the empirical
+    one.
     """
 
     def __init__(
@@ -74,21 +76,22 @@ class Detection:
         self._looks = looks
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses; and the five :data:`LOSSES`, stacked."""
+        """Return the sum of the losses, and the five :data:`LOSSES` stacked."""
         images, targets = batch
         losses = model(images, targets)
         each = torch.stack([losses[name] for name in LOSSES])
         return each.sum(), each
 
     def evaluation(self) -> Evaluation:
-        """A pass that collects what is found."""
-        return _Pass(self)
+        """Start a pass that collects the objects found."""
+        return _DetectionPass(self)
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return the first images with boxes and masks of what is there and what is found.
+        """Return the first images with boxes and masks of true and of found objects.
 
-        Found is what has a score of one half or more: the likeliest ten. Captions name it.
+        The ten likeliest objects with a score of at least one half are shown. The captions name
+        them.
         """
         truth = {picture.id: picture for picture in self._truth}
         shown = []
@@ -117,21 +120,21 @@ class Detection:
     def _name(self, label: int) -> str:
         return dict(enumerate(self._looks.classes)).get(label, f"class {label}")
 
-    def figures(self, found: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The metrics, from what is found in each image (:func:`found_in`), in any order."""
-        figures: dict[str, float] = {}
+    def metrics(self, found: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Return the metrics from the :func:`found_in` of all images, in any order."""
+        metrics: dict[str, float] = {}
         for kind in ("bbox", "segm"):
-            figures |= _evaluate(self._truth, self._num_classes, found, kind)
+            metrics |= _evaluate(self._truth, self._num_classes, found, kind)
         if self.goals:
-            met = min(figures[name] / goal for name, goal in self.goals.items())
-            figures = {"goals_met": met} | figures
-        return figures
+            met = min(metrics[name] / goal for name, goal in self.goals.items())
+            metrics = {"goals_met": met} | metrics
+        return metrics
 
 
 def _drawn(
     picture: Any, corners: Sequence[float], mask: Any, colour: tuple[int, int, int], width: int
 ) -> Any:
-    """With the outlines of a mask [H, W] and of the box around it."""
+    """Return the picture with the outlines of a mask [H, W] and of its box."""
     box = np.zeros_like(mask)
     x1, y1, x2, y2 = (round(v) for v in corners)
     box[y1 : max(y2, y1 + 1), x1 : max(x2, x1 + 1)] = 1
@@ -140,36 +143,40 @@ def _drawn(
     return picture
 
 
-class _Pass:
+class _DetectionPass:
+    """A pass over the evaluation set that keeps the objects found in each image."""
+
     def __init__(self, task: Detection) -> None:
         self._task = task
         self._found: list[dict[str, Any]] = []
 
     def add(self, model: nn.Module, batch: Batch) -> None:
-        """Each image alone: padded to another's size, it would be seen otherwise."""
+        """Look for objects in each image alone, because padding would change the result."""
         images, targets = batch
-        if not images:  # it could not be read, and ranks in lockstep count forwards
+        if not images:
+            # The images could not be read, but ranks in lockstep need equally many forwards.
             model([torch.zeros(3, 64, 64, device=next(model.parameters()).device)])
         for image, target in zip(images, targets, strict=True):
             (output,) = model([image])
             self._found.append(found_in(int(target["image_id"]), output))
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """The evaluator runs on rank 0."""
+        """Return the metrics; COCO's evaluator runs on rank 0."""
         gathered = ranks.gather(json.dumps(self._found).encode())
-        figures = b""
+        metrics = b""
         if ranks.is_main:
             found = [image for part in gathered for image in json.loads(part)]
-            figures = json.dumps(self._task.figures(found)).encode()
-        metrics: dict[str, float] = json.loads(ranks.gather(figures)[0])
-        return metrics
+            metrics = json.dumps(self._task.metrics(found)).encode()
+        shared: dict[str, float] = json.loads(ranks.gather(metrics)[0])
+        return shared
 
 
 def found_in(image_id: int, output: dict[str, Tensor]) -> dict[str, Any]:
-    """What the model found in an image, as JSON.
+    """Return the objects that the model found in an image, as JSON.
 
-    ``labels``, ``scores``, ``bboxes`` (x, y, width, height in pixels), and of masks the run lengths
-    ``counts`` and the image's ``size``; a pixel is of a thing from a probability of one half on.
+    The keys are ``labels``, ``scores``, ``bboxes`` (x, y, width, height in pixels), the run lengths
+    ``counts`` of the masks, and the ``size`` of the image. A pixel belongs to an object if its
+    probability is at least one half.
     """
     masks = (output["masks"][:, 0] >= 0.5).to(torch.uint8).cpu().numpy()
     corners = output["boxes"].double().cpu()
@@ -187,12 +194,12 @@ def found_in(image_id: int, output: dict[str, Tensor]) -> dict[str, Any]:
 def _evaluate(
     truth: Sequence[CocoImage], num_classes: int, found: Sequence[dict[str, Any]], kind: str
 ) -> dict[str, float]:
-    """Figures of COCO's evaluator for boxes (bbox) or masks (segm)."""
+    """Return the metrics of COCO's evaluator for boxes (bbox) or masks (segm)."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     tables = []
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
         for annotations in (_true_annotations(truth, kind), _found_annotations(found, kind)):
             table = COCO()
             table.dataset = {
@@ -206,12 +213,16 @@ def _evaluate(
         evaluator.evaluate()
         evaluator.accumulate()
         evaluator.summarize()
-    stats = zip(FIGURES, np.asarray(evaluator.stats).tolist(), strict=False)
-    return {f"{kind}_{name}": value for name, value in stats if value >= 0}  # -1: nothing there
+    stats = zip(METRICS, np.asarray(evaluator.stats).tolist(), strict=False)
+    # The evaluator says -1 for a size without objects.
+    return {f"{kind}_{name}": value for name, value in stats if value >= 0}
 
 
 def _true_annotations(truth: Sequence[CocoImage], kind: str) -> list[dict[str, Any]]:
-    """As the evaluator takes them; ids from 1 on, for it takes a match with 0 for none."""
+    """Return the true objects as the evaluator takes them.
+
+    Ids start at 1, because the evaluator takes a match with id 0 for no match.
+    """
     return [
         {
             "id": id,
@@ -229,7 +240,10 @@ def _true_annotations(truth: Sequence[CocoImage], kind: str) -> list[dict[str, A
 
 
 def _found_annotations(found: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """A box's area is its own in bbox, its mask's in segm."""
+    """Return the found objects as the evaluator takes them.
+
+    The area of an object is the area of its box for bbox, and of its mask for segm.
+    """
     from pycocotools import mask
 
     annotations: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The symbol that follows each."""
+"""Language modelling: the symbol that follows each symbol."""
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from kfac_bench.tasks.prediction import Prediction
 class LanguageModel(SummedTask):
     """Cross entropy of logits [n, L, symbols] with the following symbols [n, L], in nats.
 
-    Metric `loss`: the mean over all positions of all windows; lower is better. The training loss
-    is the same of a batch.
+    The metric `loss` is the mean over all positions of all windows; lower is better. The training
+    loss is the same mean over a batch.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class LanguageModel(SummedTask):
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return windows and what was guessed at each place; the largest losses first."""
+        """Return windows with the most likely symbol at each place; the largest losses first."""
         symbols, following = batch
         logits = model(symbols)
         losses = functional.cross_entropy(logits.mT, following, reduction="none").double().mean(1)

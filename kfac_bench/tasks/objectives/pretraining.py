@@ -1,4 +1,4 @@
-"""Which tokens were masked, and does the second stretch follow the first: BERT's pre-training."""
+"""BERT's pre-training: predict masked tokens, and whether the second part follows the first."""
 
 from collections.abc import Sequence
 
@@ -15,17 +15,18 @@ from kfac_bench.tasks.prediction import Prediction
 class Pretraining(SummedTask):
     """Cross entropy of masked tokens, logits [n, P, V], plus that of next-sentence logits [n, 2].
 
-    The training loss is the MEAN over examples: an example's own mean over its masked tokens, plus
-    its next-sentence cross entropy. So ranks and parts of a batch add up to the whole, whatever
-    their numbers of masked tokens, and K-FAC has the mean that it relies on. (BERT's reference
-    takes one mean over all masked tokens of a part: there a token's weight depends on how the batch
-    is cut up. Both agree where all examples have equally many, as full sequences do.)
+    The training loss is the MEAN over examples. The loss of an example is the mean over its masked
+    tokens plus its next-sentence cross entropy. So ranks and parts of a batch add up to the whole
+    batch, whatever their numbers of masked tokens, and K-FAC gets the mean that it needs. (BERT's
+    reference takes one mean over all masked tokens of a part, so the weight of a token depends on
+    how the batch is cut up. Both agree if all examples have equally many masked tokens, as full
+    sequences have.)
 
     Metrics: `masked_lm_loss`, the mean cross entropy in nats over all masked TOKENS of the
     evaluation set, lower is better; `masked_lm_accuracy` and `next_sentence_accuracy`, fractions in
-    [0, 1]; and `loss`, the training loss. All are exact sums, on any number of ranks.
+    [0, 1]; and `loss`, the training loss. All metrics are exact sums on any number of ranks.
 
-    The loss is that of two likelihoods at once, so `kfac.fisher` can only be empirical.
+    The loss belongs to two likelihoods at once, so `kfac.fisher` can only be empirical.
     """
 
     def __init__(self, tokens: Sequence[str] = ()) -> None:
@@ -60,7 +61,7 @@ class Pretraining(SummedTask):
         )
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return the figures over all examples that the totals count."""
+        """Return the metrics over all examples that the totals count."""
         examples, masked, masked_loss, right, told, loss = totals.tolist()
         return {
             "masked_lm_loss": masked_loss / max(masked, 1),
@@ -71,7 +72,7 @@ class Pretraining(SummedTask):
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return texts as the model read them, with its words for what was masked; worst first."""
+        """Return texts as the model read them, with true and predicted words; the worst first."""
         inputs, labels, random = batch
         logits, next_logits = model(inputs)
         masked = labels != IGNORED
@@ -97,7 +98,7 @@ class Pretraining(SummedTask):
 
 
 def _cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """By place [n, P], 0 where nothing is predicted; at least in float32."""
+    """Return the cross entropy at each place [n, P], 0 where nothing is masked, in >= float32."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     losses = functional.cross_entropy(
         logits.to(dtype).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"

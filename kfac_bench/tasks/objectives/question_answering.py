@@ -1,4 +1,4 @@
-"""Where in a paragraph the answer to a question is."""
+"""Question answering: where in a paragraph the answer to a question is."""
 
 import json
 from collections.abc import Sequence
@@ -14,19 +14,21 @@ from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.tasks.answers import exact_match, f1
 from kfac_bench.tasks.prediction import Prediction
 
-Found = tuple[float, int, int]
-"""Score, first character and last character + 1 of an answer."""
+AnswerSpan = tuple[float, int, int]
+"""Score, first character, and last character + 1 of an answer."""
 
 
 class QuestionAnswering:
-    """Cross entropy of logits [n, 2, L]: of the places where an answer begins and ends.
+    """Cross entropy of logits [n, 2, L] for the tokens where an answer begins and ends.
 
-    The training loss is the mean of both, over the examples (windows of paragraphs).
+    The training loss is the mean of the two cross entropies, and the mean over the examples
+    (windows of paragraphs).
 
-    Metrics, in PERCENT as SQuAD's own script prints them: `f1` and `exact_match` over all questions
-    of the evaluation set, one without an answer of ours counting 0. The answer to a question is the
-    stretch of at most `max_answer_tokens` tokens with the highest sum of both logits, over all its
-    windows; all stretches are looked at, which is what a search of n-best lists comes near to.
+    The metrics are `f1` and `exact_match` over all questions of the evaluation set, in PERCENT as
+    SQuAD's own script prints them. A question without a predicted answer counts 0. The predicted
+    answer is the span of at most `max_answer_tokens` tokens with the highest sum of both logits,
+    over all windows of the paragraph. All spans are compared; a search of n-best lists, as in the
+    reference, approximates this.
     """
 
     def __init__(
@@ -39,18 +41,18 @@ class QuestionAnswering:
         self.max_answer_tokens = max_answer_tokens
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy, mean over the examples and both ends, nats; and the logits."""
+        """Return the cross entropy (nats), mean over examples and both ends; and the logits."""
         inputs, spans = batch[:2]
         logits = model(inputs)
         return functional.cross_entropy(logits.flatten(0, 1), spans.flatten()), logits
 
     def evaluation(self) -> "Answers":
-        """A pass that keeps the best answer to each question."""
+        """Start a pass that keeps the best answer to each question."""
         return Answers(self.questions, self.max_answer_tokens)
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return questions with true answers and those of the windows at hand; worst first."""
+        """Return questions with true answers and the best of these windows; the worst first."""
         found = Answers(self.questions, self.max_answer_tokens)
         found.add(model, batch)
         scored = []
@@ -66,14 +68,14 @@ class QuestionAnswering:
 
 
 class Answers:
-    """The best answer so far to each question, by its number."""
+    """A pass over the evaluation set: the best answer so far to each question, by its number."""
 
     def __init__(self, questions: Sequence[SquadQuestion], max_answer_tokens: int) -> None:
-        self.best: dict[int, Found] = {}
+        self.best: dict[int, AnswerSpan] = {}
         self._questions, self._most = questions, max_answer_tokens
 
     def add(self, model: nn.Module, batch: Batch) -> None:
-        """Look at windows of this rank."""
+        """Find answers in windows of this rank."""
         inputs, _, numbers, offsets = batch
         scores, first, last = best_spans(model(inputs), offsets[..., 0] != NO_CHARACTER, self._most)
         rows = torch.arange(len(numbers), device=offsets.device)
@@ -82,46 +84,49 @@ class Answers:
         for number, *answer in zip(*found, strict=True):
             self._keep(number, tuple(answer))
 
-    def _keep(self, number: int, answer: Found) -> None:
-        """Of equal scores the earlier answer, so that the order of windows does not matter."""
+    def _keep(self, number: int, answer: AnswerSpan) -> None:
+        """Keep the better answer; of equal scores the earlier one, in any order of windows."""
         old = self.best.get(number)
         if answer[0] > float("-inf") and (old is None or _rank(answer) > _rank(old)):
             self.best[number] = answer
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """`f1` and `exact_match` over all questions; all ranks call it."""
+        """Return `f1` and `exact_match` over all questions; all ranks call it."""
         for content in ranks.gather(json.dumps(list(self.best.items())).encode()):
             for number, answer in json.loads(content):
                 self._keep(number, tuple(answer))
-        figures = {"f1": f1, "exact_match": exact_match}
-        totals = dict.fromkeys(figures, 0.0)
+        scores = {"f1": f1, "exact_match": exact_match}
+        totals = dict.fromkeys(scores, 0.0)
         for number, text in self.texts().items():
             truths = [answer.text for answer in self._questions[number].answers]
-            for name, figure in figures.items():
-                totals[name] += max(figure(text, truth) for truth in truths)
+            for name, score in scores.items():
+                totals[name] += max(score(text, truth) for truth in truths)
         return {name: 100 * total / len(self._questions) for name, total in totals.items()}
 
     def texts(self) -> dict[int, str]:
-        """Answers as people read them, by the number of the question."""
+        """Return the texts of the answers, by the number of the question."""
         return {
             number: self._questions[number].context[begin:end]
             for number, (_, begin, end) in sorted(self.best.items())
         }
 
 
-def _rank(answer: Found) -> tuple[float, int, int]:
+def _rank(answer: AnswerSpan) -> tuple[float, int, int]:
     return answer[0], -answer[1], -answer[2]
 
 
 def best_spans(logits: Tensor, inside: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Score [n] of the best stretch of at most `most` tokens, its first and its last token [n].
+    """Return the score [n] of the best span, and its first and last token [n].
 
-    `logits` [n, 2, L] are of beginnings and ends, of which the bool `inside` [n, L] are allowed;
-    a window without any scores -inf.
+    Args:
+        logits: Logits [n, 2, L] of the first and the last token.
+        inside: bool [n, L]: the tokens that are allowed. A window without any scores -inf.
+        most: Tokens of the longest span.
     """
     begins, ends = logits.float().masked_fill(~inside[:, None], float("-inf")).unbind(1)
     after = functional.pad(ends, (0, most - 1), value=float("-inf"))
-    scores = begins[..., None] + after.unfold(1, most, 1)  # [n, L, most]: by beginning and length
+    # [n, L, most]: the score of each span, by its first token and its length.
+    scores = begins[..., None] + after.unfold(1, most, 1)
     best, where = scores.flatten(1).max(1)
     first = where // most
     return best, first, (first + where % most).clamp_max(logits.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""The input is its own target."""
+"""Reconstruction: the input is its own target."""
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from kfac_bench.tasks.prediction import Prediction
 class Reconstruction(SummedTask):
     """Squared error between an image and the model's output of the same shape.
 
-    Metric `squared_error`: the squared difference SUMMED over an image's pixels, mean over the
-    images, in squared units of the input; lower is better. The training loss is HALF of it: the
-    negative log likelihood of a Gaussian of unit variance around the output, for which the
-    Gauss-Newton matrix is the Fisher, so K-FAC approximates the right one without a stray factor.
+    The metric `squared_error` is the squared difference SUMMED over the pixels of an image, mean
+    over the images, in squared units of the input; lower is better. The training loss is HALF of
+    the metric. So the loss is the negative log likelihood of a Gaussian with unit variance around
+    the output. The Fisher of this Gaussian is the Gauss-Newton matrix of the loss, so K-FAC
+    approximates the right matrix, without a stray factor.
     """
 
     def __init__(self, looks: Looks = UNKNOWN) -> None:
@@ -28,7 +29,7 @@ class Reconstruction(SummedTask):
         self.looks = looks
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return half the squared error, mean over the examples; and the images made."""
+        """Return half the squared error, mean over the examples; and the output."""
         images, _ = batch
         output = _output(model, images)
         return 0.5 * (output - images).square().sum() / len(images), output
@@ -63,7 +64,8 @@ class Reconstruction(SummedTask):
 
 def _output(model: nn.Module, images: Tensor) -> Tensor:
     output: Tensor = model(images)
-    if output.shape != images.shape:  # or broadcasting might make a number of it
+    # Without this check, broadcasting might turn another shape into a number.
+    if output.shape != images.shape:
         raise UsageError(
             "reconstruction needs a model whose output has the shape of its input: "
             f"{list(images.shape)} became {list(output.shape)}"

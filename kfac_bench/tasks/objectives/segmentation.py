@@ -1,4 +1,4 @@
-"""One mask per image: which pixels belong to the thing sought."""
+"""Segmentation: one mask for each image, of the pixels that belong to the object."""
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +12,31 @@ from kfac_bench.tasks.evaluation import SummedTask
 from kfac_bench.tasks.prediction import Prediction
 
 TRUE, PREDICTED = (255, 225, 25), (240, 50, 230)
-"""Yellow and magenta: two outlines that are told apart on any slice."""
+"""Yellow and magenta: two outlines that can be told apart on any slice."""
 
 
 class Segmentation(SummedTask):
     """Soft Dice loss of logits [n, 1, H, W] with masks [n, 1, H, W] of 0 and 1.
 
-    With p the sigmoid of the logits and t the mask, an image's loss is
-    1 - (2 sum(p t) + `smooth`) / (sum(p) + sum(t) + `smooth`), plus `bce` times its binary cross
+    With p the sigmoid of the logits and t the mask, the loss of an image is
+    1 - (2 sum(p t) + `smooth`) / (sum(p) + sum(t) + `smooth`), plus `bce` times the binary cross
     entropy (nats, mean over pixels). The training loss is the MEAN over images, each with its own
-    ratio: as K-FAC needs it, and so that ranks and parts of a batch add up. (The LGG reference
-    takes one ratio over all pixels of a batch, which is no mean over examples.) An image without
-    a tumour hardly has a gradient of its ratio while much is found in it; that of `bce` it has.
+    ratio, because K-FAC needs a mean over examples, and ranks and parts of a batch then add up.
+    (The LGG reference takes one ratio over all pixels of a batch, which is not a mean over
+    examples.) In an image without a tumour, the ratio has hardly any gradient while the model finds
+    much there; the cross entropy has one.
 
-    Metrics: `dice`, the mean over VOLUMES, those without a tumour included, of
-    2 |P and T| / (|P| + |T|), where P are a volume's pixels of positive logit and T those of its
-    masks, counted over all its slices; 1 where both are empty. And `loss`, the training loss,
-    mean over the images. `volumes` is how many the evaluation set has; its batches have a third
-    tensor, int64 [n], each image's volume from 0 on.
+    Metrics: `dice` is the mean over VOLUMES, including volumes without a tumour, of
+    2 |P and T| / (|P| + |T|). P are the pixels of a volume with a positive logit, T the pixels of
+    its masks, both counted over all slices; the value is 1 if both are empty. `loss` is the
+    training loss, mean over the images. `volumes` is the number of volumes of the evaluation set.
+    An evaluation batch has a third tensor, int64 [n]: the volume of each image, counted from 0.
 
-    The likelihood is that of independent pixels. Dice is not its negative logarithm: with
-    `kfac.fisher=mc|type2` the update is a natural gradient of this loss in the metric of that
-    model, whose Fisher is a SUM over pixels (H W times the curvature of the mean that `bce`
-    weighs), so damping is of that scale. The empirical Fisher is made of the loss' own gradients.
+    The likelihood treats pixels as independent. Dice is not its negative logarithm. So with
+    `kfac.fisher=mc|type2` the update is a natural gradient of this loss in the metric of the
+    likelihood. The Fisher of the likelihood is a SUM over pixels, H W times the curvature of the
+    mean that `bce` weighs, so the damping needs that scale. The empirical Fisher is made of the
+    gradients of the loss itself.
     """
 
     def __init__(self, volumes: int = 1, smooth: float = 1.0, bce: float = 1.0) -> None:
@@ -52,7 +54,7 @@ class Segmentation(SummedTask):
         return self._losses(logits, batch[1]).mean(), logits
 
     def _losses(self, logits: Tensor, masks: Tensor) -> Tensor:
-        """By image, [n], at least in float32: thousands of pixels are added up."""
+        """Return the loss of each image [n], in >= float32: thousands of pixels are added up."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         x, t = logits.to(dtype).flatten(1), masks.to(dtype).flatten(1)
         p = x.sigmoid()
@@ -85,9 +87,9 @@ class Segmentation(SummedTask):
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
-        """Return slices with true and predicted outline; those with most wrong pixels first.
+        """Return slices with true and predicted outline; the most wrong pixels first.
 
-        A slice's brightness is its own: its least value is black, its largest white.
+        The smallest value of each slice is black, the largest one white.
         """
         images, masks, volumes = batch
         predicted, true = _logits(model, batch)[:, 0] > 0, masks[:, 0] > 0
@@ -110,7 +112,8 @@ class Segmentation(SummedTask):
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
     logits: Tensor = model(batch[0])
-    if logits.shape != batch[1].shape:  # or broadcasting might make a number of it
+    # Without this check, broadcasting might turn another shape into a number.
+    if logits.shape != batch[1].shape:
         raise UsageError(
             f"segmentation needs one logit per pixel of a mask: masks are {list(batch[1].shape)}, "
             f"the model's output is {list(logits.shape)}"
