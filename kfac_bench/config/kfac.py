@@ -1,4 +1,4 @@
-"""The preconditioner's options."""
+"""The options of the preconditioner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kfac_bench.config.options import RESULT, Section, check_patterns, option
 from kfac_bench.core.planning.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
 from kfac_bench.errors import UsageError
 
-# The core's own, which need torch; tests/config/test_config_schema.py holds them against it.
+# The core defines these names in files that need torch, so they are repeated here.
+# tests/config/test_config_schema.py compares them with the core.
 CONVENTIONS = ("kfc", "sc20", "kaisa")
 FISHERS = ("empirical", "mc", "type2")
 WEIGHT_SHARING = ("expand", "reduce")
@@ -22,12 +23,16 @@ class KFACConfig(Section):
 
     enabled: bool = option(True, "precondition gradients", RESULT)
     strategy: str = option(
-        "comm_opt", "who computes what on several ranks", RESULT, resumable=True, choices=STRATEGIES
+        "comm_opt",
+        "who computes what, if there are several ranks",
+        RESULT,
+        resumable=True,
+        choices=STRATEGIES,
     )
     grad_worker_fraction: float | None = option(
         None,
-        "share of ranks that precondition a layer (hybrid_opt, null: 0.5; owner_reduce and "
-        "local_factors, null: one rank)",
+        "share of the ranks that precondition a layer; null: 0.5 in hybrid_opt, one rank in "
+        "owner_reduce and local_factors",
         RESULT,
         resumable=True,
         above=0,
@@ -35,26 +40,26 @@ class KFACConfig(Section):
     )
     colocate_factors: bool | None = option(
         None,
-        "one rank decomposes both factors of a layer; null: not in comm_opt",
+        "let one rank decompose both factors of a layer; null: yes, except in comm_opt",
         RESULT,
         resumable=True,
     )
     balance: str = option(
         "compute",
-        "what ranks get about equal shares of: time or bytes",
+        "what is shared out about equally between ranks: compute (time) or memory (bytes)",
         RESULT,
         resumable=True,
         choices=BALANCES,
     )
     overlap: bool = option(
         False,
-        "send statistics while backward runs; the results are the same",
+        "send statistics while backward runs; this does not change the results",
         RESULT,
         resumable=True,
     )
     method: str = option(
         "eigen",
-        "eigendecomposition, Cholesky inverse, George et al.'s EKFAC; identity: the KL clip alone",
+        "eigendecomposition, Cholesky inverse, EKFAC (George et al.); identity: only the KL clip",
         RESULT,
         choices=(*METHODS, IDENTITY),
     )
@@ -62,45 +67,59 @@ class KFACConfig(Section):
     factor_update_freq: int = option(10, "steps between factor updates", RESULT, at_least=1)
     spread: bool | None = option(
         None,
-        "decompose in slices at different steps, so that none is long; null: on one rank",
+        "decompose in slices at different steps, so that no step is long; null: only if there is "
+        "one rank",
         RESULT,
     )
     damping: float = option(
-        1e-3, "Tikhonov damping gamma; where it adapts, the first", RESULT, above=0
+        1e-3, "Tikhonov damping gamma; the first value if it adapts", RESULT, above=0
     )
     factored_damping: bool = option(
-        False, "split gamma between A and G by their mean eigenvalues", RESULT
+        False, "split gamma between A and G in the ratio of their mean eigenvalues", RESULT
     )
     adaptive_damping: bool = option(
-        False, "let Levenberg and Marquardt's rule change gamma", RESULT
+        False, "adapt gamma by the rule of Levenberg and Marquardt", RESULT
     )
     damping_freq: int = option(5, "steps between changes of an adaptive gamma", RESULT, at_least=1)
-    kl_clip: float | None = option(1e-3, "kappa of eq. 16; null: no clip", RESULT, above=0)
+    kl_clip: float | None = option(
+        1e-3, "KL clip, kappa of eq. 16 of the paper; null: no clip", RESULT, above=0
+    )
     factor_decay: float = option(
         0.95, "weight of the old factor in the running average", RESULT, at_least=0, below=1
     )
-    factor_convention: str = option("kfc", "how factors are scaled", RESULT, choices=CONVENTIONS)
+    factor_convention: str = option(
+        "kfc", "convention by which factors are scaled", RESULT, choices=CONVENTIONS
+    )
     fisher: str = option(
         "empirical",
-        "G of the loss' gradients, or of labels from the model: a sample, all",
+        "what G is made of: gradients of the loss (empirical), or gradients for labels from the "
+        "model: one sample (mc) or all labels (type2)",
         RESULT,
         choices=FISHERS,
     )
     weight_sharing: str = option(
         "expand",
-        "positions that share a weight: samples, or reduced first",
+        "how positions that share a weight count: as samples (expand), or combined first (reduce)",
         RESULT,
         choices=WEIGHT_SHARING,
     )
     state_dtype: str = option(
-        "fp32", "what factors and decompositions are kept and sent in", RESULT, choices=STATE_DTYPES
+        "fp32",
+        "dtype in which factors and decompositions are kept and sent",
+        RESULT,
+        choices=STATE_DTYPES,
     )
     skip: list[str] = option(
         ["Norm", "Embedding"],
-        "regular expressions of layers, by name or class, left to the optimizer; []: none",
+        "regular expressions of layers that K-FAC leaves out, by name or class; []: none",
         RESULT,
     )
-    max_dim: int = option(8192, "a factor of more rows is kept as a diagonal", RESULT, at_least=1)
+    max_dim: int = option(
+        8192,
+        "largest factor, in rows; K-FAC keeps only the diagonal of a larger one",
+        RESULT,
+        at_least=1,
+    )
 
     def check(self, config: Any) -> None:
         """See :meth:`Section.check`."""

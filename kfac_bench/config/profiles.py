@@ -1,7 +1,7 @@
-"""``experiment=ROW profile=smoke``: one experiment at several sizes, a file for each.
+"""Profiles: one experiment at several sizes, as in ``experiment=ROW profile=smoke``.
 
-``conf/experiment/ROW/{smoke,one_gpu,paper}.yaml``: minutes on two CPU cores, an honest smaller
-version for one GPU, and what the paper did. Without ``profile`` it is the paper's.
+The files are ``conf/experiment/ROW/{smoke,one_gpu,paper}.yaml``: minutes on two CPU cores, an
+honest smaller version for one GPU, and the experiment of the paper. The default is ``paper``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ PROFILES = ("smoke", "one_gpu", "paper")
 
 
 def apply(overrides: Sequence[str], folders: Iterable[Path]) -> list[str]:
-    """``experiment=ROW profile=P`` as Hydra knows it: ``experiment=ROW/P``.
+    """Turn ``experiment=ROW profile=P`` into ``experiment=ROW/P``, which Hydra understands.
 
-    ``folders`` are searched for ``experiment/``. Raises :class:`UsageError` for a profile that is
-    not there.
+    Args:
+        overrides: Words of the command line.
+        folders: Folders that have a folder ``experiment``.
+
+    Raises:
+        UsageError: The experiment has no such profile.
     """
     profile = next((o.removeprefix("profile=") for o in overrides if _sets(o, "profile")), None)
     if profile is not None and profile not in PROFILES:
         raise UsageError(f"profile={profile}: choose one of {', '.join(PROFILES)}")
     rest = [o for o in overrides if not _sets(o, "profile")]
     if profile is not None and not any(_sets(o, "experiment") for o in rest):
-        raise UsageError(f"profile={profile}: it is an experiment's: set experiment=NAME too")
+        raise UsageError(
+            f"profile={profile}: only an experiment has profiles; set experiment=NAME too"
+        )
     places = [folder / "experiment" for folder in folders]
     return [_with_profile(o, profile, places) if _sets(o, "experiment") else o for o in rest]
 
@@ -35,7 +41,7 @@ def _sets(override: str, name: str) -> bool:
 
 
 def _with_profile(override: str, profile: str | None, places: Sequence[Path]) -> str:
-    names = override.removeprefix("experiment=").split(",")  # of --multirun, several
+    names = override.removeprefix("experiment=").split(",")  # --multirun takes several
     return "experiment=" + ",".join(_file_of(name, profile, places) for name in names)
 
 
@@ -44,7 +50,7 @@ def _file_of(name: str, profile: str | None, places: Sequence[Path]) -> str:
     if profile is None:
         return f"{name}/paper" if "paper" in found else name
     if not found and not any((place / f"{name}.yaml").exists() for place in places):
-        return name  # Hydra says what there is
+        return name  # Hydra reports the unknown name
     if not found:
         raise UsageError(f"profile={profile}: experiment={name} has no profiles; leave it out")
     if profile not in found:

@@ -1,4 +1,4 @@
-"""One training run: how it is run, and all groups together."""
+"""The options of one training run: the training loop, the logger, and all groups together."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ class TrainerConfig(Section):
     """The training loop."""
 
     batch_size: int = option(256, "examples per step over all ranks", RESULT, at_least=1)
-    drop_last: bool = option(
-        True, "leave out the last batch of an epoch where it is smaller", RESULT
-    )
+    drop_last: bool = option(True, "leave out the last batch of an epoch if it is smaller", RESULT)
     max_epochs: int | None = option(
         None,
         "passes over the training set; null: 20 if max_steps is null too",
@@ -35,39 +33,46 @@ class TrainerConfig(Section):
         at_least=1,
     )
     max_steps: int | None = option(
-        None, "optimizer steps; null: no limit of their own", RESULT, resumable=True, at_least=1
+        None,
+        "optimizer steps; null: only max_epochs limits them",
+        RESULT,
+        resumable=True,
+        at_least=1,
     )
     max_train_s: float | None = option(
         None,
-        "training seconds after which an evaluation is the last; null: no limit",
+        "training seconds after which the next evaluation is the last; null: no limit",
         RESULT,
         resumable=True,
         above=0,
     )
     target: float | None = option(
-        None, "stop when the validation figure reaches this; null: never", RESULT, resumable=True
+        None,
+        "stop when the validation metric reaches this value; null: never",
+        RESULT,
+        resumable=True,
     )
     eval_freq: int | None = option(
         None, "steps between evaluations; null: each epoch", RESULT, resumable=True, at_least=1
     )
     clock: str = option(
         "wall",
-        "whose seconds training seconds are: of the time of day, or (cpu) those that a processor "
-        "worked for the run, whatever else the machine does: one rank, one thread, no workers",
+        "clock that measures training time: wall (time of day), or cpu (processor time of this "
+        "process, whatever else the machine does; needs one rank, one thread and no workers)",
         RESULT,
         choices=("wall", "cpu"),
     )
     log_freq: int = option(10, "steps between Trained events", RECORD, at_least=1)
     checkpoint_freq: int | None = option(
         None,
-        "steps between checkpoints; null: at an epoch's end, at most once a minute",
+        "steps between checkpoints; null: at the end of an epoch, at most once a minute",
         RECORD,
         at_least=1,
     )
-    keep_last: int = option(2, "checkpoints kept: the last ones", RECORD, at_least=1)
+    keep_last: int = option(2, "newest checkpoints that are kept", RECORD, at_least=1)
     keep_best: int = option(
         1,
-        "... and those with the best validation figures, where a checkpoint has one",
+        "checkpoints with the best validation metric that are kept, too",
         RECORD,
         at_least=0,
     )
@@ -80,8 +85,8 @@ class TrainerConfig(Section):
     )
     check_ranks: bool = option(
         True,
-        "end a run whose ranks' weights are not the same to the bit, at an evaluation; false where "
-        "unlike machines are to train together",
+        "end a run at an evaluation if the weights of its ranks differ in any bit; false: let "
+        "unlike machines train together",
         RECORD,
     )
     eval_batch_size: int = option(
@@ -89,23 +94,26 @@ class TrainerConfig(Section):
     )
     predictions: int = option(
         8,
-        "held-out examples kept as pictures when a run ends; 0: none",
+        "evaluation examples kept as pictures when a run ends; 0: none",
         RECORD,
         at_least=0,
         at_most=100,
     )
     precision: str = option(
         "fp32",
-        "of forward and backward; weights and evaluation stay fp32, fp16 scales the loss",
+        "precision of forward and backward; weights and evaluation stay fp32, fp16 scales the loss",
         RESULT,
         choices=PRECISIONS,
     )
     accumulate: int = option(
-        1, "parts of a rank's batch that go through the model one by one", RESULT, at_least=1
+        1,
+        "parts of a rank's batch that go through the model one after the other",
+        RESULT,
+        at_least=1,
     )
     channels_last: bool = option(
         False,
-        "images and the weights of convolutions with channels innermost; the same results",
+        "store images and convolution weights with channels innermost; the results are the same",
         RESULT,
     )
     device: str = option(
@@ -126,14 +134,14 @@ class TrainerConfig(Section):
     )
     pin: bool = option(
         False,
-        "keep a rank to trainer.threads cores of its own, where its node has enough",
+        "bind each rank to trainer.threads cores of its own, if its node has enough",
         RESULT,
         resumable=True,
         per_node=True,
     )
     time_stages: bool = option(
         False,
-        "wait for the GPU at each of K-FAC's stages, so that their seconds are its own",
+        "wait for the GPU after each stage of K-FAC, so that each stage has its own seconds",
         RESULT,
         resumable=True,
     )
@@ -169,10 +177,14 @@ class TrainerConfig(Section):
 
 @dataclass
 class LoggerConfig(Section):
-    """Where the event stream is shown beside events.jsonl and the console."""
+    """Where the events of a run are shown, besides events.jsonl and the console."""
 
     name: str = option(
-        "wandb", "view", RECORD, per_node=True, choices=("wandb", "tensorboard", "none")
+        "wandb",
+        "where the events are shown, too",
+        RECORD,
+        per_node=True,
+        choices=("wandb", "tensorboard", "none"),
     )
     mode: str = option(
         "auto",
@@ -199,11 +211,11 @@ class TrainConfig:
     backend: BackendConfig = MISSING
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     seed: int = option(
-        0, "of weights, data order and augmentation", RESULT, at_least=0, below=2**32
+        0, "seed of weights, data order and augmentation", RESULT, at_least=0, below=2**32
     )
     label: str | None = option(
         None,
-        "what tables call the setting beside those of its task; null: by its optimizer",
+        "name of the setting in tables; null: the name of the optimizer",
         RECORD,
     )
     run_id: str | None = option(

@@ -53,7 +53,7 @@ def test_options_beside_a_profile_have_the_last_word():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["profile=smoke"], "profile=smoke: it is an experiment's: set experiment=NAME too"),
+        (["profile=smoke"], "profile=smoke: only an experiment has profiles; set experiment=NAME"),
         (["experiment=kaisa_unet_lgg", "profile=smok"], "profile=smok: choose one of smoke, one"),
         (["experiment=lgg/unet", "profile=smoke"], "experiment=lgg/unet has no profiles; leave"),
         (["experiment=mine", "profile=paper"], "no such profile; it has smoke"),
