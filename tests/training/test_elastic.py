@@ -287,7 +287,7 @@ def another_folder(rank, folder, config):
         (another_learning_rate, "ranks [1] have other options"),
         (no_data, "rank 1: no folder /data: \u00fcber"),
         (less_data, "ranks [1] read other data than rank 0"),
-        (another_folder, "rank 1: {folder}/runs1/r is not there"),
+        (another_folder, "rank 1: {folder}/runs1/r is missing on this rank"),
         (other_workers, None),
     ],
 )
