@@ -15,9 +15,12 @@ GROUPS = ("model", "optimizer", "schedule", "kfac", "data", "task", "backend", "
 DEFAULT = compose.load([])
 
 
+_load = compose.load
+
+
 @functools.cache
-def _composed(*choices):
-    return compose.load(choices)
+def _composed(conf_dir, *choices):
+    return _load(choices)
 
 
 @functools.cache
@@ -25,18 +28,20 @@ def _parsed(override):
     return OverridesParser.create().parse_override(override)
 
 
-def quick_load(overrides):
+def quick_load(overrides, config_dir=None):
     """Return what ``compose.load`` returns, eight times as fast where only values differ.
 
     Hydra composes each set of choices (``model=resnet8``, ``experiment=mine``) once in a process;
     the values (``trainer.max_steps=3``) are then set in a copy. For all tests but those of the
     composition. What cannot be set raises what ``compose.load`` raises.
     """
+    if config_dir is not None:
+        return _load(overrides, config_dir)
     try:
         parsed = [_parsed(override) for override in overrides]
         is_choice = [o.key_or_group in (*GROUPS, "experiment", "profile") for o in parsed]
         choices = [text for text, choice in zip(overrides, is_choice, strict=True) if choice]
-        tree = OmegaConf.structured(_composed(*choices))
+        tree = OmegaConf.structured(_composed(compose.CONF_DIR, *choices))
         for override, choice in zip(parsed, is_choice, strict=True):
             if not choice:
                 assert override.type == OverrideType.CHANGE
@@ -44,7 +49,7 @@ def quick_load(overrides):
         found = OmegaConf.to_object(tree)
         config.check(found)
     except Exception:
-        return compose.load(overrides)
+        return _load(overrides)
     return found
 
 
