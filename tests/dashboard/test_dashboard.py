@@ -27,10 +27,10 @@ from kfac_bench.record.events import (
     TargetReached,
     Trained,
 )
+from kfac_bench.record.runs import flatten
 from kfac_bench.record.sinks import wandb_history
 from kfac_bench.record.sinks.wandb import WandbSink
 from kfac_bench.training import environment
-from kfac_bench.training.run_directory import flat
 from tests.support.runs import train
 from tests.support.wandb_here import KEY
 
@@ -136,7 +136,7 @@ def test_options_are_in_the_config_that_wandb_gets(tmp_path):
         for key in option.split("."):
             value = value[key]
     assert value == 1
-    assert set(GROUPS) <= flat(asdict(compose.load([]))).keys()
+    assert set(GROUPS) <= flatten(asdict(compose.load([]))).keys()
     assert config["environment"]["hardware"] == environment.describe()["hardware"]
 
 
