@@ -225,6 +225,7 @@ class JsonlSink:
             RecordError: The line cannot be written, as on a full disk. No part of it remains.
         """
         line = json.dumps({"event": type(event).__name__, **asdict(event)}).encode() + b"\n"
+        # The file is unbuffered, so a full disk may take only a part of the line.
         before = self._file.seek(0, os.SEEK_END)
         try:
             while line:
@@ -339,6 +340,7 @@ class Clock:
         self._elapsed_s, self._since = elapsed_s, None
 
     def _now(self) -> float:
+        # perf_counter() does not jump when the system time is set.
         return time.process_time() if self._kind == "cpu" else time.perf_counter()
 
     def start(self) -> None:

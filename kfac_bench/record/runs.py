@@ -146,6 +146,7 @@ def group(runs: Iterable[Run]) -> list[Setting]:
     members: dict[tuple[str, tuple[tuple[str, str], ...]], list[Run]] = defaultdict(list)
     for run in {run.path: run for run in runs}.values():
         members[_task_label(run), tuple(sorted(_identity(run).items()))].append(run)
+    # Labels are short, so several settings may get the same one: their differences are added.
     same_label: dict[tuple[str, str], list[Setting]] = defaultdict(list)
     for (task, options), repeats in members.items():
         ordered = tuple(sorted(repeats, key=lambda run: (seed(run), str(run.path))))
@@ -178,6 +179,7 @@ def _identity(run: Run) -> dict[str, str]:
     """
     given = flatten(run.started.config)
     options = {name: text for name, text in given.items() if declared(name, given).role is RESULT}
+    # Without the defaults, each new option of a later version would split a setting in two.
     options = {name: _text(default) for name, default in result_defaults(given)} | options
     options.pop("seed", None)
     options["world_size"] = plain(option(run.started.environment, "world_size"))

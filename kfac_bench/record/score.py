@@ -126,6 +126,7 @@ def bootstrap_median(values: Sequence[float]) -> tuple[float, float, float]:
     draws = np.random.default_rng(0).integers(len(numbers), size=(RESAMPLES, len(numbers)))
     # No interpolation between two values, because between infinities it would give NaN.
     medians = np.sort(np.median(numbers[draws], axis=1))
+    # The ends are resampled medians themselves, at the percentiles 2.5 and 97.5.
     tail = (1 - CONFIDENCE) / 2
     low, high = (medians[int(share * (RESAMPLES - 1))] for share in (tail, 1 - tail))
     return float(np.median(numbers)), float(low), float(high)

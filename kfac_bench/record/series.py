@@ -42,6 +42,7 @@ def worst_shown(curves: Iterable[Sequence[float]], *, higher_is_better: bool) ->
     size of S, or by half the distance from S to B if that is more. It is infinite if no curve
     improved on S.
     """
+    # With this sign a greater number is always a worse one.
     sign = -1.0 if higher_is_better else 1.0
     badness = [[sign * value for value in curve] for curve in curves if curve]
     start = max((curve[0] for curve in badness), default=0.0)
@@ -59,6 +60,7 @@ def thin(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
     """
     if len(points) <= most:
         return list(points)
+    # Each stretch keeps two points, and the first and the last point are kept anyway.
     inner, stretches = len(points) - 2, (most - 2) // 2
     edges = [1 + inner * i // stretches for i in range(stretches + 1)]
     kept = [0]

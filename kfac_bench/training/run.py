@@ -78,6 +78,7 @@ def train(
     pinned = config.trainer.pin and environment.pin(config.trainer.threads or 1)
     if ranks.device.type == "cpu":
         environment.keep_freed_memory()
+    # Before anything else: ranks with other options would wait for each other's messages.
     _check_same_options(config, ranks)
     directory = RunDirectory(config)
     about = environment.describe() | {"world_size": ranks.world_size, "device": str(ranks.device)}
@@ -91,6 +92,7 @@ def train(
         complete = ranks.together(
             lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
         )
+        # Only rank 0 reads the event file; its answer is every rank's answer.
         if ranks.any(complete is not None):
             if ranks.is_main:
                 directory.note_state(complete or "finished", trainer.course.max_steps)
@@ -265,6 +267,7 @@ def _start(
             f"ranks {others} do not see the checkpoint that rank 0 sees. Set runs_dir to a folder "
             "that all nodes share"
         )
+    # With resume=PATH the first checkpoint is another run's, and this run only starts.
     own = saved is not None and saved.path.is_relative_to(directory.path)
     for line in bad:
         trainer.say(f"{line}; an older one is used, if there is one")

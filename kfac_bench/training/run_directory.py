@@ -78,6 +78,8 @@ def directory_name(config: TrainConfig, job: str | None = None, suffix: str = ""
     A run that a version without roles began keeps its directory and the name of that version.
     """
     name = run_id(config, job) + suffix
+    # The old name counts only where no directory has the new name, so that all ranks agree on
+    # the directory even if rank 0 has made the new one already.
     if config.run_id is None and not Path(config.runs_dir, name).exists():
         old_name = _run_id_of_old_versions(config, job) + suffix
         if Path(config.runs_dir, old_name).exists():
@@ -152,6 +154,7 @@ class RunDirectory:
         for file in (self.path / "state", os.environ.get("KFAC_STATE_FILE")):
             if not file:
                 continue
+            # A reader sees the old line or the new line, never a part, because of the rename.
             partial = Path(f"{file}.partial")
             with suppress(OSError):
                 partial.write_text(f"{status} {step} {self.path.absolute()}\n")

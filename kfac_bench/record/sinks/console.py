@@ -70,6 +70,7 @@ class ConsoleSink:
         self._latest: float | None = None
         self._last: Trained | None = None
         self._broken = False
+        # An editor's terminal (TERM=dumb) cannot move the cursor, which a bar needs.
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._bar = _Bar(self._stream, total_steps) if is_terminal else None
 

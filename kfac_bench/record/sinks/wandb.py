@@ -138,6 +138,7 @@ class WandbSink:
         self._summaries = {f"eval/{name}": f"last,{which}" for name, which in best.items()}
         self._summaries["train/loss"] = "last,min"
         self._events: queue.Queue[Event | dict[str, float] | None] = queue.Queue(QUEUED_EVENTS)
+        # A daemon thread: a hung W&B must not keep the process alive.
         self._worker = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._directory = run_directory.absolute()
         self.mode, self.reason = decide_mode(mode)
@@ -265,6 +266,7 @@ class WandbSink:
 
 
 def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
+    # Values that JSON does not know, such as paths, become text.
     plain_config = json.loads(json.dumps(options["config"], default=str))
     settings = wandb.Settings(
         silent=True,
