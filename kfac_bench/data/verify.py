@@ -20,6 +20,7 @@ def verify(root: Path) -> tuple[str, list[Unreadable]]:
     if not root.exists():
         raise UsageError(f"{root}: no such folder")
     known = {name: options_class("data", name) for name in DATASETS}
+    # A folder has one layout; if it has several, the first one in the table counts.
     for name, dataset in known.items():
         if issubclass(dataset, FilesConfig) and dataset.is_at(root):
             content, faults = dataset.scan(root)

@@ -14,6 +14,7 @@ from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import installed_file, pictures
 from kfac_bench.data.language import pydoc
+from kfac_bench.data.pydoc import PydocConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.models.networks.transformer import Transformer
 from kfac_bench.record.events import Evaluated
@@ -29,7 +30,7 @@ def test_text_survives_encoding_and_decoding():
     text = "The if statement\n  x = {1: '~'}\n"
     symbols = pydoc.encode(text)
     assert symbols.dtype == torch.uint8
-    assert symbols.max() < pydoc.SYMBOLS
+    assert symbols.max() < pydoc.SYMBOLS == PydocConfig.num_classes
     assert pydoc.decode(symbols) == text
     assert pydoc.decode(pydoc.encode("é\t\x00")) == "?  "
 

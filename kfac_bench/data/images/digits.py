@@ -64,6 +64,7 @@ def split(labels: NDArray[np.int64]) -> tuple[list[int], list[int]]:
     counts = np.bincount(labels)
     train_counts = _draw_counts(counts, len(labels) - EVAL_SIZE, generator)
     eval_counts = _draw_counts(counts - train_counts, EVAL_SIZE, generator)
+    # Within a class, a random order decides which examples are held out.
     train, held_out = list[int](), list[int]()
     for label, (n_train, n_eval) in enumerate(zip(train_counts, eval_counts, strict=True)):
         mixed = np.flatnonzero(labels == label)[generator.permutation(counts[label])]

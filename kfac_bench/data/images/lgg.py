@@ -177,6 +177,7 @@ def _read(image: Path, mask: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
 
 
 def _held_out(patients: set[str], share: float) -> set[str]:
+    # A hash spreads the patients of each institution over both sets.
     by_hash = sorted(patients, key=lambda name: hashlib.sha256(name.encode()).digest())
     return set(by_hash[: max(1, round(share * len(patients)))])
 
@@ -264,6 +265,7 @@ def turn_and_flip(image: Tensor, mask: Tensor, generator: Generator) -> tuple[Te
 
     Both are interpolated bilinearly. Pixels from outside the image are black and not tumour.
     """
+    # affine_grid maps output to input places, so `scale` divides.
     turn, grow, flip = torch.rand(3, generator=generator).tolist()
     angle, scale = math.radians(DEGREES) * (2 * turn - 1), 1 + SCALE * (2 * grow - 1)
     sine, cosine = math.sin(angle) / scale, math.cos(angle) / scale

@@ -50,6 +50,7 @@ class TarShards:
         """Return the encoded image, or less if the shard has shrunk since it was indexed."""
         with self.paths[self._shards[index]].open("rb", buffering=0) as file:
             file.seek(int(self._offsets[index]))
+            # Unbuffered: a buffer would read beyond the image.
             content: bytes = file.read(int(self._sizes[index]))
             return content
 

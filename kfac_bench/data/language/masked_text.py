@@ -183,6 +183,7 @@ class _MaskedSamples(Dataset[Sample]):
 
     def _masked(self, ids: Tensor, tokens: int, generator: Generator) -> tuple[Tensor, Tensor]:
         """Return the ids with masked tokens, and the masked positions in order."""
+        # Special tokens are never masked, [UNK] may be.
         candidates = (~torch.isin(ids[:tokens], self.special)).nonzero().flatten()
         count = min(self.max_predictions, max(1, round(self.masked * tokens)), len(candidates))
         chosen = candidates[torch.randperm(len(candidates), generator=generator)[:count]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kfac_bench.counted import counted
 from kfac_bench.data.language import documents, text_shards, wordpiece
 from kfac_bench.data.language.documents import Document
-from kfac_bench.data.language.sentence_pairs import Pair, pairs
+from kfac_bench.data.language.sentence_pairs import SentencePair, pairs
 from kfac_bench.data.language.text_shards import Manifest, TextShard
 from kfac_bench.errors import UsageError
 
@@ -190,7 +190,7 @@ class _Writer:
         self._shards[split].append(TextShard(name, len(rows), digest))
         self.count += len(rows)
 
-    def _row(self, pair: Pair) -> NDArray[np.unsignedinteger[Any]]:
+    def _row(self, pair: SentencePair) -> NDArray[np.unsignedinteger[Any]]:
         """Return a row of a shard; see `text_shards` for its columns."""
         first = [self._cls, *pair.first, self._sep]
         ids = list(chain(first, pair.second, [self._sep]))

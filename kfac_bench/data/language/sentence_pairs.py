@@ -18,7 +18,7 @@ SHORT = 0.1
 
 
 @dataclass(frozen=True)
-class Pair:
+class SentencePair:
     """Token ids of two segments, without [CLS] and [SEP]."""
 
     first: list[int]
@@ -29,7 +29,7 @@ class Pair:
 
 def pairs(
     documents: Sequence[Sequence[Sentence]], length: int, generator: np.random.Generator
-) -> Iterator[Pair]:
+) -> Iterator[SentencePair]:
     """Yield pairs of at most `length` tokens in all, until each document is used up, in order.
 
     Half of the pairs take the second segment from another document. So do pairs for which only one
@@ -63,7 +63,7 @@ def _pair(
     end: int,
     target: int,
     generator: np.random.Generator,
-) -> tuple[Pair | None, int]:
+) -> tuple[SentencePair | None, int]:
     """Return a pair of the sentences from `position` to `end`, and where the next pair begins."""
     document = documents[number]
     count = end - position
@@ -71,27 +71,28 @@ def _pair(
     first = _joined(document[position:cut])
     wants_random = count == 1 or generator.random() < 0.5
     if not wants_random or len(documents) == 1:
-        return (Pair(first, _joined(document[cut:end]), False) if cut < end else None), end
+        return (SentencePair(first, _joined(document[cut:end]), False) if cut < end else None), end
     other = int(generator.integers(len(documents) - 1))
     # Skip the document itself.
     elsewhere = documents[other + (other >= number)]
     start = int(generator.integers(len(elsewhere)))
     wanted = max(1, target - len(first))
     second = _joined(elsewhere[start : _fill(elsewhere, start, wanted)])
-    return Pair(first, second, True), cut
+    return SentencePair(first, second, True), cut
 
 
-def _cut(pair: Pair, length: int, generator: np.random.Generator) -> Pair:
+def _cut(pair: SentencePair, length: int, generator: np.random.Generator) -> SentencePair:
     """Cut a pair to `length` tokens: remove tokens from both ends of the longer segment."""
     first, second = pair.first, pair.second
     over = len(first) + len(second) - length
     while over > 0:
         longer = first if len(first) > len(second) else second
+        # Cut the longer segment only until both have the same length.
         off = min(over, max(1, abs(len(first) - len(second))))
         front = int(generator.integers(off + 1))
         longer[:] = longer[front : len(longer) - (off - front)]
         over -= off
-    return Pair(first, second, pair.random)
+    return SentencePair(first, second, pair.random)
 
 
 def _joined(sentences: Sequence[Sentence]) -> list[int]:
