@@ -87,14 +87,14 @@ def test_defaults_need_no_data_on_disk():
     assert chosen(DEFAULT, "kfac") == "comm_opt"
 
 
-def test_no_file_of_conf_is_left_out():
+def test_each_folder_of_conf_is_a_known_group():
     folders = {p.name for p in compose.CONF_DIR.iterdir() if p.is_dir()}
     assert folders == {*GROUPS, "experiment", "benchmark", "hardware", "simulation"}
     assert set(GROUPS) == set(compose.GROUPS)
 
 
 @pytest.mark.parametrize("name", quick_if(EXPERIMENTS[::3].__contains__, EXPERIMENTS))
-def test_what_an_experiment_file_says_is_what_the_run_gets(name):
+def test_a_run_gets_every_option_of_its_experiment_file(name):
     tree = yaml.safe_load((EXPERIMENT_DIR / f"{name}.yaml").read_text())
     defaults = tree.pop("defaults", [])
     found = experiment(name)
@@ -186,7 +186,7 @@ def test_every_cell_of_every_benchmark_composes(cell):
     assert found.trainer.target is not None
 
 
-def test_cells_of_the_demo_are_the_optimizers_they_are_called():
+def test_cells_of_the_demo_have_the_optimizers_of_their_labels():
     for param in (p for p in CELLS if p.id.startswith("demo") and p.id.endswith("seed 0")):
         cell = param.values[0]
         task, optimizer = cell.label.split()[:2]

@@ -23,7 +23,7 @@ from kfac_bench.training import build, update
 from tests.support.configs import DEFAULT, GROUPS
 
 
-def test_kfac_defaults_are_those_of_the_core():
+def test_kfac_defaults_are_equal_to_those_of_the_core():
     keywords = {
         name: p.default
         for name, p in inspect.signature(KFAC).parameters.items()
@@ -38,7 +38,7 @@ def test_kfac_defaults_are_those_of_the_core():
     assert asdict(DEFAULT.kfac) == asdict(KFACConfig()), "conf/kfac/comm_opt.yaml says otherwise"
 
 
-def test_names_are_those_of_the_core():
+def test_choices_are_equal_to_those_of_the_core():
     assert list(config.CONVENTIONS) == list(conventions.CONVENTIONS)
     assert config.FISHERS == fisher.FISHERS
     assert validation.CHOICES["weight_sharing"] == config.WEIGHT_SHARING
@@ -68,7 +68,7 @@ def test_names_are_those_of_the_core():
         ("overlap=true", "overlap", True),
     ],
 )
-def test_what_is_said_of_kfac_is_what_the_core_gets(monkeypatch, said, keyword, value):
+def test_each_kfac_option_reaches_the_core(monkeypatch, said, keyword, value):
     given = {}
     monkeypatch.setattr(build, "KFAC", lambda model, optimizer, **keywords: given.update(keywords))
     build.build_kfac(compose.load([f"kfac.{said}"]).kfac, None, None)
@@ -165,7 +165,7 @@ def test_to_yaml_says_everything_and_can_be_read_back(overrides):
 @pytest.mark.parametrize(
     "text", [["model=transformer"], ["model=bert_tiny"], ["experiment=squad_bert", "profile=smoke"]]
 )
-def test_text_is_shown_without_the_size_of_images(text):
+def test_cfg_job_hides_the_image_size_of_text(text):
     found = compose.load(text)
     assert found.data.name in ("pydoc", "text", "squad")
     assert "image_size: 0\n" in compose.to_yaml(found), "run ids and old runs' files have it"

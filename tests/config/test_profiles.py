@@ -45,7 +45,7 @@ def test_a_name_from_before_the_folders_is_refused_with_the_new_name(old, new):
     assert str(caught.value) == f"experiment={old}: no such experiment; did you mean {new}?"
 
 
-def test_options_beside_a_profile_have_the_last_word():
+def test_the_command_line_wins_over_a_profile():
     config = compose.load(["experiment=kaisa_unet_lgg", "profile=smoke", "trainer.max_steps=3"])
     assert (config.trainer.max_steps, config.data.image_size) == (3, 64)
 
@@ -86,7 +86,7 @@ def files(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_demo_is_made_once_and_is_that_of_make_demo(cache, tmp_path, monkeypatch):
+def test_a_demo_is_made_once_and_equals_that_of_kfac_data(cache, tmp_path, monkeypatch):
     place = demo_folder.folder("lgg")
     demo_folder.make("lgg", tmp_path / "own")
     assert files(place) == files(tmp_path / "own") != {}
@@ -124,7 +124,7 @@ def labels_of(batches):
     return [label for _, labels in batches for label in labels.tolist()]
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UsageError, match="cannot be written"):
@@ -142,7 +142,7 @@ def made_here(cache):
 
 
 @pytest.mark.ranks
-def test_ranks_that_make_it_at_once_get_one(tmp_path):
+def test_ranks_that_make_a_demo_at_once_share_one(tmp_path):
     first, second = run_ranks(2, made_here, str(tmp_path))
     assert first == second
     assert list((tmp_path / "kfac_bench").iterdir()) == [Path(first)]

@@ -62,7 +62,7 @@ def model_of(kind=bert.PretrainingBert, vocabulary=VOCABULARY, seed=0):
 # ---- the network ----
 
 
-def test_it_is_transformers_own_network(batch, tmp_path):
+def test_bert_is_the_network_of_transformers(batch, tmp_path):
     """By its names, its weights and its outputs at the masked places."""
     model, inputs = model_of(), batch[0]
     theirs = BertForPreTraining(bert.config("bert_tiny", VOCABULARY, 0.0, 16, 1)).eval()
@@ -94,7 +94,7 @@ def test_padding_changes_nothing(batch):
 @pytest.mark.parametrize(
     ("name", "millions"), [("bert_tiny", 4.4), ("bert_base", 110.1), ("bert_large", 336.2)]
 )
-def test_sizes_are_the_published_ones(name, millions):
+def test_bert_has_the_published_sizes(name, millions):
     with torch.device("meta"):
         model = bert.PretrainingBert(bert.config(name, 30522, 0.1, None, None))
     encoder = sum(p.numel() for p in model.bert.parameters())
@@ -141,7 +141,7 @@ def by_hand(model, batch):
         yield losses, int(right), told, next_logits[i].argmax() == random[i]
 
 
-def test_the_loss_is_a_mean_over_examples_of_their_own_means():
+def test_the_loss_is_the_mean_over_examples_of_the_mean_over_tokens():
     model, batch = some()
     loss, logits = Pretraining().forward(model, batch)
     found = [sum(losses) / len(losses) + told for losses, _, told, _ in by_hand(model, batch)]
@@ -152,7 +152,7 @@ def test_the_loss_is_a_mean_over_examples_of_their_own_means():
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_figures_are_over_all_masked_tokens(parts):
+def test_metrics_count_all_masked_tokens(parts):
     model, batch = some()
     task = Pretraining()
     totals = torch.stack([task.totals(model, part) for part in split(batch, parts)]).sum(0)
@@ -166,7 +166,7 @@ def test_figures_are_over_all_masked_tokens(parts):
     })  # fmt: skip
 
 
-def test_what_was_masked_is_shown(root):
+def test_predictions_show_masked_words(root):
     data = masked_text.load(root, LENGTH, max_predictions=5)
     batch = next(iter(data.evaluate(6, Shard())))
     shown = Pretraining(data.tokens).show(model_of(), batch, 4)
@@ -239,7 +239,7 @@ def test_parts_have_different_numbers_of_masked_tokens(root):
     raise AssertionError("choose others")
 
 
-def test_memory_is_that_of_one_part(root, tmp_path):
+def test_a_batch_in_parts_needs_the_memory_of_one_part(root, tmp_path):
     """Whatever a part's forward made is gone before the next part begins."""
     options = (f"data.root={root}", "trainer.accumulate=4", "optimizer=adam")
     trainer = trainer_of(tmp_path, *options, base=BERT)
@@ -342,7 +342,7 @@ def test_weights_in_transformers_layout(tmp_path, batch, names):
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_one_clear_line(tmp_path, make, said):
+def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path, make, said):
     make(tmp_path)
     config = config_of(tmp_path, f"model.weights={tmp_path}", base=BERT)
     assert said in refused(weights.load, model_of(), config.model)
@@ -364,7 +364,7 @@ def test_weights_that_do_not_fit_are_one_clear_line(tmp_path, make, said):
         (["model=bert_tiny", "data.image_size=8"], "data.image_size=8"),
     ],
 )
-def test_options_that_clash(options, said):
+def test_options_that_clash_are_refused(options, said):
     assert said in refused(compose.load, options)
 
 
@@ -392,7 +392,7 @@ def test_without_the_packages_one_line_says_what_to_install(root, tmp_path, monk
 
 
 @pytest.mark.parametrize("model", ["bert_large", "bert_base"])
-def test_a_plan_of_it_needs_no_data(model):
+def test_a_plan_of_bert_needs_no_data(model):
     run = dry_run.trace(compose.load([f"model={model}", "kfac.skip=[Norm,Embedding,'^cls']"]), 4)
     layers = {"bert_large": 24, "bert_base": 12}[model]
     assert len(run.report.layers) == 6 * layers + 1  # and the pooler
@@ -463,7 +463,7 @@ def evaluated_here(folder, root):
 
 
 @pytest.mark.ranks
-def test_figures_are_the_same_on_two_ranks(root, tmp_path):
+def test_metrics_are_the_same_on_two_ranks(root, tmp_path):
     alone = evaluated(tmp_path, root)
     for metrics in run_ranks(2, evaluated_here, tmp_path, root):
         assert metrics == pytest.approx(alone, rel=1e-6)

@@ -179,7 +179,7 @@ def test_factors_of_the_heads_are_means_over_boxes(monkeypatch, things):
         torch.testing.assert_close(factors[name, "G"][0], g, rtol=1e-8, atol=1e-14, msg=name)
 
 
-def test_images_may_bring_different_numbers_of_boxes(monkeypatch):
+def test_images_may_have_different_numbers_of_boxes(monkeypatch):
     model = tiny(samples=64)
     model.rpn._post_nms_top_n["training"] = 12  # few proposals, so that all are taken
     seen = Seen(monkeypatch, model)
@@ -187,7 +187,7 @@ def test_images_may_bring_different_numbers_of_boxes(monkeypatch):
     assert len(set(seen.per_image)) == 2
 
 
-def test_a_step_without_a_thing_leaves_the_mask_heads_factors_alone():
+def test_a_step_without_objects_leaves_the_factors_of_the_mask_head_alone():
     model, some = tiny(), batch((2,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kfac = KFAC(model, optimizer, skip=HEADS, factor_update_freq=1, update_freq=1)
@@ -250,7 +250,7 @@ def test_the_deconvolution_is_left_to_the_optimizer():
 # ---- losses and findings ----
 
 
-def test_losses_are_torchvisions_and_come_in_evaluation_mode_too():
+def test_losses_equal_torchvisions_also_in_evaluation_mode():
     model, some = tiny(), batch((2, 3))
     modes = []
     model.backbone.body.stem.register_forward_hook(lambda m, x, y: modes.append(m.training))
@@ -272,7 +272,7 @@ def test_losses_are_torchvisions_and_come_in_evaluation_mode_too():
         assert [set(f) for f in found] == [{"boxes", "labels", "scores", "masks"}] * 2
 
 
-def test_training_images_come_in_their_size_and_others_are_resized():
+def test_only_evaluation_images_are_resized():
     model, sizes = tiny(), []
     model.backbone.register_forward_pre_hook(lambda _, x: sizes.append(tuple(x[0].shape)))
     images, targets = batch((1,), size=32)
@@ -284,7 +284,7 @@ def test_training_images_come_in_their_size_and_others_are_resized():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_kfac_looks_away_in_evaluation_mode(overlap):
+def test_kfac_captures_nothing_in_evaluation_mode(overlap):
     model, some = tiny(), batch((2,))
     kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), skip=HEADS, overlap=overlap)
     TASK.forward(model.eval(), some)[0].backward()
@@ -319,7 +319,7 @@ class Code:
         return print, ("this must not run",)
 
 
-def test_files_that_are_no_weights_are_refused_in_one_line(tmp_path, capsys):
+def test_files_without_weights_are_refused_in_one_line(tmp_path, capsys):
     bad = {
         "none.pth": None,
         "text.pth": b"no weights",
@@ -340,7 +340,7 @@ def test_files_that_are_no_weights_are_refused_in_one_line(tmp_path, capsys):
     assert "must not run" not in capsys.readouterr().out
 
 
-def test_other_models_do_not_import_it():
+def test_other_models_do_not_import_detection():
     code = (
         "import sys; from kfac_bench.config import compose;"
         "c = compose.load(['model=unet']); c.model.build((3, 32, 32), 1, 'segmentation');"

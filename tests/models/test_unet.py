@@ -46,7 +46,7 @@ def test_every_level_sees_its_own_size_and_every_weight_is_trained():
     check_resumable(lambda: UNet(3, 1, 2, 2), torch.randn(2, 3, 8, 8))
 
 
-def test_what_went_down_reaches_the_same_level_on_the_way_up():
+def test_skip_connections_join_levels_of_the_same_size():
     """A pixel matters to its own logit even where the bottom is cut off."""
     model = UNet(1, 1, width=2, depth=2).eval()
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_what_went_down_reaches_the_same_level_on_the_way_up():
 
 
 @pytest.mark.parametrize("shape", [(18, 16), (16, 20)])
-def test_a_size_that_cannot_be_halved_is_named(shape):
+def test_a_size_that_cannot_be_halved_is_refused(shape):
     with pytest.raises(UsageError, match=rf"{shape[0]} x {shape[1]}, must be multiples of 8"):
         UNet(1, 1, 2, depth=3)(torch.zeros(1, 1, *shape))
     with pytest.raises(UsageError, match="at least 1"):
@@ -88,7 +88,8 @@ def test_kfac_takes_the_fisher_of_independent_pixels():
     """ "type2" on a convolution alone, where a pixel's logit is linear in the weights: exact."""
     model = nn.Conv2d(2, 1, 1, bias=False)
     kfac = KFAC(
-        *(model, torch.optim.SGD(model.parameters(), 0.1)),
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
         fisher="type2",
         update_freq=1,
         factor_update_freq=1,

@@ -33,9 +33,17 @@ from tests.support.runs import (
 )
 
 TINY = (
-    *("model=maskrcnn_tiny", "data.image_size=64", "data.max_size=80", "data.workers=0"),
-    *("logger=none", "trainer.threads=1", "trainer.batch_size=4", "optimizer.lr=0.01"),
-    *("kfac.update_freq=4", "kfac.factor_update_freq=2", "trainer.checkpoint_freq=100"),
+    "model=maskrcnn_tiny",
+    "data.image_size=64",
+    "data.max_size=80",
+    "data.workers=0",
+    "logger=none",
+    "trainer.threads=1",
+    "trainer.batch_size=4",
+    "optimizer.lr=0.01",
+    "kfac.update_freq=4",
+    "kfac.factor_update_freq=2",
+    "trainer.checkpoint_freq=100",
 )
 
 
@@ -152,7 +160,7 @@ def average_precision(scored, positives):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_figures_are_the_mean_precision_of_the_definition(seed, capsys):
+def test_metrics_equal_mean_precision_by_its_definition(seed, capsys):
     truth, outputs = world(seed)
     order = np.random.default_rng(seed).permutation(len(truth))
     pairs = list(zip(truth, outputs, strict=True))
@@ -170,7 +178,7 @@ def test_figures_are_the_mean_precision_of_the_definition(seed, capsys):
     assert "bbox_AP_large" not in metrics  # there is none
 
 
-def test_perfect_findings_score_1_and_none_score_0():
+def test_perfect_detections_score_1_and_no_detections_0():
     truth, _ = world(1)
     outputs = []
     for picture in truth:
@@ -192,7 +200,7 @@ def test_perfect_findings_score_1_and_none_score_0():
     assert task.metrics(none)["bbox_mAP"] == task.metrics([])["segm_mAP"] == 0
 
 
-def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
+def test_the_size_of_a_detection_is_its_mask_for_segm_and_its_box_for_bbox():
     """What is found wrongly counts among the small if its area is small."""
     masks = np.zeros((2, 64, 64), np.uint8)
     masks[0, :10, :10] = 1
@@ -210,7 +218,7 @@ def test_a_findings_size_is_its_masks_in_segm_and_its_boxs_in_bbox():
     assert metrics["bbox_AP_small"] == pytest.approx(1)
 
 
-def test_an_image_that_could_not_be_read_is_a_forward_all_the_same():
+def test_an_unreadable_image_still_costs_a_forward():
     seen = []
     model = torch.nn.Linear(1, 1)
     model.forward = seen.append
@@ -220,7 +228,7 @@ def test_an_image_that_could_not_be_read_is_a_forward_all_the_same():
     assert evaluation.metrics(Ranks(CPU))["bbox_mAP"] == 0
 
 
-def test_with_goals_the_figure_is_the_least_share_of_one():
+def test_with_goals_the_metric_is_the_smallest_share_of_a_goal():
     truth, outputs = world(2)
     found = [found_in(p.id, o) for p, o in zip(truth, outputs, strict=True)]
     plain = Detection(truth, CLASSES)
@@ -234,7 +242,7 @@ def test_with_goals_the_figure_is_the_least_share_of_one():
     assert one.metrics(found)["goals_met"] == pytest.approx(segm / 0.5)
 
 
-def test_what_is_found_and_what_is_there_is_drawn_and_named():
+def test_true_and_found_objects_are_drawn_and_named():
     mask = np.zeros((32, 32), np.uint8)
     mask[4:12, 4:12] = 1
     there = Instance((4, 4, 8, 8), 2, 64.0, False, coco_masks.encode(mask[None])[0])
@@ -273,14 +281,14 @@ def test_what_is_found_and_what_is_there_is_drawn_and_named():
         (["model.box_samples=3"], "model.box_samples=3"),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides, said):
+def test_choices_that_do_not_fit_detection_are_refused(overrides, said):
     with pytest.raises(UsageError) as refused:
         compose.load(["model=maskrcnn_tiny", *overrides])
     assert said in str(refused.value)
     compose.load(["model=maskrcnn_tiny", "kfac=none", "kfac.fisher=mc"])
 
 
-def test_the_heads_are_preconditioned_unless_told_otherwise(demo, tmp_path):
+def test_kfac_covers_the_heads_by_default(demo, tmp_path):
     def covered(*options):
         trainer = trainer_of(tmp_path, f"data.root={demo}", *options, base=TINY)
         names = [layer.name for layer in trainer.kfac.report().layers]
@@ -293,7 +301,7 @@ def test_the_heads_are_preconditioned_unless_told_otherwise(demo, tmp_path):
     assert {name.split(".")[0] for name in more} == {"backbone", "rpn", "roi_heads"}
 
 
-def test_a_plan_needs_shapes_alone():
+def test_a_plan_needs_no_data():
     found = dry_run.trace(compose.load([*TINY, "trainer.batch_size=6"]), world_size=2)
     assert found.shape == (3, 64, 80)
     assert found.step_flops > 2 * found.forward_flops > 0
@@ -382,7 +390,7 @@ def evaluated(trainer):
 
 
 @pytest.mark.ranks
-def test_figures_are_the_same_on_two_ranks(demo, tmp_path):
+def test_metrics_are_the_same_on_two_ranks(demo, tmp_path):
     trainer = trainer_of(tmp_path, f"data.root={demo}", "kfac=none", base=TINY)
     alone = evaluated(trainer)
     assert alone["bbox_mAP"] > 0
@@ -402,7 +410,7 @@ def test_a_rank_without_an_image_takes_part(demo, tmp_path):
     assert results[0][2] == results[1][2]
 
 
-def test_parts_of_a_batch_that_are_empty_have_a_stand_in(demo, tmp_path):
+def test_an_empty_part_of_a_batch_has_a_stand_in(demo, tmp_path):
     seen = []
     trainer = trainer_of(tmp_path, f"data.root={demo}", "trainer.accumulate=4", base=TINY)
     original = Update._forward

@@ -34,7 +34,7 @@ def pixels(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_what_normalises_images_is_undone_to_the_very_pixel():
+def test_normalization_is_undone_exactly():
     stored = torch.from_numpy(pixels(4, 3, 5, 6))
     split = (stored, torch.zeros(4, dtype=torch.int64))
     data = LabelledImages("x", split, split, 10, mean=cifar10.MEAN, std=cifar10.STD)
@@ -44,7 +44,7 @@ def test_what_normalises_images_is_undone_to_the_very_pixel():
     assert (pictures.to_rgb(stored[0], data.looks) == stored[0].permute(1, 2, 0).numpy()).all()
 
 
-def test_an_image_folder_knows_its_looks_and_its_classes(tmp_path):
+def test_an_image_folder_knows_its_normalization_and_its_classes(tmp_path):
     original = pixels(16, 16, 3)
     for split in ("train", "val"):
         for name in ("cat", "dog"):
@@ -66,7 +66,7 @@ def test_an_image_of_unknown_looks_goes_from_black_to_white():
     assert pictures.to_rgb(torch.full((3, 2, 2), float("nan")), UNKNOWN).shape == (2, 2, 3)
 
 
-def test_channels_become_colours():
+def test_channels_become_red_green_and_blue_or_grey():
     x = torch.from_numpy(pixels(5, 2, 3))
     assert (pictures.to_rgb(x, UNKNOWN) == x[:3].permute(1, 2, 0).numpy()).all()
     for channels in (1, 2):
@@ -84,7 +84,7 @@ def test_channels_become_colours():
         ((1, 2000), (1, 512)),
     ],
 )
-def test_pictures_have_a_size_to_be_looked_at(size, fitted):
+def test_pictures_are_enlarged_or_reduced_to_a_visible_size(size, fitted):
     colours, mask = pixels(*size, 3), pixels(*size) % 2
     assert pictures.fit(colours).shape == (*fitted, 3)
     assert pictures.fit(mask).shape == fitted
@@ -95,7 +95,7 @@ def test_pictures_have_a_size_to_be_looked_at(size, fitted):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_an_outline_is_what_of_a_mask_is_near_its_outside(width):
+def test_an_outline_is_the_inner_edge_of_a_mask(width):
     mask = np.zeros((20, 24), np.uint8)
     mask[3:18, 2:15] = 1
     mask[0:6, 10:24] = 255  # reaches the border, which has an outline too
@@ -112,7 +112,7 @@ def test_an_outline_is_what_of_a_mask_is_near_its_outside(width):
         assert drawn[y, x].tolist() == ([255, 0, 201] if edge else picture[y, x].tolist()), (y, x)
 
 
-def test_classification_shows_wrong_ones_first_and_the_surest_of_them_before_others():
+def test_classification_shows_confident_errors_first():
     p = torch.tensor([[0.9, 0.05, 0.05], [0.45, 0.5, 0.05], [0.1, 0.7, 0.2], [0.4, 0.35, 0.25]])
     labels = torch.tensor([0, 0, 2, 0])
     images = torch.from_numpy(pixels(4, 1, 2, 2))

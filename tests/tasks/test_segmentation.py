@@ -16,9 +16,18 @@ from tests.support.runs import before_step, end, here, of_kind, terminate, train
 
 IDENTITY = nn.Identity()
 UNET = (
-    *("model=unet", "model.width=2", "model.depth=2", "data.image_size=16", "data.workers=0"),
-    *("data.eval_share=0.6", "trainer.batch_size=4", "logger=none", "trainer.threads=1"),
-    *("optimizer=adam", "kfac.update_freq=4", "kfac.factor_update_freq=2"),
+    "model=unet",
+    "model.width=2",
+    "model.depth=2",
+    "data.image_size=16",
+    "data.workers=0",
+    "data.eval_share=0.6",
+    "trainer.batch_size=4",
+    "logger=none",
+    "trainer.threads=1",
+    "optimizer=adam",
+    "kfac.update_freq=4",
+    "kfac.factor_update_freq=2",
 )
 
 
@@ -48,7 +57,7 @@ def by_hand(logits, masks, smooth, bce):
 
 
 @pytest.mark.parametrize(("smooth", "bce"), [(1.0, 0.0), (7.0, 0.5)])
-def test_the_loss_is_the_mean_of_each_images_own(smooth, bce):
+def test_the_loss_is_the_mean_over_images_of_their_losses(smooth, bce):
     logits, masks = some()
     task = Segmentation(smooth=smooth, bce=bce)
     loss, output = task.forward(IDENTITY, (logits, masks))
@@ -68,7 +77,7 @@ def test_an_image_without_a_tumour_has_a_gradient():
     assert (logits.grad[1] > 0).all()
 
 
-def test_the_bce_part_is_of_the_likelihood_and_of_its_scale():
+def test_the_cross_entropy_has_the_likelihood_and_its_scale():
     """Its Hessian, times the pixels it is a mean over, is the Fisher of independent pixels."""
     logits, masks = some(n=1, size=2)
     logits = logits.double()
@@ -111,7 +120,7 @@ def test_dice_is_a_mean_over_volumes_however_slices_are_batched(size):
     assert totals[0] == 10
 
 
-def test_a_volume_found_where_there_is_none_scores_0():
+def test_a_false_detection_in_an_empty_volume_scores_0():
     task = Segmentation(volumes=1)
     batch = (torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), torch.zeros(1, dtype=torch.int64))
     assert task.metrics(task.totals(IDENTITY, batch))["dice"] == 0
@@ -155,7 +164,7 @@ def evaluate_here(root, folder):
 
 
 @pytest.mark.ranks
-def test_figures_are_the_same_on_two_ranks_that_share_a_volume(demo, tmp_path):
+def test_metrics_are_the_same_on_two_ranks_that_share_a_volume(demo, tmp_path):
     data = lgg.load(demo, 16, eval_share=0.6)
     first, second = (
         torch.cat([volumes for *_, volumes in data.evaluate(4, Shard(rank, 2))]) for rank in (0, 1)

@@ -139,7 +139,7 @@ HESSIANS = {
 
 
 @pytest.mark.parametrize("task", [*TASKS, Classification(label_smoothing=0.3)])
-def test_the_loss_is_that_of_the_likelihood(task):
+def test_the_loss_is_the_negative_log_likelihood(task):
     """Its Hessian in the output is the likelihood's Fisher, as the core scales it."""
     batch, model = classified(), model_for(task)
     output = task.forward(model, batch)[1].detach()
