@@ -17,6 +17,7 @@ def check(config: TrainConfig) -> None:
     for name, value, meta in options(config):
         if value is not None:
             check_option(name, value, meta)
+    # The checks below compute with options, so each option must be in its range by then.
     for group in TABLES:
         _check_name(group, getattr(config, group))
     for field in dataclasses.fields(config):

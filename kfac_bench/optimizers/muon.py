@@ -36,6 +36,8 @@ class MuonConfig(SGDConfig):
             for name, p in module.named_parameters(recurse=False)
             if name == "weight" and p.ndim > 1
         ]
+        # Muon orthogonalizes the update of a matrix between hidden layers. Embeddings and the last
+        # layer are matrices, too, but learn better with Adam, as its authors found.
         for_adam = {id(p) for module, p in weights if isinstance(module, nn.Embedding)}
         for_adam |= {id(p) for _, p in weights[-1:]}
         split: list[Group] = []

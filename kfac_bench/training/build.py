@@ -33,7 +33,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
 def _parameter_groups(no_decay: Sequence[str], model: nn.Module) -> list[Group]:
     """Return the trained parameters with weight decay, and those without."""
     groups: list[Group] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
-    seen: set[nn.Parameter] = set()  # tied weights have two names
+    # Tied weights have two names, but belong to one group.
+    seen: set[nn.Parameter] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
             if parameter.requires_grad and parameter not in seen:

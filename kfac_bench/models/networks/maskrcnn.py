@@ -107,6 +107,7 @@ def maskrcnn_resnet50_fpn(
         trainable_layers=trainable,
     )
     if backbone_weights is None:
+        # Only the last norm of a residual branch is scaled: it multiplies the whole branch.
         for block in (m for m in backbone.body.modules() if isinstance(m, Bottleneck)):
             block.bn3.weight.mul_(RESIDUAL_SCALE)
     elif not next(backbone.parameters()).is_meta:

@@ -124,6 +124,7 @@ def best_spans(logits: Tensor, inside: Tensor, most: int) -> tuple[Tensor, Tenso
         most: Tokens of the longest span.
     """
     begins, ends = logits.float().masked_fill(~inside[:, None], float("-inf")).unbind(1)
+    # The end logits are padded, so that spans from the last tokens have `most` ends to choose from.
     after = functional.pad(ends, (0, most - 1), value=float("-inf"))
     # [n, L, most]: the score of each span, by its first token and its length.
     scores = begins[..., None] + after.unfold(1, most, 1)
