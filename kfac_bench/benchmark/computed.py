@@ -5,8 +5,6 @@ of one evaluation, with the names of :mod:`kfac_bench.benchmark.measures`. So ta
 computed cells in the same way, and a cell is computed only once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import itertools

@@ -4,8 +4,6 @@ Measured bars are filled and show the interval of their seeds. Computed bars are
 bars are outlines, and a published range is a grey band. A missed target has no bar, but a cross.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

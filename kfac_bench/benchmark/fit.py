@@ -19,8 +19,6 @@ Words of a cell:
 * ``global=N``: a global batch that each rank computes in parts; a part is what fits
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

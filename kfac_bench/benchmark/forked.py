@@ -5,8 +5,6 @@ once (multiprocessing's forkserver). Each run is a fork of the server, with the 
 caller has at that moment.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -4,8 +4,6 @@ Some runs start from other runs, such as the second phase of a pre-training. The
 earlier wave: its last job submits the next wave.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

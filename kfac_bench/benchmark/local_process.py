@@ -1,7 +1,5 @@
 """One run of kfac-train as processes of this machine: its command, and what came of it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

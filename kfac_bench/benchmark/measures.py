@@ -4,8 +4,6 @@ Times are those of the training clock, which stands still during evaluations. A 
 ``inf``. NaN means that a run which ended well has no such number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from statistics import fmean

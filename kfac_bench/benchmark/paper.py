@@ -1,7 +1,5 @@
 """The report of a benchmark: Markdown, a figure and one page; and all rows in one document."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -12,8 +12,6 @@ The definitions are those of Dahl et al. 2023, "Benchmarking Neural Network Trai
 A time is infinite if the target was missed or the task was not run. All functions are pure.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean

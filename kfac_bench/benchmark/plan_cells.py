@@ -4,8 +4,6 @@ Words of a cell: ``ranks=N``, ``examples=N`` (of a rank in a step), ``strategy=`
 All other words are overrides of kfac-train.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from kfac_bench.config import TrainConfig, compose

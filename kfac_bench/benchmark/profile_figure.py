@@ -1,7 +1,5 @@
 """The figure of performance profiles: share of tasks solved over the ratio to the best time."""
 
-from __future__ import annotations
-
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 

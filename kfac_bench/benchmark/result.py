@@ -3,8 +3,6 @@
 All functions are pure functions of event files and of the benchmark's file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The value of an axis has the name that the paper uses, such as "K-FAC every 500"
 value to the options that it stands for. A profile may map the same value to other options.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

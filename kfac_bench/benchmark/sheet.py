@@ -1,7 +1,5 @@
 """The tables of a benchmark: our numbers beside the published ones, its cells, their options."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

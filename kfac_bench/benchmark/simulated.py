@@ -13,8 +13,6 @@ Words of a cell:
   eigenvalues in separate messages
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Submission to Slurm: a job for each command, and one more job when all have ended."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """One row of the suite: it runs its cells and reads their results from their files."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ The method is that of AlgoPerf:
 Trials that have run are not run again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Exit codes: 0 for success, 1 if the run failed, 2 for bad input, 128 + n after s
 commands import torch and other slow packages only after they know that the input is good.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """``kfac-data``: makes demo datasets, verifies datasets on disk, prepares published datasets."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the commands share: errors as one line and an exit code, the parser, and printing."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import os

@@ -1,7 +1,5 @@
 """``kfac-plan``: what K-FAC costs each rank, and how long a step takes on many ranks."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 from pathlib import Path

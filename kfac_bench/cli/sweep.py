@@ -1,7 +1,5 @@
 """`kfac-train --multirun`: a sweep, whose runs Hydra starts here one after the other."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

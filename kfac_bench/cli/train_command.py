@@ -1,7 +1,5 @@
 """`kfac-train`: one run, or a sweep of several runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kfac_bench.cli import sweep

@@ -1,7 +1,5 @@
 """What all backends have in common: the base class of a backend's options."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Checks of a whole configuration: ranges, and choices that do not fit together."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

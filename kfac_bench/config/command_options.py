@@ -5,8 +5,6 @@
 one an override.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from kfac_bench.errors import UsageError

@@ -4,8 +4,6 @@ Hydra merges the files of conf/ with the overrides; :mod:`kfac_bench.config.chec
 result. All commands call :func:`load`, and nothing past :func:`from_composed` sees a DictConfig.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections.abc import Sequence

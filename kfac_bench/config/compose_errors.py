@@ -4,8 +4,6 @@ The texts of their exceptions are the only interface that they offer, so this fi
 apart. It knows nothing of how a configuration is composed: :mod:`kfac_bench.config.compose` does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

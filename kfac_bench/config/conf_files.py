@@ -1,7 +1,5 @@
 """The files of conf/, and of a folder of the user's own that has the same groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kfac_bench.config import profiles

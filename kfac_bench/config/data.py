@@ -1,7 +1,5 @@
 """What all datasets have in common: the base class of a dataset's options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The options of the preconditioner."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options: dataclass fields with a meaning, a role, a range and a default."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -4,8 +4,6 @@ The files are ``conf/experiment/ROW/{smoke,one_gpu,paper}.yaml``: minutes on two
 honest smaller version for one GPU, and the experiment of the paper. The default is ``paper``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ thing, write one Python file, one YAML file and one row; CONTRIBUTING.md shows b
 thing's file is imported when its name is chosen, and it imports torch only when it is built.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any

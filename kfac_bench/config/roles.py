@@ -5,8 +5,6 @@ that it has. An unknown option counts as a RESULT option, because one row too ma
 better than two settings in one row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """What all schedules have in common: the base class of a schedule's options, with the warm-up."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What all tasks have in common: the base class of a task's options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

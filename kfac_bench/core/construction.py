@@ -3,8 +3,6 @@
 ``KFAC.__init__`` calls these functions. They decide nothing about the algorithm itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

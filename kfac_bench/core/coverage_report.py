@@ -1,7 +1,5 @@
 """What a preconditioner covers and what it costs, as text for people and fields for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

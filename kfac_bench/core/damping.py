@@ -9,8 +9,6 @@ F is the Fisher matrix of K-FAC. If rho is above 3/4, the model is good and the 
 multiplied by ``decay ** interval``. If rho is below 1/4, the damping is divided by it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

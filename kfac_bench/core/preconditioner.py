@@ -5,8 +5,6 @@ collect statistics (:mod:`.capture`), the executor runs the plan (:mod:`.executi
 say what is due. docs/architecture.md follows one gradient through these files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Options that may change during training, and which part of K-FAC is due at which step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

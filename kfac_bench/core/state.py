@@ -3,8 +3,6 @@
 :class:`KFAC` calls these functions for ``state_dict`` and ``load_state_dict``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

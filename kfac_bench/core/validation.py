@@ -1,7 +1,5 @@
 """What :class:`KFAC` refuses, each time with a ``ValueError`` that says why and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@
 does not depend on W&B. Go and JavaScript must both understand its patterns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

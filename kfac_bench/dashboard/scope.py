@@ -1,7 +1,5 @@
 """The scope of a dashboard: the runs that it shows, and tables from their event files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ upload continues, and a complete one sends nothing. If W&B's process was killed 
 the lost points are sent, into the same W&B run.
 """
 
-from __future__ import annotations
-
 import fcntl
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The dashboard as W&B objects, a workspace and a report: as JSON, or saved on the server."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import threading

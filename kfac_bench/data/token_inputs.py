@@ -1,7 +1,5 @@
 """Inputs of BERT without data: what a dry run passes to a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 VOCABULARY_SIZE = 30522

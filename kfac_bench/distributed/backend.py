@@ -4,8 +4,6 @@ This file has the backend of a single process. The trainer calls the methods; DD
 DeepSpeed and Apex override them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

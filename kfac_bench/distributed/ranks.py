@@ -1,7 +1,5 @@
 """The ranks of a run: a process's place among the others, and small agreements between them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A task that srun started finds its place in Slurm's own variables, so Slurm need
 This file imports no torch: the commands use it before they know what the user wants.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

@@ -3,8 +3,6 @@
 :func:`kfac_bench.record.events.read` builds its events from what :func:`checked` returns.
 """
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence

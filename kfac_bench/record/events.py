@@ -7,8 +7,6 @@ TensorBoard are views of the same stream (:class:`Sink`). Names of fields end wi
 checkpoints and logging.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ A table has one row per setting. The contents of event files are not trusted: te
 printable, and a value that should be a number may be something else.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ A run that misses its target, fails or never ends has an infinite time to target
 out. All functions are pure.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Curves of a run as points that can be drawn, and fewer points that show the same shape."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

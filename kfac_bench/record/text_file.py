@@ -1,7 +1,5 @@
 """Writing a text file as a whole, for tables, figures, pages and JSON."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

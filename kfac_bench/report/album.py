@@ -1,7 +1,5 @@
 """The predictions on an HTML page: limited in size, and only from the folders of the runs."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ for all curves, but the seconds of two runs differ. Neither has keys for reading
 legend of settings.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

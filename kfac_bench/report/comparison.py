@@ -1,7 +1,5 @@
 """A comparison of runs: their settings, a result row per setting, and notes for the reader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Equal events give equal bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The look of all figures: colours, dashes, axes, and the way to SVG text."""
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

@@ -4,8 +4,6 @@ tables.js sorts by the key: a number, ``inf`` (a missed target) or ``none`` (no 
 without a key is sorted by its text.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

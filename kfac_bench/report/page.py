@@ -4,8 +4,6 @@ A content security policy enforces this: whatever the event files hold, a browse
 but the page's own and loads no other file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """The mean time of K-FAC's stages in each setting, from the runs' events."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Text in cells may come from event files. The code that shows a table must escape its text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

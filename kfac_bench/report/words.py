@@ -1,7 +1,5 @@
 """Results as text: numbers with a sensible number of digits, and rows as a table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

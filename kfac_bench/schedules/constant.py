@@ -1,7 +1,5 @@
 """A constant learning rate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kfac_bench.config.schedules import ScheduleConfig

@@ -1,7 +1,5 @@
 """A learning rate that falls as half a cosine."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

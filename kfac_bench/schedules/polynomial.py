@@ -1,7 +1,5 @@
 """A learning rate that falls as a power of the share of steps that are left."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kfac_bench.config.options import RESULT, option

@@ -1,7 +1,5 @@
 """conf/hardware/NAME.yaml: the rates of a machine, each with its source."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields

@@ -14,8 +14,6 @@ The formulas are those of Thakur, Rabenseifner and Gropp (2005). Trees are pipel
 double binary trees.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 ``kfac-train dry_run=true`` prints the same text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The time of one piece of work on one rank."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping

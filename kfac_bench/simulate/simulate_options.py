@@ -1,7 +1,5 @@
 """``kfac-plan simulate``: its command line, and the steps from the words to the printed lines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figure of a sweep: seconds per step and scaling efficiency over the number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes

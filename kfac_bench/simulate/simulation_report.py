@@ -1,7 +1,5 @@
 """A simulated sweep as a table of text and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

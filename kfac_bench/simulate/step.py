@@ -5,8 +5,6 @@ when its senders have computed and the network lanes of all its ranks are free. 
 its messages have arrived. Stages do not overlap with forward and backward.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

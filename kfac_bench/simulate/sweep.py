@@ -1,7 +1,5 @@
 """A sweep: the simulated step of one workload for several world sizes and strategies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

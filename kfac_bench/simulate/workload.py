@@ -1,7 +1,5 @@
 """Workloads to simulate: from a configuration of kfac-train, or from a YAML list of layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ Some things may differ, so they are not checked: parts of parameters that no oth
 state of the optimizer.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Build the optimizer and K-FAC of a run from their options."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict

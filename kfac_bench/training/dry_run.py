@@ -5,8 +5,6 @@ from a dry run. All numbers follow from shapes. The model is on torch's meta dev
 allocates no weights, reads no data and starts no ranks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

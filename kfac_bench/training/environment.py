@@ -3,8 +3,6 @@
 A result depends on it beside the configuration, so `run.json` and the first event record it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

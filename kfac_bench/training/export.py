@@ -1,7 +1,5 @@
 """Export: a run's weights as one safetensors file, which holds data and no code."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

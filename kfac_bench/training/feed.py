@@ -1,7 +1,5 @@
 """The feed: which batches a rank reads to train, to evaluate and to show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 

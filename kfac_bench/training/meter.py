@@ -1,7 +1,5 @@
 """What a :class:`Trained` event records besides the loss: rates and means since the last event."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@
 :mod:`kfac_bench.training.build`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext

@@ -6,8 +6,6 @@ directory is continued with the options of its run; checkpoints are in
 :mod:`kfac_bench.training.checkpoint`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

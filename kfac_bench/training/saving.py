@@ -1,7 +1,5 @@
 """Saving: when a run writes a checkpoint, and that it ends if a checkpoint cannot be written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

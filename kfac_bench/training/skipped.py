@@ -1,7 +1,5 @@
 """Examples left out because their files cannot be read: counted and reported over all ranks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Seconds of the stages of K-FAC, as an event records them: means over steps and ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

@@ -1,7 +1,5 @@
 """The state of a run: what a checkpoint saves and restores, and the hash of the weights."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

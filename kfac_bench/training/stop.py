@@ -1,7 +1,5 @@
 """Stop: a signal asks a run to save and end."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

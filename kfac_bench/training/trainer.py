@@ -4,8 +4,6 @@
 :mod:`.update`. What a run leaves behind are the events that the trainer emits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 :class:`Trainer` calls :meth:`Update.backward` and then :meth:`Update.step`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 

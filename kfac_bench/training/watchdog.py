@@ -3,8 +3,6 @@
 The launcher then ends the other ranks.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

@@ -3,8 +3,6 @@
 The optimizer's state is not taken over. `resume` continues a run with its whole state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

@@ -5,8 +5,6 @@ decompositions are due at once. The rounds of a point (same strategy, ranks and 
 medians.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

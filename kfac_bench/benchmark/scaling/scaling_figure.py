@@ -1,7 +1,5 @@
 """The figure of measured scaling: a step's stages as stacked bars, and efficiency over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """``kfac-bench scaling``: its command line, and the steps from the words to the written results."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

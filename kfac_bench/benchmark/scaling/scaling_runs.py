@@ -1,7 +1,5 @@
 """The runs of a scaling measurement: each is a command of kfac-train on some number of ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Measured scaling as tables: the efficiency of strategies, and the stages of their steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -13,8 +13,6 @@ from all positions at once, with random signs. That is exact for layers that do 
 and unbiased for others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@
 reads its input and gradient is in :mod:`kfac_bench.core.layers`.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ A raw moment is a sum of a a^T or g g^T without any scale. :class:`Collected` ho
 a convention needs to scale them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

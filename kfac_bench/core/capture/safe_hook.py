@@ -1,7 +1,5 @@
 """What keeps the hooks of :mod:`.hooks` harmless to copies, to pickles and to torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ The executor sends the messages of the plan through a :class:`Collective`. Ranks
 are ranks of the plan, from 0 to ``world_size - 1``.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from typing import Any, Protocol

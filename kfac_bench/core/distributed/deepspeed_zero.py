@@ -11,8 +11,6 @@ Usage::
     engine.step()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

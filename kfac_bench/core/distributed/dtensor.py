@@ -3,8 +3,6 @@
 Only this file knows DTensor. A model without DTensors never imports ``torch.distributed.tensor``.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass

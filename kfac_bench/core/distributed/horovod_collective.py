@@ -3,8 +3,6 @@
 Only making a :class:`HorovodCollective` imports Horovod.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

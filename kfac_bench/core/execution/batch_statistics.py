@@ -1,7 +1,5 @@
 """The statistics of one batch: from raw moments of this rank to the running averages."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

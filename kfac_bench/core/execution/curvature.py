@@ -1,7 +1,5 @@
 """The curvature of a layer: the decompositions of A and G, and how they precondition a gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -9,8 +9,6 @@ In half precision, matrices are kept and sent in two bytes per element; eigenval
 scales stay in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self, TypeVar

@@ -5,8 +5,6 @@ ops in the plan's order. The linear algebra is in ``solver.py``, messages are in
 and what lasts between steps is in ``store.py``.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

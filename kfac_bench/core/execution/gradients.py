@@ -6,8 +6,6 @@ parallelism leave them; a gradient is then whole on its gradient workers alone, 
 it. The executor, its messages and the write-back use both in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Each kind of message has a ``pack`` and an ``unpack``. Both divide the bucket wi
 the order of the op's members, so that they meet the same elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Send the plan's messages: pack the bucket, start the collective, unpack on arrival."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Gradients of which each rank holds a part: into the plan's messages, and back out of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

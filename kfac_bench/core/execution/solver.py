@@ -1,7 +1,5 @@
 """Make decompositions of running factors, and apply them to gradients."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What a rank keeps between steps: running factors, decompositions, EKFAC's second moments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

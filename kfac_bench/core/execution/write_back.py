@@ -1,7 +1,5 @@
 """The end of a step: write preconditioned gradients, scaled by the KL clip, into ``.grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

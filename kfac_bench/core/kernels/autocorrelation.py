@@ -7,8 +7,6 @@ autocorrelation of the image at lag e - d, minus that of an edge or two. A corne
 share was subtracted twice, so it is added again.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """How raw moments are scaled to become the factors A and G."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 Scale = Callable[[int, float, bool], tuple[float, float]]

@@ -5,8 +5,6 @@ matrix per group of a grouped layer, [groups, n, n]; elsewhere groups = 1. Sums 
 micro-batches and calls. :mod:`.conventions` scales them to factors once, at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -5,8 +5,6 @@ The gradient of a layer is [groups, g_dim, a_dim], with weight and bias side by 
 numbers are those of "Deep Neural Network Training With Distributed K-FAC" (TPDS 2022).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

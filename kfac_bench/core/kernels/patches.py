@@ -3,8 +3,6 @@
 A patch is what one output position sees of the input: channels of a group times kernel offsets.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -8,8 +8,6 @@ Shapes: N samples, s shared positions per sample, and ``groups`` independent map
 convolution (1 elsewhere).
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Convolutions in one, two and three dimensions, grouped or not."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Which modules of a model are covered, by which :class:`Layer`, and why the others are not."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

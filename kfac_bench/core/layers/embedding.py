@@ -1,7 +1,5 @@
 """Embeddings: A is diagonal and holds the frequency of each token."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from kfac_bench.core.kernels.gram import at_least_float32

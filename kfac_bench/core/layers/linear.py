@@ -1,7 +1,5 @@
 """Linear layers: nn.Linear, and Conv1D of transformers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

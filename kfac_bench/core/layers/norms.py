@@ -6,8 +6,6 @@ ones. Its outputs are the parameters: the scale, and the shift if there is one. 
 "unit-wise" Fisher of Osawa et al. 2020.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 The planner calls both functions of this file; neither knows what its members are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """The cost of decomposing a factor, by which ranks and steps share the work."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 ``kfac-plan``, the report of a preconditioner and the simulator call these functions.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

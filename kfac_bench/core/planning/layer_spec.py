@@ -1,7 +1,5 @@
 """The shapes of one layer: all that planning knows about it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

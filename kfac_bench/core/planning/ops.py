@@ -1,7 +1,5 @@
 """The rows of a plan: one small frozen type per kind of work or message."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec

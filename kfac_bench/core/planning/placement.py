@@ -1,7 +1,5 @@
 """Place layers on the grid of ranks, so that the load is balanced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from kfac_bench.core.planning.cost import Cost

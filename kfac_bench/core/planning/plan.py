@@ -23,8 +23,6 @@ The strategies differ in the number of gradient workers of a layer, and in who g
 In the first four, every rank keeps every factor.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From layer shapes, world size and strategy to a :class:`Plan`: a pure function, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kfac_bench.core.planning import slices

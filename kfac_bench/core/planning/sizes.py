@@ -1,7 +1,5 @@
 """Elements and bytes of what is kept and sent, from shapes alone."""
 
-from __future__ import annotations
-
 import math
 
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec

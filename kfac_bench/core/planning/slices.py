@@ -1,7 +1,5 @@
 """Divide the decompositions into slices that run at different steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """List the ops of each stage of a step, given where the work of each layer is placed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

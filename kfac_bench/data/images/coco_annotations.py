@@ -3,8 +3,6 @@
 Every value of a file is checked. Entries with errors are left out and reported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Every segmentation from a file is checked here, because the C code of pycocotools does not check.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import Any

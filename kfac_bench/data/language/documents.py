@@ -1,7 +1,5 @@
 """Reading the documents of a corpus: plain text, WikiText, or Wikipedia from WikiExtractor."""
 
-from __future__ import annotations
-
 import bz2
 import json
 import re

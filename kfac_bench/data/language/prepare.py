@@ -3,8 +3,6 @@
 The examples are pairs of text segments, on which BERT is pre-trained; see `sentence_pairs`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence

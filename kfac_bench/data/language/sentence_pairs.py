@@ -3,8 +3,6 @@
 They are the examples of next-sentence prediction in BERT (Devlin et al. 2019, appendix A.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

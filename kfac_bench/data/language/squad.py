@@ -4,8 +4,6 @@
 "qas": [{"id", "question", "answers": [{"text", "answer_start"}]}]}]}]}.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

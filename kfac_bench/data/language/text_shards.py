@@ -8,8 +8,6 @@
   segment [SEP] second segment [SEP], padded with 0.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

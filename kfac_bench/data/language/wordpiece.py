@@ -1,7 +1,5 @@
 """BERT's WordPiece vocabularies: reading vocab.txt, training on text, and tokenizing."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """NVIDIA Apex: its DistributedDataParallel on GPUs, and a lookup of its classes."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import warnings

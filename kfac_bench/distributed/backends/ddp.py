@@ -3,8 +3,6 @@
 torchrun or srun starts the ranks. Messages go through gloo on CPUs and through NCCL on GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

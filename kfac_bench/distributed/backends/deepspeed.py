@@ -1,7 +1,5 @@
 """DeepSpeed with ZeRO stages 0 to 2, started by torchrun, srun or the deepspeed launcher."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """PyTorch's FSDP2 (`fully_shard`): each rank holds a part of every parameter."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

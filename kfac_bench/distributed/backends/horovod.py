@@ -1,7 +1,5 @@
 """Horovod, started by horovodrun or srun: gloo on CPUs, NCCL on GPUs."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """torchvision's Mask R-CNN, and a tiny Mask R-CNN made of torchvision's parts."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping

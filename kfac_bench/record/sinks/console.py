@@ -4,8 +4,6 @@ Everything goes to standard output. Texts from outside (run ids, metric names, m
 printed without markup and without control characters.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -33,8 +33,6 @@ name                            event          meaning
 ==============================  =============  ===============================================
 """
 
-from __future__ import annotations
-
 import statistics
 
 from kfac_bench.record.events import (

@@ -1,7 +1,5 @@
 """Check within a bounded time whether a server can be reached, directly or through a proxy."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import threading

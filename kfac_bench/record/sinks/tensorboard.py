@@ -1,7 +1,5 @@
 """TensorBoard as a view of the event stream: scalars and predictions in ``<run>/tensorboard``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

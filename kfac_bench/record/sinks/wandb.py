@@ -9,8 +9,6 @@
   decreases when a run continues from an earlier checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

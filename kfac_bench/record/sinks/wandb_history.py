@@ -1,7 +1,5 @@
 """The rows that W&B already has of a run, from its server or from offline files of the run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Detection: a box, a class and a mask of each object in an image."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

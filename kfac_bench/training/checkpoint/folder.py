@@ -1,7 +1,5 @@
 """A folder of checkpoints, seen through file names and manifests: no shard is read here."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Reading: find, verify and load checkpoints, which hold data and never code."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

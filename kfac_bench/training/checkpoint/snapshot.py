@@ -1,7 +1,5 @@
 """Snapshots: copies of a state, which are written to disk while training changes the original."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -9,8 +9,6 @@ training sends its own at the same time. Threads see each other's files instead.
 failures in `Writer.start` and `Writer.finish`, where all of them meet.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
