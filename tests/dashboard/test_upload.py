@@ -324,7 +324,7 @@ def test_a_server_that_hides_rows_gets_no_row_twice(tmp_path, stand_in, capsys, 
     real = stand_in.run
     monkeypatch.setattr(stand_in, "run", lambda *words: real(*words) | {"history": []})
     assert call(path) == 1
-    assert "has rows up to 1, and sends none" in capsys.readouterr().out
+    assert "has rows up to 1, but sends none" in capsys.readouterr().out
     assert len(stand_in.runs["a"].rows) == 2
 
 
