@@ -43,11 +43,12 @@ bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/
 	$(BIN)/python benchmarks/gpu.py
 
 test: setup install-horovod lint  ## linters and the quick tests; 8 minutes on two cores (WORKERS=4: on more)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not alone"
 
-test-all: setup install-horovod lint  ## linters and every test, also the slow ones, as CI runs them; 20 minutes
-	$(PYTEST) --support=build/support.json
-	$(BIN)/python scripts/support_table.py --check build/support.json
+test-all: setup install-horovod lint  ## linters and every test, also the slow ones, as CI runs them; 16 minutes
+	$(PYTEST) -m "not alone" --support=build/support.json
+	$(PYTEST) -n 0 -m alone --support=build/support_alone.json
+	$(BIN)/python scripts/support_table.py --check build/support.json build/support_alone.json
 
 slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two nodes, here (as root: installs it)
 	$(BIN)/python -m pytest -q -rs tests/slurm

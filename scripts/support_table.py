@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "distributed.md"
@@ -97,14 +97,25 @@ def table(shown: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join([*lines, "", *(f"{i}. {r}" for i, r in enumerate(reasons, 1))])
 
 
+def merged(parts: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
+    """Return the outcomes of several runs of pytest as one; a failure in any run counts."""
+    outcomes: dict[str, dict[str, str]] = {}
+    for part in parts:
+        for backend, rows in part.items():
+            own = outcomes.setdefault(backend, {})
+            for row, outcome in rows.items():
+                own[row] = outcome if own.get(row, "passed") == "passed" else own[row]
+    return outcomes
+
+
 def main() -> int:
     """Return 0 for success, 1 if the document is outdated, 2 if tests are missing or failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("support", type=Path, help="what pytest --support wrote")
+    parser.add_argument("support", type=Path, nargs="+", help="files that pytest --support wrote")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     try:
-        made = table(json.loads(options.support.read_text()))
+        made = table(merged([json.loads(file.read_text()) for file in options.support]))
     except ValueError as error:
         print(f"support_table: {error}", file=sys.stderr)
         return 2

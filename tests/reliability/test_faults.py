@@ -23,7 +23,7 @@ from tests.support.quick import quick_if
 PAGE = ROOT / "docs" / "reliability.md"
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_runs_on_two_ranks_survive_faults(tmp_path):

@@ -12,7 +12,6 @@ from tests.reliability.soak import command
 from tests.reliability.soak.command import Follow, Soak, soak, watch
 from tests.reliability.soak.processes import Sample
 from tests.reliability.soak.verdict import Verdict
-from tests.support.quick import slow
 
 
 def samples(memory, process="rank 0", steps=2000, files=lambda step: 9):
@@ -104,8 +103,9 @@ for number, step in enumerate(range(0, 2001, 50)):
 """
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
-@pytest.mark.parametrize("leak", ["memory", slow("files"), slow("threads"), "none"])
+@pytest.mark.parametrize("leak", ["memory", "files", "threads", "none"])
 def test_leaks_of_real_processes_are_reported(tmp_path, monkeypatch, leak):
     monkeypatch.setattr(command, "SAMPLE_S", 0.05)
     program = tmp_path / "ranks.py"
@@ -117,7 +117,7 @@ def test_leaks_of_real_processes_are_reported(tmp_path, monkeypatch, leak):
     assert broken(found) == ([f"rank 1: {names[leak]}"] if leak in names else [])
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.ranks
 def test_a_short_soak_has_all_events(tmp_path):
     """The run is too short for slopes, but all events must be there."""
