@@ -49,6 +49,7 @@ def quick_load(overrides, config_dir=None):
         found = OmegaConf.to_object(tree)
         config.check(found)
     except Exception:
+        # The real composition decides: it succeeds, or it raises what a user would see.
         return _load(overrides)
     return found
 

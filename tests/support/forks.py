@@ -1,4 +1,4 @@
-"""Functions and commands in forks of one process that has imported everything.
+"""Functions in forks of one process that has imported everything.
 
 A fresh interpreter spends up to three seconds on imports before a short run begins. The server that
 forks is multiprocessing's; a process has one, so its list of modules is here for all tests.
@@ -8,11 +8,7 @@ interpreter ends start one themselves.
 """
 
 import multiprocessing
-import os
-import tempfile
 import traceback
-from pathlib import Path
-from subprocess import CompletedProcess
 
 from kfac_bench.benchmark import forked
 
@@ -61,27 +57,3 @@ def _call(pipe, function, arguments):
         pipe.send((True, function(*arguments)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
-
-
-def command(name, *arguments, cwd, env=None):
-    """Run a console command (``"train"`` for kfac-train) in a fork, as ``subprocess.run`` would."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        words = [str(argument) for argument in arguments]
-        job = (name, words, str(cwd), dict(os.environ if env is None else env), out, err)
-        process = server().Process(target=_command, args=job)
-        process.start()
-        process.join()
-        return CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
-
-
-def _command(name, words, cwd, environment, out, err):
-    prepare()
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    from kfac_bench import cli
-
-    getattr(cli, name)(words)
