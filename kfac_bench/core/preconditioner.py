@@ -7,7 +7,7 @@ say what is due. docs/architecture.md follows one gradient through these files.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_bench.core import construction, state, validation
+from kfac_bench.core.attachment import Attachment, LossScale, Scaler
 from kfac_bench.core.capture import fisher as fishers
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.coverage_report import Report
@@ -212,6 +213,7 @@ class KFAC:
         )
         world_size = self.collective.world_size
         validation.check_layers(self._layers, self._model, world_size, strategy, overlap=overlap)
+        self._optimizer = optimizer
         self._write_back = WriteBack(self._layers, optimizer, model_parallel)
 
         # Step 2, plan: who computes and who sends what. Every rank makes the same plan.
@@ -255,6 +257,7 @@ class KFAC:
         )
         # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
         wrapper = ref(model)
+        self._attachment: Attachment | None = None
         self._capture: Capture | None = construction.connect_layers(
             self._model,
             self._executor,
@@ -272,8 +275,32 @@ class KFAC:
         self._sent_labels = False  # whether fisher_backward was called in this step
         self._trial: Trial | None = None
 
-    @torch.no_grad()
-    def step(self, loss_scale: float | Tensor | Callable[[], float | Tensor] = 1.0) -> None:
+    def attach(self, scaler: Scaler | None = None) -> Self:
+        """Let each ``optimizer.step()`` run K-FAC first; then nobody calls :meth:`step`.
+
+        This works wherever the call of ``optimizer.step()`` is: in a script, in a GradScaler, in
+        the loop of a training framework. A closure that is passed to ``optimizer.step`` runs before
+        K-FAC. The preconditioner then lives as long as the optimizer.
+
+        Args:
+            scaler: The GradScaler that multiplies the loss, if there is one. K-FAC asks it for the
+                loss scale of the statistics. ``scaler.unscale_`` may be called or not.
+
+        Returns:
+            The preconditioner.
+
+        Raises:
+            RuntimeError: The preconditioner is attached already, or :meth:`detach` was called.
+            TypeError: The optimizer is not a ``torch.optim.Optimizer``.
+        """
+        if self._capture is None:
+            raise RuntimeError("attach() after detach(): build another KFAC")
+        if self._attachment is not None:
+            raise RuntimeError("attach() was called before: K-FAC already runs in optimizer.step()")
+        self._attachment = Attachment(self._optimizer, self._step, scaler)
+        return self
+
+    def step(self, loss_scale: LossScale = 1.0) -> None:
         """Precondition all gradients in place; first update factors and decompositions if due.
 
         All ranks of the collective must call it.
@@ -285,9 +312,17 @@ class KFAC:
                 differs between ranks belongs to :attr:`loss_weight`.
 
         Raises:
-            RuntimeError: :meth:`detach` was called before, or ``fisher`` is not ``empirical`` and
-                :meth:`fisher_backward` was not called.
+            RuntimeError: :meth:`detach` or :meth:`attach` was called before, or ``fisher`` is not
+                ``empirical`` and :meth:`fisher_backward` was not called.
         """
+        if self._attachment is not None:
+            raise RuntimeError(
+                "step() after attach(): optimizer.step() runs K-FAC itself; remove this call"
+            )
+        self._step(loss_scale)
+
+    @torch.no_grad()
+    def _step(self, loss_scale: LossScale) -> None:
         if self._capture is None:
             raise RuntimeError(
                 "step() after detach(): the hooks are off the model; build another KFAC"
@@ -318,7 +353,7 @@ class KFAC:
     def _request(
         self,
         settings: Settings,
-        loss_scale: float | Tensor | Callable[[], float | Tensor],
+        loss_scale: LossScale,
     ) -> Request:
         """Return the stages that are due, with the statistics that the hooks collected."""
         plan, stages, collected = self.plan, [], {}
@@ -492,7 +527,13 @@ class KFAC:
         return Report(self.plan, self.collective.rank, self._layers, self._skipped)
 
     def detach(self) -> None:
-        """Remove all hooks from the model. The preconditioner cannot be used afterwards."""
+        """Remove all hooks from model and optimizer.
+
+        The preconditioner cannot be used afterwards.
+        """
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
         if self._capture is not None:
             self._capture.remove()
             self._capture = None
