@@ -205,7 +205,8 @@ class Executor:
                 layer, new = self.layers[spec.name], request.collected.get(spec.name)
                 self.batch_statistics.compute_second_moment(layer, new)
             case Decompose(_, members):
-                self.solver.decompose(members, request.damping)
+                made = self.solver.solve(self.solver.problem(members, request.damping))
+                self.solver.keep(members, made)
             case Precondition(_, specs):
                 self._precondition(specs, request.damping)
                 if len(op.ranks) == self.plan.world_size:  # no message shares the result

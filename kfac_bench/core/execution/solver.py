@@ -1,13 +1,15 @@
 """Make decompositions of running factors, and apply them to gradients."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kfac_bench.core.execution import curvature
 from kfac_bench.core.execution.decomposition import (
+    Decomposition,
     DiagonalEigen,
     DiagonalInverse,
     Eigen,
@@ -22,6 +24,26 @@ from kfac_bench.core.planning.plan import IDENTITY
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Factors of one shape that are decomposed together, with all that the result depends on."""
+
+    keys: tuple[FactorKey, ...]
+    matrices: tuple[Tensor, ...]
+    """By factor: [groups, n, n], or a diagonal [groups, n]."""
+    dampings: tuple[Tensor, ...]
+    """By factor: what the inverse method adds to it, [groups]. Empty for other methods."""
+    is_diagonal: bool
+
+    def singles(self) -> Iterator["Problem"]:
+        """Yield a problem for each factor."""
+        for i, key in enumerate(self.keys):
+            part = slice(i, i + 1)
+            yield replace(
+                self, keys=(key,), matrices=self.matrices[part], dampings=self.dampings[part]
+            )
+
+
 class Solver:
     """The linear algebra on what a rank's ``store`` holds, by the method of the store."""
 
@@ -31,53 +53,78 @@ class Solver:
         # Decompositions that failed in float32 and float64, since the start.
         self.failed = 0
 
-    def decompose(self, members: Sequence[tuple[LayerSpec, Factor]], damping: float) -> None:
-        """Decompose running factors of one shape together.
+    def problem(
+        self, members: Sequence[tuple[LayerSpec, Factor]], damping: float, *, copy: bool = False
+    ) -> Problem:
+        """Return running factors of one shape as a problem for :meth:`solve`.
 
-        If a factor cannot be decomposed, its last decomposition stays; if it has none, the factor
-        counts as the identity.
+        With ``copy`` the problem does not change when the running factors do.
         """
-        keys = [(spec.name, factor) for spec, factor in members]
+        keys = tuple((spec.name, factor) for spec, factor in members)
+        matrices = tuple(self._store.factor(key) for key in keys)
         spec, factor = members[0]
-        if spec.is_diagonal(factor):
-            self._store.keep_decompositions(
-                {key: self._decompose_diagonal(key, damping) for key in keys}
-            )
-            return
+        return Problem(
+            keys,
+            tuple(matrix.clone() for matrix in matrices) if copy else matrices,
+            tuple(
+                self._damping(key, damping).expand(len(matrix))
+                for key, matrix in zip(keys, matrices, strict=True)
+                if self._method == "inverse"
+            ),
+            is_diagonal=spec.is_diagonal(factor),
+        )
+
+    def solve(self, problem: Problem) -> dict[FactorKey, Decomposition]:
+        """Return decompositions by factor, without those of factors that cannot be decomposed.
+
+        The result depends on the problem alone, so any thread may call this method.
+        """
+        if problem.is_diagonal:
+            return dict(zip(problem.keys, self._solve_diagonal(problem), strict=True))
         try:
-            self._decompose_dense(keys, damping)
+            made = self._solve_dense(problem)
         except linalg.DecompositionError as error:
             # One bad matrix fails its whole batch, so the members are decomposed one by one.
-            if len(members) > 1:
-                for member in members:
-                    self.decompose([member], damping)
-                return
-            self.failed += 1
-            log.warning("%s of %s: %s; the last good one stays", *reversed(keys[0]), error)
-            if keys[0] not in self._store.decompositions:
-                self._store.keep_decompositions({keys[0]: self._identity(keys[0])})
+            if len(problem.keys) > 1:
+                each = [self.solve(single) for single in problem.singles()]
+                return {key: made for part in each for key, made in part.items()}
+            log.warning("%s of %s: %s; the last good one stays", *reversed(problem.keys[0]), error)
+            return {}
+        return dict(zip(problem.keys, made, strict=True))
 
-    def _decompose_dense(self, keys: Sequence[FactorKey], damping: float) -> None:
-        matrices = [self._store.factor(key) for key in keys]
-        sizes = [len(matrix) for matrix in matrices]
-        made: Eigen | Inverse
+    def _solve_dense(self, problem: Problem) -> Sequence[Eigen | Inverse]:
+        sizes = [len(matrix) for matrix in problem.matrices]
+        stacked = stack(problem.matrices)
         if self._method == "inverse":
-            dampings = [
-                self._damping(key, damping).expand(size)
-                for key, size in zip(keys, sizes, strict=True)
+            inverse = linalg.damped_inverse(stacked, torch.cat(problem.dampings))
+            return Inverse(inverse).split(sizes)
+        return Eigen(*linalg.eigendecompose(stacked)).split(sizes)
+
+    def _solve_diagonal(self, problem: Problem) -> Sequence[DiagonalEigen | DiagonalInverse]:
+        if self._method == "inverse":
+            return [
+                DiagonalInverse(1 / (diagonal + damping.unsqueeze(-1)))
+                for diagonal, damping in zip(problem.matrices, problem.dampings, strict=True)
             ]
-            made = Inverse(linalg.damped_inverse(stack(matrices), torch.cat(dampings)))
-        else:
-            made = Eigen(*linalg.eigendecompose(stack(matrices)))
-        self._store.keep_decompositions(dict(zip(keys, made.split(sizes), strict=True)))
+        return [DiagonalEigen(diagonal.clone()) for diagonal in problem.matrices]
 
-    def _decompose_diagonal(
-        self, key: FactorKey, damping: float
-    ) -> DiagonalEigen | DiagonalInverse:
-        diagonal = self._store.factor(key)
-        if self._method == "inverse":
-            return DiagonalInverse(1 / (diagonal + self._damping(key, damping).unsqueeze(-1)))
-        return DiagonalEigen(diagonal.clone())
+    def keep(
+        self,
+        members: Sequence[tuple[LayerSpec, Factor]],
+        made: Mapping[FactorKey, Decomposition],
+    ) -> None:
+        """Store what :meth:`solve` made.
+
+        If a factor could not be decomposed, its last decomposition stays; if it has none, the
+        factor counts as the identity.
+        """
+        self._store.keep_decompositions(made)
+        for key in ((spec.name, factor) for spec, factor in members):
+            if key in made:
+                continue
+            self.failed += 1
+            if key not in self._store.decompositions:
+                self._store.keep_decompositions({key: self._identity(key)})
 
     def _identity(self, key: FactorKey) -> Eigen | Inverse:
         eye = identity_like(self._store.factor(key), is_diagonal=False)
