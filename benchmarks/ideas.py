@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
 from kfac_bench.core.kernels.gram import gram
 from kfac_bench.core.kernels.patches import pad_input, patch_moment
+from kfac_bench.core.kernels.transposed_patches import Geometry, transposed_moment, transposed_rows
 
 
 def interleaved(rounds: int, old: Callable[[], object], new: Callable[[], object]) -> list[float]:
@@ -164,6 +166,40 @@ def convolution(rounds: int) -> None:
         row(f"autocorrelation of [{n}, {c}, {size}, {size}]", times, f"error {error:.0e}")
 
 
+def transposed_convolution(rounds: int) -> None:
+    """Measure A of transposed convolutions by phases against patches of the zero-stuffed input."""
+    cases = ((128, 16, 4, 1, 32), (64, 32, 2, 0, 32), (64, 16, 3, 1, 31))
+    for c, n, kernel, padding, size in cases:
+        shape = Geometry(
+            [kernel] * 2, [2] * 2, [padding] * 2, dilation=[1] * 2, groups=1, size=[size] * 2
+        )
+        x = torch.randn(n, c, 16, 16)
+
+        def with_zeros(x: Tensor = x, shape: Geometry = shape) -> Tensor:
+            spread = x.new_zeros(*x.shape[:2], 31, 31)
+            spread[..., ::2, ::2] = x
+            pad = shape.kernel[0] - 1 - shape.padding[0]
+            return patch_moment(F.pad(spread, [pad] * 4), shape.kernel, (1, 1), (1, 1))
+
+        layer = nn.ConvTranspose2d(c, c // 2, kernel, 2, padding, bias=False)
+        output = layer(x.requires_grad_())
+        g = torch.ones_like(output)
+
+        def backward(
+            output: Tensor = output, x: Tensor = x, layer: nn.Module = layer, g: Tensor = g
+        ) -> object:
+            inputs = [x, *layer.parameters()]
+            return torch.autograd.grad(output, inputs, g, retain_graph=True)
+
+        by_phases = partial(transposed_moment, x.detach(), shape)
+        times = interleaved(rounds, partial(with_zeros, x.detach()), by_phases)
+        rows = transposed_rows(x.detach(), shape).flatten(0, 2)
+        error = relative_error(by_phases()[0], rows.mT @ rows)
+        own = interleaved(rounds, backward, by_phases)
+        note = f"error {error:.0e}; {own[1] / own[0]:.1f} times the layer's backward"
+        row(f"{kernel}x{kernel} of stride 2, [{n}, {c}, 16, 16]", times, note)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -173,7 +209,14 @@ def main() -> None:
     torch.manual_seed(0)
     print("| idea | now, ms | idea, ms | ratio | accuracy |")
     print("| --- | ---: | ---: | ---: | --- |")
-    for measure in (warm_start, low_precision, subsample, batches, convolution):
+    for measure in (
+        warm_start,
+        low_precision,
+        subsample,
+        batches,
+        convolution,
+        transposed_convolution,
+    ):
         measure(rounds)
 
 

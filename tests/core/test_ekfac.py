@@ -34,7 +34,8 @@ def step(model, kfac, x):
 
 
 def covered(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    kinds = nn.Linear | nn.Conv2d | nn.ConvTranspose2d
+    return {n: m for n, m in model.named_modules() if isinstance(m, kinds)}
 
 
 def sample_gradients(model, x):
@@ -98,10 +99,21 @@ def convnet():
     )
 
 
+def decoder():
+    return nn.Sequential(
+        nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1),
+        nn.Tanh(),
+        nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
 CASES = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (N, 4)),
     "positions": (tokens, (N, 3, 4)),
     "convolutions": (convnet, (N, 2, 6, 6)),
+    "transposed convolutions": (decoder, (N, 2, 3, 3)),
     "called twice": (Twice, (N, 4)),
     "called twice, positions": (Twice, (N, 3, 4)),
 }

@@ -364,7 +364,7 @@ def test_a_failed_decomposition_keeps_the_last_good_one(monkeypatch, caplog):
 
 def test_report_says_what_is_covered_and_why_not():
     model = nn.Sequential(
-        nn.ConvTranspose2d(4, 4, 3),
+        nn.Bilinear(4, 4, 4),
         nn.BatchNorm2d(4),
         nn.Flatten(),
         nn.Linear(8, 2),
@@ -374,7 +374,7 @@ def test_report_says_what_is_covered_and_why_not():
     report = kfac_of(model).report()
     reasons = {s.name: s.reason for s in report.skipped}
     assert reasons == {
-        "0": "no Kronecker factors for ConvTranspose2d",
+        "0": "no layer class for Bilinear (add one with layer_types)",
         "1": "skip pattern 'Norm'",
         "4": "weight is frozen",
     }

@@ -13,7 +13,16 @@ from tests.support import oracle
 BOTH = pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
 DAMPING = 0.03
 MADE = weakref.WeakSet()
-PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+PLAIN = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+)
 
 
 def kfac_of(model, **options):

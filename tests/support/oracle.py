@@ -98,6 +98,8 @@ def layer_rows(module, x, g):
     A convolution's a is what the module itself makes of x with one-hot kernels.
     """
     x, g = x if isinstance(module, nn.Embedding) else x.double(), g.double()
+    if isinstance(module, TRANSPOSED):
+        return _transposed_rows(module, x, g)
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         if x.ndim < module.weight.ndim:
             x, g = x[None], g[None]
@@ -116,6 +118,38 @@ def layer_rows(module, x, g):
         samples = len(x) if x.ndim > 1 else 1
         a, g = (t.reshape(1, samples, -1, t.shape[-1]) for t in (x, g))
     if getattr(module, "bias", None) is not None and module.bias.requires_grad:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    return a, g
+
+
+TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+def _transposed_rows(module, x, g):
+    """:func:`layer_rows` of a transposed convolution, from torch's own and one-hot kernels."""
+    dims = module.weight.ndim - 2
+    if x.ndim < dims + 2:
+        x, g = x[None], g[None]
+    channels, kernel = len(module.weight) // module.groups, module.weight.shape[2:]
+    a_dim = channels * math.prod(kernel)
+    one_hot = torch.eye(a_dim, dtype=x.dtype).view(channels, *kernel, a_dim).movedim(-1, 1)
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+    # The largest output padding, then cut: what the output padding was, the output tells.
+    largest = [max(s, d) - 1 for s, d in zip(module.stride, module.dilation, strict=True)]
+    parts = [
+        function(
+            c,
+            one_hot,
+            stride=module.stride,
+            padding=module.padding,
+            output_padding=largest,
+            dilation=module.dilation,
+        )
+        for c in x.chunk(module.groups, 1)
+    ]
+    a = torch.stack(parts)[..., *(slice(0, size) for size in g.shape[2:])].flatten(3).mT
+    g = torch.stack([c.flatten(2).mT for c in g.chunk(module.groups, 1)])
+    if module.bias is not None and module.bias.requires_grad:
         a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
     return a, g
 
@@ -142,6 +176,8 @@ def layer_gradient(module):
     if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":
         grad = grad.mT
     groups = getattr(module, "groups", 1)
+    if isinstance(module, TRANSPOSED):
+        grad = grad.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     grad = grad.flatten(1).unflatten(0, (groups, -1))
     if getattr(module, "bias", None) is not None and module.bias.requires_grad:
         grad = torch.cat([grad, module.bias.grad.double().view(groups, -1, 1)], -1)

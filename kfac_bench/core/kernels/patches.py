@@ -105,21 +105,30 @@ def patch_sum(
     dilation: Sequence[int],
     groups: int = 1,
 ) -> Tensor:
-    """Return the sum of :func:`patch_rows` over positions, [N, groups, a], without making patches.
+    """Return the sum of :func:`patch_rows` over positions, [N, groups, a]. Makes no patches."""
+    meets = []
+    for i, length in enumerate(x.shape[2:]):
+        meet = x.new_zeros(length, kernel[i])
+        count = _positions(length, kernel[i], stride[i], dilation[i])
+        for offset in range(kernel[i]):
+            start = offset * dilation[i]
+            meet[start : start + (count - 1) * stride[i] + 1 : stride[i], offset] = 1
+        meets.append(meet)
+    return sum_by_offset(x, meets, groups)
 
-    Each spatial dimension is multiplied by a 0/1 matrix that says which pixel meets which kernel
-    offset. The last dimension goes first: it needs no copy, and the others are small afterwards.
+
+def sum_by_offset(x: Tensor, meets: Sequence[Tensor], groups: int) -> Tensor:
+    """Return the sum of patches over positions, [N, groups, a].
+
+    Each spatial dimension is multiplied by a 0/1 matrix [pixels, offsets], which says which pixel
+    meets which kernel offset. The last dimension goes first: it needs no copy, and the others are
+    small afterwards.
     """
     n, c = x.shape[:2]
     x = at_least_float32(x)
-    for i in reversed(range(len(kernel))):
-        meets = x.new_zeros(x.shape[2 + i], kernel[i])
-        count = _positions(x.shape[2 + i], kernel[i], stride[i], dilation[i])
-        for offset in range(kernel[i]):
-            start = offset * dilation[i]
-            meets[start : start + (count - 1) * stride[i] + 1 : stride[i], offset] = 1
-        x = (x.movedim(2 + i, -1) @ meets).movedim(-1, 2 + i)
-    return x.reshape(n, groups, c // groups * math.prod(kernel))
+    for i in reversed(range(len(meets))):
+        x = (x.movedim(2 + i, -1) @ meets[i].to(x.dtype)).movedim(-1, 2 + i)
+    return x.reshape(n, groups, c // groups * math.prod(x.shape[2:]))
 
 
 def _positions(size: int, kernel: int, stride: int, dilation: int) -> int:

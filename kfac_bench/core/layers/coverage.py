@@ -13,6 +13,7 @@ from kfac_bench.core.layers.convolution import ConvLayer
 from kfac_bench.core.layers.embedding import EmbeddingLayer
 from kfac_bench.core.layers.linear import Conv1DLayer, LinearLayer
 from kfac_bench.core.layers.norms import NORMS, NormLayer
+from kfac_bench.core.layers.transposed_convolution import TransposedConvLayer
 
 LayerTypes = Mapping[type[nn.Module], type[Layer]]
 
@@ -21,6 +22,9 @@ LAYER_TYPES: LayerTypes = {
     nn.Conv1d: ConvLayer,
     nn.Conv2d: ConvLayer,
     nn.Conv3d: ConvLayer,
+    nn.ConvTranspose1d: TransposedConvLayer,
+    nn.ConvTranspose2d: TransposedConvLayer,
+    nn.ConvTranspose3d: TransposedConvLayer,
     nn.Embedding: EmbeddingLayer,
     **dict.fromkeys(NORMS, NormLayer),
 }
@@ -173,7 +177,7 @@ def _reason_to_skip(
         return reason_to_skip_attention(module)
     layer_type = _type_of(module, types)
     if layer_type is None:
-        return f"no Kronecker factors for {kind}"
+        return f"no layer class for {kind} (add one with layer_types)"
     return layer_type.reason_to_skip(module) or _frozen(module.weight)
 
 
