@@ -8,10 +8,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from kfac_bench.core.distributed.collective import Collective, SingleProcess
+from kfac_bench.core.distributed.collective import Collective, SingleProcess, Work
 from kfac_bench.errors import UsageError
 
 T = TypeVar("T")
+
+
+class _Done:
+    """A message that has arrived, because there are no other ranks."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,14 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum `x` over ranks in place, and return it."""
-        if self.world_size > 1:
-            self.collective.all_reduce(x, self._all, "ranks/sum").wait()
+        self.start_sum(x).wait()
         return x
+
+    def start_sum(self, x: Tensor) -> Work:
+        """Start to sum `x` over ranks in place; `wait` of the result ends when `x` is the sum."""
+        if self.world_size == 1:
+            return _Done()
+        return self.collective.all_reduce(x, self._all, "ranks/sum")
 
     def max(self, value: float) -> float:
         """Return the largest of the ranks' values."""

@@ -38,6 +38,7 @@ from kfac_bench.training.checkpoint import Checkpoint, ValidationMetric
 from kfac_bench.training.course import Course
 from kfac_bench.training.feed import Feed
 from kfac_bench.training.meter import Meter
+from kfac_bench.training.outcome import Outcomes
 from kfac_bench.training.saving import Saving
 from kfac_bench.training.skipped import SkippedExamples
 from kfac_bench.training.state import State, weights_sha256
@@ -68,7 +69,9 @@ class Trainer:
     say: Callable[[str], None] = lambda text: None
     """Prints a line for the user, on rank 0 only."""
     step: int = 0
-    """Number of updates so far."""
+    """Number of updates so far. If a loss was not finite: of updates before this loss."""
+    loss: float = math.nan
+    """Mean loss over all ranks, of the newest step whose outcome has been read."""
     clock: Clock = field(init=False)
     stop: Stop = field(default_factory=Stop)
 
@@ -99,8 +102,10 @@ class Trainer:
             self.directory / "checkpoints", self.ranks, config, self.course.steps_per_epoch
         )
         self._watchdog = Watchdog(config.watchdog_s, self.directory, self.ranks.rank)
+        self._outcomes = Outcomes(self.ranks)
         self._cannot_write = False  # some rank cannot write a checkpoint or the record
         self._stopping = False  # some rank was told to stop, and all ranks know
+        self._is_spoilt = False  # the weights have had an update of a loss that is not finite
         self._owes_evaluation = False  # the evaluation of this step was cut short
         # Each rank draws its own labels for kfac.fisher. Epochs of the data never use -1.
         torch.manual_seed(mixed_seed(self.seed, -1, self.ranks.rank))
@@ -114,9 +119,8 @@ class Trainer:
                 self._saving.close()
                 raise
         self.clock.stop()
-        self.log.emit(
-            RunEnded(self.step, self.clock.train_s(), status, message, weights_sha256(self._bare))
-        )
+        digest = "" if self._is_spoilt else weights_sha256(self._bare)
+        self.log.emit(RunEnded(self.step, self.clock.train_s(), status, message, digest))
         if status != "failed" and (problem := self._problem()):
             self.say(problem)
             return "failed"  # the record lacks its last event
@@ -151,13 +155,16 @@ class Trainer:
         if self._owes_evaluation and (status := self._evaluate_and_save(evaluate=True)):
             return status
         for batch in self._batches():
-            loss, self._stopping = self._train_step(batch)
+            self._train_step(batch)
             self._report_checkpoint()
+            done = self.step >= self.course.max_steps
+            is_logged = self.step % self.config.log_freq == 0 or done
+            if is_logged:  # the event needs the loss of its own step
+                self._read_outcome()
             if self._cannot_write:
                 self._give_up()
-            done = self.step >= self.course.max_steps
-            if self.step % self.config.log_freq == 0 or done:
-                self._emit_trained(loss)
+            if is_logged:
+                self._emit_trained()
             if status := self._evaluate_and_save(evaluate=self.step % self._eval_freq == 0 or done):
                 return status
         return "finished"  # a resumed run that had no step left
@@ -205,36 +212,60 @@ class Trainer:
             raise RunFailedError(problem)
         return examples
 
-    def _train_step(self, batch: Batch) -> tuple[float, bool]:
-        """Make one :class:`Update`.
-
-        Returns:
-            The mean loss over all ranks, and whether a rank was told to stop.
+    def _train_step(self, batch: Batch) -> None:
+        """Make one :class:`Update`, and read the outcome of the step before.
 
         Raises:
-            RunFailedError: The loss is not finite.
+            RunFailedError: The loss of the step before is not finite.
         """
         self.model.train()
         self._set_learning_rate()
         if self.kfac is not None:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
         loss = self._update.backward(batch, self._count_examples(batch))
-        # One message carries the loss, the wish to stop, and failures to write.
-        trouble = self._saving.has_failed or self.log.problem is not None
-        flags = loss.new_tensor([float(bool(self.stop.signal)), float(trouble)])
-        total, stops, troubles = self.ranks.sum(torch.cat([loss.reshape(1), flags])).tolist()
-        mean = total / self.ranks.world_size
-        if not math.isfinite(mean):
-            raise RunFailedError(f"the loss is {mean} at step {self.step + 1}; no update was made")
-        self._cannot_write = troubles > 0
-        is_long = self.kfac is not None and self.kfac.will_decompose_all
+        # Not before: the device works at this step while the host waits for the step before.
+        self._read_outcome()
         self._watchdog.beat()
+        self._outcomes.send(
+            self.step + 1,
+            loss,
+            should_stop=bool(self.stop.signal),
+            cannot_write=self._saving.has_failed or self.log.problem is not None,
+        )
+        is_long = self.kfac is not None and self.kfac.will_decompose_all
         self._update.step(batch, loss)
         self.step += 1
         self._meter.add_step()
-        # Decompositions can take long. If a signal arrived meanwhile, another step would use up
-        # the time that is left for saving. So the ranks ask each other once more.
-        return mean, stops > 0 or (is_long and self.ranks.any(bool(self.stop.signal)))
+        # Decompositions can take long. If a signal arrived meanwhile, other steps would use up the
+        # time that is left for saving. So the ranks ask each other once more. A process alone
+        # knows its signal without a message.
+        if is_long or self.ranks.world_size == 1:
+            self._stopping = self._stopping or self.ranks.any(bool(self.stop.signal))
+
+    def _read_outcome(self) -> None:
+        """Read the outcome of the last step, unless it has been read. All ranks call this.
+
+        Raises:
+            RunFailedError: The loss of the step is not finite.
+        """
+        if (outcome := self._outcomes.read()) is None:
+            return
+        if not math.isfinite(outcome.loss):
+            # The update of this loss has been made, so nothing may keep or hash the weights.
+            self._is_spoilt, self.step = True, outcome.step - 1
+            saved = self._saving.step
+            restart = (
+                f"continues from the checkpoint of step {saved}"
+                if saved >= 0
+                else "begins at step 0"
+            )
+            raise RunFailedError(
+                f"the loss is {outcome.loss} at step {outcome.step}; the weights are lost, and a "
+                f"restart {restart}"
+            )
+        self.loss = outcome.loss
+        self._stopping = self._stopping or outcome.should_stop
+        self._cannot_write = self._cannot_write or outcome.cannot_write
 
     def _give_up(self) -> None:
         """Save what can be saved, and end the run: a rank cannot write."""
@@ -258,12 +289,13 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def _emit_trained(self, loss: float) -> None:
+    def _emit_trained(self) -> None:
         with self._outside_training():
             metrics = self._meter.read(self.course.examples_seen(self.step))
             epoch = self.course.epoch(self.step)
             lr = float(self.optimizer.param_groups[0]["lr"])
-            self.log.emit(Trained(self.step, self.clock.train_s(), epoch, loss, lr, **metrics))
+            loss, train_s = self.loss, self.clock.train_s()
+            self.log.emit(Trained(self.step, train_s, epoch, loss, lr, **metrics))
 
     def _evaluate(self) -> bool:
         """Compute the metrics of the whole validation set; return whether the target is reached.
@@ -271,6 +303,7 @@ class Trainer:
         The time does not count as training time. If a rank is told to stop, the evaluation ends
         without metrics, and the resumed run evaluates first.
         """
+        self._read_outcome()
         self._owes_evaluation = True
         if self._stopping:
             return False
@@ -347,10 +380,11 @@ class Trainer:
         The checkpoint is written while the next steps run. :meth:`_finish_saving` waits for it.
 
         Raises:
-            RunFailedError: A weight is not finite.
+            RunFailedError: The loss of the last step is not finite, or a weight is not finite.
         """
         if self._saving.step == self.step:
             return
+        self._read_outcome()
         with self._outside_training():
             if not self._state.is_finite():
                 raise RunFailedError(f"a weight is not finite after step {self.step}")

@@ -203,7 +203,11 @@ def updated(folder, task, options, backend=None):
     try:
         before = {n: p.detach().clone() for n, p in trainer._bare.named_parameters()}
         batches = zip(range(STEPS), trainer._batches(), strict=False)
-        losses = [trainer._train_step(b)[0] for _, b in batches]
+        losses = []
+        for _, b in batches:
+            trainer._train_step(b)
+            trainer._read_outcome()
+            losses.append(trainer.loss)
         return losses, before, {n: p.detach().clone() for n, p in trainer._bare.named_parameters()}
     finally:
         if trainer.kfac is not None:

@@ -44,6 +44,7 @@ from kfac_bench.training.run_directory import (
 from kfac_bench.training.state import weights_sha256
 from kfac_bench.training.trainer import Trainer
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import (
     ALONE,
     EPOCH,
@@ -495,7 +496,8 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_nothing_is_lost(tmp_pa
     assert f"{path}/events.jsonl: cannot be written (File too large)" in plain(capsys)
     raw = (path / "events.jsonl").read_text()
     assert all(json.loads(line) for line in raw.splitlines()), "a torn line"
-    last = {"Trained": 7, "Evaluated": 9, "RunEnded": 15}[at]
+    # The ranks learn of it one step after the step in which the rank sent it.
+    last = {"Trained": 8, "Evaluated": 9, "RunEnded": 15}[at]
     assert checkpoint.find(path)[0].step == last
     assert train(tmp_path, *options)[0] == "finished"
     assert steps_of(path, Resumed) == [last]
@@ -672,20 +674,50 @@ def test_the_cpu_clock_refuses_gpus(tmp_path):
 # ---- numbers that are none ----
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("method", ["kfac eigen", "adam"])
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path, method, value):
-    options = (*METHODS[method], "trainer.max_steps=10", "trainer.log_freq=1")
-    _, before = train(tmp_path, *METHODS[method], "trainer.max_steps=5", "run_id=before")
+READ_AT = {
+    "the next step": (),
+    "an event": ("trainer.log_freq=6",),
+    "an evaluation": ("trainer.eval_freq=6",),
+    "a checkpoint": ("trainer.checkpoint_freq=3", "trainer.keep_last=5"),
+    "the end": ("trainer.max_steps=6",),
+}
+"""When a run reads the loss of step 6, and options that make it so."""
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "read_at"),
+    [
+        *(("kfac eigen", math.nan, read_at) for read_at in READ_AT),
+        ("adam", math.inf, "the next step"),
+        *(slow("adam", math.nan, read_at) for read_at in READ_AT),
+    ],
+)
+def test_nothing_that_follows_a_loss_that_is_not_finite_is_kept(tmp_path, method, value, read_at):
+    rare = ("trainer.max_steps=10", "trainer.log_freq=100", "trainer.eval_freq=100")
+    options = (*METHODS[method], *rare, *READ_AT[read_at])
     with loss_is(value, 6):
         status, path = train(tmp_path, *options, "run_id=r")
+    saved = 3 if read_at == "a checkpoint" else 5
     assert status == end(path).status == "failed"
-    assert f"the loss is {value} at step 6; no update was made" in end(path).message
-    assert end(path).step == 5
-    assert end(path).weights_sha256 == end(before).weights_sha256
+    assert end(path).message == (
+        f"the loss is {value} at step 6; the weights are lost, and a restart continues from the "
+        f"checkpoint of step {saved}"
+    )
+    assert end(path).weights_sha256 == "", "the hash of weights that the run must not claim"
+    assert max(event.step for event in read(path)) == end(path).step == 5
     good, bad = checkpoint.find(path)
-    assert (good.step, bad) == (5, [])
-    assert train(tmp_path, *options, "run_id=r")[0] == "finished", "it cannot be taken up again"
+    assert (good.step, bad) == (saved, [])
+    assert all(torch.isfinite(x).all() for x in good.shards[0]["model"].values())
+    assert train(tmp_path, *options, "run_id=r")[0] == "finished"
+    _, straight = train(tmp_path, *options, "run_id=straight")
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+
+
+def test_a_loss_that_is_not_finite_before_the_first_checkpoint(tmp_path):
+    with loss_is(math.nan, 3):
+        _, path = train(tmp_path, "trainer.max_steps=10", "run_id=r")
+    assert end(path).message.endswith("a restart begins at step 0")
+    assert checkpoint.find(path) == (None, [])
 
 
 def test_a_failed_run_has_exit_code_1(tmp_path, capsys):

@@ -281,7 +281,7 @@ def test_an_update_that_overflows_is_skipped(tmp_path, monkeypatch):
         assert trainer._update.scaler.get_scale() == 2.0 ** (30 - 10 * i)
         assert all(torch.equal(v, before[k]) for k, v in trainer._bare.state_dict().items())
         assert trainer.kfac.damping == 0.1, "a damping learned from an update that was none"
-    trainer._emit_trained(1.0)
+    trainer._emit_trained()
     assert events[-1].dropped_statistics >= 4
     assert events[-1].failed_decompositions == 0
     batches = trainer._batches()

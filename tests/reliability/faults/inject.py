@@ -55,10 +55,10 @@ def _each_step(action: Callable[[Trainer, int], None]) -> None:
     """Call `action` with the number of the update before each update."""
     original = Trainer._train_step
 
-    def step(self: Trainer, batch: Any) -> tuple[float, bool]:
+    def step(self: Trainer, batch: Any) -> None:
         _now["step"] = self.step + 1
         action(self, self.step + 1)
-        return original(self, batch)
+        original(self, batch)
 
     Trainer._train_step = step  # type: ignore[method-assign]
 
