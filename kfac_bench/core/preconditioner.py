@@ -7,6 +7,7 @@ say what is due. docs/architecture.md follows one gradient through these files.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 from weakref import ref
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import construction, state, validation
+from kfac_bench.core import construction, ownership, state, validation
 from kfac_bench.core.attachment import Attachment, LossScale, Scaler
 from kfac_bench.core.capture import fisher as fishers
 from kfac_bench.core.capture.hooks import Capture
@@ -165,7 +166,7 @@ class KFAC:
     Raises:
         ValueError: An option is out of range, options do not fit together, the model has no layer
             to precondition, or the optimizer does not hold the weights of a covered layer.
-        RuntimeError: Ranks made different plans.
+        RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
 
     def __init__(
@@ -203,6 +204,8 @@ class KFAC:
             weight_sharing=weight_sharing,
             state_dtype=state_dtype,
         )
+        validation.check_model(model)
+        validation.check_optimizer(optimizer)
         self.fisher = fisher
         self.collective = collective or default_collective()
         self._schedules = Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
@@ -212,7 +215,10 @@ class KFAC:
             self._model, skip, layer_types=layer_types, max_dim=max_dim
         )
         world_size = self.collective.world_size
-        validation.check_layers(self._layers, self._model, world_size, strategy, overlap=overlap)
+        validation.check_layers(
+            self._layers, self._skipped, self._model, world_size, strategy, overlap=overlap
+        )
+        ownership.check_free(self._layers)
         self._optimizer = optimizer
         self._write_back = WriteBack(self._layers, optimizer, model_parallel)
 
@@ -267,6 +273,7 @@ class KFAC:
             # DistributedDataParallel's own flag is False inside its no_sync().
             is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
         )
+        ownership.take(self, self._layers, [self._capture])
 
         self.steps = 0
         self.track_cosine = False
@@ -297,7 +304,12 @@ class KFAC:
             raise RuntimeError("attach() after detach(): build another KFAC")
         if self._attachment is not None:
             raise RuntimeError("attach() was called before: K-FAC already runs in optimizer.step()")
-        self._attachment = Attachment(self._optimizer, self._step, scaler)
+        try:
+            self._attachment = Attachment(self._optimizer, self._step, scaler)
+        except TypeError:
+            # In KFAC(...).attach() nobody else has this object, so nobody else could detach it.
+            self.detach()
+            raise
         return self
 
     def step(self, loss_scale: LossScale = 1.0) -> None:
@@ -328,7 +340,9 @@ class KFAC:
                 "step() after detach(): the hooks are off the model; build another KFAC"
             )
         settings = self._schedules.at(self.steps)
-        self._executor.synchronize = self._synchronize if self.time_stages else None
+        # Not a method: the executor outlives this object, so it must not refer to this object.
+        wait = partial(_synchronize, self._device)
+        self._executor.synchronize = wait if self.time_stages else None
         self._begin_trial()
         self._executor.run(self._request(settings, loss_scale))
         stage_s = self._executor.stage_s
@@ -345,10 +359,6 @@ class KFAC:
     @property
     def _device(self) -> torch.device:
         return self._layers[0].weight.device
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _request(
         self,
@@ -537,6 +547,16 @@ class KFAC:
         if self._capture is not None:
             self._capture.remove()
             self._capture = None
+        ownership.release(self, self._layers)
+
+    @staticmethod
+    def detach_all(model: nn.Module) -> None:
+        """Detach each KFAC that is on a layer of ``model``.
+
+        In a notebook this removes a KFAC that no variable holds any more.
+        """
+        for owner in [*ownership.owners(model.modules())]:
+            owner.detach()
 
     def state_dict(self, *, shard: bool = False) -> dict[str, Any]:
         """Return the state by layer, without communication.
@@ -578,3 +598,8 @@ class KFAC:
             self._capture.pop()
             self._executor.abandon_factors()
             self._capture.enabled = self._schedules.factors_due(steps)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,9 +1,11 @@
 """What :class:`KFAC` refuses, each time with a ``ValueError`` that says why and what to do."""
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from kfac_bench.core.capture.fisher import FISHERS
 from kfac_bench.core.damping import LevenbergMarquardt
@@ -11,6 +13,7 @@ from kfac_bench.core.distributed.dtensor import any_tensor_parallel
 from kfac_bench.core.execution.sharded_gradients import any_sharded
 from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.coverage import SkippedModule
 from kfac_bench.core.planning.plan import Plan
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -29,14 +32,52 @@ def check_choices(**options: object) -> None:
             raise ValueError(f"{name}={value!r}: choose one of {choices}")
 
 
+MOST_ROWS = 10
+"""Most kinds of skipped modules that a message lists."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that K-FAC can see the layers inside the wrappers of ``model``."""
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise ValueError(
+                f"DataParallel on {len(module.device_ids)} devices: K-FAC cannot see the copies of "
+                "the model; use DistributedDataParallel"
+            )
+        if _is_fsdp1(module):
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) hides the layers of the model: use FSDP2, that "
+                "is torch.distributed.fsdp.fully_shard(model)"
+            )
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    # A model with FSDP1 has imported this package already; no other model needs it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check that the optimizer uses each gradient once."""
+    if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS computes several gradients in a step and has its own curvature: use K-FAC with "
+            "an optimizer such as SGD or Adam"
+        )
+
+
 def check_layers(
-    layers: Sequence[Layer], model: nn.Module, world_size: int, strategy: str, *, overlap: bool
+    layers: Sequence[Layer],
+    skipped: Sequence[SkippedModule],
+    model: nn.Module,
+    world_size: int,
+    strategy: str,
+    *,
+    overlap: bool,
 ) -> None:
     """Check that the layers can be preconditioned on ``world_size`` ranks."""
     if not layers:
-        raise ValueError(
-            "the model has no layer to precondition: check skip, and requires_grad of the weights"
-        )
+        raise ValueError(f"the model has no layer to precondition: {_why(skipped)}")
     double = [layer.name for layer in layers if layer.weight.dtype == torch.float64]
     if world_size > 1 and double:
         # Messages are float32 at most, so ranks would mix float32 with their own float64.
@@ -56,6 +97,19 @@ def check_layers(
             "strategy=local_factors: ranks that share a tensor-parallel layer must all see it; "
             "choose owner_reduce"
         )
+
+
+def _why(skipped: Sequence[SkippedModule]) -> str:
+    """Return what was skipped, and why: one line for all modules of one kind."""
+    if not skipped:
+        return "no module of it has parameters"
+    names: dict[str, list[str]] = {}
+    for s in skipped:
+        names.setdefault(f"{s.kind}: {s.reason}", []).append(s.name or "the model itself")
+    rows = [f"  {len(each)} {kind} ({each[0]})" for kind, each in names.items()]
+    if len(rows) > MOST_ROWS:
+        rows[MOST_ROWS:] = [f"  and {len(rows) - MOST_ROWS} other kinds"]
+    return "\n".join([f"K-FAC skips {len(skipped)} modules", *rows])
 
 
 def check_damping(

@@ -64,6 +64,7 @@ def test_identity_computes_and_keeps_no_statistics():
     assert memory_bytes(kfac.plan, 0) == {"factors": 0, "decompositions": 0}
     state = kfac.state_dict()
     assert state["layers"] == {"0": {}, "2": {}, "5": {}, "7": {}}
+    kfac.detach()
     other = KFAC(model, sgd(model), method="identity")
     other.load_state_dict(state)
     assert other.steps == 2

@@ -190,10 +190,12 @@ def _frozen(weight: object) -> str | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside its wrappers, so that names of modules are clean.
 
-    Wrappers are DistributedDataParallel (also Apex's), DeepSpeed's engine and torch.compile.
+    Wrappers are DistributedDataParallel (also Apex's), DataParallel, DeepSpeed's engine and
+    torch.compile.
     """
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel) or _is_foreign_wrapper(model):
+        if isinstance(model, parallel) or _is_foreign_wrapper(model):
             model = model.get_submodule("module")
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner

@@ -339,12 +339,12 @@ def test_fisher_backward_does_nothing_if_no_factors_are_due():
     kfac.step()
     with torch.no_grad():
         kfac.fisher_backward(model(x))  # would fail: there is no graph
-    empirical = kfac_of(model)
-    with torch.no_grad():
-        empirical.fisher_backward(model(x))
     kfac.detach()
     with torch.no_grad():
         kfac.fisher_backward(model(x))
+    empirical = kfac_of(model)
+    with torch.no_grad():
+        empirical.fisher_backward(model(x))
 
 
 def test_unknown_likelihoods_are_refused():
@@ -387,6 +387,7 @@ def test_two_forwards_then_two_fisher_backwards():
         kfac.fisher_backward(output)
     sum(out.sum() for out in outputs).backward()
     kfac.step()
+    kfac.detach()
     got, want = factors_of(kfac), fisher_factors(model, x, "type2")
     for name in want:
         for key in "AG":
@@ -427,6 +428,7 @@ def test_layers_of_other_branches_are_not_reached():
     kfac.fisher_backward(right, "gaussian", curvature=2.0)
     (left.sum() + right.sum()).backward()
     kfac.step()
+    kfac.detach()
     factors = factors_of(kfac)
     assert_close(factors["left"]["G"], fisher_factors(model.left, x, "type2")[""]["G"])
     assert_close(factors["right"]["G"][0], 2.0 * torch.eye(2))

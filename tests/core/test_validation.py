@@ -1,0 +1,83 @@
+"""What KFAC refuses before it builds anything."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from kfac_bench import KFAC
+from tests.support.distributed import run_ranks
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_lbfgs_is_refused():
+    model = network()
+    with pytest.raises(ValueError, match="LBFGS computes several gradients in a step"):
+        KFAC(model, torch.optim.LBFGS(model.parameters()))
+
+
+def refuse_fsdp1():
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    for wrapped in (model, nn.Sequential(nn.Linear(2, 2), model)):
+        with pytest.raises(ValueError, match=r"FSDP1.*use FSDP2.*fully_shard\(model\)"):
+            KFAC(wrapped, sgd(wrapped))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fsdp1_is_refused():
+    run_ranks(2, refuse_fsdp1)
+
+
+def test_data_parallel_is_unwrapped():
+    gradients = []
+    for wrap in (nn.Module.train, nn.DataParallel):  # train() returns the model itself
+        model = wrap(network())
+        kfac = KFAC(model, sgd(model), kl_clip=None)
+        assert [layer.name for layer in kfac.report().layers] == ["0", "2"]
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        F.cross_entropy(model(x), torch.arange(8) % 3).backward()
+        kfac.step()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_data_parallel_on_several_devices_is_refused():
+    model = nn.DataParallel(network())
+    model.device_ids = [0, 1]
+    with pytest.raises(ValueError, match="use DistributedDataParallel"):
+        KFAC(model, sgd(model))
+
+
+def test_a_model_without_layers_lists_what_was_skipped():
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    model = nn.Sequential(nn.LayerNorm(3), nn.LayerNorm(3), nn.Bilinear(2, 2, 2), frozen)
+    with pytest.raises(ValueError, match="no layer to precondition") as raised:
+        KFAC(model, sgd(model))
+    assert str(raised.value).splitlines() == [
+        "the model has no layer to precondition: K-FAC skips 4 modules",
+        "  2 LayerNorm: skip pattern 'Norm' (0)",
+        "  1 Bilinear: no Kronecker factors for Bilinear (2)",
+        "  1 Linear: weight is frozen (3)",
+    ]
+
+
+def test_the_list_of_skipped_modules_is_short():
+    kinds = [type(f"Norm{i}", (nn.LayerNorm,), {}) for i in range(14)]
+    model = nn.Sequential(*[kind(3) for kind in kinds])
+    with pytest.raises(ValueError, match="no layer to precondition") as raised:
+        KFAC(model, sgd(model))
+    rows = str(raised.value).splitlines()
+    assert len(rows) == 12
+    assert rows[-1] == "  and 4 other kinds"
+    bare = nn.Sequential(nn.ReLU())
+    with pytest.raises(ValueError, match="no module of it has parameters"):
+        KFAC(bare, sgd(network()))
