@@ -8,14 +8,17 @@ from dataclasses import field
 from enum import Enum
 from typing import Any
 
+from omegaconf import MISSING
+
 from kfac_bench.errors import UsageError
 
 
 class Role(Enum):
     """What an option changes. Four decisions depend on it.
 
-    * **Run id**: a hash of the RESULT and PLACE options that are not at their defaults. So another
-      data folder is another run directory, and a new option of a later version changes no id.
+    * **Run id**: a hash of the RESULT and PLACE options that are not at their original values (see
+      :func:`option`). So another data folder is another run directory. A later version with a new
+      option, or with another default, changes no id of an equal configuration.
     * **Same run**: a run directory is continued only with the RESULT options that its run has,
       except those that are ``resumable``. PLACE and RECORD options may change.
     * **Rows of tables**: runs are one row if all RESULT options except the seed are equal.
@@ -55,6 +58,7 @@ def option(
     help: str,
     role: Role,
     *,
+    original: Any = MISSING,
     resumable: bool = False,
     per_node: bool = False,
     at_least: float | None = None,
@@ -69,6 +73,9 @@ def option(
         default: Value where neither YAML nor the command line sets one.
         help: Meaning, as ``kfac-train --help`` prints it.
         role: What the value changes; see :class:`Role`.
+        original: Value of runs that older versions made without naming the option: the default of
+            that time, or what they did before the option existed. By default ``default``. Never
+            change it: run ids leave out options at this value.
         resumable: A run may be continued with another value of this RESULT option.
         per_node: The ranks of one run may have different values of this option.
         at_least: Smallest value that is allowed.
@@ -81,7 +88,7 @@ def option(
     metadata = {
         "help": help,
         "role": role,
-        "default": default,
+        "original": default if original is MISSING else original,
         "resumable": resumable,
         "per_node": per_node,
         "bounds": {k: v for k, v in bounds.items() if v is not None},

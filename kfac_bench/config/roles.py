@@ -19,11 +19,11 @@ from kfac_bench.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class DeclaredOption:
-    """What an option declares; ``default`` is MISSING if it has none."""
+    """What an option declares; ``original`` is MISSING if it has no default."""
 
     role: Role = RESULT
     resumable: bool = False
-    default: Any = MISSING
+    original: Any = MISSING
 
 
 def declared(name: str, given: Mapping[str, Any]) -> DeclaredOption:
@@ -37,12 +37,12 @@ def declared(name: str, given: Mapping[str, Any]) -> DeclaredOption:
     return _options_of(group, str(given.get(f"{group}.name"))).get(name, DeclaredOption())
 
 
-def result_defaults(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the default of each RESULT option of the groups that ``given`` names."""
+def original_results(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and original value of each RESULT option of the groups that ``given`` names."""
     for group in {name.partition(".")[0] for name in given}:
         for name, option in _options_of(group, str(given.get(f"{group}.name"))).items():
-            if option.role is RESULT and option.default != MISSING:
-                yield name, option.default
+            if option.role is RESULT and option.original != MISSING:
+                yield name, option.original
 
 
 @cache
@@ -56,7 +56,7 @@ def _options_of(group: str, choice: str) -> Mapping[str, DeclaredOption]:
     else:  # an option that belongs to no group, such as the seed
         every = options(TrainConfig())
     return {
-        name: DeclaredOption(meta["role"], meta["resumable"], meta["default"])
+        name: DeclaredOption(meta["role"], meta["resumable"], meta["original"])
         for name, _, meta in every
         if "role" in meta
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.config.options import RESULT
-from kfac_bench.config.roles import declared, result_defaults
+from kfac_bench.config.roles import declared, original_results
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Event, RunStarted, read
 
@@ -172,13 +172,13 @@ def _has_kfac(run: Run) -> bool:
 def _identity(run: Run) -> dict[str, str]:
     """Return what makes the setting of a run: its RESULT options and its number of ranks.
 
-    Options that the version of the run did not have are at their defaults. The seed makes no
-    setting, nor do K-FAC's options where K-FAC is off.
+    Options that the version of the run did not have are at their original values. The seed makes
+    no setting, nor do K-FAC's options where K-FAC is off.
     """
     given = flatten(run.started.config)
     options = {name: text for name, text in given.items() if declared(name, given).role is RESULT}
-    # Without the defaults, each new option of a later version would split a setting in two.
-    options = {name: _text(default) for name, default in result_defaults(given)} | options
+    # Without the original values, each new option of a later version would split a setting in two.
+    options = {name: _text(value) for name, value in original_results(given)} | options
     options.pop("seed", None)
     options["world_size"] = plain(option(run.started.environment, "world_size"))
     if _has_kfac(run):

@@ -34,8 +34,9 @@ start may still live: they notice a lost agent or node only when their next mess
 def run_id(config: TrainConfig, job: str | None = None) -> str:
     """Return the configured name, or a name with a hash of the configuration.
 
-    The hash covers the RESULT and PLACE options (see :class:`Role`) that are not at their
-    defaults. So a later version with more options gives the same configuration the same name.
+    The hash covers the RESULT and PLACE options (see :class:`Role`) that are not at their original
+    values. So a later version with more options, or with other defaults, gives the same
+    configuration the same name.
 
     Args:
         config: The configuration of the run.
@@ -50,7 +51,7 @@ def run_id(config: TrainConfig, job: str | None = None) -> str:
     content = {
         name: value
         for name, value, meta in options(config)
-        if meta["role"] is not RECORD and value != meta["default"]
+        if meta["role"] is not RECORD and value != meta["original"]
     }
     return _hashed_name(config, content, job)
 
@@ -169,8 +170,8 @@ class RunDirectory:
     def _check_same_run(self, config: TrainConfig) -> None:
         """Raise :class:`UsageError` if the directory holds a run with other RESULT options.
 
-        An option that one of the two configurations lacks is at its default there: the version
-        that wrote it did not have the option, or its choice of a group does not have the option.
+        An option that one of the two configurations lacks is at its original value there: the
+        version that wrote it did not have the option, or its choice of a group does not have it.
         """
         path = self.path / "config.yaml"
         if not path.exists() or not self.events.exists():
@@ -185,7 +186,7 @@ class RunDirectory:
             option = declared(name, old if name in old else new)
             if option.role is not RESULT or option.resumable:
                 continue
-            before, now = old.get(name, option.default), new.get(name, option.default)
+            before, now = old.get(name, option.original), new.get(name, option.original)
             if before == now:
                 continue
             held = f"{self.path} holds a run with {name}={before}"

@@ -89,7 +89,7 @@ def test_defaults_need_no_data_on_disk():
 
 def test_each_folder_of_conf_is_a_known_group():
     folders = {p.name for p in compose.CONF_DIR.iterdir() if p.is_dir()}
-    assert folders == {*GROUPS, "experiment", "benchmark", "hardware", "simulation"}
+    assert folders == {*GROUPS, "experiment", "benchmark", "hardware", "pinned", "simulation"}
     assert set(GROUPS) == set(compose.GROUPS)
 
 
@@ -104,7 +104,9 @@ def test_a_run_gets_every_option_of_its_experiment_file(name):
         assert get(found, key) == value, key
     for group, choice in groups_of(defaults).items():
         assert chosen(found, group) == choice
-    for parent in (d for d in defaults if isinstance(d, str) and d != "_self_"):
+    for parent in (
+        d for d in defaults if isinstance(d, str) and d not in ("_self_", "/pinned/kfac")
+    ):
         inherited = experiment(parent.removeprefix("/experiment/"))
         for option, value, _ in options(inherited.trainer, "trainer."):
             if option not in said:

@@ -115,13 +115,13 @@ def test_every_option_has_a_role(schema):
         assert not f.metadata["resumable"] or f.metadata["role"] is Role.RESULT, f.name
 
 
-def test_the_default_is_that_of_the_choice():
+def test_the_original_value_is_that_of_the_choice():
     for optimizer, beta2 in (("adam", 0.999), ("muon", 0.95), ("adam of later", MISSING)):
         given = {"optimizer.name": optimizer}
-        assert roles.declared("optimizer.beta2", given).default == beta2
-        assert dict(roles.result_defaults(given)).get("optimizer.beta2", MISSING) == beta2
+        assert roles.declared("optimizer.beta2", given).original == beta2
+        assert dict(roles.original_results(given)).get("optimizer.beta2", MISSING) == beta2
         assert roles.declared("data.root", given).role is Role.PLACE
-    defaults = dict(roles.result_defaults({"kfac.damping": 1, "trainer.target": 2}))
+    defaults = dict(roles.original_results({"kfac.damping": 1, "trainer.target": 2}))
     assert defaults["kfac.skip"] == ["Norm", "Embedding"]
     assert "trainer.predictions" not in defaults
 

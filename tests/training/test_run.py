@@ -285,6 +285,19 @@ def test_an_option_of_a_later_version_changes_no_run_id_while_at_its_default(tmp
     assert run_id(later) != run_id(config)
 
 
+def test_a_changed_default_changes_no_run_id_of_equal_values(tmp_path):
+    @dataclass
+    class LaterTrainerConfig(TrainerConfig):
+        log_freq: int = option(7, "an option with a new default", RESULT, original=10)
+
+    config = config_of(tmp_path)
+    values = asdict(config.trainer) | {"log_freq": 10}
+    later = replace(config, trainer=LaterTrainerConfig(**values))
+    assert run_id(later) == run_id(config)
+    later.trainer.log_freq = 7  # at the new default, and not what it was
+    assert run_id(later) != run_id(config)
+
+
 @pytest.mark.parametrize(
     ("options", "old_name"),
     [
