@@ -69,6 +69,12 @@ class KFACConfig(Section):
         "one rank",
         RESULT,
     )
+    background: bool = option(
+        False,
+        "compute statistics and decompositions on a core beside training; decompositions come into "
+        "use some steps later",
+        RESULT,
+    )
     damping: float = option(
         1e-3, "Tikhonov damping gamma; the first value if it adapts", RESULT, above=0
     )

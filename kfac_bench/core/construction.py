@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from kfac_bench.core.capture.hooks import Capture
+from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
+from kfac_bench.core.execution.background_moments import BackgroundMoments
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.execution.sharded_gradients import any_sharded
 from kfac_bench.core.layers.base import Layer
@@ -38,6 +40,7 @@ def plan_for(
     balance: str,
     method: str,
     spread: bool | None,
+    background: bool,
     state_dtype: torch.dtype,
 ) -> Plan:
     """Return who computes and who sends what, for all ranks; see :class:`KFAC` for the options.
@@ -47,7 +50,8 @@ def plan_for(
     """
     if spread is None:
         # One process wants short steps. Several ranks want a long step whose work they can share.
-        spread = world_size == 1
+        # Beside training, work takes no time of a step, and each slice should end before the next.
+        spread = world_size == 1 or background
     plan = make_plan(
         [layer.spec for layer in layers],
         world_size,
@@ -111,12 +115,14 @@ def connect_layers(
     }
     # local_factors sends no statistics, so there is nothing to overlap.
     sends = any(isinstance(op, ReduceFactors) for op in plan.factors)
+    moments = Moments(reduce=weight_sharing == "reduce", eigenbasis=executor.store.eigenbasis)
+    if executor.background is not None:
+        moments = BackgroundMoments(executor.background, moments)
     return Capture(
         model,
         [layer for name, layer in executor.layers.items() if name in computed],
-        reduce=weight_sharing == "reduce",
+        moments=moments,
         sampled=fisher != "empirical",
-        eigenbasis=executor.store.eigenbasis,
         on_complete=executor.begin_factors if overlap and sends else None,
         is_last=is_last,
     )

@@ -64,6 +64,18 @@ class Schedules:
         phases = slice_phases(count, update_freq, self._freq("factor_update_freq", step))
         return [i for i, phase in enumerate(phases) if step % update_freq == phase]
 
+    def slices_to_begin(self, step: int, count: int) -> dict[int, int]:
+        """Return which of ``count`` slices begin beside training, and at which step each is used.
+
+        At first one slice begins in each step, until all have begun; it is used in the next step.
+        Later each slice begins in the steps in which it is due. It has the time until the next
+        slice begins: ``update_freq / (count + 1)`` steps, rounded down, at least 1.
+        """
+        if step < count:
+            return {step: step + 1}
+        delay = max(1, self._freq("update_freq", step) // (count + 1))
+        return dict.fromkeys(self.slices_due(step, count), step + delay)
+
     def most_slices(self, layers: int) -> int:
         """Return the largest useful number of slices for ``layers`` layers.
 

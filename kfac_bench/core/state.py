@@ -6,7 +6,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kfac_bench.core.execution.decomposition import FactorKey
+from kfac_bench.core.execution.background_slices import factors_of
+from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.planning.layer_spec import FACTORS
 
@@ -14,7 +15,9 @@ LayersState = dict[str, dict[str, Any]]
 """By layer: entries "A" and "G", and "second_moment" if EKFAC has one.
 
 An entry of a factor has the running "factor", its "weight", and its decomposition under "eigen"
-(values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor).
+(values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor). If another
+decomposition is not in use yet (``background=True``), it is under "pending" in the same form, with
+the "step" in which it comes into use. It has no tensors if the factor could not be decomposed.
 """
 
 
@@ -24,6 +27,7 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
     The rank that decomposes A has the layer's second moments in its shard.
     """
     layers: LayersState = {}
+    pending = _pending(run)
     for placement in run.plan.placements:
         name = placement.layer.name
         layers[name] = {}
@@ -36,11 +40,23 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
                 entry |= {"factor": run.store.factor(key), "weight": run.store.weights[key]}
             if key in run.store.decompositions:
                 entry[_kind(run)] = run.store.decompositions[key].saved()
+            if key in pending:
+                entry["pending"] = pending[key]
             if entry:
                 layers[name][factor] = entry
             if factor == "A" and name in run.store.second_moments:
                 layers[name]["second_moment"] = run.store.second_moments[name]
     return layers
+
+
+def _pending(run: Executor) -> dict[FactorKey, dict[str, Any]]:
+    """Return by factor what this rank decomposed beside training and does not use yet."""
+    if run.background_slices is None:
+        return {}
+    return {
+        key: {"step": step, _kind(run): [] if made is None else made.saved()}
+        for key, step, made in run.background_slices.pending()
+    }
 
 
 def _kind(run: Executor) -> str:
@@ -82,9 +98,13 @@ def check(merged: LayersState, run: Executor, steps: int) -> None:
                 )
 
 
-def take(merged: LayersState, run: Executor) -> bool:
-    """Replace what the executor holds by copies; return whether all decompositions were there."""
-    is_complete = True
+def take(merged: LayersState, run: Executor, steps: int) -> bool:
+    """Replace what the executor holds by copies.
+
+    Returns:
+        Whether all decompositions were there that a run has after ``steps`` steps.
+    """
+    missing: set[FactorKey] = set()
     run.store.clear()
     for placement in run.plan.placements:
         name = placement.layer.name
@@ -100,10 +120,42 @@ def take(merged: LayersState, run: Executor) -> bool:
                 run.store.keep_factor(key, entry["factor"].to(device, copy=True))
                 run.store.weights[key] = entry["weight"].to(device, copy=True)
             saved = entry.get(_kind(run))
-            is_complete = is_complete and saved is not None
-            if saved is not None and run.collective.rank in placement.grad_workers:
+            if saved is None:
+                missing.add(key)
+            elif run.collective.rank in placement.grad_workers:
                 run.store.load_decomposition(key, [x.to(device, copy=True) for x in saved])
         if run.plan.method == "ekfac" and "second_moment" in entries:
             run.store.second_moments[name] = entries["second_moment"].to(device, copy=True)
     run.store.start_missing_second_moments()
-    return is_complete
+    if run.background_slices is not None:
+        missing -= _take_pending(merged, run, steps)
+    return not missing
+
+
+def _take_pending(merged: LayersState, run: Executor, steps: int) -> set[FactorKey]:
+    """Take over the slices that had begun; return the factors that need no decomposition now.
+
+    A slice of which something is missing (a state of few ranks, or of another ``update_freq``) does
+    not count as begun. All ranks load the same state, so they agree.
+    """
+    assert run.background_slices is not None
+    due: dict[int, int] = {}
+    made: dict[FactorKey, Decomposition] = {}
+    covered: set[FactorKey] = set()
+    for i, ops in enumerate(run.plan.slices):
+        keys = factors_of(ops)
+        entries = [merged.get(name, {}).get(f, {}).get("pending", {}) for name, f in keys]
+        at = {entry.get("step") for entry in entries}
+        if len(at) == 1 and None not in at:
+            (due[i],) = at
+            covered.update(keys)
+            for key, entry in zip(keys, entries, strict=True):
+                layer = run.layers[key[0]]
+                tensors = [x.to(layer.weight.device, copy=True) for x in entry.get(_kind(run), ())]
+                if tensors:
+                    kind = type_of(run.plan.method, is_diagonal=layer.spec.is_diagonal(key[1]))
+                    made[key] = kind(*tensors)
+        elif i >= steps:  # the first decomposition of this slice has not begun
+            covered.update(keys)
+    run.background_slices.restore(due, made)
+    return covered

@@ -112,6 +112,20 @@ def _why(skipped: Sequence[SkippedModule]) -> str:
     return "\n".join([f"K-FAC skips {len(skipped)} modules", *rows])
 
 
+def check_background(*, background: bool, overlap: bool, spread: bool | None) -> None:
+    """Check that work beside training fits the other options."""
+    if background and overlap:
+        raise ValueError(
+            "overlap=True sends statistics during backward, background=True sends them in step(): "
+            "choose one of them"
+        )
+    if background and spread is False:
+        raise ValueError(
+            "spread=False makes all decompositions at once, background=True one slice after the "
+            "other: leave spread unset"
+        )
+
+
 def check_damping(
     plan: Plan, damping: object, *, factored_damping: bool, is_pipeline: bool
 ) -> None:

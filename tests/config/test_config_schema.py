@@ -66,6 +66,7 @@ def test_choices_are_equal_to_those_of_the_core():
         ("colocate_factors=true", "colocate_factors", True),
         ("balance=memory", "balance", "memory"),
         ("overlap=true", "overlap", True),
+        ("background=true", "background", True),
     ],
 )
 def test_each_kfac_option_reaches_the_core(monkeypatch, said, keyword, value):

@@ -233,3 +233,35 @@ def test_an_interval_that_is_not_a_number_gives_the_same_error(value):
 
 def test_the_limits_are_allowed():
     assert schedules(1, 1, factor_decay=0).at(0) == Settings(1e-3, 1e-3, 0.0, 1, 1)
+
+
+# Beside training
+
+
+def begun(count, steps, *freqs):
+    """By slice, (the step in which it begins, the step in which it comes into use)."""
+    plan = schedules(*freqs)
+    out = [[] for _ in range(count)]
+    for step in range(steps):
+        for i, use in plan.slices_to_begin(step, count).items():
+            out[i].append((step, use))
+    return out
+
+
+def test_slices_beside_training_by_hand():
+    """Three slices every 12 steps, factors every 4: they are due at steps 1, 5 and 9."""
+    assert begun(3, 26, 12, 4) == [
+        [(0, 1), (13, 16), (25, 28)],
+        [(1, 2), (5, 8), (17, 20)],
+        [(2, 3), (9, 12), (21, 24)],
+    ]
+    assert begun(1, 9, 4, 1) == [[(0, 1), (4, 6), (8, 10)]]
+    assert begun(2, 4, 1, 1) == [[(0, 1), (2, 3), (3, 4)], [(1, 2), (2, 3), (3, 4)]]
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS)
+def test_a_slice_comes_into_use_before_it_begins_again(count, update, factor_update):
+    """Also the first time; so no older decomposition ever replaces a newer one."""
+    for steps in begun(count, count + 5 * update, update, factor_update):
+        assert all(begin < use for begin, use in steps)
+        assert all(use <= again for (_, use), (again, _) in pairwise(steps))

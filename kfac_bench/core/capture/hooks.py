@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from kfac_bench.core.capture.moments import Collected, Eigenbasis, Moments
+from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
 from kfac_bench.core.layers.base import Layer
@@ -57,10 +57,9 @@ class Capture:
     Args:
         model: The model that contains the layers, without wrapper.
         layers: The layers whose statistics are wanted.
-        reduce: Whether positions are reduced before the product; see ``KFAC(weight_sharing=...)``.
+        moments: What sums the statistics.
         sampled: Whether to ignore the backward of the training loss. Only :meth:`backward` counts
             then.
-        eigenbasis: Returns the eigenvectors of a layer that needs second moments (EKFAC), or None.
         on_complete: Called during backward each time a layer has received the gradients of all its
             uses. Its argument holds the moments of all complete layers. It is not called while
             ``accumulating`` or ``is_last`` say that more backwards will follow. Layers that never
@@ -73,16 +72,15 @@ class Capture:
         model: nn.Module,
         layers: Sequence[Layer],
         *,
-        reduce: bool = False,
+        moments: Moments,
         sampled: bool = False,
-        eigenbasis: Eigenbasis = lambda name: None,
         on_complete: Callable[[Mapping[str, Collected | None]], None] | None = None,
         is_last: Callable[[], bool] = lambda: True,
     ) -> None:
         self.seconds = 0.0
         """Host time in the hooks. The owner resets it."""
         self._sampled = sampled
-        self._moments = Moments(reduce=reduce, eigenbasis=eigenbasis)
+        self._moments = moments
         self.accumulating = False
         """Whether more backwards will follow before :meth:`pop`. The owner sets it."""
         self._on_complete, self._is_last = on_complete, is_last
@@ -259,7 +257,10 @@ class Capture:
         self._uses.clear()
         self._pending.clear()
         complete, self._complete = self._complete, {}
-        collected = self._moments.pop() | {k: v for k, v in complete.items() if v is not None}
+        start = time.perf_counter()
+        collected = self._moments.pop()
+        self.seconds += time.perf_counter() - start
+        collected |= {k: v for k, v in complete.items() if v is not None}
         for name, new in collected.items():
             if name in self._loss_samples:
                 new.loss_samples = sum(self._loss_samples[name].values())

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.distributed.collective import Collective
+from kfac_bench.core.execution.background import Background
+from kfac_bench.core.execution.background_slices import BackgroundSlices
 from kfac_bench.core.execution.batch_statistics import BatchStatistics
+from kfac_bench.core.execution.decomposition import Decomposition, FactorKey
 from kfac_bench.core.execution.gradients import Gradients, WholeGradients
 from kfac_bench.core.execution.messenger import InFlight, Messenger
 from kfac_bench.core.execution.sharded_gradients import ShardedGradients
@@ -75,7 +78,10 @@ class Executor:
         solver: The linear algebra.
         batch_statistics: The statistics of the current step.
         gradients: The gradients of the current step, before and after :meth:`run`.
-        stage_s: Seconds of the last run by kind of op. Messages count where they are waited for.
+        stage_s: Seconds of the last run by kind of op. Messages count where they are waited for,
+            and so does work beside training.
+        background: The thread beside training, if there is one.
+        background_slices: The decompositions that were begun on it.
         synchronize: Waits for the device. If set, it is called where a kind of op starts and ends.
     """
 
@@ -89,6 +95,7 @@ class Executor:
         of_sums: bool = False,
         factored_damping: bool = False,
         state_dtype: torch.dtype = torch.float32,
+        background: Background | None = None,
     ) -> None:
         self.plan, self.collective = plan, collective
         self.layers = {layer.name: layer for layer in layers}
@@ -104,6 +111,12 @@ class Executor:
             plan, collective, layers, self.store, self.batch_statistics, self.gradients
         )
         self._begun = _Begun()
+        self.background = background
+        self.background_slices: BackgroundSlices | None = None
+        if background is not None:
+            self.background_slices = BackgroundSlices(
+                plan, collective.rank, self.solver, background
+            )
 
     def begin_factors(self, collected: Mapping[str, Collected | None]) -> None:
         """Start the factors stage while backward runs; :meth:`run` continues where this stops.
@@ -204,15 +217,21 @@ class Executor:
             case ComputeSecondMoment(_, spec):
                 layer, new = self.layers[spec.name], request.collected.get(spec.name)
                 self.batch_statistics.compute_second_moment(layer, new)
-            case Decompose(_, members):
-                made = self.solver.solve(self.solver.problem(members, request.damping))
-                self.solver.keep(members, made)
+            case Decompose(members=members):
+                self.solver.keep(members, self._solve(op, request.damping))
             case Precondition(_, specs):
                 self._precondition(specs, request.damping)
                 if len(op.ranks) == self.plan.world_size:  # no message shares the result
                     self.gradients.keep(specs)
             case _:
                 raise TypeError(op)
+
+    def _solve(self, op: Decompose, damping: float) -> Mapping[FactorKey, Decomposition]:
+        """Return decompositions that were begun beside training, or make them now."""
+        made = None if self.background_slices is None else self.background_slices.take(op)
+        if made is None:
+            made = self.solver.solve(self.solver.problem(op.members, damping))
+        return made
 
     def _precondition(self, specs: Sequence[LayerSpec], damping: float) -> None:
         grads = self.gradients.whole

@@ -145,6 +145,12 @@ class Solver:
         """Precondition gradients of layers of one shape, [layers * groups, g_dim, a_dim]."""
         if self._method == IDENTITY:
             return grad
+        if not all(map(self._store.is_decomposed, specs)):
+            if len(specs) == 1:
+                return grad
+            parts = torch.split(grad, [spec.groups for spec in specs])
+            each = zip(specs, parts, strict=True)
+            return torch.cat([self.precondition([s], part, damping) for s, part in each])
         moments = self._store.second_moments
         has_moments = specs[0].name in moments
         layers = curvature.join(

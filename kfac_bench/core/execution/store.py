@@ -95,6 +95,10 @@ class Store:
             if isinstance(a, Eigen) and isinstance(g, Eigen):
                 self.second_moments[name] = linalg.damped_eigenvalues(a.values, g.values, 0.0)
 
+    def is_decomposed(self, spec: LayerSpec) -> bool:
+        """Return whether there are decompositions of A and of G."""
+        return all((spec.name, factor) in self.decompositions for factor in FACTORS)
+
     def eigenbasis(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Return the eigenvectors of A and G, or None if the layer has no second moments."""
         if name not in self.second_moments:
