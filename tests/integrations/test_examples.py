@@ -1,0 +1,68 @@
+"""The page docs/integrations.md shows the files of examples/, and frameworks may be missing."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+SHOWN = re.findall(r"\]\(../examples/(\w+\.py)\):\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_page_shows_the_files():
+    assert len(SHOWN) == PAGE.count("```python") == 5
+    for name, block in SHOWN:
+        text = (ROOT / "examples" / name).read_text()
+        assert block == text, f"{name} and its block in docs/integrations.md differ"
+        assert len(text.splitlines()) <= 30, name
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "message"),
+    [
+        ("huggingface", ["transformers"], "pip install 'transformers>=.*' 'accelerate>="),
+        ("lightning", ["lightning.pytorch", "pytorch_lightning"], "pip install 'lightning>="),
+        ("accelerate", ["accelerate"], "pip install 'accelerate>="),
+    ],
+)
+def test_a_missing_framework_is_named(module, missing, message, monkeypatch):
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    name = f"kfac_bench.integrations.{module}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ImportError, match=f"{name} needs .*{message}"):
+        importlib.import_module(name)
+
+
+def test_the_package_imports_no_framework():
+    code = (
+        "import sys, kfac_bench.integrations; "
+        "print({'torch', 'transformers', 'accelerate', 'lightning', 'timm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_plain_example_runs_and_learns():
+    """On two ranks: both have the same weights, so both print the same loss."""
+    command = "torch.distributed.run --standalone --nproc-per-node 2 examples/plain_training.py"
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"loss ([\d.]+)", done.stdout)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
+    assert float(losses[0]) < 0.5
