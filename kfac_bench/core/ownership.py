@@ -68,10 +68,10 @@ def take(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> N
     Args:
         owner: The preconditioner.
         layers: Its layers.
-        hooks: Removed when the owner is gone. They must not refer to the owner.
+        hooks: Removed when the owner is gone. They must not refer to the owner: the finalizer
+            keeps them, so the owner would never go.
     """
-    # Weak references: the finalizer must not keep the model alive.
-    finalizer = finalize(owner, _remove, [ref(hook) for hook in hooks])
+    finalizer = finalize(owner, _remove, hooks)
     finalizer.atexit = False
     for layer in layers:
         for module in layer.modules:
@@ -86,7 +86,6 @@ def release(owner: Owner, layers: Sequence[Layer]) -> None:
                 del _owner_of[module]
 
 
-def _remove(hooks: Sequence[ref[Removable]]) -> None:
-    for reference in hooks:
-        if (hook := reference()) is not None:
-            hook.remove()
+def _remove(hooks: Sequence[Removable]) -> None:
+    for hook in hooks:
+        hook.remove()

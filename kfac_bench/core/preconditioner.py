@@ -25,6 +25,7 @@ from kfac_bench.core.distributed.collective import Collective, default_collectiv
 from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.executor import Executor, Request
 from kfac_bench.core.execution.write_back import WriteBack
+from kfac_bench.core.guards.guards import Guards
 from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
 from kfac_bench.core.schedule import Schedule, Schedules, Settings
@@ -292,7 +293,16 @@ class KFAC:
             # DistributedDataParallel's own flag is False inside its no_sync().
             is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
         )
-        ownership.take(self, self._layers, [self._capture])
+        self._guards = Guards(
+            self._model,
+            self._layers,
+            optimizer,
+            partial(find_layers, self._model, skip, layer_types=layer_types, max_dim=max_dim),
+            sees_loss=fisher == "empirical",
+            sees_moments=not overlap,
+            warns=self.collective.rank == 0,
+        )
+        ownership.take(self, self._layers, [self._capture, self._guards])
 
         self.steps = 0
         self.track_cosine = False
@@ -324,11 +334,12 @@ class KFAC:
         if self._attachment is not None:
             raise RuntimeError("attach() was called before: K-FAC already runs in optimizer.step()")
         try:
-            self._attachment = Attachment(self._optimizer, self._step, scaler)
+            self._attachment = Attachment(self._optimizer, self._step_in_hook, scaler)
         except TypeError:
             # In KFAC(...).attach() nobody else has this object, so nobody else could detach it.
             self.detach()
             raise
+        self._guards.release_optimizer()
         return self
 
     def step(self, loss_scale: LossScale = 1.0) -> None:
@@ -352,18 +363,31 @@ class KFAC:
             )
         self._step(loss_scale)
 
+    def _step_in_hook(self, loss_scale: LossScale) -> None:
+        order = self._guards.order
+        # An optimizer may step without a new backward: frameworks do so to make its state.
+        is_idle = self.collective.world_size == 1 and not order.has_gradients()
+        if not is_idle and not order.is_untouched():
+            self._step(loss_scale)
+
     @torch.no_grad()
     def _step(self, loss_scale: LossScale) -> None:
         if self._capture is None:
             raise RuntimeError(
                 "step() after detach(): the hooks are off the model; build another KFAC"
             )
+        if self._attachment is None:
+            self._guards.order.check()
         settings = self._schedules.at(self.steps)
         # Not a method: the executor outlives this object, so it must not refer to this object.
         wait = partial(_synchronize, self._device)
         self._executor.synchronize = wait if self.time_stages else None
         self._begin_trial()
-        self._executor.run(self._request(settings, loss_scale))
+        request = self._request(settings, loss_scale)
+        if self.steps % settings.update_freq == 0:
+            self._guards.see_model()
+        decomposes = any(stage in self.plan.slices for stage in request.stages)
+        self._executor.run(request)
         stage_s = self._executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + self._capture.seconds
         self._capture.seconds = 0.0
@@ -374,6 +398,9 @@ class KFAC:
         if self._executor.background_slices is not None:
             begin = self._schedules.slices_to_begin(self.steps, len(self.plan.slices))
             self._executor.background_slices.begin(begin, settings.damping)
+        self._guards.see_gradients()
+        if decomposes:
+            self._guards.judge()
         self._decompose_now = self._sent_labels = False
         self.steps += 1
         self._capture.enabled = self._schedules.factors_due(self.steps)
@@ -401,6 +428,7 @@ class KFAC:
                     f"fisher={self.fisher} has no statistics: call fisher_backward(output) between "
                     "forward and backward at each step"
                 )
+            self._guards.see_statistics(collected, scale)
         stages += [plan.slices[i] for i in self._slices_due()]
         stages.append(plan.precondition)
         return Request(stages, settings.damping, settings.factor_decay, collected, scale)
@@ -582,6 +610,7 @@ class KFAC:
             self._capture = None
         if self._executor.background is not None:
             self._executor.background.stop()
+        self._guards.remove()
         ownership.release(self, self._layers)
 
     @staticmethod

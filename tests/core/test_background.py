@@ -190,6 +190,8 @@ def statistics(background, *, fisher="empirical", parts=1, scale=1.0, **options)
         output, loss = loss_of(model, *part)
         kfac.fisher_backward(output)
         (loss * scale / parts).backward()
+    for p in model.parameters():
+        p.grad /= scale
     kfac.step(loss_scale=lambda: scale)
     layers = kfac.state_dict()["layers"]
     return [layers[n][f]["factor"] for n in layers for f in "AG"], kfac.dropped_statistics

@@ -329,6 +329,8 @@ def test_a_missing_fisher_backward_is_an_error_that_says_what_to_do(kind):
         kfac.step()
     kfac.fisher_backward(model(torch.randn(N, 4)))
     kfac.step()
+    model.zero_grad()
+    model(torch.randn(N, 4)).sum().backward()
     kfac.step()  # no factors are due: nothing is missing
 
 
@@ -404,6 +406,8 @@ def test_the_reduction_of_the_loss_does_not_matter(scale):
         kfac = kfac_of(model)
         model.zero_grad()
         (loss_scale * F.cross_entropy(model(x), y)).backward()
+        for p in model.parameters():
+            p.grad /= loss_scale
         kfac.step(loss_scale=loss_scale)
         results.append(factors_of(kfac))
         kfac.detach()

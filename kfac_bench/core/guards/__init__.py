@@ -1,0 +1,1 @@
+"""What notices misuse while training runs: an error where it is certain, else one warning."""

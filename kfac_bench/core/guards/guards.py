@@ -1,0 +1,104 @@
+"""All guards of one :class:`KFAC`, in the order in which a step calls them.
+
+A guard never reads from the device at a step without decompositions. docs/preconditioner.md lists
+the guards, their thresholds, and what they cannot see.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from kfac_bench.core.capture.moments import Collected
+from kfac_bench.core.guards.evaluation import check_training_mode
+from kfac_bench.core.guards.loss_mean import MeanCheck
+from kfac_bench.core.guards.loss_scale import LaterUnscaling, LossScaleCheck
+from kfac_bench.core.guards.model_changes import ModelChanges
+from kfac_bench.core.guards.notices import Notices
+from kfac_bench.core.guards.step_order import StepOrder
+from kfac_bench.core.layers.base import Layer
+
+
+class Guards:
+    """What notices misuse while training runs.
+
+    Args:
+        model: The model, without wrapper.
+        layers: The layers that K-FAC covers.
+        optimizer: The optimizer; it gets a hook, if it can have one.
+        find: Returns the layers that a KFAC built now would cover, and others.
+        sees_loss: Whether the statistics are made of the gradients of the loss.
+        sees_moments: Whether the raw moments are complete and unscaled when a step starts.
+        warns: Whether this rank gives warnings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        optimizer: Optimizer,
+        find: Callable[[], tuple[Sequence[Layer], object]],
+        *,
+        sees_loss: bool,
+        sees_moments: bool,
+        warns: bool,
+    ) -> None:
+        self.order = StepOrder(layers)
+        self._layers = layers
+        self._notices = Notices(is_active=warns)
+        self._changes = ModelChanges(model, layers, find)
+        self._scale = LossScaleCheck(layers) if sees_loss else None
+        self._mean = MeanCheck() if sees_loss and sees_moments else None
+        self._unscaling: LaterUnscaling | None = LaterUnscaling(layers[-1])
+        self._handle: RemovableHandle | None = None
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        if hooks is not None:  # wrappers of frameworks have none
+            self._handle = optimizer.register_step_pre_hook(self._before_optimizer)
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.order.optimizer_steps()
+        if self._unscaling is not None:
+            self._unscaling.see(optimizer, self._notices)
+
+    def see_statistics(
+        self, collected: Mapping[str, Collected], loss_scale: float | Tensor
+    ) -> None:
+        """Look at the statistics of a step; ``loss_scale`` is what the user passed."""
+        check_training_mode(self._layers, collected, self._notices)
+        if self._scale is not None:
+            self._scale.see(loss_scale)
+        if self._mean is not None:
+            self._mean.see(collected, loss_scale)
+
+    def see_model(self) -> None:
+        """Look for layers that K-FAC misses."""
+        self._changes.look(self._notices)
+
+    def see_gradients(self) -> None:
+        """Remember the gradients that K-FAC has just written."""
+        self.order.mark()
+        if self._unscaling is not None:
+            self._unscaling.mark()
+
+    def judge(self) -> None:
+        """Read from the device and warn; only for steps with decompositions."""
+        if self._scale is not None and self._scale.judge(self._notices) and self._mean is not None:
+            self._mean.stop()  # the loss scale explains the size
+        if self._mean is not None:
+            self._mean.judge(self._notices)
+        if self._unscaling is not None:
+            self._unscaling.judge(self._notices)
+
+    def release_optimizer(self) -> None:
+        """Remove the hook from the optimizer: K-FAC is attached and has its own hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._unscaling = None
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self.release_optimizer()
+        if self._scale is not None:
+            self._scale.remove()
