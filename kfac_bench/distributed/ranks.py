@@ -1,7 +1,7 @@
 """The ranks of a run: a process's place among the others, and small agreements between them."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -58,6 +58,13 @@ class Ranks:
             return _Done()
         return self.collective.all_reduce(x, self._all, "ranks/sum")
 
+    def sum_numbers(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over ranks of numbers that are on the host. It waits for other ranks."""
+        if self.world_size == 1:
+            return list(values)
+        summed = self.sum(torch.tensor(values, dtype=torch.float64, device=self.device))
+        return list(summed.tolist())
+
     def max(self, value: float) -> float:
         """Return the largest of the ranks' values."""
         if self.world_size == 1:
@@ -110,6 +117,8 @@ class Ranks:
 
     def unlike_main(self, what: str) -> list[int]:
         """Return the ranks whose `what` differs from rank 0's."""
+        if self.world_size == 1:
+            return []
         each = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
         # 12 hexadecimal digits are 48 bits, which a sum in int64 cannot overflow.
         each[self.rank] = int(hashlib.sha256(what.encode()).hexdigest()[:12], 16)

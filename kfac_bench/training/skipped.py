@@ -3,8 +3,6 @@
 import json
 from dataclasses import dataclass, field
 
-import torch
-
 from kfac_bench.data.base.batch import Batch, size
 from kfac_bench.data.base.unreadable import Faults
 from kfac_bench.distributed.ranks import Ranks
@@ -32,8 +30,7 @@ class SkippedExamples:
         """
         too_few = 0 < size(batch) < self.least
         mine = [size(batch), len(self.faults.new), int(too_few)]
-        counts = torch.tensor(mine, dtype=torch.float64, device=self.ranks.device)
-        examples, new, ranks = self.ranks.sum(counts).tolist()
+        examples, new, ranks = self.ranks.sum_numbers(mine)
         problem = ""
         if not examples:
             problem = f"no example of batch {step} can be read, on any rank; repair the files"
@@ -58,8 +55,7 @@ class SkippedExamples:
             raise RunFailedError(
                 "no example of the evaluation set can be read, on any rank; repair the files"
             )
-        mine = torch.tensor(float(self.faults.left_out - since), dtype=torch.float64)
-        return int(self.ranks.sum(mine.to(self.ranks.device)).item())
+        return int(self.ranks.sum_numbers([self.faults.left_out - since])[0])
 
     def report(self, log: EventLog, step: int, train_s: float) -> None:
         """Emit an event for each unreadable file that a rank has met since the last call."""

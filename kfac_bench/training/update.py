@@ -114,13 +114,17 @@ class Update:
         scale = self.scaler.get_scale() if adapts else 0.0
         self.scaler.unscale_(self._optimizer)
         if self._kfac is not None:
-            self._kfac.step(self.scaler.get_scale)
+            self._kfac.step(self._loss_scale if self.scaler.is_enabled() else 1.0)
         self._backend.step(self._optimizer, self.scaler)
         self.scaler.update()
         # A smaller scale means that the scaler skipped the update: there is nothing to judge then.
         if adapts and self.scaler.get_scale() >= scale:
             assert self._kfac is not None
             self._kfac.adapt_damping(loss, lambda: self._loss(batch))
+
+    def _loss_scale(self) -> Tensor:
+        """Return the loss scale as a tensor: the number would have to be read from the device."""
+        return self.scaler.scale(torch.ones((), device=self._device))
 
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
         """Yield the parts of a batch and their weights. Sizes differ by one at most.

@@ -66,6 +66,16 @@ def test_an_interrupted_run_with_batch_norm_on_two_ranks(tmp_path):
 
 
 @pytest.mark.ranks
+def test_all_ranks_stop_one_step_after_the_step_with_the_signal(tmp_path):
+    """No evaluation, decomposition or event asks the other ranks before."""
+    options = ("kfac=none", "optimizer.lr=0.01", "run_id=r", "trainer.max_steps=9")
+    options += tuple(f"trainer.{name}_freq=100" for name in ("log", "eval", "checkpoint"))
+    stopped = run_ranks(2, train_here, tmp_path, options, SMALL, (1, 3))
+    assert [s[0] for s in stopped] == ["interrupted", "interrupted"]
+    assert end(tmp_path / "r").step == checkpoint.find(tmp_path / "r")[0].step == 4
+
+
+@pytest.mark.ranks
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     # Stable, and with decompositions whose steps are the same on any number of ranks.
     stable = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false")

@@ -16,7 +16,6 @@ and unbiased for others.
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 FISHERS = ("empirical", "mc", "type2")
@@ -71,8 +70,9 @@ def _categorical(logits: Tensor, fisher: str, dim: int) -> Iterator[Tensor]:
     if fisher == "mc":
         uniform = torch.rand_like(p).clamp_min(torch.finfo(p.dtype).tiny)
         # The Gumbel trick draws a class without waiting for the device.
-        drawn = (logits - (-uniform.log()).log()).argmax(dim)
-        yield p - F.one_hot(drawn, logits.shape[dim]).to(p.dtype).movedim(-1, dim)
+        drawn = (logits - (-uniform.log()).log()).argmax(dim, keepdim=True)
+        # Not F.one_hot: on some devices it reads its argument.
+        yield p - torch.zeros_like(p).scatter_(dim, drawn, 1.0)
         return
     has_positions = logits.numel() > len(logits) * logits.shape[dim]
     for c in range(logits.shape[dim]):

@@ -42,9 +42,14 @@ def split(batch: Batch, parts: int) -> list[Batch]:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move all tensors to the device. Copies from pinned memory do not block."""
-    moved: Batch = _map(batch, lambda x: x.to(device, non_blocking=True))
+    """Move all tensors to the device. The host does not wait for the copies."""
+    moved: Batch = _map(batch, lambda x: _pinned(x, device).to(device, non_blocking=True))
     return moved
+
+
+def _pinned(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor from which a copy to a GPU does not wait for the GPU's queued work."""
+    return x.pin_memory() if device.type == "cuda" and x.is_cpu and not x.is_pinned() else x
 
 
 def channels_last(batch: Batch) -> Batch:

@@ -37,3 +37,15 @@ def test_all_tensors_move_to_the_device():
     moved = [*images, targets[1]["boxes"], *tokens.values(), labels]
     assert all(x.device.type == "meta" for x in moved)
     assert targets[1]["id"] == 1
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch, is_pinned):
+    done = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: is_pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: done.append("pin") or x)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, device, non_blocking: done.append(non_blocking) or x
+    )
+    to_device((torch.ones(2),), torch.device("cuda"))
+    assert done == ([True] if is_pinned else ["pin", True])
