@@ -23,6 +23,7 @@ from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
 from kfac_bench.core.kernels.gram import gram
 from kfac_bench.core.kernels.patches import pad_input, patch_moment
 from kfac_bench.core.kernels.transposed_patches import Geometry, transposed_moment, transposed_rows
+from kfac_bench.core.layers.unrolled import UnrolledForward
 
 
 def interleaved(rounds: int, old: Callable[[], object], new: Callable[[], object]) -> list[float]:
@@ -200,6 +201,31 @@ def transposed_convolution(rounds: int) -> None:
         row(f"{kernel}x{kernel} of stride 2, [{n}, {c}, 16, 16]", times, note)
 
 
+def unrolled(rounds: int) -> None:
+    """Measure forward and backward of recurrent modules in explicit steps instead of fused."""
+    for kind, size, steps, samples in (
+        (nn.LSTM, 256, 35, 20),
+        (nn.LSTM, 650, 35, 20),
+        (nn.GRU, 256, 35, 20),
+        (nn.LSTM, 64, 100, 32),
+    ):
+        module, x = kind(size, size, 2), torch.randn(steps, samples, size)
+
+        def train(module: nn.Module = module, x: Tensor = x) -> Tensor:
+            output: Tensor = module(x)[0]
+            torch.autograd.backward(output.sum())
+            return output.detach()
+
+        def train_unrolled(train: Callable[[], Tensor] = train) -> Tensor:
+            with UnrolledForward():
+                return train()
+
+        times = interleaved(rounds, train, train_unrolled)
+        note = f"error {relative_error(train_unrolled(), train()):.0e}"
+        name = f"{kind.__name__}, two layers of {size}, {steps} steps of {samples} samples"
+        row(f"unrolled {name}", times, note)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -216,6 +242,7 @@ def main() -> None:
         batches,
         convolution,
         transposed_convolution,
+        unrolled,
     ):
         measure(rounds)
 

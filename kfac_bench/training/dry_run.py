@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench.config import TrainConfig
+from kfac_bench.core.capture.forward_context import context_hooks
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import SingleProcess
 from kfac_bench.core.layers.base import Call, Layer
@@ -170,13 +171,15 @@ def _step(model: nn.Module, inputs: Any, layers: Sequence[Layer]) -> _Step:
         g = grads[call.edge.output_nr]
         n, positions = layer.size(call.x, g if call.prepare is None else call.prepare(g))
         samples[layer.name] = n
-        rows[layer.name] += n * positions
+        rows[layer.name] += round(n * positions)
 
     handles = [
         module.register_forward_hook(partial(on_forward, layer), with_kwargs=True)
         for layer in layers
         for module in layer.modules
     ]
+    # Forward hooks run in order, so the hooks that leave a context come last.
+    handles += context_hooks(layers, lambda: True)
     with FlopCounterMode(display=False) as forward:
         # A detector's forward depends on values; its outline does the same work without them.
         made = getattr(model, "outline", model)(inputs)

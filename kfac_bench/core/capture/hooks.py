@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from kfac_bench.core.capture.forward_context import context_hooks
 from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
@@ -110,6 +111,7 @@ class Capture:
                 module.register_forward_pre_hook(SafeHook(self._hold)),
                 module.register_forward_hook(release, always_call=True),
             ]
+        self._handles += context_hooks(layers, lambda: self._enabled)
         self.enabled = True
 
     @property

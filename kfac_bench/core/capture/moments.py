@@ -6,6 +6,7 @@ a convention needs to scale them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +26,7 @@ class Collected:
     g: Tensor
     """Sum of g g^T, [groups, g_dim, g_dim], or [groups, g_dim] if G is diagonal."""
     samples: int
-    rows: int
+    rows: float
     """Samples times shared positions: the number of terms in ``a``."""
     forward: object
     """The forward and backward that ``samples`` counted last."""
@@ -51,7 +52,7 @@ class _PositionSums:
     a: Tensor
     g: Tensor
     samples: int
-    positions: int
+    positions: float
     forward: object
 
 
@@ -84,7 +85,7 @@ class Moments:
     def add(
         self,
         layer: Layer,
-        x: Tensor,
+        x: Any,
         g: Tensor,
         forward: object,
         *,
@@ -96,7 +97,7 @@ class Moments:
 
         Args:
             layer: The layer.
-            x: The input of the module.
+            x: The input of the layer, :attr:`Call.x`.
             g: The gradient of its output.
             forward: A name of the forward and backward. Calls with the same name and equally many
                 samples are further positions of these samples.
@@ -140,7 +141,7 @@ class Moments:
         self._second_moments[name] = new if old is None else old + new
 
     def _count(
-        self, layer: Layer, a: Tensor | None, g: Tensor, samples: int, rows: int, forward: object
+        self, layer: Layer, a: Tensor | None, g: Tensor, samples: int, rows: float, forward: object
     ) -> None:
         """Add the moments of one call; ``a`` is None if A was counted with an earlier seed."""
         old = self._collected.get(layer.name)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.execution.background import Background, Pending
@@ -26,10 +27,11 @@ class BackgroundMoments(Moments):
         self._background, self._moments = background, moments
         self._pending: list[Pending[None]] = []
 
-    def add(self, layer: Layer, x: Tensor, g: Tensor, forward: object, **options: Any) -> None:
+    def add(self, layer: Layer, x: Any, g: Tensor, forward: object, **options: Any) -> None:
         """See :meth:`Moments.add`."""
         add = partial(self._moments.add, layer, x, g, forward, **options)
-        self._submit(partial(_check_unchanged, add, layer.name, (x, g), _versions((x, g))), (x, g))
+        reads = (x.data if isinstance(x, PackedSequence) else x, g)
+        self._submit(partial(_check_unchanged, add, layer.name, reads, _versions(reads)), reads)
 
     def _submit(self, job: Callable[[], None], reads: Iterable[Tensor] = ()) -> None:
         if len(self._pending) >= MAX_WAITING:

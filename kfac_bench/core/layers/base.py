@@ -11,6 +11,7 @@ convolution (1 elsewhere).
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ from kfac_bench.core.planning.layer_spec import LayerSpec
 class Call(NamedTuple):
     """One use of a layer in a forward."""
 
-    x: Tensor
-    """The input, detached."""
+    x: Any
+    """The input, detached. It is passed to the methods of the layer as ``x``."""
     edge: GradientEdge
     """Where in the graph the gradient of the output can be read."""
     prepare: Callable[[Tensor], Tensor] | None = None
@@ -42,29 +43,49 @@ class Layer(ABC):
 
     Args:
         name: The module's name in the model.
-        module: The module, with a ``weight`` and perhaps a ``bias``.
+        module: The module, with a weight and perhaps a bias.
         max_dim: A factor with more rows is kept as a diagonal.
+        weight: Name of the weight in the module.
+        bias: Name of the bias in the module.
     """
 
     is_conv = False
     reads_saved_tensors = False
     """Whether :meth:`calls` reads tensors that autograd saved."""
+    forward_context: AbstractContextManager[Any] | None = None
+    """A context for the forward of ``modules`` while statistics are collected."""
     part = slice(None)
     """Rows of weight and bias that belong to this layer, if several layers share a parameter."""
 
-    def __init__(self, name: str, module: nn.Module, max_dim: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        max_dim: int,
+        weight: str = "weight",
+        bias: str = "bias",
+    ) -> None:
         self.name = name
         self.modules = [module]
         """Several modules if they share the weight. Their calls are further shared positions."""
-        self.weight: Tensor = module.weight  # type: ignore[assignment]
-        bias = getattr(module, "bias", None)
-        self.bias: Tensor | None = bias if bias is not None and bias.requires_grad else None
+        self.weight: Tensor = getattr(module, weight)
+        own_bias = getattr(module, bias, None)
+        has_bias = own_bias is not None and own_bias.requires_grad
+        self.bias: Tensor | None = own_bias if has_bias else None
         self.spec = self.make_spec(max_dim)
 
     @classmethod
     def reason_to_skip(cls, module: nn.Module) -> str | None:
         """Return why this module cannot be covered, or None if it can."""
         return None
+
+    def is_same_map(self, other: "Layer") -> bool:
+        """Return whether ``other`` multiplies by the same weight and bias in the same way.
+
+        The two are one layer then.
+        """
+        same_parameters = self.weight is other.weight and self.bias is other.bias
+        return type(self) is type(other) and same_parameters
 
     def make_spec(self, max_dim: int) -> LayerSpec:
         """Return the shapes. A factor with more than ``max_dim`` rows is kept as a diagonal."""
@@ -93,8 +114,11 @@ class Layer(ABC):
             g: The gradient of the module's output, in the shape of that output.
         """
 
-    def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
-        """Return the number of samples N and of shared positions s of one call."""
+    def size(self, x: Tensor, g: Tensor) -> tuple[int, float]:
+        """Return the number of samples N and of shared positions s of one call.
+
+        If s differs between samples, it is the mean.
+        """
         a_rows, _ = self.rows(x, g)
         return a_rows.shape[1], a_rows.shape[2]
 
@@ -112,7 +136,7 @@ class Layer(ABC):
         dtype = at_least_float32(x).dtype
         return a_rows.sum(2, dtype=dtype), g_rows.sum(2, dtype=dtype)
 
-    def _with_bias_sum(self, a: Tensor, positions: int) -> Tensor:
+    def _with_bias_sum(self, a: Tensor, positions: float) -> Tensor:
         """Append the column of the bias: a sum of ones over the positions."""
         if self.bias is None:
             return a

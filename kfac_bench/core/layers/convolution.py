@@ -20,6 +20,13 @@ class ConvLayer(Layer):
 
     is_conv = True
 
+    def is_same_map(self, other: Layer) -> bool:
+        """See :meth:`Layer.is_same_map`. Atrous convolutions may share a weight only."""
+        return super().is_same_map(other) and all(
+            getattr(self.modules[0], name) == getattr(other.modules[0], name)
+            for name in ("stride", "padding", "dilation", "groups", "padding_mode")
+        )
+
     def make_spec(self, max_dim: int) -> LayerSpec:
         """See :meth:`Layer.make_spec`."""
         conv = self._conv

@@ -13,7 +13,9 @@ from kfac_bench.core.layers.convolution import ConvLayer
 from kfac_bench.core.layers.embedding import EmbeddingLayer
 from kfac_bench.core.layers.linear import Conv1DLayer, LinearLayer
 from kfac_bench.core.layers.norms import NORMS, NormLayer
+from kfac_bench.core.layers.recurrent import RECURRENT, RecurrentLayer, map_names
 from kfac_bench.core.layers.transposed_convolution import TransposedConvLayer
+from kfac_bench.core.layers.unrolled import UnrolledForward
 
 LayerTypes = Mapping[type[nn.Module], type[Layer]]
 
@@ -74,7 +76,7 @@ def find_layers(
     owners: dict[int, list[_Part]] = {}
     # First pass: who owns which parameter. Only then can the second pass see what is shared.
     for part in parts:
-        for p in part.module.parameters(recurse=False):
+        for p in part.parameters.values():
             if p.requires_grad:
                 owners.setdefault(id(p), []).append(part)
     layers: list[Layer] = []
@@ -84,7 +86,7 @@ def find_layers(
     for part in parts:
         reason = part.reason or _shared_otherwise(part, owners)
         if reason is not None:
-            own = [p for p in part.module.parameters(recurse=False) if id(p) not in counted]
+            own = [p for p in part.parameters.values() if id(p) not in counted]
             counted.update(map(id, own))
             params = sum(p.numel() for p in own)
             skipped.append(SkippedModule(part.name, type(part.module).__name__, params, reason))
@@ -99,12 +101,13 @@ def find_layers(
 
 @dataclass(slots=True)
 class _Part:
-    """A module that owns parameters, with its layers, or with the reason why it has none."""
+    """A module or a part of one, with its layers, or with the reason why it has none."""
 
     name: str
     module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
     layers: list[Layer]
-    reason: str | None = None
+    reason: str | None
 
 
 def _parts(
@@ -112,12 +115,17 @@ def _parts(
 ) -> Iterator[_Part]:
     inside: set[nn.Module] = set()  # submodules that layers of a parent cover
     for full_name, module in model.named_modules():
-        if module in inside or not list(module.parameters(recurse=False)):
+        own = dict(module.named_parameters(recurse=False))
+        if module in inside or not own:
             continue
         name = ".".join(word for word in full_name.split(".") if word not in WRAPPERS)
+        if isinstance(module, RECURRENT) and _type_of(module, types) is None:
+            yield from _recurrent_parts(name, module, skip, max_dim)
+            continue
         reason = _reason_to_skip(name, module, skip, types)
         if not isinstance(module, nn.MultiheadAttention):
-            yield _Part(name, module, [] if reason else _make(name, module, types, max_dim), reason)
+            layers = [] if reason else _make(name, module, types, max_dim)
+            yield _Part(name, module, own, layers, reason)
             continue
         # The output projection is a Linear module, but attention never calls it.
         inside.add(module.out_proj)
@@ -125,13 +133,34 @@ def _parts(
         out_reason = reason or _reason_to_skip(out_name, module.out_proj, skip, types)
         made = [] if reason else ProjectionLayer.of(name, module, max_dim)
         reason = reason or _frozen(module.in_proj_weight)
-        yield _Part(name, module, [] if reason else [*made[:3]], reason)
-        yield _Part(out_name, module.out_proj, [] if out_reason else [*made[3:]], out_reason)
+        yield _Part(name, module, own, [] if reason else [*made[:3]], reason)
+        out = dict(module.out_proj.named_parameters(recurse=False))
+        yield _Part(out_name, module.out_proj, out, [] if out_reason else [*made[3:]], out_reason)
+
+
+def _recurrent_parts(
+    name: str, module: nn.Module, skip: Sequence[str], max_dim: int
+) -> Iterator[_Part]:
+    """Yield the weight matrices of a recurrent module, each with its bias."""
+    reason = _skip_pattern(name, module, skip)
+    if reason is not None:
+        yield _Part(name, module, dict(module.named_parameters(recurse=False)), [], reason)
+        return
+    unrolled = UnrolledForward()
+    for map_name in map_names(module):
+        own_name = f"{name}.{map_name}" if name else map_name
+        own = {n: getattr(module, n, None) for n in (f"weight_{map_name}", f"bias_{map_name}")}
+        parameters = {n: p for n, p in own.items() if isinstance(p, nn.Parameter)}
+        reason = _skip_pattern(own_name, module, skip) or _frozen(own[f"weight_{map_name}"])
+        layers: list[Layer] = []
+        if reason is None:
+            layers.append(RecurrentLayer(own_name, module, map_name, unrolled, max_dim))
+        yield _Part(own_name, module, parameters, layers, reason)
 
 
 def _shared_otherwise(part: _Part, owners: Mapping[int, Sequence[_Part]]) -> str | None:
     """Return a reason if another module shares a parameter without being the same map."""
-    for name, p in part.module.named_parameters(recurse=False):
+    for name, p in part.parameters.items():
         for other in owners.get(id(p), ()):
             if other is not part and not _are_twins(part, other):
                 return f"{name} tied to {other.name}"
@@ -141,8 +170,7 @@ def _shared_otherwise(part: _Part, owners: Mapping[int, Sequence[_Part]]) -> str
 def _are_twins(part: _Part, other: _Part) -> bool:
     if not len(part.layers) == len(other.layers) == 1:
         return False
-    one, two = part.layers[0], other.layers[0]
-    return type(one) is type(two) and one.weight is two.weight and one.bias is two.bias
+    return part.layers[0].is_same_map(other.layers[0])
 
 
 def _make(name: str, module: nn.Module, types: LayerTypes, max_dim: int) -> list[Layer]:
@@ -169,16 +197,21 @@ def _is_conv1d_of_transformers(kind: type) -> bool:
 def _reason_to_skip(
     name: str, module: nn.Module, skip: Sequence[str], types: LayerTypes
 ) -> str | None:
-    kind = type(module).__name__
-    for pattern in skip:
-        if re.search(pattern, name) or re.search(pattern, kind):
-            return f"skip pattern {pattern!r}"
+    if (reason := _skip_pattern(name, module, skip)) is not None:
+        return reason
     if isinstance(module, nn.MultiheadAttention):
         return reason_to_skip_attention(module)
     layer_type = _type_of(module, types)
     if layer_type is None:
-        return f"no layer class for {kind} (add one with layer_types)"
+        return f"no layer class for {type(module).__name__} (add one with layer_types)"
     return layer_type.reason_to_skip(module) or _frozen(module.weight)
+
+
+def _skip_pattern(name: str, module: nn.Module, skip: Sequence[str]) -> str | None:
+    for pattern in skip:
+        if re.search(pattern, name) or re.search(pattern, type(module).__name__):
+            return f"skip pattern {pattern!r}"
+    return None
 
 
 def _frozen(weight: object) -> str | None:

@@ -121,6 +121,15 @@ def test_one_bias_of_two_weights_leaves_both_layers_out():
     assert "tied to 1" in report.skipped[0].reason
 
 
+@pytest.mark.parametrize("options", [{"dilation": 2}, {"stride": 2}, {"padding": 1}])
+def test_convolutions_of_one_weight_that_see_other_patches_are_left_out(options):
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3, **options), nn.Conv2d(3, 3, 3))
+    model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    report = kfac_of(model).report()
+    assert [x.name for x in report.layers] == ["2"]
+    assert [x.reason for x in report.skipped] == ["weight tied to 1", "weight tied to 0"]
+
+
 def test_shared_frozen_parameters_do_not_matter():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(6, 4)
     model[2].bias = model[0].bias
