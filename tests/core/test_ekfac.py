@@ -109,7 +109,15 @@ def decoder():
     )
 
 
+def dead_units():
+    body = nn.Linear(4, 6)
+    with torch.no_grad():
+        body.bias[[1, 4]] = -100.0
+    return nn.Sequential(body, nn.ReLU(), nn.Linear(6, 3))
+
+
 CASES = {
+    "dead units": (dead_units, (N, 4)),
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (N, 4)),
     "positions": (tokens, (N, 3, 4)),
     "convolutions": (convnet, (N, 2, 6, 6)),

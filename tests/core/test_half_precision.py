@@ -52,6 +52,21 @@ def test_the_gradients_are_those_of_float32_up_to_rounding(dtype, method):
     assert 0 < relative_error(got, want) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_dead_units_in_half_precision(dtype, method):
+    gradients = []
+    for state_dtype in (dtype, torch.float32):
+        model = tiny_model()
+        with torch.no_grad():
+            model[5].bias[[1, 3]] = -100.0
+        gradient, kfac = train(model, method=method, state_dtype=state_dtype)
+        assert not kfac.state_dict()["layers"]["5"]["G"]["factor"].any(-1)[0, [1, 3]].any()
+        assert kfac.failed_decompositions == 0
+        gradients.append(gradient)
+    assert 0 < relative_error(*gradients) < TOLERANCE[dtype]
+
+
 def train_linear(scale, damping, method, dtype=torch.float32):
     """One step of a linear model whose A is ``scale`` squared times that of a Gaussian."""
     torch.manual_seed(0)

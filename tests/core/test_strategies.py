@@ -35,6 +35,7 @@ from tests.support.quick import quick_if, slow
 from tests.support.training import (
     OPTIONS,
     STEPS,
+    DeadUnits,
     Mixed,
     adaptive,
     after_step,
@@ -297,16 +298,31 @@ def test_groups_diagonals_and_batches_equal_one_process(strategy, method, batch_
     assert has_batches(first.plan) == bool(batch_numel)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "method"), [("comm_opt", "eigen"), ("mem_opt", "inverse"), ("comm_opt", "ekfac")]
+)
+def test_rows_of_zeros_equal_one_process(strategy, method):
+    """Decompositions are sent whole, with the rows that were left out."""
+    plan_options, options = LARGE | {"batch_numel": 1 << 20}, {"method": method}
+    train_on_ranks(2, DeadUnits, batch, plan_options, strategy, options)
+
+
+MODELS = [(Mixed, sentences), (DeadUnits, batch)]
+
+
 @pytest.mark.parametrize("batch_numel", [0, 1 << 20])
 @pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
-def test_groups_diagonals_and_batches_are_the_dense_solution(method, factored, batch_numel):
-    model = Mixed()
+@pytest.mark.parametrize(("make_model", "make_batch"), MODELS, ids=["mixed", "dead units"])
+def test_groups_diagonals_and_batches_are_the_dense_solution(
+    make_model, make_batch, method, factored, batch_numel
+):
+    model = make_model()
     options = COVER_ALL | {"method": method, "factored_damping": factored, "kl_clip": None}
     with planned(batch_numel=batch_numel):
         kfac = make_kfac(model, sgd(model), options, collective=SingleProcess())
     assert has_batches(kfac.plan) == bool(batch_numel)
-    loss_of(model, *sentences(0))[1].backward()
+    loss_of(model, *make_batch(0))[1].backward()
     modules = {n: m for n, m in model.named_modules() if hasattr(m, "weight") and n != "norm"}
     grads = {n: oracle.layer_gradient(m) for n, m in modules.items()}
     kfac.step()

@@ -74,6 +74,28 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
+class DeadUnits(nn.Module):
+    """Its factors have rows of zeros, other ones in layers of one shape."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Conv2d(1, 4, 6)
+        self.pixel = nn.Conv2d(4, 6, 3, padding=1)  # sees one pixel, and padding
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+        with torch.no_grad():
+            for i, block in enumerate(self.blocks):
+                block.bias.copy_(torch.ones(6))
+                block.bias[[i, i + 2, 5]] = -100.0
+
+    def forward(self, x):
+        x = self.pixel(self.image(x).tanh()).tanh().flatten(1)
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
 def sentences(step):
     generator = torch.Generator().manual_seed(200 + step)
     return [torch.randint(n, (8, 5), generator=generator) for n in (9, 11)]

@@ -5,10 +5,14 @@ The gradient of a layer is [groups, g_dim, a_dim], with weight and bias side by 
 numbers are those of "Deep Neural Network Training With Distributed K-FAC" (TPDS 2022).
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+SHIFT = 1e-6
+"""Part of the mean eigenvalue that a second try of eigh adds to the diagonal."""
 
 
 class DecompositionError(RuntimeError):
@@ -18,44 +22,103 @@ class DecompositionError(RuntimeError):
 def eigendecompose(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return v [..., n] and Q [..., n, n] with factor = Q diag(v) Q^T.
 
-    Rounding can make eigenvalues negative; they become 0. eigh may raise an error, or return NaN
-    without an error. Both cases are tried again in float64.
+    Rounding can make eigenvalues negative; they become 0. Rows of zeros are left out, because eigh
+    often fails on them and the work grows with n^3. Each of them has eigenvalue 0 and a unit vector
+    as eigenvector. Dead units make rows of zeros, and so do kernel offsets that meet only padding.
 
     Raises:
-        DecompositionError: float64 failed too.
+        DecompositionError: eigh failed in every way that :func:`_eigh` tries.
     """
-    if torch.isfinite(factor.sum()):
-        # float64 is slow, and rarely needed: only after a failure.
-        for dtype in (factor.dtype, torch.float64):
-            try:
-                values, vectors = torch.linalg.eigh(factor.to(dtype))
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                continue
-            if torch.isfinite(values.sum() + vectors.sum()):
-                values = values.clamp_(min=0.0).to(factor.dtype)
-                # eigh returns columns side by side: one layout, so one set of bits, on all ranks
-                return values, vectors.to(factor.dtype).contiguous()
+    is_nonzero = _nonzero_rows(factor, "eigh")
+    if is_nonzero.all():
+        return _eigh(factor)
+    if factor.ndim > 2:  # the matrices of a batch may have different rows of zeros
+        each = [eigendecompose(matrix) for matrix in factor]
+        return torch.stack([v for v, _ in each]), torch.stack([q for _, q in each])
+    rows, zeros = is_nonzero.nonzero().squeeze(-1), (~is_nonzero).nonzero().squeeze(-1)
+    # Eigenvalues ascend, so those of the zero rows come first.
+    values, vectors = factor.new_zeros(len(factor)), torch.zeros_like(factor)
+    first = len(zeros)
+    vectors[zeros, torch.arange(first, device=factor.device)] = 1.0
+    values[first:], vectors[rows, first:] = _eigh(factor[rows][:, rows])
+    return values, vectors
+
+
+def _nonzero_rows(factor: Tensor, algorithm: str) -> Tensor:
+    """Return which rows of a factor have an element that is not 0, [..., n].
+
+    Raises:
+        DecompositionError: An element is not finite.
+    """
+    if not torch.isfinite(factor.sum()):
+        raise DecompositionError(f"{algorithm} of a {list(factor.shape)} factor that is not finite")
+    return factor.any(-1)
+
+
+def _eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what :func:`eigendecompose` returns, of a factor without rows of zeros.
+
+    eigh may raise an error, or return NaN without an error. A shift of the eigenvalues, which is
+    subtracted afterwards, helps in both cases: its error is of the size of float32's rounding.
+    Without success the same is tried in float64.
+    """
+    mean = factor.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    for dtype, part in itertools.product(_precisions(factor), (0.0, SHIFT)):
+        shift = part * mean
+        try:
+            matrix = _add_diagonal(factor, shift, dtype) if part else factor.to(dtype)
+            values, vectors = torch.linalg.eigh(matrix)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        if torch.isfinite(values.sum() + vectors.sum()):
+            values = (values - shift).clamp_(min=0.0).to(factor.dtype)
+            # eigh returns columns side by side: one layout, so one set of bits, on all ranks
+            return values, vectors.to(factor.dtype).contiguous()
     raise DecompositionError(f"eigh of a {list(factor.shape)} factor failed")
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     """Return (factor + damping I)^-1 of a factor [..., n, n], by Cholesky (eq. 9).
 
-    ``damping`` is a number or a tensor [...]. A failure is tried again in float64.
+    ``damping`` is a number or a tensor [...]. Rows of zeros are left out; the inverse has
+    1 / damping on their diagonal.
 
     Raises:
-        DecompositionError: float64 failed too.
+        DecompositionError: Cholesky failed in the precision of the factor and in float64.
     """
-    if isinstance(damping, Tensor) and damping.ndim:
-        damping = damping.unsqueeze(-1)
-    if torch.isfinite(factor.sum()):
-        for dtype in (factor.dtype, torch.float64):
-            damped = factor.to(dtype, copy=True)
-            damped.diagonal(dim1=-2, dim2=-1).add_(damping)
-            lower, info = torch.linalg.cholesky_ex(damped)
-            if not info.any() and (inverse := torch.cholesky_inverse(lower)).isfinite().all():
-                return inverse.to(factor.dtype).contiguous()
+    is_nonzero = _nonzero_rows(factor, "Cholesky")
+    dampings = torch.as_tensor(damping, dtype=factor.dtype, device=factor.device)
+    dampings = dampings.expand(factor.shape[:-2])
+    if is_nonzero.all():
+        return _cholesky_inverse(factor, dampings)
+    if factor.ndim > 2:
+        return torch.stack(list(map(damped_inverse, factor, dampings)))
+    rows = is_nonzero.nonzero().squeeze(-1)
+    inverse = torch.diag_embed((1 / dampings).expand(len(factor)))
+    inverse[rows.unsqueeze(-1), rows] = _cholesky_inverse(factor[rows][:, rows], dampings)
+    return inverse
+
+
+def _cholesky_inverse(factor: Tensor, damping: Tensor) -> Tensor:
+    """Return (factor + damping I)^-1; a failure is tried again in float64."""
+    for dtype in _precisions(factor):
+        damped = _add_diagonal(factor, damping.unsqueeze(-1), dtype)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if not info.any() and (inverse := torch.cholesky_inverse(lower)).isfinite().all():
+            return inverse.to(factor.dtype).contiguous()
     raise DecompositionError(f"Cholesky of a {list(factor.shape)} factor failed")
+
+
+def _precisions(factor: Tensor) -> list[torch.dtype]:
+    """Return the dtypes to compute in: float64 is slow, and only for what failed before."""
+    return list(dict.fromkeys((factor.dtype, torch.float64)))
+
+
+def _add_diagonal(factor: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a factor [..., n, n] with ``values`` [..., 1] added to the diagonal."""
+    out = factor.to(dtype, copy=True)
+    out.diagonal(dim1=-2, dim2=-1).add_(values)
+    return out
 
 
 def split_damping(mean_a: Tensor, mean_g: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:

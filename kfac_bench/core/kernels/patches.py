@@ -6,6 +6,7 @@ A patch is what one output position sees of the input: channels of a group times
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,11 +42,74 @@ def input_moment(
     bias: bool = False,
 ) -> Tensor:
     """Return the :func:`patch_moment` of an input without padding, in the fastest way."""
+    if padding_mode == "zeros":
+        met = _met_offsets(x.shape[2:], kernel, stride, padding, dilation)
+        if [len(offsets) for offsets in met] != list(kernel):
+            return _moment_of_met(x, met, kernel, stride, padding, dilation, groups, bias=bias)
     same_3x3 = (*kernel, *stride, *dilation, *padding) == (3, 3, 1, 1, 1, 1, 1, 1, 1, 1)
     if same_3x3 and padding_mode == "zeros" and groups == 1 and _autocorrelation_pays(x):
         return autocorrelation_moment_3x3(at_least_float32(x), bias=bias)
     x = pad_input(x, padding, padding_mode)
     return patch_moment(x, kernel, stride, dilation, groups, bias=bias)
+
+
+def _met_offsets(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[range]:
+    """Return, for each axis, the kernel offsets from the first to the last that meets a pixel.
+
+    On a small image the outer offsets of a kernel may meet only padding.
+    """
+    met = []
+    befores, afters = padding[-2::-2], padding[-1::-2]  # F.pad begins with the last axis
+    for size, k, s, before, after, d in zip(
+        sizes, kernel, stride, befores, afters, dilation, strict=True
+    ):
+        count = _positions(before + size + after, k, s, d)
+        meets = [
+            offset
+            for offset in range(k)
+            if any(0 <= offset * d - before + s * i < size for i in range(count))
+        ]
+        met.append(range(meets[0], meets[-1] + 1) if meets else range(1))
+    return met
+
+
+def _moment_of_met(
+    x: Tensor,
+    met: Sequence[range],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    bias: bool,
+) -> Tensor:
+    """Return :func:`input_moment` if only the offsets ``met`` meet a pixel: the rest is zeros.
+
+    A kernel of these offsets alone sees the same pixels, so its moment is a part of the whole.
+    """
+    shorter = list(padding)
+    for axis, offsets in enumerate(met):
+        # Padding may become negative, which removes pixels that no offset meets.
+        shorter[-2 - 2 * axis] -= offsets.start * dilation[axis]
+        shorter[-1 - 2 * axis] -= (kernel[axis] - offsets.stop) * dilation[axis]
+    part = input_moment(
+        x, [len(offsets) for offsets in met], stride, shorter, "zeros", dilation, groups, bias=bias
+    )
+    columns = x.shape[1] // groups * math.prod(kernel)
+    numbers = torch.arange(columns, device=x.device).view(-1, *kernel)
+    rows = numbers[:, *(slice(offsets.start, offsets.stop) for offsets in met)].flatten()
+    if bias:
+        rows = torch.cat([rows, rows.new_tensor([columns])])
+    out = part.new_zeros(groups, columns + bias, columns + bias)
+    out[:, rows.unsqueeze(-1), rows] = part
+    return out
 
 
 def _autocorrelation_pays(x: Tensor) -> bool:
