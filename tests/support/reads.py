@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kfac_bench.core.guards.guards import Guards
 from kfac_bench.core.kernels import linalg
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -61,13 +62,16 @@ def refuse_waits_on_meta() -> Iterator[None]:
 def steps_on_meta() -> Iterator[None]:
     """Let K-FAC and the trainer take whole steps on the meta device.
 
-    A decomposition of a meta tensor becomes a tensor of the same shape. Autocast does not know the
-    meta device, and does nothing there.
+    A decomposition of a meta tensor becomes a tensor of the same shape, and the guards do not judge
+    what they saw. Autocast does not know the meta device, and does nothing there.
     """
-    autocast = torch.autocast
+    autocast, judge = torch.autocast, Guards.judge
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linalg, "eigendecompose", _unless_meta(linalg.eigendecompose, _eigen))
         patch.setattr(linalg, "damped_inverse", _unless_meta(linalg.damped_inverse, _inverse))
+        patch.setattr(
+            Guards, "judge", lambda self: None if self._layers[0].weight.is_meta else judge(self)
+        )
         patch.setattr(
             torch,
             "autocast",
