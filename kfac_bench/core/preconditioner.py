@@ -44,12 +44,17 @@ class KFAC:
     Equation numbers are those of "Deep Neural Network Training With Distributed K-FAC" (TPDS
     2022), called "the paper" below.
 
-    Call :meth:`step` after ``backward`` and before ``optimizer.step``. At that moment gradients
-    must be
+    There are two ways to use it. With :meth:`attach`, each ``optimizer.step()`` runs K-FAC first.
+    Otherwise call :meth:`step` after the last ``backward`` and before ``optimizer.step()``. When
+    K-FAC runs, gradients must be
 
     * averaged over ranks (DistributedDataParallel does that),
-    * unscaled, if a GradScaler scaled the loss,
-    * not clipped yet.
+    * unscaled, if a GradScaler scaled the loss (:meth:`attach` takes care of it).
+
+    Gradients may be clipped before K-FAC or after it. Training frameworks clip before
+    ``optimizer.step()``, so with :meth:`attach` the clip comes first. A clip before K-FAC limits
+    the influence of one batch. A clip after K-FAC limits the length of the step and needs another
+    ``max_norm`` than without K-FAC; docs/preconditioner.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
     the mean over the examples of all micro-batches. K-FAC reads the learning rate from
@@ -57,12 +62,14 @@ class KFAC:
 
     Example::
 
-        preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100)
+        preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100).attach()
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss_function(model(inputs), targets).backward()
-            preconditioner.step()
             optimizer.step()
+
+    Certain misuse raises an error, probable misuse gives one warning; docs/preconditioner.md lists
+    what K-FAC checks.
 
     A *schedule* below is a number, or a function from the step (0 is the first) to a number. On
     several ranks, every rank must pass the same options.
@@ -139,8 +146,8 @@ class KFAC:
               of up to 8 calls of layers stay in memory until it has read them.
             * ``overlap`` and ``spread=False`` cannot be combined with it.
         factor_decay: A schedule in [0, 1): the weight of the *old* factor in the running average
-            (default 0.95). Averages are debiased. The paper's xi (eq. 14-15) weighs the *new*
-            factor: xi = 0.95 is 0.05 here.
+            (default 0.95), as in the papers' code. Averages are debiased. The paper's equations
+            14-15 write xi for the weight of the new factor, that is 1 - ``factor_decay``.
         factor_convention: How batch statistics are scaled: ``kfc`` (default), ``sc20`` or
             ``kaisa``. Papers scale differently, so the same damping means another algorithm. If
             you copy a damping from a paper, set the paper's convention; see

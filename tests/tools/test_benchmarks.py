@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import checks, gpu, intervals, measure, memory, models, speed, tables
+from benchmarks import (
+    checks,
+    clipping,
+    gpu,
+    guards,
+    intervals,
+    measure,
+    memory,
+    models,
+    speed,
+    tables,
+)
 from benchmarks.floor import floor_flops
 from benchmarks.measure import Case, Cycle, Timing, Variant
 from benchmarks.models import Size
@@ -567,3 +578,22 @@ def test_allowed_waits_are_counted(modes):
 
     assert checks.watch(step, allowed=True) == {"passed": True, "waits": 3}
     assert modes == ["warn", "default"]
+
+
+# ---- clipping and guards ----
+
+
+def test_clipping_prints_a_row_for_each_setting(capsys):
+    clipping.main(["--seeds", "1", "--steps", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 4
+    assert all(line.count("norm") == 2 for line in lines[2:])
+
+
+def test_guards_warn_of_wrong_scripts_and_of_no_others(capsys):
+    guards.main(["--steps", "2", "--tasks", "digits MLP"])
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == len(guards.SCRIPTS)
+    for name, kind, warned, missed in rows:
+        assert warned.strip() == ("0 of 2" if kind.strip() == "right" else "2 of 2"), name
+        assert not missed.strip()
