@@ -50,6 +50,7 @@ class OutputGradients:
             for layer in layers
             if layer.bias is not None
             and not layer.reads_saved_tensors
+            and layer.forward_context is None  # its calls exist only at steps with statistics
             and not is_sharded(layer.weight)
         ]
         self._layer = usable[-1] if usable else None

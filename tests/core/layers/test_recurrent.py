@@ -328,6 +328,16 @@ def test_steps_without_statistics_call_torchs_function(monkeypatch):
     assert not was_unrolled()
 
 
+def test_steps_without_statistics_before_the_first_gradient():
+    """The check of the loss scale looks at other layers: these have calls at some steps only."""
+    model, x = nn.GRU(D, H), torch.randn(T, N, D)
+    kfac = kfac_of(model, factor_update_freq=2, update_freq=2)
+    for weight in (0, 0, 1):
+        model.zero_grad()
+        (weight * loss_of(model(x)[0], N)).backward()
+        kfac.step()
+
+
 def test_an_error_in_the_forward_ends_the_context():
     model = nn.GRU(D, H)
     kfac = kfac_of(model)
