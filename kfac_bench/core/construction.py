@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
@@ -118,11 +119,13 @@ def connect_layers(
     moments = Moments(reduce=weight_sharing == "reduce", eigenbasis=executor.store.eigenbasis)
     if executor.background is not None:
         moments = BackgroundMoments(executor.background, moments)
+    handover = None
+    if overlap and sends:
+        handover = Handover(moments, executor.begin_factors, executor.void_factors, is_last)
     return Capture(
         model,
         [layer for name, layer in executor.layers.items() if name in computed],
         moments=moments,
         sampled=fisher != "empirical",
-        on_complete=executor.begin_factors if overlap and sends else None,
-        is_last=is_last,
+        handover=handover,
     )

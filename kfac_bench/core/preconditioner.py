@@ -6,7 +6,7 @@ say what is due. docs/architecture.md follows one gradient through these files.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 from weakref import ref
@@ -59,6 +59,10 @@ class KFAC:
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
     the mean over the examples of all micro-batches. K-FAC reads the learning rate from
     ``optimizer`` at each step, so learning-rate schedules just work.
+
+    A backward pass leaves statistics of a layer only if it adds to ``.grad`` of its weight. If
+    ``zero_grad()`` discards that gradient before :meth:`step`, the statistics are discarded too.
+    :meth:`pause` leaves out any other pass.
 
     Example::
 
@@ -478,13 +482,16 @@ class KFAC:
             mask: Shape of ``output`` without ``dim``. Positions with 0 are not in the loss.
             curvature: Second derivative of the loss, for ``gaussian``.
         """
-        if self._capture is None or not self._capture.enabled or self.fisher == "empirical":
+        capture = self._capture
+        if capture is None or not capture.enabled or self.fisher == "empirical":
+            return
+        if capture.passes.paused:
             return
         self._sent_labels = True
         seeds, magnitude = fishers.seeds(
             output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature
         )
-        self._capture.backward(output, seeds, magnitude)
+        capture.backward(output, seeds, magnitude)
 
     @property
     def loss_weight(self) -> float:
@@ -501,14 +508,25 @@ class KFAC:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Wrap each backward of a step but the last one; only ``overlap=True`` needs it."""
-        capture = self._capture
-        if capture is not None:
-            capture.accumulating = True
+        handover = None if self._capture is None else self._capture.handover
+        if handover is not None:
+            handover.accumulating = True
         try:
             yield
         finally:
-            if capture is not None:
-                capture.accumulating = False
+            if handover is not None:
+                handover.accumulating = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let forwards and backwards inside the block leave no statistics.
+
+        Gradients are computed as usual. Use it for a pass that adds to ``.grad`` of the covered
+        layers but does not belong to the loss whose curvature K-FAC should see. A pass whose
+        gradients are discarded needs no ``pause()``.
+        """
+        with nullcontext() if self._capture is None else self._capture.passes.pause():
+            yield
 
     def _begin_trial(self) -> None:
         """Remember weights and gradients if the adaptive damping will judge this step."""

@@ -12,7 +12,7 @@ GUIDE = (DOCS / "preconditioner.md").read_text()
 
 def test_the_guide_runs():
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     torch.manual_seed(0)
     namespace = {}
     for block in blocks:

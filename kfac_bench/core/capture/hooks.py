@@ -1,24 +1,29 @@
 """Hooks that see inputs and output gradients of layers while a model trains.
 
 :class:`KFAC` owns one :class:`Capture`. The sums themselves are in :mod:`.moments`; how a layer
-reads its input and gradient is in :mod:`kfac_bench.core.layers`.
+reads its input and gradient is in :mod:`kfac_bench.core.layers`. Which passes count is decided in
+:mod:`.counted_passes`.
 """
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node
 
+from kfac_bench.core.capture.counted_passes import CountedPasses
 from kfac_bench.core.capture.forward_context import context_hooks
+from kfac_bench.core.capture.gradient_watch import node_of, weight_getter
+from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
+from kfac_bench.core.capture.saved_tensors import SavedTensors
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
 from kfac_bench.core.layers.base import Layer
 
@@ -35,10 +40,26 @@ class _Seen:
     x: Tensor
     prepare: Callable[[Tensor], Tensor] | None
     forward: int
+    weight_node: Node
+    """Adds to ``.grad`` of the weight."""
 
 
-def _same(saved: Tensor) -> Tensor:
-    return saved
+def _training_hook(
+    capture: "Capture", edge: GradientEdge, seen: _Seen
+) -> Callable[[tuple[Tensor | None, ...]], None]:
+    """Return a hook that notes when the gradient of the training loss arrives at ``edge``.
+
+    The hook keeps neither the capture nor the module alive. The capture may hold edges of the same
+    graph, and Python's garbage collection sees no cycles through autograd's graph.
+    """
+    weak, name, node = ref(capture), seen.layer.name, seen.weight_node
+    output_nr = edge.output_nr
+
+    def hook(grads: tuple[Tensor | None, ...]) -> None:
+        if (capture := weak()) is not None:
+            capture.passes.includes(name, grads[output_nr], node)
+
+    return hook
 
 
 class Capture:
@@ -48,6 +69,9 @@ class Capture:
     therefore counts nothing, and a forward that activation checkpointing repeats counts once. Until
     then the input is kept, which autograd keeps anyway for the weight gradient. The gradient is
     read at the node of the graph, because a module backward hook breaks in-place activations.
+
+    Only a backward that adds to ``.grad`` of the weight counts. If that ``.grad`` is discarded
+    before :meth:`pop`, the moments are discarded as well.
 
     A call without samples (a head that got no boxes) adds nothing. A layer with only such calls has
     no statistics, as if it had not been used.
@@ -61,11 +85,8 @@ class Capture:
         moments: What sums the statistics.
         sampled: Whether to ignore the backward of the training loss. Only :meth:`backward` counts
             then.
-        on_complete: Called during backward each time a layer has received the gradients of all its
-            uses. Its argument holds the moments of all complete layers. It is not called while
-            ``accumulating`` or ``is_last`` say that more backwards will follow. Layers that never
-            become complete (the loss did not need their output) are left to :meth:`pop`.
-        is_last: Returns whether the running backward is the last one before :meth:`pop`.
+        handover: Takes moments of complete layers while backward runs. None if all wait for
+            :meth:`pop`.
     """
 
     def __init__(
@@ -75,42 +96,33 @@ class Capture:
         *,
         moments: Moments,
         sampled: bool = False,
-        on_complete: Callable[[Mapping[str, Collected | None]], None] | None = None,
-        is_last: Callable[[], bool] = lambda: True,
+        handover: Handover | None = None,
     ) -> None:
         self.seconds = 0.0
         """Host time in the hooks. The owner resets it."""
         self._sampled = sampled
-        self._moments = moments
-        self.accumulating = False
-        """Whether more backwards will follow before :meth:`pop`. The owner sets it."""
-        self._on_complete, self._is_last = on_complete, is_last
-        self._complete: dict[str, Collected | None] = {}
-        self._pending: Counter[str] = Counter()  # uses without gradient yet, by layer
+        self._moments, self.handover = moments, handover
+        by_name = {layer.name: layer for layer in layers}
+        self.passes = CountedPasses(by_name, self._moments, self.handover)
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
-        self._loss_samples: dict[
-            str, dict[object, int]
-        ] = {}  # by layer and forward, if ranks share them
         self._seen: list[tuple[GradientEdge, _Seen]] = []
         self._forward = self._backwards = 0
-        self._enabled = self._paused = False
+        self._enabled = False
         self._handles = [model.register_forward_pre_hook(SafeHook(self._count_forward))]
         self._handles += [
             # Prepended, so that it sees the module's own input and output. Hooks of FSDP2 and of
             # tensor parallelism run later; they free parameters and change layouts.
             module.register_forward_hook(
-                SafeHook(partial(self._on_forward, layer)), with_kwargs=True, prepend=True
+                SafeHook(partial(self._on_forward, layer, weight_getter(layer, module))),
+                with_kwargs=True,
+                prepend=True,
             )
             for layer in layers
             for module in layer.modules
         ]
-        self._holding: list[saved_tensors_hooks] = []
+        saved_tensors = SavedTensors(lambda: self._enabled)
         for module in {m: None for x in layers if x.reads_saved_tensors for m in x.modules}:
-            release = SafeHook(self._release)
-            self._handles += [
-                module.register_forward_pre_hook(SafeHook(self._hold)),
-                module.register_forward_hook(release, always_call=True),
-            ]
+            self._handles += saved_tensors.hooks(module)
         self._handles += context_hooks(layers, lambda: self._enabled)
         self.enabled = True
 
@@ -128,57 +140,44 @@ class Capture:
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
 
-    def _hold(self, module: nn.Module, inputs: object) -> None:
-        """Keep what autograd saves readable: checkpointing would allow a single read only."""
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        # A hook that returns the tensor itself hides the hooks of checkpointing from this module.
-        if hooked and self._enabled and module.training:
-            self._holding.append(saved_tensors_hooks(_same, _same))
-            self._holding[-1].__enter__()
-
-    def _release(self, module: nn.Module, inputs: object, output: object) -> None:
-        if self._holding:
-            self._holding.pop().__exit__()
-
     def _on_forward(
         self,
         layer: Layer,
+        weight_of: Callable[[nn.Module], Tensor],
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        if self._paused or not (self._enabled and module.training and torch.is_grad_enabled()):
+        if self.passes.paused or not (
+            self._enabled and module.training and torch.is_grad_enabled()
+        ):
             return
+        weight = weight_of(module)
+        # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call.
+        if not (weight.requires_grad and isinstance(weight, nn.Parameter)):
+            return
+        weight_node = node_of(weight)
         # A layer may have several calls: each projection of an attention module is one.
         for call in layer.calls(module, args, kwargs, output):
-            seen = _Seen(layer, call.x, call.prepare, self._forward)
+            seen = _Seen(layer, call.x, call.prepare, self._forward, weight_node)
             use = (layer.name, self._forward)
             self._uses[use] = self._uses.get(use, 0) + 1
             if self._sampled:
                 self._seen.append((call.edge, seen))
-            else:
-                self._pending[layer.name] += 1
-                hook = partial(self._on_backward, seen, call.edge.output_nr)
-                call.edge.node.register_prehook(hook)
+                continue
+            call.edge.node.register_prehook(partial(self._on_backward, seen, call.edge.output_nr))
+            if self.handover is not None:
+                self.handover.expect(layer.name)
 
     def _on_backward(self, seen: _Seen, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
         g = grads[output_nr]
-        if g is not None:
-            # Calls in the same forward and backward are positions of the same samples.
-            backward = torch._C._current_graph_task_id()
-            self._add(seen, g, (seen.forward, backward))
-            self._pending[seen.layer.name] -= 1
-            if not self._pending[seen.layer.name]:
-                self._finish([seen.layer.name])
-
-    def _finish(self, names: Iterable[str]) -> None:
-        """Hand over complete layers, unless more backwards will follow."""
-        if self._on_complete is None or self.accumulating or not self._is_last():
+        if g is None or not self.passes.includes(seen.layer.name, g, seen.weight_node):
             return
-        with torch.no_grad():
-            self._complete.update((name, self._moments.take(name)) for name in names)
-            self._on_complete(self._complete)
+        # Calls in the same forward and backward are positions of the same samples.
+        self._add(seen, g, (seen.forward, torch._C._current_graph_task_id()))
+        if self.handover is not None:
+            self.handover.arrived(seen.layer.name)
 
     def backward(self, output: Tensor, seeds: Iterable[Tensor], magnitude: int) -> None:
         """Send ``seeds`` back from ``output`` to the layers, without changing any ``.grad``.
@@ -202,8 +201,7 @@ class Capture:
                 "layers need the same labels: use fisher=empirical"
             )
         self._backwards += 1
-        self._paused = True  # checkpointing may repeat forwards during backward
-        try:
+        with self.passes.pause():  # checkpointing may repeat forwards during backward
             for i, seed in enumerate(seeds):
                 grads = torch.autograd.grad(
                     output, edges, seed, retain_graph=True, allow_unused=True
@@ -211,30 +209,28 @@ class Capture:
                 for (edge, s), g in zip(seen, grads, strict=True):
                     if g is not None:
                         self._add(s, g, (s.forward, self._backwards), magnitude, first=i == 0)
+                    if i == 0 and g is not None:
+                        edge.node.register_prehook(_training_hook(self, edge, s))
                     elif i == 0:
                         self._seen.append((edge, s))  # its layer feeds another output
                 self._moments.end_backward(first=i == 0)
-        finally:
-            self._paused = False
-        later = {s.layer.name for _, s in self._seen}
-        self._finish({s.layer.name for _, s in seen}.difference(later))
+        if self.handover is not None:
+            later = {s.layer.name for _, s in self._seen}
+            self.handover.finish({s.layer.name for _, s in seen}.difference(later))
 
     def _add(
         self, seen: _Seen, g: Tensor, forward: object, magnitude: int = 0, *, first: bool = True
     ) -> None:
-        if seen.layer.name in self._complete:
-            raise RuntimeError(
-                f"overlap=True: {seen.layer.name} got a gradient after its statistics were sent; "
-                "run all backwards of a step but the last inside accumulate(), or use overlap=False"
-            )
+        if self.handover is not None:
+            self.handover.check_not_sent(seen.layer.name)
         if not g.numel():
             return
         start = time.perf_counter()
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            g = g.detach()  # with create_graph=True it has a graph, which must not live on
             x, g = seen.x, g if seen.prepare is None else seen.prepare(g)
             if is_sharded(g):
-                samples = len(g) if g.ndim > 1 else 1
-                self._loss_samples.setdefault(seen.layer.name, {})[forward] = samples
+                self._moments.count_loss_samples(seen.layer, g, forward)
                 x, g = own_samples(x, g)
                 if not g.numel():
                     return
@@ -255,18 +251,14 @@ class Capture:
 
         Layers that were not used are missing.
         """
+        self.passes.end()
         self._seen.clear()
         self._uses.clear()
-        self._pending.clear()
-        complete, self._complete = self._complete, {}
         start = time.perf_counter()
         collected = self._moments.pop()
         self.seconds += time.perf_counter() - start
-        collected |= {k: v for k, v in complete.items() if v is not None}
-        for name, new in collected.items():
-            if name in self._loss_samples:
-                new.loss_samples = sum(self._loss_samples[name].values())
-        self._loss_samples.clear()
+        if self.handover is not None:
+            collected |= {k: v for k, v in self.handover.pop().items() if v is not None}
         return collected
 
     def __del__(self) -> None:

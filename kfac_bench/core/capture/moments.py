@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_bench.core.kernels.conventions import Scale
+from kfac_bench.core.kernels.conventions import Number, Scale
 from kfac_bench.core.layers.base import Layer, moment
 
 Eigenbasis = Callable[[str], tuple[Tensor, Tensor] | None]
@@ -25,22 +25,22 @@ class Collected:
     """Sum of a a^T, [groups, a_dim, a_dim], or [groups, a_dim] if A is diagonal."""
     g: Tensor
     """Sum of g g^T, [groups, g_dim, g_dim], or [groups, g_dim] if G is diagonal."""
-    samples: int
-    rows: float
+    samples: Number
+    rows: Number
     """Samples times shared positions: the number of terms in ``a``."""
     forward: object
     """The forward and backward that ``samples`` counted last."""
     second_moment: Tensor | None = None
     """EKFAC's, [groups, g_dim, a_dim]."""
-    loss_samples: int | None = None
+    loss_samples: Number | None = None
     """Samples that the loss is a mean over, if ranks share them out. None: ``samples``."""
 
-    def scales(self, scale: Scale, *, is_conv: bool) -> tuple[float, float]:
+    def scales(self, scale: Scale, *, is_conv: bool) -> tuple[Number, Number]:
         """Return what raw A and raw G must be multiplied by; see :data:`.conventions.CONVENTIONS`.
 
         Messages later average over ranks, weighted by ``samples``.
         """
-        n = self.loss_samples or self.samples
+        n = self.samples if self.loss_samples is None else self.loss_samples
         a, g = scale(n, self.rows / self.samples, is_conv)
         return a * n / self.samples, g * n / self.samples
 
@@ -81,6 +81,11 @@ class Moments:
         self._sums: dict[str, tuple[Layer, _PositionSums]] = {}
         self._second_moments: dict[str, Tensor] = {}
         self._calls: dict[str, _Calls] = {}
+        self._loss_samples: dict[str, dict[object, Number]] = {}  # by layer and forward
+
+    def count_loss_samples(self, layer: Layer, g: Tensor, forward: object) -> None:
+        """Count the samples of a call that ranks share out, before the rank takes its part."""
+        self._loss_samples.setdefault(layer.name, {})[forward] = len(g) if g.ndim > 1 else 1
 
     def add(
         self,
@@ -184,14 +189,50 @@ class Moments:
 
         None if all calls of the layer had no samples.
         """
+        self._end_forwards(name)
+        taken = self._collected.pop(name, None)
+        loss_samples = self._loss_samples.pop(name, None)
+        if taken is not None:
+            taken.second_moment = self._second_moments.pop(name, None)
+            taken.loss_samples = None if loss_samples is None else sum(loss_samples.values())
+        return taken
+
+    def _end_forwards(self, name: str) -> None:
+        """Finish the sums over the calls of a forward: no more of them will come."""
         if name in self._sums:
             self._close(name)
         if name in self._calls:
             self._square(name)
-        taken = self._collected.pop(name, None)
-        if taken is not None:
-            taken.second_moment = self._second_moments.pop(name, None)
-        return taken
+
+    def forget(self, name: str) -> None:
+        """Forget the sums of one layer."""
+        for sums in (
+            self._collected,
+            self._second_moments,
+            self._sums,
+            self._calls,
+            self._loss_samples,
+        ):
+            sums.pop(name, None)
+
+    def forget_where(self, name: str, is_discarded: Tensor) -> None:
+        """Forget the sums of one layer if ``is_discarded``, a bool on the device.
+
+        The host does not wait for it. The counts become tensors therefore.
+        """
+        self._end_forwards(name)
+        old = self._collected.get(name)
+        if old is None:
+            return
+        kept = (~is_discarded).to(old.g.dtype)
+        sums = [old.a, old.g]
+        if name in self._second_moments:
+            sums.append(self._second_moments[name])
+        for x in sums:
+            x.masked_fill_(is_discarded, 0.0)  # not a product, which would keep nan
+        old.samples, old.rows = old.samples * kept, old.rows * kept
+        counts = self._loss_samples.get(name, {})
+        counts.update({forward: n * kept for forward, n in counts.items()})
 
     def end_backward(self, *, first: bool) -> None:
         """Finish all forwards so far: with this gradient, no more of their calls will come."""
@@ -203,7 +244,6 @@ class Moments:
     def pop(self) -> dict[str, Collected]:
         """Return the sums since the last call, by layer; layers that were not used are missing."""
         self.end_backward(first=True)
-        for name, second_moment in self._second_moments.items():
-            self._collected[name].second_moment = second_moment
-        collected, self._collected, self._second_moments = self._collected, {}, {}
-        return collected
+        collected = {name: self.take(name) for name in list(self._collected)}
+        self._loss_samples.clear()
+        return {name: taken for name, taken in collected.items() if taken is not None}

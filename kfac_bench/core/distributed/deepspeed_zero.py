@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -78,6 +78,12 @@ def scatter_gradients(engine: Any) -> None:
             grad, p.grad = p.grad, None
             if grad is not None:
                 safe_set_full_grad(p, grad)
+
+
+def takes_gradient(param: Tensor) -> bool:
+    """Return whether ZeRO 1 or 2 takes ``.grad`` away after backward, to keep its own part."""
+    # DeepSpeed sets it for each parameter. It is None where this rank updates no part of it.
+    return hasattr(param, "_hp_mapping")
 
 
 def _parameters(engine: Any) -> list[nn.Parameter]:

@@ -42,6 +42,19 @@ class BackgroundMoments(Moments):
         """See :meth:`Moments.end_backward`."""
         self._submit(partial(self._moments.end_backward, first=first))
 
+    def count_loss_samples(self, layer: Layer, g: Tensor, forward: object) -> None:
+        """See :meth:`Moments.count_loss_samples`."""
+        self._submit(partial(self._moments.count_loss_samples, layer, g, forward))
+
+    def forget(self, name: str) -> None:
+        """See :meth:`Moments.forget`."""
+        self._submit(partial(self._moments.forget, name))
+
+    def forget_where(self, name: str, is_discarded: Tensor) -> None:
+        """See :meth:`Moments.forget_where`."""
+        job = partial(self._moments.forget_where, name, is_discarded)
+        self._submit(job, (is_discarded,))
+
     def take(self, name: str) -> Collected | None:
         """Refuse: ``overlap`` takes the sums of a layer early, and is off beside a thread."""
         raise NotImplementedError
@@ -55,8 +68,8 @@ class BackgroundMoments(Moments):
             job.result()
         collected = popped.result()
         for new in collected.values():
-            sums = (new.a, new.g, new.second_moment)
-            self._background.take_over(x for x in sums if x is not None)
+            made = (new.a, new.g, new.second_moment, new.samples, new.rows, new.loss_samples)
+            self._background.take_over(x for x in made if isinstance(x, Tensor))
         return collected
 
 

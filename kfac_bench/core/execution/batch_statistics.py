@@ -6,7 +6,7 @@ from torch import Tensor
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.execution.messages import SecondMoments, Statistics
 from kfac_bench.core.execution.store import Store, identity_like
-from kfac_bench.core.kernels.conventions import Scale
+from kfac_bench.core.kernels.conventions import Number, Scale
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor
 
@@ -63,13 +63,13 @@ class BatchStatistics:
         moment *= self._per_sample(new.samples)
         self.second_moments[layer.name] = self._only_finite(moment, new.samples)
 
-    def _only_finite(self, moment: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    def _only_finite(self, moment: Tensor, samples: Number) -> tuple[Tensor, Tensor]:
         """Return the statistic and its weight, zeros for one that is not finite."""
         finite = torch.isfinite(moment.sum())
         self.dropped = ~finite + (0 if self.dropped is None else self.dropped)
-        return moment.masked_fill_(~finite, 0.0), finite * float(samples)
+        return moment.masked_fill_(~finite, 0.0), finite * (1.0 * samples)
 
-    def _per_sample(self, samples: int) -> float:
+    def _per_sample(self, samples: Number) -> Number:
         return 1 / (samples if self._of_sums else self.loss_weight) ** 2
 
     def fold(

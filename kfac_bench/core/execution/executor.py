@@ -8,7 +8,7 @@ and what lasts between steps is in ``store.py``.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -67,6 +67,7 @@ class _Begun:
 
     ops: int = 0
     in_flight: list[InFlight] = field(default_factory=list)
+    is_void: bool = False
     stage_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -127,6 +128,8 @@ class Executor:
         left to :meth:`run`.
         """
         begun = self._begun
+        if begun.is_void:
+            return
         for op in islice(self.plan.factors, begun.ops, None):
             if self.collective.rank in op.ranks:
                 match op:
@@ -141,6 +144,13 @@ class Executor:
                         return
             begun.ops += 1
 
+    def void_factors(self) -> None:
+        """Let :meth:`run` repeat what :meth:`begin_factors` started: its gradients were discarded.
+
+        All ranks must call it, also those that have started nothing.
+        """
+        self._begun.is_void = True
+
     def abandon_factors(self) -> None:
         """Forget what :meth:`begin_factors` started, once its messages have arrived."""
         for sent in self._begun.in_flight:
@@ -154,8 +164,14 @@ class Executor:
         self.stage_s = begun.stage_s
         self.gradients.begin()
         for ops in request.stages:
+            if ops is self.plan.factors and begun.is_void:
+                # Ranks may have sent different numbers of messages. They send the rest first.
+                rest = islice(ops, begun.ops, None)
+                self._run_stage(rest, begun.in_flight, replace(request, collected={}))
+                self.batch_statistics.factors.clear()
+                self._run_stage(ops, [], request)
             # While backward ran, begin_factors may have executed the first ops of this stage.
-            if ops is self.plan.factors:
+            elif ops is self.plan.factors:
                 self._run_stage(islice(ops, begun.ops, None), begun.in_flight, request)
             else:
                 self._run_stage(ops, [], request)

@@ -25,12 +25,14 @@ class MeanCheck:
     def __init__(self) -> None:
         self._is_done = False
         self._evidence: Tensor | None = None
-        self._samples = 0
+        self._samples: float = 0
 
     def see(self, collected: Mapping[str, Collected], loss_scale: float | Tensor) -> None:
         """Look at the statistics of a step, of which ``loss_scale`` is still a factor."""
         head = next(iter(collected.values()), None)
         if self._is_done or head is None or head.g.ndim != 3 or len(head.g) != 1:
+            return
+        if isinstance(head.samples, Tensor):  # a pass was discarded: another step will tell
             return
         g, self._samples = head.g[0], head.samples
         squares = g.diagonal().sum()

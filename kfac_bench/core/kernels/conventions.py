@@ -2,19 +2,24 @@
 
 from collections.abc import Callable
 
-Scale = Callable[[int, float, bool], tuple[float, float]]
+from torch import Tensor
+
+Number = float | Tensor
+"""A number, or a 0-d tensor on the device that the host does not know."""
+
+Scale = Callable[[Number, Number, bool], tuple[Number, Number]]
 """From (samples N, positions s per sample, is a convolution) to the scales of raw A and raw G."""
 
 
-def _kfc(n: int, s: float, conv: bool) -> tuple[float, float]:
-    return 1 / (n * s), float(n)
+def _kfc(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
+    return 1 / (n * s), n
 
 
-def _sc20(n: int, s: float, conv: bool) -> tuple[float, float]:
+def _sc20(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
     return (1 / (n * s**2), n * s) if conv else (1 / (n * s), n * s)
 
 
-def _kaisa(n: int, s: float, conv: bool) -> tuple[float, float]:
+def _kaisa(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
     return (1 / (n * s**3), 1 / (n * s**3)) if conv else (1 / (n * s), 1 / (n * s))
 
 
