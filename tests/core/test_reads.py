@@ -19,11 +19,14 @@ DEVICES = pytest.mark.parametrize("device", REFUSE)
 class Net(nn.Module):
     """All kinds of layers; some of one shape; one that the loss does not need."""
 
-    def __init__(self):
+    def __init__(self, device):
         super().__init__()
         self.tokens = nn.Embedding(9, 4)
         self.conv = nn.Conv1d(4, 4, 3, padding=1)
         self.grouped = nn.Conv2d(4, 4, (3, 1), padding=(1, 0), groups=2)
+        self.transposed = nn.ConvTranspose1d(4, 4, 3, padding=1)
+        # The lengths of its sequences are on the host, which only the meta device shows.
+        self.recurrent = nn.LSTM(4, 4, batch_first=True) if device == "meta" else None
         self.batch_norm = nn.BatchNorm1d(4)
         self.group_norm = nn.GroupNorm(2, 4)
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
@@ -35,7 +38,9 @@ class Net(nn.Module):
     def forward(self, x):
         h = self.conv(self.tokens(x).mT).relu()
         h = self.group_norm(self.grouped(h.unsqueeze(3)).squeeze(3))
-        h = self.batch_norm(h).mT
+        h = self.batch_norm(self.transposed(h)).mT
+        if self.recurrent is not None:
+            h = self.recurrent(h)[0]
         h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
         for block in self.blocks:
             h = h + block(h).tanh()
@@ -67,7 +72,7 @@ OPTIONS = {
 def train(device, *, parts=1, autocast=False, loss_scale=1.0, **options):
     """One step with decompositions, then steps in which nothing may wait."""
     torch.manual_seed(0)
-    model = Net().to(device)
+    model = Net(device).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     defaults = {"damping": 0.03, "kl_clip": 0.001, "update_freq": 100, "factor_update_freq": 2}
     kfac = KFAC(model, optimizer, **(defaults | {"skip": [], "spread": False} | options))

@@ -66,11 +66,17 @@ def steps_on_meta() -> Iterator[None]:
     what they saw. Autocast does not know the meta device, and does nothing there.
     """
     autocast, judge = torch.autocast, Guards.judge
+    is_enabled = torch.is_autocast_enabled
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linalg, "eigendecompose", _unless_meta(linalg.eigendecompose, _eigen))
         patch.setattr(linalg, "damped_inverse", _unless_meta(linalg.damped_inverse, _inverse))
         patch.setattr(
             Guards, "judge", lambda self: None if self._layers[0].weight.is_meta else judge(self)
+        )
+        patch.setattr(
+            torch,
+            "is_autocast_enabled",
+            lambda device="cpu": device != "meta" and is_enabled(device),
         )
         patch.setattr(
             torch,
