@@ -13,7 +13,7 @@ digits = load_digits()
 data = TensorDataset(torch.tensor(digits.images).float() / 16, torch.tensor(digits.target))
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-loader = DataLoader(data, batch_size=32, shuffle=True)
+loader = DataLoader(data, batch_size=32, shuffle=True, drop_last=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 attach_kfac(accelerator, model, optimizer)  # (1) after prepare; save_state saves it too
 

@@ -65,7 +65,14 @@ class KFACCallback(TrainerCallback):
     ) -> None:
         """Attach K-FAC, and load its state if training continues from a checkpoint."""
         self._detach()  # an exception may have ended an earlier training
+        self.preconditioner = None
         check_engine(AcceleratorState().distributed_type)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"the Trainer copies the model to {args.n_gpu} GPUs of one process (DataParallel), "
+                f"where K-FAC cannot see it: start one process per GPU, torchrun --nproc-per-node "
+                f"{args.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU"
+            )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         preconditioner = KFAC(model, optimizer.optimizer, **self._options).attach(optimizer.scaler)
         self.preconditioner = preconditioner

@@ -156,6 +156,7 @@ def test_a_checkpoint_without_state_is_reported(tmp_path):
         trainer_in(tmp_path, KFACCallback()).train(f"{tmp_path}/checkpoint-4")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_another_folder(tmp_path):
     """The Trainer does not tell which folder it read: a file of another run must not be taken."""
     for name, rate in (("old", 1e-2), ("new", 1e-3)):
@@ -173,6 +174,7 @@ def test_a_checkpoint_in_another_folder(tmp_path):
     assert resumed.preconditioner.steps == 8
 
 
+@pytest.mark.slow
 def test_a_log_with_nan_is_recognized(tmp_path):
     trainer_in(tmp_path, KFACCallback(**OPTIONS)).train()
     path = tmp_path / "checkpoint-6" / "trainer_state.json"
@@ -184,6 +186,7 @@ def test_a_log_with_nan_is_recognized(tmp_path):
     assert callback.preconditioner.steps == 8
 
 
+@pytest.mark.slow
 def test_hooks_are_gone_after_training(tmp_path):
     """Also after an exception, at the latest when training begins again."""
 
@@ -206,6 +209,7 @@ def test_hooks_are_gone_after_training(tmp_path):
         assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.slow
 def test_weights_alone_get_no_state(tmp_path):
     trainer_in(tmp_path, KFACCallback(), save_only_model=True).train()
     assert not list(tmp_path.glob("*/kfac.pt"))
@@ -267,6 +271,7 @@ def test_what_fisher_cannot_do_is_an_error(tmp_path):
         ).train()
 
 
+@pytest.mark.slow
 def test_a_grad_scaler(tmp_path):
     """The Trainer has none on a CPU, so the test puts one in; results are nearly the same."""
     results = []
@@ -287,6 +292,13 @@ def test_a_grad_scaler(tmp_path):
 def test_engines_that_own_the_gradients_are_refused():
     with pytest.raises(ValueError, match=r"DEEPSPEED.*examples/deepspeed_training.py"):
         check_engine(DistributedType.DEEPSPEED)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    trainer = trainer_in(tmp_path, KFACCallback())
+    trainer.args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"model to 2 GPUs .* torchrun --nproc-per-node 2"):
+        trainer.train()
 
 
 def test_two_callbacks_are_refused(tmp_path):
