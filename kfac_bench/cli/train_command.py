@@ -1,11 +1,18 @@
 """`kfac-train`: one run, or a sweep of several runs."""
 
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kfac_bench.cli import sweep
-from kfac_bench.cli.entry import Parser, check_config_dir
+from kfac_bench.cli.entry import Parser, check_config_dir, say
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
+from kfac_bench.record.progress import progress
+
+if TYPE_CHECKING:
+    from kfac_bench.config import TrainConfig
 
 TRAIN_USAGE = """\
 usage: kfac-train [GROUP=NAME | OPTION=VALUE]... [--config-dir DIR] [--cfg job] [--multirun]
@@ -57,20 +64,38 @@ def train(arguments: list[str]) -> int:
     if options.cfg:
         print(compose.shown(config), end="")
         return 0
+    names_data = any(o.startswith(("data=", "experiment=")) for o in options.overrides)
+    if not (names_data or config.dry_run):
+        _say_what_data(config)
     return train_one(config)
 
 
-def train_one(config: object) -> int:
-    """Train, or print what training would cost, and return the exit code."""
-    from kfac_bench.config import TrainConfig
+def _say_what_data(config: "TrainConfig") -> None:
+    """Say that the command line names no data, and how to name them."""
+    if config.data.name == "digits" and slurm_rank.from_launcher("RANK", "0") == "0":
+        say(
+            "The command names no data, so this run trains on the built-in digits (1797 small "
+            "pictures). To train on your pictures, add data=imagefolder data.root=FOLDER."
+        )
 
-    assert isinstance(config, TrainConfig)
+
+def train_one(config: "TrainConfig") -> int:
+    """Train, or print what training would cost, and return the exit code."""
+    # The other ranks do the same at the same time.
+    is_main = slurm_rank.from_launcher("RANK", "0") == "0"
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    with progress.showing() if is_main and is_main_thread else nullcontext():
+        return _train_one(config)
+
+
+def _train_one(config: "TrainConfig") -> int:
     if config.dry_run:
         from kfac_bench.simulate import plan_report
         from kfac_bench.training import dry_run
 
         print(plan_report.describe(dry_run.trace(config), by_layer=True))
         return 0
-    from kfac_bench.training import run
+    with progress.task("loading PyTorch"):
+        from kfac_bench.training import run
 
     return run.start(config)

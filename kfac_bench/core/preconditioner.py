@@ -28,6 +28,8 @@ from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.guards.guards import Guards
 from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
+from kfac_bench.core.planning.ops import Decompose
+from kfac_bench.core.planning.plan import Stage
 from kfac_bench.core.schedule import Schedule, Schedules, Settings
 
 
@@ -599,6 +601,16 @@ class KFAC:
     def will_adapt_damping(self) -> bool:
         """Whether :meth:`adapt_damping` has work to do after the next step."""
         return self._adaptive is not None and self._adaptive.is_due(self.steps)
+
+    @property
+    def decomposed(self) -> tuple[int, int]:
+        """How many factors this rank has decomposed in the current step, and how many it has.
+
+        Another thread may read it while :meth:`step` runs, to show progress.
+        """
+        mine = (op for op in self.plan.ops(Stage.DECOMPOSE) if self.collective.rank in op.ranks)
+        total = sum(len(op.members) for op in mine if isinstance(op, Decompose))
+        return self._executor.decomposed, total
 
     @property
     def failed_decompositions(self) -> int:

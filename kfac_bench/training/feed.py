@@ -26,6 +26,7 @@ class Feed:
         self._data, self._config, self._seed, self._course = data, config, seed, course
         self._ranks, self._lockstep = backend.ranks, backend.lockstep
         self._shard = Shard(self._ranks.rank, self._ranks.world_size)
+        self._evaluated = 0
 
     def train(self, step: int) -> Iterator[Batch]:
         """Yield the training batches after `step`, up to the end of the epoch.
@@ -44,6 +45,7 @@ class Feed:
         A backend in lockstep needs equally many forward passes on all ranks. A rank without further
         batches therefore repeats one example, which does not count.
         """
+        self._evaluated = 0
         batches = filter(size, self._data.evaluate(self._config.eval_batch_size, self._shard))
         while True:
             batch = None if stop.signal else next(batches, None)
@@ -53,6 +55,11 @@ class Feed:
             if self._lockstep and not self._ranks.any(batch is not None):
                 return
             yield batch or self._first(self._data.evaluate(1, Shard())), batch is not None
+            self._evaluated += size(batch) if batch is not None else 0
+
+    def evaluated(self) -> tuple[int, int]:
+        """Return the examples that this rank has evaluated, and about how many it has."""
+        return self._evaluated, -(-self._data.eval_size // self._ranks.world_size)
 
     def show(self) -> Iterator[Batch]:
         """Yield evaluation batches for predictions, the same ones on all ranks."""

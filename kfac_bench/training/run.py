@@ -32,6 +32,7 @@ from kfac_bench.record.events import (
     TargetReached,
     read,
 )
+from kfac_bench.record.progress import progress
 from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.training import build, checkpoint, environment, weights
 from kfac_bench.training.blueprint import Blueprint
@@ -86,7 +87,8 @@ def train(
         # An error on rank 0 alone would leave the others waiting: together() raises it on all.
         ranks.together(lambda: stack.enter_context(if_main))
         ranks.together(directory.check_is_here)
-        trainer = _build_trainer(config, backend, directory, blueprint)
+        with progress.task("reading the data and building the model"):
+            trainer = _build_trainer(config, backend, directory, blueprint)
         complete = ranks.together(
             lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
         )
@@ -95,9 +97,10 @@ def train(
             if ranks.is_main:
                 directory.note_state(complete or "finished", trainer.course.max_steps)
             return complete or "finished", 0
-        opened = ranks.together(
-            lambda: _open_log(config, trainer, directory, about) if ranks.is_main else None
-        )
+        with progress.task("opening the log"):
+            opened = ranks.together(
+                lambda: _open_log(config, trainer, directory, about) if ranks.is_main else None
+            )
         if opened is not None:
             trainer.log, trainer.say = opened
             stack.callback(trainer.log.close)
@@ -107,8 +110,12 @@ def train(
         _say_what_kfac_does(trainer)
         if ranks.is_main:
             directory.note_state("running", trainer.step)
+        steps = trainer.course.max_steps
         try:
-            status = trainer.fit()
+            with progress.task(
+                "training", lambda: (trainer.step, steps), ends="the run saves and ends then"
+            ):
+                status = trainer.fit()
         except UsageError as error:
             # A sample that cannot be read. Only this rank knows, so it has to print the message.
             raise OneRankError(str(error)) from None

@@ -6,7 +6,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from kfac_bench.record.events import (
     TargetReached,
     Trained,
 )
+from kfac_bench.record.progress import progress
 from kfac_bench.tasks.task import Task, reached
 from kfac_bench.training import agreement, predictions
 from kfac_bench.training.checkpoint import Checkpoint, ValidationMetric
@@ -233,7 +234,8 @@ class Trainer:
             cannot_write=self._saving.has_failed or self.log.problem is not None,
         )
         is_long = self.kfac is not None and self.kfac.will_decompose_all
-        self._update.step(batch, loss)
+        with self._showing_decompositions():
+            self._update.step(batch, loss)
         self.step += 1
         self._meter.add_step()
         # Decompositions can take long. If a signal arrived meanwhile, other steps would use up the
@@ -241,6 +243,13 @@ class Trainer:
         # knows its signal without a message.
         if is_long or self.ranks.world_size == 1:
             self._stopping = self._stopping or self.ranks.any(bool(self.stop.signal))
+
+    def _showing_decompositions(self) -> AbstractContextManager[None]:
+        """Show how far K-FAC is, if the next step decomposes all factors."""
+        kfac = self.kfac
+        if kfac is None or not (kfac.steps == 0 or kfac.will_decompose_all):
+            return nullcontext()
+        return progress.task("K-FAC decomposes its factors", lambda: kfac.decomposed)
 
     def _read_outcome(self) -> None:
         """Read the outcome of the last step, unless it has been read. All ranks call this.
@@ -307,7 +316,7 @@ class Trainer:
         self._owes_evaluation = True
         if self._stopping:
             return False
-        with self._outside_training():
+        with self._outside_training(), progress.task("evaluation", self._feed.evaluated):
             train_s = self.ranks.max(self.clock.train_s())
             if self.config.check_ranks:
                 agreement.check(self._bare, self.kfac, self.ranks, self.step)
@@ -394,7 +403,7 @@ class Trainer:
 
     def _finish_saving(self) -> None:
         """Wait until the checkpoint is on disk. All ranks call this."""
-        with self.clock.paused():
+        with self.clock.paused(), progress.task("saving"):
             self._saving.finish()
         self._report_checkpoint()
 

@@ -14,6 +14,7 @@ import yaml
 
 import kfac_bench
 from kfac_bench import cli
+from kfac_bench.cli import train_command
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import RunEnded, RunStarted, Trained, read
@@ -209,6 +210,29 @@ def test_only_rank_0_prints_an_error(monkeypatch, capsys):
         cli.train(["kfac.dampign=1"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [
+        (["model=resnet50", "kfac.update_freq=500"], True),
+        (["data.root=FOLDER"], True),  # digits ignore a folder
+        (["data=digits"], False),
+        (["experiment=digits/resnet_kfac"], False),
+        (["model=resnet50", "data=imagefolder", "data.root=FOLDER"], False),
+        (["task=denoising", "model=unet", "data=pictures"], False),
+        (["dry_run=true"], False),
+    ],
+)
+def test_a_command_without_data_says_what_it_trains_on(overrides, is_said, monkeypatch, capsys):
+    monkeypatch.setattr(train_command, "train_one", lambda config: 0)
+    assert train_command.train(overrides) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("The command names no data") == is_said
+    assert ("add data=imagefolder data.root=FOLDER" in said) == is_said
+    monkeypatch.setenv("RANK", "1")
+    assert train_command.train(overrides) == 0
+    assert capsys.readouterr().out == ""
 
 
 # ---- the dry run ----

@@ -83,6 +83,7 @@ class Executor:
             and so does work beside training.
         background: The thread beside training, if there is one.
         background_slices: The decompositions that were begun on it.
+        decomposed: Factors that this rank has decomposed in the current run so far.
         synchronize: Waits for the device. If set, it is called where a kind of op starts and ends.
     """
 
@@ -107,6 +108,7 @@ class Executor:
             ShardedGradients(layers, plan.world_size) if plan.sharded else WholeGradients(layers)
         )
         self.stage_s: dict[str, float] = {}
+        self.decomposed = 0
         self.synchronize: Callable[[], None] | None = None
         self._messenger = Messenger(
             plan, collective, layers, self.store, self.batch_statistics, self.gradients
@@ -162,6 +164,7 @@ class Executor:
         """Run one step's stages; ``gradients`` has the preconditioned gradients afterwards."""
         begun, self._begun = self._begun, _Begun()
         self.stage_s = begun.stage_s
+        self.decomposed = 0
         self.gradients.begin()
         for ops in request.stages:
             if ops is self.plan.factors and begun.is_void:
@@ -235,6 +238,7 @@ class Executor:
                 self.batch_statistics.compute_second_moment(layer, new)
             case Decompose(members=members):
                 self.solver.keep(members, self._solve(op, request.damping))
+                self.decomposed += len(members)
             case Precondition(_, specs):
                 self._precondition(specs, request.damping)
                 if len(op.ranks) == self.plan.world_size:  # no message shares the result

@@ -29,6 +29,7 @@ from kfac_bench.record.events import (
     TargetReached,
     Trained,
 )
+from kfac_bench.record.progress import progress
 
 REDRAW_S = 0.1
 NAMED = 20
@@ -148,6 +149,7 @@ class ConsoleSink:
         if self._bar is not None:
             status = _printable("  ".join(parts), self._encoding)
             self._guarded(partial(self._bar.update, event.step, status))
+            progress.note_line()
         elif self._trained_lines.is_due():
             total = f"/{self._total_steps}" if self._total_steps else ""
             self.say("  ".join([f"step {event.step}{total}", f"epoch {event.epoch:.2f}", *parts]))
@@ -173,6 +175,7 @@ class ConsoleSink:
             )
 
     def _print(self, line: str) -> None:
+        progress.note_line()
         if self._bar is not None:
             self._bar.print(line)
         else:
