@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.core.layers.unrolled import UnrolledForward
 from tests.support import oracle, recurrent_oracle
+from tests.support.distributed import run_ranks
 from tests.support.layer_checks import (
     BOTH,
     DAMPING,
@@ -452,6 +453,36 @@ def test_checkpointing_with_the_exact_fisher():
     one, other = Tagger(False), Tagger()
     other.load_state_dict(one.state_dict())
     assert_same(train(one, fisher="type2"), train(other, fisher="type2"))
+
+
+def on_ranks(options):
+    """The tagger's weights after three steps on this rank's share of each batch, in float32."""
+    dist = torch.distributed
+    torch.manual_seed(0)
+    model = Tagger().float()
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    wrapped = nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    kfac = kfac_of(wrapped, overlap=world > 1, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        tokens = torch.randint(7, (N, T), generator=generator).chunk(world)[rank]
+        F.cross_entropy(wrapped(tokens).flatten(0, 1), tokens.flatten() % 3).backward()
+        kfac.step()
+        optimizer.step()
+    kfac.detach()
+    return dict(model.state_dict())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["comm_opt", slow("mem_opt")])
+def test_ranks_equal_one_process(strategy):
+    torch.set_default_dtype(torch.float32)
+    options = {"strategy": strategy, "spread": False}
+    want = on_ranks(options)
+    for got in run_ranks(2, on_ranks, options):
+        assert_same(got, want, rtol=1e-4)
 
 
 def test_gradient_accumulation_equals_one_batch():
