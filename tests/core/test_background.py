@@ -14,19 +14,31 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
-from kfac_bench.core.distributed.collective import SingleProcess
+from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.background_moments import MAX_WAITING
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.linear import LinearLayer
-from tests.core.test_strategies import planned
+from kfac_bench.core.planning.ops import ShareDecompositions
+from tests.core.test_strategies import SMALL, planned, train_on_ranks
 from tests.support import forks, oracle
+from tests.support.distributed import run_ranks
 from tests.support.layer_checks import assert_close
 from tests.support.quick import slow
-from tests.support.training import batch, loss_of, sgd, tiny_model, train_step
+from tests.support.training import (
+    batch,
+    loss_of,
+    my_part,
+    sgd,
+    sha256,
+    tiny_model,
+    train_step,
+)
 
 OPTIONS = {
     "damping": 0.03,
@@ -215,6 +227,76 @@ def test_statistics_have_the_bits_of_the_foreground(options):
     assert_equal([got], [want])
     assert dropped == also_dropped
     assert (dropped > 0) == (options.get("scale") == float("inf"))
+
+
+# Ranks
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [
+        ("comm_opt", "eigen"),
+        slow("comm_opt", "ekfac"),
+        slow("mem_opt", "eigen"),
+        ("mem_opt", "inverse"),
+        slow("layer_wise", "inverse"),
+        slow("owner_reduce", "eigen"),
+        slow("local_factors", "inverse"),
+    ],
+)
+def test_two_ranks_equal_one_process(strategy, method):
+    """And messages with decompositions are sent when these come into use."""
+    options = {"method": method, "background": True, "spread": None}
+    with planned(spread=2):
+        first, _ = train_on_ranks(2, tiny_model, batch, SMALL | {"spread": 2}, strategy, options)
+    slices = first.plan.slices  # every 2 steps: slices begin in steps 0 and 1, then 2 and 3, then 4
+    for ops, used in zip(slices, ([1, 3], [2, 4]), strict=True):
+        sent = [op.name for op in ops if isinstance(op, ShareDecompositions)]
+        assert sent or strategy in ("mem_opt", "layer_wise", "owner_reduce", "local_factors")
+        assert all(first.steps[name] == used for name in sent)
+
+
+def continue_on_rank(strategy, method):
+    """Continue a run of two ranks with the shards of both, and with the state of rank 0 alone."""
+    options = {"method": method, "strategy": strategy, "collective": TorchCollective()}
+
+    def steps(some, model, kfac):
+        grads = []
+        for step in some:
+            grads.append(train_step(model, kfac, kfac._optimizer, *my_part(*batch(step))))
+        return grads
+
+    model = DistributedDataParallel(tiny_model())
+    kfac = kfac_of(model, **options)
+    steps(range(6), model, kfac)
+    shards, whole = [None, None], [copy.deepcopy(kfac.state_dict())]
+    dist.all_gather_object(shards, kfac.state_dict(shard=True))
+    dist.broadcast_object_list(whole)
+    assert any("pending" in str(shard) for shard in shards)
+    weights = copy.deepcopy(model.state_dict())
+    want = steps(range(6, STEPS), model, kfac)
+    kfac.detach()
+    for states in shards, whole:
+        model.load_state_dict(weights)
+        kfac = kfac_of(model, **options)
+        kfac.load_state_dict(*states)
+        got = steps(range(6, STEPS), model, kfac)
+        if states is shards:
+            assert_equal(got, want)
+        same = [None, None]
+        dist.all_gather_object(same, sha256([grad for grads in got for grad in grads]))
+        assert same[0] == same[1]
+        kfac.detach()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [("comm_opt", "inverse"), slow("comm_opt", "ekfac"), slow("mem_opt", "eigen")],
+)
+def test_two_ranks_continue_bit_by_bit(strategy, method):
+    run_ranks(2, continue_on_rank, strategy, method)
 
 
 # State
