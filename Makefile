@@ -35,8 +35,9 @@ demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report
 tune: setup  ## find the demo's settings anew, one equal budget per optimizer (10 minutes)
 	$(BIN)/kfac-bench tune demo --out conf/experiment
 
-bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their floors (15 minutes)
+bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their floors (30 minutes)
 	$(BIN)/python benchmarks/speed.py --models resnet32,encoder --real
+	$(BIN)/python benchmarks/background.py
 	$(BIN)/python benchmarks/ideas.py
 
 bench-gpu: setup  ## the same on one GPU in 8 minutes, with checks; writes docs/gpu.md

@@ -146,8 +146,7 @@ class KFAC:
               two slices (see ``spread``; all ranks spread). So results do not depend on the speed
               of the thread: if a result is late, the step waits.
             * Until both factors of a layer have a decomposition, its gradient stays as it is,
-              except for the KL clip. The first slice comes into use in step 1, one more in each
-              step after it.
+              except for the KL clip. The first decompositions come into use in steps 1 to 5.
             * The thread needs memory for copies of the factors of one slice. Inputs and gradients
               of up to 8 calls of layers stay in memory until it has read them.
             * ``overlap`` and ``spread=False`` cannot be combined with it.

@@ -67,12 +67,13 @@ class Schedules:
     def slices_to_begin(self, step: int, count: int) -> dict[int, int]:
         """Return which of ``count`` slices begin beside training, and at which step each is used.
 
-        At first one slice begins in each step, until all have begun; it is used in the next step.
-        Later each slice begins in the steps in which it is due. It has the time until the next
-        slice begins: ``update_freq / (count + 1)`` steps, rounded down, at least 1.
+        The first time, slices are used in the next step. Later each slice begins in the steps in
+        which it is due. It has the time until the next slice begins: ``update_freq / (count + 1)``
+        steps, rounded down, at least 1.
         """
-        if step < count:
-            return {step: step + 1}
+        first = [i for i in range(count) if first_step(i, count) == step]
+        if first:
+            return dict.fromkeys(first, step + 1)
         delay = max(1, self._freq("update_freq", step) // (count + 1))
         return dict.fromkeys(self.slices_due(step, count), step + delay)
 
@@ -93,6 +94,18 @@ class Schedules:
         if not 1 <= interval < math.inf or interval != int(interval):
             raise ValueError(f"{name}={interval} at step {step}: must be a whole number >= 1")
         return int(interval)
+
+
+FIRST_STEPS = 5
+"""Steps in which all slices begin beside training for the first time."""
+
+
+def first_step(index: int, count: int) -> int:
+    """Return the step in which one of ``count`` slices begins beside training the first time.
+
+    In each step from 0 on begin equally many slices, at least one.
+    """
+    return index // math.ceil(count / FIRST_STEPS)
 
 
 def free_phases(update_freq: int, factor_update_freq: int) -> list[int]:

@@ -10,6 +10,7 @@ from kfac_bench.core.execution.background_slices import factors_of
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.planning.layer_spec import FACTORS
+from kfac_bench.core.schedule import first_step
 
 LayersState = dict[str, dict[str, Any]]
 """By layer: entries "A" and "G", and "second_moment" if EKFAC has one.
@@ -155,7 +156,7 @@ def _take_pending(merged: LayersState, run: Executor, steps: int) -> set[FactorK
                 if tensors:
                     kind = type_of(run.plan.method, is_diagonal=layer.spec.is_diagonal(key[1]))
                     made[key] = kind(*tensors)
-        elif i >= steps:  # the first decomposition of this slice has not begun
-            covered.update(keys)
+        elif first_step(i, len(run.plan.slices)) >= steps:
+            covered.update(keys)  # their first decomposition has not begun
     run.background_slices.restore(due, made)
     return covered

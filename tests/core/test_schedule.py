@@ -256,6 +256,9 @@ def test_slices_beside_training_by_hand():
         [(2, 3), (9, 12), (21, 24)],
     ]
     assert begun(1, 9, 4, 1) == [[(0, 1), (4, 6), (8, 10)]]
+    # Of twelve slices three begin in each of the first steps.
+    firsts = [steps[0] for steps in begun(12, 5, 12, 1)]
+    assert firsts == [(step, step + 1) for step in (0, 1, 2, 3) for _ in range(3)]
     assert begun(2, 4, 1, 1) == [[(0, 1), (2, 3), (3, 4)], [(1, 2), (2, 3), (3, 4)]]
 
 

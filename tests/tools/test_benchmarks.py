@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import (
+    background,
     checks,
     clipping,
     gpu,
@@ -27,6 +29,7 @@ from benchmarks.floor import floor_flops
 from benchmarks.measure import Case, Cycle, Timing, Variant
 from benchmarks.models import Size
 from kfac_bench.core import KFAC
+from kfac_bench.core.execution.background import Background
 from kfac_bench.errors import UsageError
 from tests.support import ROOT
 
@@ -597,3 +600,51 @@ def test_guards_warn_of_wrong_scripts_and_of_no_others(capsys):
     for name, kind, warned, missed in rows:
         assert warned.strip() == ("0 of 2" if kind.strip() == "right" else "2 of 2"), name
         assert not missed.strip()
+
+
+# ---- work beside training ----
+
+
+def test_background_prints_a_row_for_each_variant(capsys, monkeypatch):
+    monkeypatch.setattr(background, "core_share", lambda: 0.5)
+    monkeypatch.setattr(speed, "SETTINGS", ((1, 2), (2, 4)))
+    assert background.main(["--quick", "--models", "encoder", "--methods", "inverse"]) == 0
+    head, _, *rows, _, note = capsys.readouterr().out.splitlines()
+    assert head.startswith("| model | method |")
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[2:4] for row in cells] == [
+        [setting, variant] for setting in ("1, 2", "2, 4") for variant in background.VARIANTS
+    ]
+    assert {row[5] for row in cells if row[3] == "SGD"} == {"1.00"}
+    assert "one had 50 % left" in note
+
+
+def test_the_thread_has_ended_when_another_variant_has_its_turn(monkeypatch):
+    working, block = [], Variant.block
+
+    def look(self, steps):
+        working.append([v for v in beside if v is not self and pending(v)])
+        if self.kfac is not None and self.kfac._executor.background is not None:
+            beside.add(self)
+        return block(self, steps)
+
+    def pending(variant):
+        results = variant.kfac._executor.background_slices._results.values()
+        return any(not result.__self__.future.done() for result in results)
+
+    def slow_run(self, job, ready):
+        time.sleep(0.01)
+        return run(self, job, ready)
+
+    beside, run = set(), Background._run
+    monkeypatch.setattr(Background, "_run", slow_run)
+    monkeypatch.setattr(Variant, "block", look)
+    found = background.measure(TINY, "eigen", (1, 2), rounds=2)
+    assert beside
+    assert not any(working)
+    assert {len(steps.each_s) for steps in found.values()} == {2 * background.TURN_STEPS}
+
+
+def test_background_refuses_an_unknown_model(capsys):
+    assert background.main(["--models", "none"]) == 2
+    assert "unknown model 'none': choose from" in capsys.readouterr().err
