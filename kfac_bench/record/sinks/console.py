@@ -67,6 +67,7 @@ class ConsoleSink:
         self._evaluated_lines = _Interval(interval_s)
         self._best: float | None = None
         self._latest: float | None = None
+        self._first: Trained | None = None
         self._last: Trained | None = None
         self._broken = False
         # An editor's terminal (TERM=dumb) cannot move the cursor, which a bar needs.
@@ -131,13 +132,14 @@ class ConsoleSink:
         self.say(f"run {event.run_id}{steps}{goal}")
 
     def _trained(self, event: Trained) -> None:
+        self._first = self._first or event
         self._last = event
         # The most important parts come first, because a narrow terminal cuts off the end.
         parts = [f"loss {event.loss:.4g}"]
         if self._latest is not None:
             parts.append(f"{self._metric} {self._latest:.4g}")
         if self._total_steps and event.step:
-            left_s = (self._total_steps - event.step) * event.train_s / event.step
+            left_s = (self._total_steps - event.step) * self._step_s(event)
             parts.append(f"eta {_duration(max(left_s, 0.0))}")
         share = event.data_wait_share
         waiting = "" if share is None else f" ({share:.0%} waiting for data)"
@@ -153,6 +155,16 @@ class ConsoleSink:
         elif self._trained_lines.is_due():
             total = f"/{self._total_steps}" if self._total_steps else ""
             self.say("  ".join([f"step {event.step}{total}", f"epoch {event.epoch:.2f}", *parts]))
+
+    def _step_s(self, event: Trained) -> float:
+        """Return the mean seconds of a step since the first event, if there is an earlier one.
+
+        The first step decomposes all factors of K-FAC, and would make the mean too large.
+        """
+        assert self._first is not None
+        if event.step > self._first.step:
+            return (event.train_s - self._first.train_s) / (event.step - self._first.step)
+        return event.train_s / event.step
 
     def _evaluated(self, event: Evaluated) -> None:
         value = event.metrics.get(self._metric)

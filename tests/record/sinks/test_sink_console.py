@@ -154,6 +154,17 @@ def test_closed_pipe_does_not_stop_training():
     process.wait(timeout=30)
 
 
+def test_the_time_left_does_not_count_the_steps_before_the_first_line():
+    """The first step decomposes all factors: its 60 s will not come again."""
+    stream = Stream()
+    sink = ConsoleSink(
+        metric="m", higher_is_better=True, total_steps=100, stream=stream, interval_s=0.0
+    )
+    for step, train_s in ((10, 80.0), (20, 100.0)):
+        sink.write(Trained(step, train_s, 1.0, 1.0, 0.1, 1.0))
+    assert re.findall(r"eta (\S+)", stream.text) == ["12:00", "2:40"]
+
+
 class Stream:
     """A stream that records lines in order, with the time between them set by the test."""
 
