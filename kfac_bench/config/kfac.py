@@ -75,8 +75,13 @@ class KFACConfig(Section):
         "use some steps later",
         RESULT,
     )
-    damping: float = option(
-        1e-3, "Tikhonov damping gamma; the first value if it adapts", RESULT, above=0
+    damping: float | None = option(
+        None,
+        "Tikhonov damping gamma; the first value if it adapts; null: relative to the mean "
+        "eigenvalue of each layer",
+        RESULT,
+        original=1e-3,
+        above=0,
     )
     factored_damping: bool = option(
         False, "split gamma between A and G in the ratio of their mean eigenvalues", RESULT
@@ -87,6 +92,12 @@ class KFACConfig(Section):
     damping_freq: int = option(5, "steps between changes of an adaptive gamma", RESULT, at_least=1)
     kl_clip: float | None = option(
         1e-3, "KL clip, kappa of eq. 16 of the paper; null: no clip", RESULT, above=0
+    )
+    grafting: bool = option(
+        True,
+        "give each layer's preconditioned gradient the norm of its gradient",
+        RESULT,
+        original=False,
     )
     factor_decay: float = option(
         0.95, "weight of the old factor in the running average", RESULT, at_least=0, below=1

@@ -68,7 +68,7 @@ class KFAC:
 
     Example::
 
-        preconditioner = KFAC(model, optimizer, damping=1e-3, update_freq=100).attach()
+        preconditioner = KFAC(model, optimizer).attach()
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss_function(model(inputs), targets).backward()
@@ -119,9 +119,16 @@ class KFAC:
               gradients in the eigenbasis (George et al. 2018). They change at each factor update.
             * ``identity``: a control for experiments. A and G are identities, so only the KL clip
               remains.
-        damping: A schedule of gamma > 0 (Tikhonov damping, default 1e-3), or a
-            :class:`~kfac_bench.core.damping.LevenbergMarquardt`, which adapts itself (see
-            :meth:`adapt_damping`). It is the most important option: larger values are safer and
+        damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).
+
+            * None (default): for each layer the mean of these eigenvalues. So the damping follows
+              the scale of the loss and of the layer. ``inverse`` adds the mean eigenvalue of A
+              to A, and that of G to G.
+            * A schedule of gamma > 0, the same for all layers, as in the papers.
+            * A :class:`~kfac_bench.core.damping.LevenbergMarquardt`, which adapts gamma itself
+              (see :meth:`adapt_damping`).
+
+            If you set gamma, it is the most important option: larger values are safer and
             make K-FAC more like the plain optimizer. Try powers of 10 from 1e-4 to 1e-1.
         factored_damping: Whether to split gamma between A and G by their mean eigenvalues (the pi
             of Martens & Grosse 2015, section 6.3). A gets pi sqrt(gamma), G gets
@@ -129,6 +136,10 @@ class KFAC:
         kl_clip: A schedule of kappa > 0 in eq. 16 (default 1e-3). The KL clip shrinks all
             preconditioned gradients if the step would change the model's predictions too much.
             None turns the clip off.
+        grafting: Whether each layer's preconditioned gradient gets the norm of the layer's gradient
+            (Agarwal et al. 2020; Anil et al. 2020). K-FAC then gives the direction only, and the
+            usual learning rate of the optimizer stays right. Default True. The KL clip comes after
+            it. Set False to repeat a paper on K-FAC.
         update_freq: A schedule: steps between two decompositions of a factor (default 100). Fewer
             steps follow the curvature better and cost more time.
         factor_update_freq: A schedule: steps between two updates of A and G (default 10).
@@ -208,9 +219,10 @@ class KFAC:
         balance: str = "compute",
         overlap: bool = False,
         method: str = "eigen",
-        damping: Schedule = 1e-3,
+        damping: Schedule | None = None,
         factored_damping: bool = False,
         kl_clip: Schedule | None = 1e-3,
+        grafting: bool = True,
         update_freq: Schedule = 100,
         factor_update_freq: Schedule = 10,
         spread: bool | None = None,
@@ -250,7 +262,7 @@ class KFAC:
         )
         ownership.check_free(self._layers)
         self._optimizer = optimizer
-        self._write_back = WriteBack(self._layers, optimizer, model_parallel)
+        self._write_back = WriteBack(self._layers, optimizer, model_parallel, grafting=grafting)
 
         # Step 2, plan: who computes and who sends what. Every rank makes the same plan.
         self.plan = construction.plan_for(
@@ -279,7 +291,8 @@ class KFAC:
             self.collective,
             model_parallel,
             options=f"{self._schedules.at(0)} {self._adaptive} {factored_damping} "
-            f"{factor_convention} {fisher} {weight_sharing} {overlap} {background}",
+            f"{factor_convention} {fisher} {weight_sharing} {overlap} {background} "
+            f"{grafting}",
             device=self._device,
             overlap=overlap,
         )
@@ -580,8 +593,8 @@ class KFAC:
         return sorted(kinds | {"ComputeFactor", "WriteBack"})
 
     @property
-    def damping(self) -> float:
-        """The damping of the next step."""
+    def damping(self) -> float | None:
+        """The damping of the next step; None: relative to the mean eigenvalue of each layer."""
         return self._schedules.at(self.steps).damping
 
     @property
@@ -624,7 +637,7 @@ class KFAC:
 
     def fingerprint(self) -> dict[str, str]:
         """Return values, by name, that must be equal on all ranks after each step."""
-        return {"K-FAC plan": self.plan.digest(), "damping": self.damping.hex()}
+        return {"K-FAC plan": self.plan.digest(), "damping": repr(self.damping)}
 
     def report(self) -> Report:
         """Return what is covered, what is not and why, and what it costs on this rank.

@@ -12,7 +12,8 @@ Schedule = float | Callable[[int], float]
 class Settings:
     """The values of all schedules at one step."""
 
-    damping: float
+    damping: float | None
+    """None: relative to the mean eigenvalue of each layer."""
     kl_clip: float | None
     factor_decay: float
     update_freq: int
@@ -23,7 +24,7 @@ class Settings:
 class Schedules:
     """The schedules of a :class:`KFAC`, by the names of its options."""
 
-    damping: Schedule
+    damping: Schedule | None
     kl_clip: Schedule | None
     factor_decay: Schedule
     update_freq: Schedule
@@ -35,9 +36,10 @@ class Schedules:
         Raises:
             ValueError: A value is out of range.
         """
-        damping, decay = _at(self.damping, step), _at(self.factor_decay, step)
+        damping = None if self.damping is None else _at(self.damping, step)
+        decay = _at(self.factor_decay, step)
         kl_clip = None if self.kl_clip is None else _at(self.kl_clip, step)
-        if not damping > 0:
+        if damping is not None and not damping > 0:
             raise ValueError(f"damping={damping} at step {step}: must be above 0")
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"kl_clip={kl_clip} at step {step}: must be above 0")

@@ -74,6 +74,8 @@ _NOT_KEYWORDS_OF_KFAC = ("enabled", "adaptive_damping", "damping_freq")
 
 def _adaptive_damping(config: KFACConfig) -> LevenbergMarquardt:
     least, most = LevenbergMarquardt.least, LevenbergMarquardt.most
+    if config.damping is None:
+        return LevenbergMarquardt(interval=config.damping_freq)
     if not least <= config.damping <= most:
         raise UsageError(
             f"kfac.damping={config.damping:g}: an adaptive damping starts between {least:g} and "

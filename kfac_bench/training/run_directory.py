@@ -30,6 +30,9 @@ _PATIENCE_S = 20.0
 """How long to wait for the lock of a run that torchrun or Slurm restarts. Ranks of the earlier
 start may still live: they notice a lost agent or node only when their next message fails."""
 
+_LATER_OPTIONS_OF_KFAC = ("background", "grafting")
+"""Options that versions without roles did not have; those versions did what False does."""
+
 
 def run_id(config: TrainConfig, job: str | None = None) -> str:
     """Return the configured name, or a name with a hash of the configuration.
@@ -60,6 +63,9 @@ def _run_id_of_old_versions(config: TrainConfig, job: str | None) -> str:
     """Return the name that versions without roles gave, which hashed every option in use."""
     not_hashed = ("run_id", "runs_dir", "dry_run", "logger", "label")
     content = {k: v for k, v in asdict(config).items() if k not in not_hashed}
+    for name in _LATER_OPTIONS_OF_KFAC:
+        if getattr(config.kfac, name) is False:
+            del content["kfac"][name]
     return _hashed_name(config, content, job)
 
 

@@ -41,6 +41,7 @@ from tests.support.training import (
 )
 
 OPTIONS = {
+    "grafting": False,
     "damping": 0.03,
     "kl_clip": 1e-3,
     "update_freq": 12,

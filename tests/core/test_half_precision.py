@@ -24,6 +24,7 @@ METHODS = ("eigen", "inverse", "ekfac")
 OPTIONS = {
     "damping": 0.03,
     "kl_clip": None,
+    "grafting": False,
     "update_freq": 2,
     "factor_update_freq": 1,
     "spread": True,

@@ -173,7 +173,7 @@ def train_on_ranks(world, *args, **placing):
 
 def steps_of_messages(plan):
     """By name, the steps a message is due at."""
-    schedules = {k: v for k, v in OPTIONS.items() if k != "spread"}
+    schedules = {k: v for k, v in OPTIONS.items() if k not in ("spread", "grafting")}
     wanted, schedules = defaultdict(list), Schedules(factor_decay=0.95, **schedules)
     for step in range(STEPS):
         due = [plan.factors] if schedules.factors_due(step) else []
@@ -318,7 +318,8 @@ def test_groups_diagonals_and_batches_are_the_dense_solution(
     make_model, make_batch, method, factored, batch_numel
 ):
     model = make_model()
-    options = COVER_ALL | {"method": method, "factored_damping": factored, "kl_clip": None}
+    options = {"method": method, "factored_damping": factored, "kl_clip": None, "grafting": False}
+    options |= COVER_ALL
     with planned(batch_numel=batch_numel):
         kfac = make_kfac(model, sgd(model), options, collective=SingleProcess())
     assert has_batches(kfac.plan) == bool(batch_numel)

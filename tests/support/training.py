@@ -22,6 +22,7 @@ from kfac_bench.core.kernels import linalg
 OPTIONS = {
     "damping": 0.03,
     "kl_clip": 1e-4,
+    "grafting": False,
     "update_freq": 2,
     "factor_update_freq": 1,
     "spread": True,

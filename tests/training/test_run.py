@@ -321,7 +321,8 @@ def test_a_run_directory_of_an_old_version_is_found(tmp_path, options, old_name)
 
     If this fails because you added an option: ``_run_id_of_old_versions`` has to leave it out.
     """
-    config = config_of(tmp_path, *options, base=())
+    then = ("kfac.damping=0.001", "kfac.grafting=false")  # the defaults of those versions
+    config = config_of(tmp_path, *options, *then, base=())
     new_name = run_id(config, job="")
     assert directory_name(config, job="") == new_name != old_name
     (tmp_path / old_name).mkdir()

@@ -29,7 +29,7 @@ class BackgroundSlices:
         self._solver, self._background = solver, background
         self._results: dict[Decompose, Callable[[], Made]] = {}
 
-    def begin(self, slices: Mapping[int, int], damping: float) -> None:
+    def begin(self, slices: Mapping[int, int], damping: float | None) -> None:
         """Begin slices with the factors as they are now.
 
         Args:

@@ -16,7 +16,7 @@ class EigenCurvature:
     g: AnyEigen
     has_factored_damping: bool
 
-    def precondition(self, grad: Tensor, damping: float) -> Tensor:
+    def precondition(self, grad: Tensor, damping: float | None) -> Tensor:
         """Divide a gradient [groups, g_dim, a_dim] by the damped eigenvalues of G kron A."""
         values = linalg.damped_eigenvalues(
             self.a.values, self.g.values, damping, factored=self.has_factored_damping
@@ -35,9 +35,9 @@ class EkfacCurvature:
     g: AnyEigen
     second_moments: Tensor
 
-    def precondition(self, grad: Tensor, damping: float) -> Tensor:
+    def precondition(self, grad: Tensor, damping: float | None) -> Tensor:
         """Divide a gradient [groups, g_dim, a_dim] by the damped second moments."""
-        values = self.second_moments + damping
+        values = linalg.damped_second_moments(self.second_moments, damping)
         return linalg.precondition_eigen(grad, self.a.basis, self.g.basis, values)
 
 
@@ -48,7 +48,7 @@ class InverseCurvature:
     a: AnyInverse
     g: AnyInverse
 
-    def precondition(self, grad: Tensor, damping: float) -> Tensor:
+    def precondition(self, grad: Tensor, damping: float | None) -> Tensor:
         """Multiply a gradient [groups, g_dim, a_dim] by both inverses; ignore ``damping``."""
         return linalg.precondition_inverse(grad, self.a.dense(), self.g.dense())
 

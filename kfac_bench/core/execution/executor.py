@@ -53,7 +53,7 @@ class Request:
 
     stages: Sequence[Sequence[Op]]
     """The due ones of factors, slices of decompositions, and preconditioning, in this order."""
-    damping: float
+    damping: float | None
     factor_decay: float
     collected: dict[str, Collected]
     """By layer. The executor empties it: no moment stays beside the statistic made of it."""
@@ -246,14 +246,14 @@ class Executor:
             case _:
                 raise TypeError(op)
 
-    def _solve(self, op: Decompose, damping: float) -> Mapping[FactorKey, Decomposition]:
+    def _solve(self, op: Decompose, damping: float | None) -> Mapping[FactorKey, Decomposition]:
         """Return decompositions that were begun beside training, or make them now."""
         made = None if self.background_slices is None else self.background_slices.take(op)
         if made is None:
             made = self.solver.solve(self.solver.problem(op.members, damping))
         return made
 
-    def _precondition(self, specs: Sequence[LayerSpec], damping: float) -> None:
+    def _precondition(self, specs: Sequence[LayerSpec], damping: float | None) -> None:
         grads = self.gradients.whole
         reached = [spec for spec in specs if spec.name in grads]
         if not reached:

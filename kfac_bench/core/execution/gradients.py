@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kfac_bench.core.execution.sharded_gradients import ShardedGradients
+from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -48,17 +49,28 @@ class WholeGradients:
         """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
         return ((self.preconditioned[n] * grad).sum() for n, grad in self.whole.items())
 
+    def grafting_scales(self) -> Tensor:
+        """Return ||gradient|| / ||preconditioned gradient||, of each of :attr:`names`."""
+        squares = [
+            torch.stack([self.preconditioned[n].square().sum(), grad.square().sum()])
+            for n, grad in self.whole.items()
+        ]
+        return linalg.grafting_scale(*torch.stack(squares).unbind(1))
+
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""
         flat = ((self.preconditioned[n].flatten(), x.flatten()) for n, x in self.whole.items())
         return torch.stack([cosine_similarity(new, grad, 0) for new, grad in flat])
 
-    def write(self, scale: Tensor | None) -> None:
-        """Write preconditioned gradients, times ``scale``, into ``.grad``; then forget them."""
-        for layer in self._layers:
-            if layer.name in self.whole:
-                grad = self.preconditioned[layer.name]
-                layer.set_grad(grad if scale is None else grad * scale)
+    def write(self, scales: Sequence[Tensor] | None) -> None:
+        """Write preconditioned gradients into ``.grad``, then forget them.
+
+        ``scales`` are factors for each of :attr:`names`, None if all are 1.
+        """
+        reached = (layer for layer in self._layers if layer.name in self.whole)
+        for i, layer in enumerate(reached):
+            grad = self.preconditioned[layer.name]
+            layer.set_grad(grad if scales is None else grad * scales[i])
         # If they stayed until the next step, they would take the memory of two more gradients.
         self.whole, self.preconditioned = {}, {}
 

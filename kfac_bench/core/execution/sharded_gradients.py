@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.distributed.dtensor import Part, is_sharded, lay_out_grad, local, part_of
+from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -91,16 +92,23 @@ class ShardedGradients:
         """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
         return self._products[:, 0]
 
+    def grafting_scales(self) -> Tensor:
+        """Return ||gradient|| / ||preconditioned gradient||, of each of :attr:`names`."""
+        return linalg.grafting_scale(*self._products[:, 1:].unbind(1))
+
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""
         dots, *squares = self._products.unbind(1)
         return dots / (squares[0] * squares[1]).sqrt().clamp_min(1e-8)
 
-    def write(self, scale: Tensor | None) -> None:
-        """Write preconditioned gradients, times ``scale``, into ``.grad``; then forget them."""
-        for name in self.names:
+    def write(self, scales: Sequence[Tensor] | None) -> None:
+        """Write preconditioned gradients into ``.grad``, then forget them.
+
+        ``scales`` are factors for each of :attr:`names`, None if all are 1.
+        """
+        for i, name in enumerate(self.names):
             for new, old, _ in self._pairs(name):
-                old.copy_(new if scale is None else new * scale)
+                old.copy_(new if scales is None else new * scales[i])
         self._forget()
 
     def _pairs(self, name: str) -> Iterator[tuple[Tensor, Tensor, Part]]:

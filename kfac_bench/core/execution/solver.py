@@ -54,7 +54,11 @@ class Solver:
         self.failed = 0
 
     def problem(
-        self, members: Sequence[tuple[LayerSpec, Factor]], damping: float, *, copy: bool = False
+        self,
+        members: Sequence[tuple[LayerSpec, Factor]],
+        damping: float | None,
+        *,
+        copy: bool = False,
     ) -> Problem:
         """Return running factors of one shape as a problem for :meth:`solve`.
 
@@ -132,16 +136,21 @@ class Solver:
             return Inverse(eye)
         return Eigen(torch.ones_like(eye[..., 0]), eye)
 
-    def _damping(self, key: FactorKey, damping: float) -> Tensor:
+    def _damping(self, key: FactorKey, damping: float | None) -> Tensor:
         """Return what the inverse method adds to a factor, [groups] or []."""
         name, factor = key
+        if damping is None:
+            # Added to both factors, these are also the two parts of a factored relative damping.
+            return linalg.relative_damping(self._store.mean_eigenvalue(key))
         if not self._has_factored_damping:
             # The weight only says on which device, and of which dtype, the number must be.
             return self._store.weights[key].new_full((), damping)
         means = [self._store.mean_eigenvalue((name, f)) for f in FACTORS]
         return linalg.split_damping(means[0], means[1], damping)[FACTORS.index(factor)]
 
-    def precondition(self, specs: Sequence[LayerSpec], grad: Tensor, damping: float) -> Tensor:
+    def precondition(
+        self, specs: Sequence[LayerSpec], grad: Tensor, damping: float | None
+    ) -> Tensor:
         """Precondition gradients of layers of one shape, [layers * groups, g_dim, a_dim]."""
         if self._method == IDENTITY:
             return grad

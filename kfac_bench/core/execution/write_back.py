@@ -1,4 +1,4 @@
-"""The end of a step: write preconditioned gradients, scaled by the KL clip, into ``.grad``."""
+"""The end of a step: write preconditioned gradients, grafted and clipped, into ``.grad``."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,15 +20,22 @@ class WriteBack:
         layers: The layers that K-FAC covers.
         optimizer: Has the learning rates that the KL clip reads.
         others: Spans the ranks that hold the other layers of the model, if there are any.
+        grafting: Whether to give each preconditioned gradient the norm of its gradient.
 
     Raises:
         ValueError: The optimizer does not hold the weights of a layer.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], optimizer: Optimizer, others: Collective | None
+        self,
+        layers: Sequence[Layer],
+        optimizer: Optimizer,
+        others: Collective | None,
+        *,
+        grafting: bool = False,
     ) -> None:
         self._layers, self._optimizer, self._others = layers, optimizer, others
+        self._has_grafting = grafting
         self._group_of = _find_param_groups(layers, optimizer)
         self._nu: Tensor | None = None
         self._cosine: Tensor | None = None
@@ -37,13 +44,21 @@ class WriteBack:
     def write(self, gradients: Gradients, kl_clip: float | None, *, track_cosine: bool) -> None:
         """Write preconditioned gradients into ``.grad``; no clip if ``kl_clip`` is None."""
         names = gradients.names
+        scales = gradients.grafting_scales() if self._has_grafting and names else None
         self._nu = None
         if kl_clip is not None:
-            self._nu = self._clip_factor(names, gradients.dots(), kl_clip)
+            # The clip judges what is written, so it sees the grafted gradients.
+            self._nu = self._clip_factor(names, _scaled(gradients.dots(), scales), kl_clip)
         self._cosine_of = names if track_cosine else []
         if self._cosine_of:
             self._cosine = gradients.cosines()
-        gradients.write(self._nu)
+        gradients.write(self._scales(scales, len(names)))
+
+    def _scales(self, grafting: Tensor | None, count: int) -> Sequence[Tensor] | None:
+        """Return what multiplies each layer, None if that is 1: grafting times the KL clip."""
+        if grafting is None:
+            return None if self._nu is None else [self._nu] * count
+        return (grafting if self._nu is None else grafting * self._nu).unbind()
 
     def _clip_factor(
         self, names: Sequence[str], dots: Iterable[Tensor], kl_clip: float
@@ -70,6 +85,12 @@ class WriteBack:
             "nu": None if self._nu is None else self._nu.item(),
             "cosine": dict(zip(self._cosine_of, cosine, strict=True)),
         }
+
+
+def _scaled(dots: Iterable[Tensor], scales: Tensor | None) -> Iterable[Tensor]:
+    if scales is None:
+        return dots
+    return (dot * scale for dot, scale in zip(dots, scales, strict=True))
 
 
 def _find_param_groups(layers: Sequence[Layer], optimizer: Optimizer) -> dict[str, int]:

@@ -136,17 +136,35 @@ def split_damping(mean_a: Tensor, mean_g: Tensor, damping: float | Tensor) -> tu
 
 
 def damped_eigenvalues(
-    a: Tensor, g: Tensor, damping: float | Tensor, *, factored: bool = False
+    a: Tensor, g: Tensor, damping: float | Tensor | None, *, factored: bool = False
 ) -> Tensor:
     """Return the eigenvalues of the damped G kron A, [..., g_dim, a_dim].
 
     They are v_g v_a + damping (eq. 12), or with ``factored`` (v_g + dg) (v_a + da), where da and dg
-    come from :func:`split_damping`. ``a`` is [..., a_dim] and ``g`` is [..., g_dim].
+    come from :func:`split_damping`. ``a`` is [..., a_dim] and ``g`` is [..., g_dim]. None is the
+    :func:`relative_damping` of the mean eigenvalue of G kron A.
     """
+    if damping is None:
+        damping = relative_damping(a.mean(-1) * g.mean(-1))
     if factored:
         da, dg = split_damping(a.mean(-1), g.mean(-1), damping)
         a, g, damping = a + da.unsqueeze(-1), g + dg.unsqueeze(-1), 0.0
+    elif isinstance(damping, Tensor):
+        damping = damping[..., None, None]
     return (g.unsqueeze(-1) * a.unsqueeze(-2)).add_(damping)
+
+
+def damped_second_moments(moments: Tensor, damping: float | None) -> Tensor:
+    """Return second moments [..., g_dim, a_dim] plus the damping; None: their mean."""
+    if damping is None:
+        return moments + relative_damping(moments.mean((-2, -1)))[..., None, None]
+    return moments + damping
+
+
+def relative_damping(mean_eigenvalue: Tensor) -> Tensor:
+    """Return the mean eigenvalue itself, or 1 where it is 0: a damping of a layer's own scale."""
+    ones = torch.ones_like(mean_eigenvalue)
+    return torch.where(mean_eigenvalue > 0, mean_eigenvalue, ones)
 
 
 def rotate(x: Tensor, a: Tensor | None, g: Tensor | None) -> Tensor:
@@ -174,6 +192,15 @@ def precondition_inverse(grad: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> 
     dense_a, dense_g = a_inverse.ndim == grad.ndim, g_inverse.ndim == grad.ndim
     out = g_inverse @ grad if dense_g else grad * g_inverse.unsqueeze(-1)
     return out @ a_inverse if dense_a else out * a_inverse.unsqueeze(-2)
+
+
+def grafting_scale(new_square: Tensor, old_square: Tensor) -> Tensor:
+    """Return what gives a preconditioned gradient p the norm of the gradient g: ||g|| / ||p||.
+
+    The arguments are <p, p> and <g, g>. The scale of a p that is 0 is 1.
+    """
+    scale = (old_square / new_square).sqrt()
+    return torch.where(new_square > 0, scale, torch.ones_like(scale))
 
 
 def kl_clip_sum(dots: Iterable[Tensor], lrs: Sequence[float]) -> Tensor:
