@@ -109,7 +109,7 @@ def _why(skipped: Sequence[SkippedModule]) -> str:
     rows = [f"  {len(each)} {kind} ({each[0]})" for kind, each in names.items()]
     if len(rows) > MOST_ROWS:
         rows[MOST_ROWS:] = [f"  and {len(rows) - MOST_ROWS} other kinds"]
-    return "\n".join([f"K-FAC skips {len(skipped)} modules", *rows])
+    return "\n".join(["K-FAC skips all modules", *rows])
 
 
 def check_background(*, background: bool, overlap: bool, spread: bool | None) -> None:

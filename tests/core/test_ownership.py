@@ -108,6 +108,23 @@ def test_disjoint_models_have_a_kfac_each():
     assert hooks_on(both[1])
 
 
+def test_a_failed_construction_leaves_nothing():
+    model = network()
+    model.append(nn.LayerNorm(3))
+
+    def breaks(hook, **options):
+        raise OSError("no hooks here")
+
+    model[2].register_forward_hook = breaks
+    with pytest.raises(OSError, match="no hooks here") as raised:
+        KFAC(model, sgd(model))
+    assert not hooks_on(model)
+    assert stance() == "default"
+    del model[2].register_forward_hook
+    KFAC(model, sgd(model))
+    assert raised  # its traceback holds the failed object, as in a notebook
+
+
 def test_a_failed_attach_leaves_nothing():
     model = network()
 

@@ -63,7 +63,7 @@ def test_a_model_without_layers_lists_what_was_skipped():
     with pytest.raises(ValueError, match="no layer to precondition") as raised:
         KFAC(model, sgd(model))
     assert str(raised.value).splitlines() == [
-        "the model has no layer to precondition: K-FAC skips 4 modules",
+        "the model has no layer to precondition: K-FAC skips all modules",
         "  2 LayerNorm: skip pattern 'Norm' (0)",
         "  1 Bilinear: no layer class for Bilinear (add one with layer_types) (2)",
         "  1 Linear: weight is frozen (3)",

@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
 
 from kfac_bench.core.capture.counted_passes import CountedPasses
 from kfac_bench.core.capture.forward_context import context_hooks
@@ -108,23 +109,29 @@ class Capture:
         self._seen: list[tuple[GradientEdge, _Seen]] = []
         self._forward = self._backwards = 0
         self._enabled = False
-        self._handles = [model.register_forward_pre_hook(SafeHook(self._count_forward))]
-        self._handles += [
-            # Prepended, so that it sees the module's own input and output. Hooks of FSDP2 and of
-            # tensor parallelism run later; they free parameters and change layouts.
-            module.register_forward_hook(
-                SafeHook(partial(self._on_forward, layer, weight_getter(layer, module))),
-                with_kwargs=True,
-                prepend=True,
-            )
-            for layer in layers
-            for module in layer.modules
-        ]
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._add_hooks(model, layers)
+        except BaseException:
+            self.remove()  # a construction that fails must leave nothing on the model
+            raise
+        self.enabled = True
+
+    def _add_hooks(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+        count = SafeHook(self._count_forward)
+        self._handles.append(model.register_forward_pre_hook(count))
+        for layer in layers:
+            for module in layer.modules:
+                hook = SafeHook(partial(self._on_forward, layer, weight_getter(layer, module)))
+                # Prepended, so that it sees the module's own input and output. Hooks of FSDP2 and
+                # of tensor parallelism run later; they free parameters and change layouts.
+                self._handles.append(
+                    module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+                )
         saved_tensors = SavedTensors(lambda: self._enabled)
         for module in {m: None for x in layers if x.reads_saved_tensors for m in x.modules}:
             self._handles += saved_tensors.hooks(module)
         self._handles += context_hooks(layers, lambda: self._enabled)
-        self.enabled = True
 
     @property
     def enabled(self) -> bool:

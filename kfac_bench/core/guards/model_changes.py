@@ -42,5 +42,5 @@ class ModelChanges:
             notices.give(
                 "model",
                 f"layer {missed[0]!r} was {what} after KFAC was built, so K-FAC does not cover it "
-                f"({len(missed)} such layers). To cover it, call detach() and build KFAC again",
+                f"(such layers: {len(missed)}). To cover it, call detach() and build KFAC again",
             )
