@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 
 from kfac_bench.config import compose
 from kfac_bench.core.capture.hooks import Capture
+from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.simulate import workload
 from kfac_bench.training import environment
@@ -101,7 +102,7 @@ def training(device: torch.device) -> tuple[float, float]:
     Their FLOPs are those of full products of all patches, although this code needs fewer.
     """
     net = ResNet20(device)
-    capture = Capture(net.model, find_layers(net.model)[0])
+    capture = Capture(net.model, find_layers(net.model)[0], moments=Moments())
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for i in range(2 * NETWORK_STEPS):
         capture.enabled = i % 2 == 0

@@ -75,7 +75,7 @@ class Moments:
         eigenbasis: Returns the eigenvectors of the layers whose second moments are wanted.
     """
 
-    def __init__(self, *, reduce: bool, eigenbasis: Eigenbasis) -> None:
+    def __init__(self, *, reduce: bool = False, eigenbasis: Eigenbasis = lambda name: None) -> None:
         self._reduce, self._eigenbasis = reduce, eigenbasis
         self._collected: dict[str, Collected] = {}
         self._sums: dict[str, tuple[Layer, _PositionSums]] = {}
