@@ -224,3 +224,27 @@ def test_an_object_that_is_no_optimizer_is_refused():
 
     with pytest.raises(TypeError, match="not a Engine object"):
         KFAC(model, Engine()).attach()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_skipped_update_leaves_nothing_to_the_next_step(unscales, set_to_none):
+    """Weights and factors are as if the batch that overflowed had never come."""
+    results = []
+    for batches in ([0, None, 1], [0, 1]):
+        model, optimizer = new()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        kfac = KFAC(model, optimizer, **OPTIONS).attach(scaler)
+        for step in batches:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = loss_of(model, 7) * 1e38 if step is None else loss_of(model, step)
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update(1024.0)
+        assert kfac.steps == 2
+        results.append((model, factors_of(kfac)))
+    assert_same(results[0][0], results[1][0], rtol=1e-6, atol=1e-7)
+    for key, factor in results[1][1].items():
+        torch.testing.assert_close(results[0][1][key], factor, rtol=1e-6, atol=1e-7)
