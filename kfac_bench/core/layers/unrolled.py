@@ -287,7 +287,9 @@ class _Anchor(torch.autograd.Function):
 
 def _in_dtypes_of(func: Any, args: tuple[Any, ...], results: State) -> State:
     """Return ``results`` in the dtypes that the fused function would return under autocast."""
-    if not torch.is_autocast_enabled(results[0].device.type):
+    device = results[0].device.type
+    # The meta device of dry runs has no autocast, and asking about it would raise.
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return results
     with torch.no_grad():
         fused = func(*args)

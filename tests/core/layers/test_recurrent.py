@@ -339,6 +339,19 @@ def test_steps_without_statistics_before_the_first_gradient():
         kfac.step()
 
 
+def test_a_dry_run_counts_rows_without_values():
+    with torch.device("meta"):
+        model, x = nn.LSTM(D, H, 2, batch_first=True, proj_size=2), torch.randn(N, T, D)
+    layers, _ = find_layers(model)
+    with UnrolledForward() as unrolled:
+        output = model(x)[0]
+        calls = {name: call for name, (call,) in unrolled.calls.items()}
+    assert output.shape == (N, T, 2)
+    for layer in layers:
+        g = torch.empty(N * T, layer.spec.g_dim, device="meta")
+        assert layer.size(calls[layer.name].x, g) == (N, T)
+
+
 def test_an_error_in_the_forward_ends_the_context():
     model = nn.GRU(D, H)
     kfac = kfac_of(model)
