@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
+from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 from kfac_bench.core.execution.background import Background
-from kfac_bench.core.execution.background_moments import MAX_WAITING
+from kfac_bench.core.execution.background_moments import MAX_WAITING, BackgroundMoments
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.linear import LinearLayer
 from kfac_bench.core.planning.ops import ShareDecompositions
@@ -456,6 +457,12 @@ def test_the_thread_uses_one_core_and_leaves_the_others_to_training():
         beside.stop()
     finally:
         torch.set_num_threads(1)
+
+
+def test_the_thread_sums_with_all_methods_of_moments():
+    """A method that is not overridden would work on sums of its own."""
+    public = {name for name in vars(Moments) if not name.startswith("_")}
+    assert public <= vars(BackgroundMoments).keys()
 
 
 def test_few_inputs_and_gradients_wait_for_the_thread():

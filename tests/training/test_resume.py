@@ -9,6 +9,7 @@ from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Resumed, RunStarted, Trained
 from kfac_bench.training import checkpoint
+from tests.support.quick import slow
 from tests.support.runs import (
     KFAC,
     METHODS,
@@ -26,10 +27,13 @@ from tests.support.runs import (
 LONG = ("trainer.max_steps=15", "trainer.log_freq=1", "trainer.eval_freq=6")
 
 
+BACKGROUND = {"kfac background": (*KFAC, "kfac.background=true")}
+
+
 @pytest.mark.parametrize("step", [3, 7])  # mid-epoch; between decompositions at 0, 4, 8, 12
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, slow("kfac background")])
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, method, step):
-    options = (*METHODS[method], *LONG)
+    options = (*(METHODS | BACKGROUND)[method], *LONG)
     _, straight = train(tmp_path, *options, "run_id=straight")
     with before_step(step, terminate):
         status, path = train(tmp_path, *options, "run_id=stopped")
