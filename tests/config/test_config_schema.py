@@ -67,7 +67,7 @@ def test_choices_are_equal_to_those_of_the_core():
         ("balance=memory", "balance", "memory"),
         ("overlap=true", "overlap", True),
         ("background=true", "background", True),
-        ("grafting=true", "grafting", True),
+        ("grafting=false", "grafting", False),
     ],
 )
 def test_each_kfac_option_reaches_the_core(monkeypatch, said, keyword, value):

@@ -350,7 +350,7 @@ def test_seeds_that_differ_in_place_and_record_are_one_row(tmp_path):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("kfac.damping=0.5", "kfac.damping=0.001, not 0.5"),
+        ("kfac.damping=0.5", "kfac.damping=None, not 0.5"),
         ("seed=7", "seed=0, not 7"),
         ("model.hidden=[16]", "model.hidden"),
         ("optimizer=adam", "optimizer.name=sgd, not adam"),
