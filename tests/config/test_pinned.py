@@ -89,7 +89,6 @@ def test_a_run_without_an_experiment_needs_the_defaults(no_defaults):
         ("digits/autoencoder_kfac", "c463005b"),
         ("embedded/pydoc_transformer_kfac_eigen", "15d9ee1c"),
         ("lgg/unet_kfac", "b0493273"),
-        ("fig5bc_maskrcnn_convergence/smoke", "f7de0d8a"),
         ("fig8_resnet_scaling/paper", "44fd9900"),
         ("table4a_bert_kfac_phase2/paper", "73538462"),
     ],
@@ -97,3 +96,9 @@ def test_a_run_without_an_experiment_needs_the_defaults(no_defaults):
 def test_experiments_keep_their_run_ids(experiment, id_of_2026):
     config = compose.load([f"experiment={experiment}"])
     assert run_id(config, job="").rpartition("-")[2] == id_of_2026
+
+
+def test_mask_rcnn_pins_the_layers_that_its_model_skips():
+    """The pinned ``skip`` would win over the model's, so the experiment repeats the model's."""
+    model = compose.load(["model=maskrcnn_resnet50_fpn"]).kfac.skip
+    assert compose.load(["experiment=fig5bc_maskrcnn_convergence"]).kfac.skip == model
