@@ -19,7 +19,9 @@ TICK_S = 0.25
 QUIET_S = 1.5
 """A task that takes less time is not shown."""
 INTERVAL_S = 5.0
-"""Least time between two lines, so that a log stays readable."""
+"""Least time between two lines."""
+INTERVAL_SHARE = 0.25
+"""The same as a share of the task's time so far, so that a long task does not fill the screen."""
 
 Count = Callable[[], tuple[float, float]]
 """Returns how much of a task is done, and how much it is in all. The thread calls it."""
@@ -119,7 +121,8 @@ class Progress:
         task = self._current()
         if task is None or now - task.started_s < QUIET_S:
             return
-        if now - self._last_line_s >= INTERVAL_S:
+        interval = max(INTERVAL_S, INTERVAL_SHARE * (now - task.started_s))
+        if now - self._last_line_s >= interval:
             self.note_line()
             _print(task.line())
 

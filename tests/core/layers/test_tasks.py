@@ -105,6 +105,7 @@ def final_loss(task, skip, seed):
         model,
         optimizer,
         damping=task.damping,
+        grafting=False,
         update_freq=5,
         factor_update_freq=1,
         skip=["Embedding", *skip],
