@@ -44,7 +44,13 @@ def main() -> None:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     preconditioner = KFAC(
-        model, optimizer, damping=0.03, update_freq=10, factor_update_freq=1, skip=[]
+        model,
+        optimizer,
+        damping=0.03,
+        grafting=False,
+        update_freq=10,
+        factor_update_freq=1,
+        skip=[],
     )
     for step in range(STEPS):
         x = torch.randint(TOKENS, (64, 8))

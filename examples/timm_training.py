@@ -16,7 +16,7 @@ labels = torch.tensor(digits.target, device=device)
 sizes = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_heads": 2}
 model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes).to(device)
 optimizer = create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.05)
-scheduler, epochs = create_scheduler_v2(optimizer, num_epochs=5, warmup_epochs=1)
+scheduler, epochs = create_scheduler_v2(optimizer, num_epochs=15, warmup_epochs=1)
 scaler = NativeScaler(device)
 KFAC(model, optimizer).attach(scaler._scaler)  # (1)
 
