@@ -54,6 +54,10 @@ def test_a_run_survives_a_notice_in_an_evaluation_and_in_a_decomposition(cluster
     assert "Traceback" not in said
 
 
+STOPPED = 7
+"""Ranks held in step 6 send the signal with it, and all of them read it in step 7."""
+
+
 def test_torchrun_forwards_the_notice(cluster, straight):
     job = cluster.submit(
         "torchrun",
@@ -67,7 +71,7 @@ def test_torchrun_forwards_the_notice(cluster, straight):
     notice(cluster, job)
     cluster.finish(job)
     path = cluster.runs / "r"
-    assert steps_of(path, Resumed) == [6]
+    assert steps_of(path, Resumed) == [STOPPED]
     same_run(path, straight)
 
 
@@ -85,7 +89,7 @@ def test_a_preempted_job_comes_back(cluster, straight):
     )
     cluster.finish(job)
     assert cluster.show(urgent, "JobState") == ["COMPLETED"]
-    assert steps_of(cluster.runs / "r", Resumed) == [6]
+    assert steps_of(cluster.runs / "r", Resumed) == [STOPPED]
     same_run(cluster.runs / "r", straight)
 
 
@@ -98,7 +102,7 @@ def test_a_run_survives_the_time_limit(cluster, straight):
     job = cluster.submit(SCRIPT, *RUN, "run_id=r", options=options, KFAC_TEST_HOLD="step:5")
     cluster.finish(job)
     assert cluster.show(job, "Restarts") != ["0"]
-    assert steps_of(cluster.runs / "r", Resumed)[0] == 6
+    assert steps_of(cluster.runs / "r", Resumed)[0] == STOPPED
     same_run(cluster.runs / "r", straight)
 
 
@@ -129,8 +133,8 @@ def test_a_cancelled_job_saves_and_does_not_return(cluster):
     cluster.wait(job, lambda: cluster("squeue", "--noheader", "--jobs", job, check=False) == "")
     assert cluster.show(job, "Restarts") == ["0"]
     path = cluster.runs / "r"
-    assert (end(path).status, end(path).step) == ("interrupted", 6)
-    assert (path / "checkpoints" / "step-00000006").is_dir()
+    assert (end(path).status, end(path).step) == ("interrupted", STOPPED)
+    assert (path / "checkpoints" / f"step-{STOPPED:08}").is_dir()
 
 
 def test_a_notice_requeues_one_task_of_an_array_only(cluster):
