@@ -24,7 +24,7 @@ from kfac_bench.report.tables import Table, Value
 TAU_MAX = 4.0
 """The end of the score's area, as in AlgoPerf."""
 
-KRONECKER = ("shampoo", "soap")
+KRONECKER = ("kl_shampoo", "kl_soap", "shampoo", "soap")
 """Optimizers with Kronecker factors, which are not first-order optimizers."""
 
 Times = Mapping[str, Mapping[str, float]]

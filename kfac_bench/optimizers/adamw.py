@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdamWConfig(AdamConfig):
-    """AdamW: Adam with decoupled weight decay."""
+    """AdamW: Adam with decoupled weight decay; with ``nesterov`` it is NAdam with this decay."""
 
     def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
         """See :meth:`OptimizerConfig.build`."""
         from torch.optim import AdamW
 
+        if self.nesterov:
+            return self.nadam(groups, decoupled_weight_decay=True)
         return AdamW(groups, **self.settings())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kfac_bench.config.optimizers import Group
 from kfac_bench.errors import UsageError
-from kfac_bench.optimizers.adam import AdamConfig
+from kfac_bench.optimizers.adam import MomentsConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class FusedLAMBConfig(AdamConfig):
+class FusedLAMBConfig(MomentsConfig):
     """NVIDIA Apex's LAMB, on GPUs; it always clips the norm of all gradients to 1."""
 
     def build(self, groups: list[Group], model: nn.Module) -> Optimizer:

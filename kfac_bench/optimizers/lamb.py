@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kfac_bench.config.optimizers import Group
 from kfac_bench.config.options import RESULT, option
-from kfac_bench.optimizers.adam import AdamConfig
+from kfac_bench.optimizers.adam import MomentsConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class LAMBConfig(AdamConfig):
+class LAMBConfig(MomentsConfig):
     """LAMB, version 3 of the paper: without bias correction, weight norms up to 10."""
 
     is_elementwise: ClassVar[bool] = False

@@ -53,6 +53,10 @@ def test_milestones_count_epochs_from_the_start():
     theirs = torchs(lambda o: MultiStepLR(o, [20, 35], 0.2), STEPS)
     ours = factors("schedule=step", "schedule.milestones=[2,3.5]", "schedule.gamma=0.2")
     assert ours == pytest.approx(theirs)
+    warm = ("schedule.warmup_share=0.25", "schedule.warmup_start=0.1")
+    ours = factors("schedule=step", "schedule.milestones=[2,3.5]", "schedule.gamma=0.2", *warm)
+    assert ours[:15] == pytest.approx([0.1 + 0.06 * (i + 1) for i in range(15)])
+    assert ours[15:] == pytest.approx(theirs[15:])
 
 
 def test_a_decay_from_the_start_jumps_at_the_end_of_the_warm_up():

@@ -16,6 +16,8 @@ NOT_ELEMENTWISE = [
     if not registry.options_class("optimizer", name).is_elementwise
 ]
 
+KL = ("kl_shampoo", "kl_soap")
+
 
 def parameters():
     torch.manual_seed(0)
@@ -72,6 +74,59 @@ def test_lamb(clip):
         torch.testing.assert_close(found[name], w, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_nesterov_makes_nadam_with_a_constant_beta1(name):
+    """Dozat (2016): the first moment of the next step, with this step's gradient."""
+    settings = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.2}
+    overrides = [f"optimizer={name}", "optimizer.nesterov=true"]
+    found = updated(*overrides, *(f"optimizer.{k}={v}" for k, v in settings.items()))
+    for n, p in parameters().named_parameters():
+        w, m, v = p.detach().clone(), 0.0, 0.0
+        for t in range(1, 4):
+            g = p.grad + 0.2 * w if name == "adam" else p.grad
+            w = w - (0.1 * 0.2 * w if name == "adamw" else 0.0)
+            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g.square()
+            look_ahead = 0.8 * m / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)
+            w = w - 0.1 * look_ahead / ((v / (1 - 0.9**t)).sqrt() + 1e-6)
+        torch.testing.assert_close(found[n], w)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("root", [0, 2])
+def test_shampoo_has_the_length_of_rmsprop(root, nesterov):
+    """Inverse roots of both factors; sums as momentum; vectors have RMSProp's own direction."""
+    settings = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "precondition_freq": 1, "eps": 1e-6}
+    settings |= {"grafting": "rmsprop", "root": root, "merge_dims": False, "nesterov": nesterov}
+    found = updated("optimizer=shampoo", *(f"optimizer.{k}={v}" for k, v in settings.items()))
+    for n, p in parameters().named_parameters():
+        w, g, v, momentum = p.detach().clone(), p.grad, 0.0, 0.0
+        left, right = (1e-6 * torch.eye(size).double() for size in (len(p), p[0].numel()))
+        for _ in range(3):
+            v = 0.9 * v + 0.1 * g.square()
+            update = length = g / (v.sqrt() + 1e-10)
+            if p.ndim > 1:
+                left, right = 0.9 * left + 0.1 * g @ g.mT, 0.9 * right + 0.1 * g.mT @ g
+                update = inverse_root(left, root or 4) @ g @ inverse_root(right, root or 4)
+                update = update * length.norm() / update.norm()
+            momentum = 0.8 * momentum + update
+            w = w - 0.1 * (0.8 * momentum + update if nesterov else momentum)
+        torch.testing.assert_close(found[n], w, rtol=1e-3, atol=1e-4)
+
+
+def inverse_root(matrix, p):
+    values, vectors = torch.linalg.eigh(matrix + 1e-6 * matrix.norm(2) * torch.eye(len(matrix)))
+    return vectors @ torch.diag(values ** (-1 / p)) @ vectors.mT
+
+
+def test_soap_leaves_large_sides_in_the_standard_basis():
+    model = parameters()
+    config = compose.load(["optimizer=soap", "optimizer.max_dim=3"]).optimizer
+    optimizer = build_optimizer(config, model)
+    optimizer.step()
+    sides = [len(q) for q in optimizer.state[model[0].weight]["Q"]]
+    assert sides == [3, 0]
+
+
 def test_weights_without_decay_by_name_and_by_class():
     config = compose.load(["optimizer=adamw", 'optimizer.no_decay=["bias$",Norm]']).optimizer
     model = parameters()
@@ -121,10 +176,11 @@ def test_muon():
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
-    rate = {"lars": 1.0, "lamb": 0.01, "muon": 0.1, "soap": 0.01, "shampoo": 0.003}[name]
+    rates = {"lars": 1.0, "lamb": 0.01, "muon": 0.1, "soap": 0.01, "shampoo": 0.003}
+    rate = (rates | dict.fromkeys(KL, 0.01))[name]
     run = (f"optimizer={name}", f"optimizer.lr={rate}", "kfac=none", "trainer.max_steps=24")
     run += ("schedule=cosine",)
-    if name in ("soap", "shampoo"):
+    if name in ("soap", "shampoo", *KL):
         run += ("optimizer.precondition_freq=5",)
     _, straight = train(tmp_path, *run, "run_id=straight")
     with before_step(12, terminate):
@@ -140,6 +196,6 @@ def test_pieces_of_weights_are_refused(name):
     with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend.zero_stage=2"):
         compose.load([f"optimizer={name}", "backend=deepspeed", "backend.zero_stage=2"])
     compose.load([f"optimizer={name}", "backend=deepspeed", "backend.zero_stage=0"])
-    if name in ("soap", "shampoo"):
+    if name in ("soap", "shampoo", *KL):
         with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend=fsdp2"):
             compose.load([f"optimizer={name}", "backend=fsdp2"])

@@ -87,7 +87,10 @@ KINDS = {
     "parts": ("trainer.accumulate=3",),
     "unreadable files": ("data.on_error=skip",),
 }
-OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "lars", "muon", "shampoo", "soap")
+OPTIMIZERS = (
+    *("sgd", "adam", "adamw", "lamb", "lars", "muon"),
+    *("shampoo", "soap", "kl_shampoo", "kl_soap"),
+)
 
 
 @DEVICES

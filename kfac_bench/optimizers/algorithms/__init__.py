@@ -1,0 +1,1 @@
+"""Optimizers that this package implements itself."""
