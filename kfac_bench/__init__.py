@@ -7,11 +7,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kfac_bench.core import KFAC
+    from kfac_bench.core import KFAC, eigen_adam
 
 __version__ = "0.1.0"
 
-__all__ = ["KFAC", "__version__"]
+__all__ = ["KFAC", "__version__", "eigen_adam"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from kfac_bench.core import KFAC
 
         return KFAC
+    if name == "eigen_adam":
+        from kfac_bench.core import eigen_adam
+
+        return eigen_adam
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

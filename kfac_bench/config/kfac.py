@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_bench.config.options import RESULT, Section, check_patterns, option
-from kfac_bench.core.planning.plan import BALANCES, IDENTITY, METHODS, STRATEGIES
+from kfac_bench.core.planning.plan import BALANCES, EIGEN_ADAM, IDENTITY, METHODS, STRATEGIES
 from kfac_bench.errors import UsageError
 
 # The core defines these names in files that need torch, so they are repeated here.
@@ -57,7 +57,8 @@ class KFACConfig(Section):
     )
     method: str = option(
         "eigen",
-        "eigendecomposition, Cholesky inverse, EKFAC (George et al.); identity: only the KL clip",
+        "eigendecomposition, Cholesky inverse, EKFAC (George et al.); eigen_adam: Adam in the "
+        "eigenbasis, for optimizer=eigen_adam; identity: only the KL clip",
         RESULT,
         choices=(*METHODS, IDENTITY),
     )
@@ -145,8 +146,28 @@ class KFACConfig(Section):
                 f"kfac.factor_update_freq={self.factor_update_freq}: a decomposition follows a "
                 "factor update"
             )
+        if self.enabled and self.method == EIGEN_ADAM:
+            self._check_eigen_adam(config)
         if self.enabled and self.factored_damping and self.method == "ekfac":
             raise UsageError(
                 "kfac.factored_damping=true does not fit kfac.method=ekfac, whose eigenvalues are "
                 "not products of A's and G's"
+            )
+
+    def _check_eigen_adam(self, config: Any) -> None:
+        if config.optimizer.name != EIGEN_ADAM:
+            raise UsageError(
+                f"kfac.method=eigen_adam with optimizer={config.optimizer.name}: another optimizer "
+                "would apply a second momentum or a second scale; write optimizer=eigen_adam"
+            )
+        unused = [
+            name
+            for name in ("damping", "kl_clip", "grafting", "factored_damping", "adaptive_damping")
+            if getattr(self, name)
+        ]
+        if unused:
+            raise UsageError(
+                f"kfac.{unused[0]}={getattr(self, unused[0])} does not fit kfac.method=eigen_adam: "
+                "Adam's second moment sets the size of each step; write kfac.damping=null "
+                "kfac.kl_clip=null kfac.grafting=false"
             )

@@ -58,6 +58,7 @@ TASKS = {
 OPTIMIZERS = {
     "adam": "kfac_bench.optimizers.adam:AdamConfig",
     "adamw": "kfac_bench.optimizers.adamw:AdamWConfig",
+    "eigen_adam": "kfac_bench.optimizers.eigen_adam:EigenAdamConfig",
     "fused_lamb": "kfac_bench.optimizers.fused_lamb:FusedLAMBConfig",
     "kl_shampoo": "kfac_bench.optimizers.kl_shampoo:KLShampooConfig",
     "kl_soap": "kfac_bench.optimizers.kl_soap:KLSOAPConfig",

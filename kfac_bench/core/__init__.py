@@ -6,9 +6,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kfac_bench.core.build_eigen_adam import eigen_adam
     from kfac_bench.core.preconditioner import KFAC
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "eigen_adam"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,6 +17,10 @@ def __getattr__(name: str) -> Any:
         from kfac_bench.core.preconditioner import KFAC
 
         return KFAC
+    if name == "eigen_adam":
+        from kfac_bench.core.build_eigen_adam import eigen_adam
+
+        return eigen_adam
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

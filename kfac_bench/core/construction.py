@@ -19,7 +19,7 @@ from kfac_bench.core.execution.sharded_gradients import any_sharded
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
-from kfac_bench.core.planning.plan import IDENTITY, Plan
+from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.core.schedule import Schedules
 
@@ -28,6 +28,17 @@ BATCH_NUMEL = 1 << 22
 
 A CPU gains nothing from batches (docs/performance.md).
 """
+
+
+SMALL_NUMEL = 1 << 16
+"""Most elements that a CPU preconditions at once with method eigen_adam, whose many small
+operations on small layers take more time to start than to run."""
+
+
+def _batch_numel(device: torch.device, method: str) -> int:
+    if device.type == "cuda":
+        return BATCH_NUMEL
+    return SMALL_NUMEL if method == EIGEN_ADAM else 0
 
 
 def plan_for(
@@ -64,13 +75,24 @@ def plan_for(
         cost=measured_cost(method),
         spread=schedules.most_slices(len(layers)) if spread else 1,
         itemsize=state_dtype.itemsize,
-        batch_numel=BATCH_NUMEL if layers[0].weight.device.type == "cuda" else 0,
+        batch_numel=_batch_numel(layers[0].weight.device, method),
         sharded=world_size > 1 and any_sharded(layers),
     )
     if method == IDENTITY:
         # The control keeps only the last stage: it has no statistics and no decompositions.
         plan = replace(plan, method=IDENTITY, factors=(), slices=())
     return plan
+
+
+def orthogonalize_hidden(layers: Sequence[Layer]) -> None:
+    """Mark linear layers between hidden units: all but the last layer of the model.
+
+    The output layer of Muon's users is not orthogonalized either. A vocabulary head that is not the
+    last one has a diagonal G.
+    """
+    for layer in layers[:-1]:
+        if layer.is_linear and not layer.spec.g_diagonal:
+            layer.spec = replace(layer.spec, is_orthogonalized=True)
 
 
 def connect_ranks(

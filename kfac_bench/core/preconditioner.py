@@ -22,6 +22,7 @@ from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.distributed.collective import Collective, default_collective
+from kfac_bench.core.eigen_adam_optimizer import find_eigen_adam
 from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.executor import Executor, Request
 from kfac_bench.core.execution.write_back import WriteBack
@@ -117,6 +118,9 @@ class KFAC:
               faster; the damping is then added to each factor instead of to their product.
             * ``ekfac``: like ``eigen``, with eigenvalues replaced by second moments of the
               gradients in the eigenbasis (George et al. 2018). They change at each factor update.
+            * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and KL clip; only
+              with the optimizer :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build
+              both with :func:`kfac_bench.eigen_adam`.
             * ``identity``: a control for experiments. A and G are identities, so only the KL clip
               remains.
         damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).
@@ -247,6 +251,15 @@ class KFAC:
         )
         validation.check_model(model)
         validation.check_optimizer(optimizer)
+        adam = find_eigen_adam(optimizer)
+        validation.check_eigen_adam(
+            method,
+            None if adam is None else adam.rule,
+            damping,
+            kl_clip,
+            grafting=grafting,
+            factored_damping=factored_damping,
+        )
         self.fisher = fisher
         self.collective = collective or default_collective()
         self._schedules = Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
@@ -255,6 +268,8 @@ class KFAC:
         self._layers, self._skipped = find_layers(
             self._model, skip, layer_types=layer_types, max_dim=max_dim
         )
+        if adam is not None and adam.orthogonalize == "linear":
+            construction.orthogonalize_hidden(self._layers)
         world_size = self.collective.world_size
         validation.check_background(background=background, overlap=overlap, spread=spread)
         validation.check_layers(
@@ -292,7 +307,7 @@ class KFAC:
             model_parallel,
             options=f"{self._schedules.at(0)} {self._adaptive} {factored_damping} "
             f"{factor_convention} {fisher} {weight_sharing} {overlap} {background} "
-            f"{grafting}",
+            f"{grafting} {adam and adam.rule}",
             device=self._device,
             overlap=overlap,
         )
@@ -305,6 +320,7 @@ class KFAC:
             factored_damping=factored_damping,
             state_dtype=state_dtype,
             background=Background(self._device) if background else None,
+            adam=None if adam is None else adam.rule,
         )
         # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
         wrapper = ref(model)
@@ -328,6 +344,9 @@ class KFAC:
             warns=self.collective.rank == 0,
         )
         ownership.take(self, self._layers, [self._capture, self._guards])
+        self._eigen_adam = adam
+        if adam is not None:
+            adam.cover(p for x in self._layers for p in (x.weight, x.bias) if p is not None)
 
         self.steps = 0
         self.track_cosine = False
@@ -659,6 +678,8 @@ class KFAC:
             self._capture = None
         if self._executor.background is not None:
             self._executor.background.stop()
+        if self._eigen_adam is not None:
+            self._eigen_adam.cover(None)
         self._guards.remove()
         ownership.release(self, self._layers)
 

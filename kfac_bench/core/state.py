@@ -6,17 +6,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kfac_bench.core.execution.adam import AdamMoments
 from kfac_bench.core.execution.background_slices import factors_of
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.planning.layer_spec import FACTORS
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import first_step
 
 LayersState = dict[str, dict[str, Any]]
 """By layer: entries "A" and "G", and "second_moment" if EKFAC has one.
 
 An entry of a factor has the running "factor", its "weight", and its decomposition under "eigen"
-(values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor). If another
+(values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor). With
+eigen_adam a layer also has "adam": the moments "first" and "second", and their "steps". If another
 decomposition is not in use yet (``background=True``), it is under "pending" in the same form, with
 the "step" in which it comes into use. It has no tensors if the factor could not be decomposed.
 """
@@ -47,6 +50,13 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
                 layers[name][factor] = entry
             if factor == "A" and name in run.store.second_moments:
                 layers[name]["second_moment"] = run.store.second_moments[name]
+            if factor == "A" and name in run.store.adam:
+                moments = run.store.adam[name]
+                layers[name]["adam"] = {
+                    "first": moments.first,
+                    "second": moments.second,
+                    "steps": moments.steps,
+                }
     return layers
 
 
@@ -125,6 +135,13 @@ def take(merged: LayersState, run: Executor, steps: int) -> bool:
                 missing.add(key)
             elif run.collective.rank in placement.grad_workers:
                 run.store.load_decomposition(key, [x.to(device, copy=True) for x in saved])
+        is_grad_worker = run.collective.rank in placement.grad_workers
+        if run.plan.method == EIGEN_ADAM and "adam" in entries and is_grad_worker:
+            saved = entries["adam"]
+            # Moments belong to a basis: without the saved one they start again.
+            if run.store.is_decomposed(placement.layer):
+                first, second = (saved[k].to(device, copy=True) for k in ("first", "second"))
+                run.store.adam[name] = AdamMoments(first, second, int(saved["steps"]))
         if run.plan.method == "ekfac" and "second_moment" in entries:
             run.store.second_moments[name] = entries["second_moment"].to(device, copy=True)
     run.store.start_missing_second_moments()

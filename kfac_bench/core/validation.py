@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 from kfac_bench.core.capture.fisher import FISHERS
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.dtensor import any_tensor_parallel
+from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.sharded_gradients import any_sharded
 from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
-from kfac_bench.core.planning.plan import Plan
+from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "factor_convention": tuple(CONVENTIONS),
@@ -63,6 +64,40 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(
             "LBFGS computes several gradients in a step and has its own curvature: use K-FAC with "
             "an optimizer such as SGD or Adam"
+        )
+
+
+def check_eigen_adam(
+    method: str, rule: AdamRule | None, damping: object, kl_clip: object, **flags: bool
+) -> None:
+    """Check that the options and the optimizer fit method eigen_adam, or another method.
+
+    Args:
+        method: The option of KFAC.
+        rule: The rule of the optimizer, None if it is no EigenAdam.
+        damping: The option of KFAC.
+        kl_clip: The option of KFAC.
+        flags: Further options that the method has no use for.
+    """
+    if method != EIGEN_ADAM:
+        if rule is not None:
+            raise ValueError(
+                f"method={method} with the optimizer EigenAdam, which needs method=eigen_adam: "
+                "choose another optimizer, or this method"
+            )
+        return
+    if rule is None:
+        raise ValueError(
+            "method=eigen_adam needs the optimizer EigenAdam: another optimizer would apply a "
+            "second momentum or a second scale; kfac_bench.eigen_adam(model) builds both"
+        )
+    unused = [name for name, value in flags.items() if value]
+    unused += [f"damping={damping}"] * (damping is not None)
+    unused += [f"kl_clip={kl_clip}"] * (kl_clip is not None)
+    if unused:
+        raise ValueError(
+            f"method=eigen_adam has no use for {' and '.join(unused)}: Adam's second moment sets "
+            "the size of each step; leave damping=None, kl_clip=None, grafting=False"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.distributed.collective import Collective
+from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.background_slices import BackgroundSlices
 from kfac_bench.core.execution.batch_statistics import BatchStatistics
@@ -98,11 +99,12 @@ class Executor:
         factored_damping: bool = False,
         state_dtype: torch.dtype = torch.float32,
         background: Background | None = None,
+        adam: AdamRule | None = None,
     ) -> None:
         self.plan, self.collective = plan, collective
         self.layers = {layer.name: layer for layer in layers}
         self.store = Store((layer.spec for layer in layers), plan.method, state_dtype)
-        self.solver = Solver(self.store, factored_damping=factored_damping)
+        self.solver = Solver(self.store, factored_damping=factored_damping, adam=adam)
         self.batch_statistics = BatchStatistics(scale, of_sums=of_sums)
         self.gradients: Gradients = (
             ShardedGradients(layers, plan.world_size) if plan.sharded else WholeGradients(layers)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kfac_bench.core.execution import curvature
+from kfac_bench.core.execution import adam, curvature
+from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.decomposition import (
+    AnyEigen,
     Decomposition,
     DiagonalEigen,
     DiagonalInverse,
@@ -33,6 +35,8 @@ class Problem:
     """By factor: [groups, n, n], or a diagonal [groups, n]."""
     dampings: tuple[Tensor, ...]
     """By factor: what the inverse method adds to it, [groups]. Empty for other methods."""
+    bases: tuple[Tensor, ...]
+    """By factor: the eigenvectors so far, [groups, n, n], for one QR step. Empty for eigh."""
     is_diagonal: bool
 
     def singles(self) -> Iterator["Problem"]:
@@ -40,16 +44,29 @@ class Problem:
         for i, key in enumerate(self.keys):
             part = slice(i, i + 1)
             yield replace(
-                self, keys=(key,), matrices=self.matrices[part], dampings=self.dampings[part]
+                self,
+                keys=(key,),
+                matrices=self.matrices[part],
+                dampings=self.dampings[part],
+                bases=self.bases[part],
             )
 
 
 class Solver:
-    """The linear algebra on what a rank's ``store`` holds, by the method of the store."""
+    """The linear algebra on what a rank's ``store`` holds, by the method of the store.
 
-    def __init__(self, store: Store, *, factored_damping: bool = False) -> None:
+    Args:
+        store: What the rank holds.
+        factored_damping: The option of KFAC.
+        adam: The options of method eigen_adam.
+    """
+
+    def __init__(
+        self, store: Store, *, factored_damping: bool = False, adam: AdamRule | None = None
+    ) -> None:
         self._store, self._method = store, store.method
         self._has_factored_damping = factored_damping
+        self._adam = adam
         # Decompositions that failed in float32 and float64, since the start.
         self.failed = 0
 
@@ -75,8 +92,17 @@ class Solver:
                 for key, matrix in zip(keys, matrices, strict=True)
                 if self._method == "inverse"
             ),
+            self._bases(keys),
             is_diagonal=spec.is_diagonal(factor),
         )
+
+    def _bases(self, keys: Sequence[FactorKey]) -> tuple[Tensor, ...]:
+        """Return the eigenvectors from which one QR step starts; nothing if eigh is due."""
+        if self._adam is None or not self._adam.has_qr_steps:
+            return ()
+        old = [self._store.decompositions.get(key) for key in keys]
+        eigen = [each for each in old if isinstance(each, Eigen)]
+        return tuple(each.basis for each in eigen) if len(eigen) == len(old) else ()
 
     def solve(self, problem: Problem) -> dict[FactorKey, Decomposition]:
         """Return decompositions by factor, without those of factors that cannot be decomposed.
@@ -102,6 +128,8 @@ class Solver:
         if self._method == "inverse":
             inverse = linalg.damped_inverse(stacked, torch.cat(problem.dampings))
             return Inverse(inverse).split(sizes)
+        if problem.bases:
+            return Eigen(*linalg.orthogonal_iteration(stacked, stack(problem.bases))).split(sizes)
         return Eigen(*linalg.eigendecompose(stacked)).split(sizes)
 
     def _solve_diagonal(self, problem: Problem) -> Sequence[DiagonalEigen | DiagonalInverse]:
@@ -155,11 +183,14 @@ class Solver:
         if self._method == IDENTITY:
             return grad
         if not all(map(self._store.is_decomposed, specs)):
-            if len(specs) == 1:
-                return grad
-            parts = torch.split(grad, [spec.groups for spec in specs])
-            each = zip(specs, parts, strict=True)
-            return torch.cat([self.precondition([s], part, damping) for s, part in each])
+            if len(specs) > 1:
+                return self._one_by_one(specs, grad, damping)
+            return grad if self._adam is None else self._adam_step(specs, grad, None, None)
+        if self._adam is not None:
+            a, g = self._store.stacked(specs)
+            assert isinstance(a, AnyEigen)
+            assert isinstance(g, AnyEigen)
+            return self._adam_step(specs, grad, a.basis, g.basis)
         moments = self._store.second_moments
         has_moments = specs[0].name in moments
         layers = curvature.join(
@@ -168,6 +199,28 @@ class Solver:
             has_factored_damping=self._has_factored_damping,
         )
         return layers.precondition(grad, damping)
+
+    def _one_by_one(
+        self, specs: Sequence[LayerSpec], grad: Tensor, damping: float | None
+    ) -> Tensor:
+        parts = torch.split(grad, [spec.groups for spec in specs])
+        each = zip(specs, parts, strict=True)
+        return torch.cat([self.precondition([spec], part, damping) for spec, part in each])
+
+    def _adam_step(
+        self, specs: Sequence[LayerSpec], grad: Tensor, a: Tensor | None, g: Tensor | None
+    ) -> Tensor:
+        """Return the direction of Adam in the eigenbasis, and count the step."""
+        assert self._adam is not None
+        moments = self._store.stacked_adam(specs, grad)
+        if moments is None:
+            return self._one_by_one(specs, grad, None)
+        out = adam.direction(
+            grad, a, g, moments, self._adam, is_orthogonalized=specs[0].is_orthogonalized
+        )
+        for spec in specs:
+            self._store.adam[spec.name].steps += 1
+        return out
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

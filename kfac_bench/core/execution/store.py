@@ -1,10 +1,11 @@
-"""What a rank keeps between steps: running factors, decompositions, EKFAC's second moments."""
+"""What a rank keeps between steps: running factors, decompositions, moments of gradients."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from kfac_bench.core.execution.adam import AdamMoments
 from kfac_bench.core.execution.decomposition import (
     Decomposition,
     Eigen,
@@ -27,7 +28,9 @@ class Store:
     The rank holds the running ``factors`` that the plan assigns to it, with their ``weights``: the
     sum of the decayed weights in the running average, 0 before the first statistic. It holds the
     ``decompositions`` of layers that it is a gradient worker of, and with EKFAC the running
-    ``second_moments``. If ``state_dtype`` has two bytes, matrices are kept in it.
+    ``second_moments``. With Adam in the eigenbasis it holds the ``adam`` moments of the layers that
+    it is a gradient worker of. If ``state_dtype`` has two bytes, factors and decompositions are
+    kept in it.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class Store:
         self.weights: dict[FactorKey, Tensor] = {}
         self.second_moments: dict[str, Tensor] = {}
         self.decompositions: dict[FactorKey, Decomposition] = {}
+        self.adam: dict[str, AdamMoments] = {}
         self._specs = {spec.name: spec for spec in specs}
         # By the names of layers that are preconditioned as one batch: their stacked decompositions.
         self._stacks: dict[tuple[str, ...], Pair] = {}
+        self._adam_stacks: dict[tuple[str, ...], AdamMoments] = {}
 
     def clear(self) -> None:
         """Forget everything, before a state is loaded."""
@@ -49,7 +54,9 @@ class Store:
         self.weights.clear()
         self.second_moments.clear()
         self.decompositions.clear()
+        self.adam.clear()
         self._stacks.clear()
+        self._adam_stacks.clear()
 
     def factor(self, key: FactorKey) -> Tensor:
         """Return a running factor in at least fp32; without half precision the kept tensor."""
@@ -78,6 +85,8 @@ class Store:
 
     def receive(self, decompositions: Mapping[FactorKey, Decomposition]) -> None:
         """Store decompositions from another rank, in the precision in which they arrived."""
+        for key, new in decompositions.items():
+            self._change_basis(key, self.decompositions.get(key), new)
         self.decompositions.update(decompositions)
         for name, _ in decompositions:
             # Second moments in the old eigenbasis, and stacks with the old tensors, are void.
@@ -85,6 +94,60 @@ class Store:
             for names in [names for names in self._stacks if name in names]:
                 del self._stacks[names]
         self.start_missing_second_moments()
+
+    def _change_basis(self, key: FactorKey, old: Decomposition | None, new: Decomposition) -> None:
+        """Express Adam's first moment of a layer in a new basis."""
+        name, factor = key
+        if name not in self.adam or not isinstance(new, Eigen):
+            return
+        if isinstance(old, Eigen):
+            self.adam[name].change_basis(old.basis, new.basis, is_a=factor == "A")
+        else:
+            # Moments from before the first basis tell nothing about this one.
+            self.forget_adam(name)
+
+    def forget_adam(self, name: str) -> None:
+        """Let Adam's moments of a layer start again."""
+        self.adam.pop(name, None)
+        for names in [names for names in self._adam_stacks if name in names]:
+            del self._adam_stacks[names]
+
+    def stacked_adam(self, specs: Sequence[LayerSpec], grad: Tensor) -> AdamMoments | None:
+        """Return Adam's moments of a batch of layers of one shape, as one.
+
+        The moments of the single layers become views into it. None if the layers have not seen
+        equally many gradients, so that there is no batch.
+
+        Args:
+            specs: The layers.
+            grad: Their gradients, [layers * groups, g_dim, a_dim].
+        """
+        names = tuple(spec.name for spec in specs)
+        groups = [spec.groups for spec in specs]
+        for name, part in zip(names, torch.split(grad, groups), strict=True):
+            if name not in self.adam:
+                self.forget_adam(name)
+                self.adam[name] = AdamMoments.start(part)
+        each = [self.adam[name] for name in names]
+        if len(names) == 1:
+            return each[0]
+        if len({moments.steps for moments in each}) > 1:
+            return None
+        if names not in self._adam_stacks:
+            for name in names:  # another stack would keep these layers' old values
+                for others in [others for others in self._adam_stacks if name in others]:
+                    del self._adam_stacks[others]
+            stack = AdamMoments(
+                torch.cat([moments.first for moments in each]),
+                torch.cat([moments.second for moments in each]),
+            )
+            views = torch.split(stack.first, groups), torch.split(stack.second, groups)
+            for moments, first, second in zip(each, *views, strict=True):
+                moments.first, moments.second = first, second
+            self._adam_stacks[names] = stack
+        stack = self._adam_stacks[names]
+        stack.steps = each[0].steps
+        return stack
 
     def start_missing_second_moments(self) -> None:
         """Start EKFAC's second moments from the eigenvalues, where there is an eigenbasis."""

@@ -50,6 +50,8 @@ class Layer(ABC):
     """
 
     is_conv = False
+    is_linear = False
+    """Whether the layer is a matrix that is applied to each sample and position."""
     reads_saved_tensors = False
     """Whether :meth:`calls` reads tensors that autograd saved."""
     forward_context: AbstractContextManager[Any] | None = None

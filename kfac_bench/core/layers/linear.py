@@ -11,6 +11,8 @@ from kfac_bench.core.planning.layer_spec import LayerSpec
 class LinearLayer(Layer):
     """nn.Linear on [N, ..., d]; the dimensions in between are shared positions."""
 
+    is_linear = True
+
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`."""
         x, g = self._by_sample(x), self._by_sample(g)

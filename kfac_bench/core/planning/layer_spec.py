@@ -22,6 +22,8 @@ class LayerSpec:
     groups: int = 1
     a_diagonal: bool = False
     g_diagonal: bool = False
+    is_orthogonalized: bool = False
+    """Whether method eigen_adam orthogonalizes the update: of hidden linear layers."""
 
     def dim(self, factor: Factor) -> int:
         """Return the number of rows of one block of A or G."""

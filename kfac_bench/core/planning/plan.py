@@ -32,7 +32,9 @@ from typing import Literal
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 from kfac_bench.core.planning.ops import Op
 
-METHODS = ("eigen", "inverse", "ekfac")
+EIGEN_ADAM = "eigen_adam"
+"""Adam in the eigenbasis: its gradient workers keep moments of the gradients."""
+METHODS = ("eigen", "inverse", "ekfac", EIGEN_ADAM)
 IDENTITY = "identity"
 """The method of a control experiment: its plan has neither factors nor decompositions."""
 BALANCES = ("compute", "memory")

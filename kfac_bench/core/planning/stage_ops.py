@@ -151,7 +151,12 @@ class StageOps:
         buckets = Buckets[int, LayerSpec](self.bucket_numel, message)
         for batch in batches(
             reversed(self.placements),
-            key=lambda p: (p.grad_workers, p.layer.factor_shape("A"), p.layer.factor_shape("G")),
+            key=lambda p: (
+                p.grad_workers,
+                p.layer.factor_shape("A"),
+                p.layer.factor_shape("G"),
+                p.layer.is_orthogonalized,
+            ),
             numel=lambda p: p.layer.grad_numel,
             full_numel=self.batch_numel,
         ):

@@ -1,0 +1,57 @@
+"""One line for Adam in K-FAC's eigenbasis: the optimizer and its preconditioner together."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from kfac_bench.core.planning.plan import EIGEN_ADAM
+from kfac_bench.core.preconditioner import KFAC
+
+KFAC_DEFAULTS: dict[str, Any] = {
+    "method": EIGEN_ADAM,
+    "kl_clip": None,
+    "grafting": False,
+    "update_freq": 20,
+    "factor_update_freq": 20,
+    "factor_decay": 0.8,
+    "skip": ["Norm"],
+}
+"""The options of :class:`KFAC` that :func:`eigen_adam` sets."""
+
+
+def eigen_adam(
+    model: nn.Module,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.8, 0.95),
+    *,
+    params: Iterable[Any] | None = None,
+    scaler: Any = None,
+    kfac: dict[str, Any] | None = None,
+    **options: Any,
+) -> EigenAdam:
+    """Return an optimizer of the whole model: Adam in the eigenbasis of K-FAC's factors.
+
+    It replaces the line that builds AdamW. The training loop stays as it is::
+
+        optimizer = eigen_adam(model, lr=1e-3)
+
+    Args:
+        model: The model, bare or wrapped, as for :class:`KFAC`.
+        lr: The learning rate.
+        betas: Decay of the running means of the gradient and of its square.
+        params: Parameter groups; by default all parameters of the model are one group.
+        scaler: The GradScaler, if there is one; see :meth:`KFAC.attach`.
+        kfac: Options of :class:`KFAC` beside :data:`KFAC_DEFAULTS`, for example
+            ``{"strategy": "mem_opt"}``.
+        options: Options of :class:`EigenAdam`.
+
+    Returns:
+        The optimizer. Its attribute ``preconditioner`` is the KFAC, whose ``state_dict()`` belongs
+        into a checkpoint beside that of the optimizer.
+    """
+    optimizer = EigenAdam(model.parameters() if params is None else params, lr, betas, **options)
+    keywords = {**KFAC_DEFAULTS, **(kfac or {})}
+    optimizer.preconditioner = KFAC(model, optimizer, **keywords).attach(scaler)
+    return optimizer

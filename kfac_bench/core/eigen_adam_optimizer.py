@@ -1,0 +1,126 @@
+"""The optimizer of method eigen_adam: it applies what KFAC wrote, and is AdamW for the rest."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from kfac_bench.core.execution.adam import AdamRule
+
+ORTHOGONALIZE = ("linear", "none")
+
+
+class EigenAdam(AdamW):
+    """Adam in the eigenbasis of K-FAC's factors; use it with :class:`KFAC` of the same model.
+
+    :func:`kfac_bench.eigen_adam` builds both. ``KFAC(..., method="eigen_adam")`` replaces the
+    gradients of the layers that it covers by Adam's direction in their eigenbases, and this
+    optimizer subtracts ``lr`` times that direction. All other parameters get AdamW's update with
+    the same options. Weight decay is decoupled for all parameters.
+
+    Args:
+        params: Parameters or parameter groups, as for every optimizer of torch. ``lr`` and
+            ``weight_decay`` may differ between groups.
+        lr: Learning rate. The size of an update is that of AdamW's with the same rate.
+        betas: Decay of the running means of the gradient and of its square.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        orthogonalize: Which layers get orthogonalized updates, as in Muon (Jordan et al. 2024).
+            ``linear`` (default): linear layers but the last one. ``none``: no layer.
+        orthogonal_scale: Root mean square of the entries of an orthogonalized update at lr=1.
+        orthogonal_steps: Newton-Schulz steps.
+        decomposition: How eigenvectors are updated. ``qr`` (default): one QR step from the last
+            eigenvectors, after the first ``eigh``. ``eigh``: always ``eigh``.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    preconditioner: Any = None
+    """The KFAC, if :func:`kfac_bench.eigen_adam` built both."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.8, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        orthogonalize: str = "linear",
+        orthogonal_scale: float = 0.5,
+        orthogonal_steps: int = 3,
+        decomposition: str = "qr",
+    ) -> None:
+        for name, value, choices in (
+            ("orthogonalize", orthogonalize, ORTHOGONALIZE),
+            ("decomposition", decomposition, ("qr", "eigh")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+        if not orthogonal_scale > 0:
+            raise ValueError(f"orthogonal_scale={orthogonal_scale}: must be above 0")
+        if orthogonal_steps < 1:
+            raise ValueError(f"orthogonal_steps={orthogonal_steps}: must be at least 1")
+        self.orthogonalize = orthogonalize
+        self.rule = AdamRule(
+            betas, eps, orthogonal_scale, orthogonal_steps, has_qr_steps=decomposition == "qr"
+        )
+        self._covered: set[Tensor] | None = None
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def cover(self, params: Iterable[Tensor] | None) -> None:
+        """Note which parameters get their direction from KFAC; None: no KFAC any more."""
+        self._covered = None if params is None else set(params)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters once.
+
+        Raises:
+            RuntimeError: There is no KFAC that covers the parameters.
+        """
+        if self._covered is None:
+            raise RuntimeError(
+                "EigenAdam has no KFAC: build KFAC(model, optimizer, method='eigen_adam', "
+                "kl_clip=None, grafting=False), or both with kfac_bench.eigen_adam(model)"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        covered: list[tuple[Tensor, Tensor]] = []
+        for group in self.param_groups:
+            with_grad = [p for p in group["params"] if p.grad is not None and p in self._covered]
+            if not with_grad:
+                continue
+            grads = [p.grad for p in with_grad]
+            if group["weight_decay"]:
+                torch._foreach_mul_(with_grad, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(with_grad, grads, alpha=-group["lr"])
+            covered += zip(with_grad, grads, strict=True)
+        # AdamW updates what has a gradient, so the gradients of covered parameters are set aside.
+        for p, _ in covered:
+            p.grad = None
+        try:
+            _step_without_hooks(self)
+        finally:
+            for p, grad in covered:
+                p.grad = grad
+        return loss
+
+
+def find_eigen_adam(optimizer: Optimizer) -> EigenAdam | None:
+    """Return the EigenAdam inside the wrappers of frameworks, None if there is none."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer if isinstance(optimizer, EigenAdam) else None
+
+
+def _step_without_hooks(optimizer: AdamW) -> None:
+    """Run AdamW's own step. Its hooks run around :meth:`EigenAdam.step` and must not run twice."""
+    # torch wraps the step of each class that was ever instantiated, so AdamW's may be wrapped.
+    inspect.unwrap(AdamW.step)(optimizer)

@@ -1,0 +1,101 @@
+"""Adam in the eigenbasis of a layer: its options, its moments, and the direction of an update.
+
+``method="eigen_adam"`` of KFAC uses it in place of a division by damped eigenvalues. The moments
+live where the gradient workers live. docs/eigen_adam.md explains the rule and its literature.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kfac_bench.core.kernels import linalg
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRule:
+    """The options of the rule; :class:`.EigenAdam` documents each of them."""
+
+    betas: tuple[float, float] = (0.8, 0.95)
+    eps: float = 1e-8
+    orthogonal_scale: float = 0.5
+    orthogonal_steps: int = 3
+    has_qr_steps: bool = True
+    """Whether eigenvectors are updated by one QR step, after the first eigh."""
+
+
+@dataclass(slots=True)
+class AdamMoments:
+    """Adam's moments of layers of one shape, in their eigenbases: [layers * groups, g_dim, a_dim].
+
+    Attributes:
+        first: Running mean of the rotated gradients, not debiased.
+        second: Running mean of their squares, not debiased.
+        steps: Number of gradients in both.
+    """
+
+    first: Tensor
+    second: Tensor
+    steps: int = 0
+
+    @classmethod
+    def start(cls, grad: Tensor) -> Self:
+        """Return the moments before the first gradient."""
+        return cls(torch.zeros_like(grad), torch.zeros_like(grad))
+
+    def change_basis(self, old: Tensor, new: Tensor, *, is_a: bool) -> None:
+        """Express the first moment in a new basis of A or of G, in place.
+
+        The second moment stays, as in SOAP (Vyas et al. 2024): squares have no exact rotation.
+
+        Args:
+            old: The eigenvectors so far, [groups, n, n].
+            new: The eigenvectors from now on.
+            is_a: Whether these are the eigenvectors of A; otherwise of G.
+        """
+        change = old.mT @ new
+        self.first.copy_(self.first @ change if is_a else change.mT @ self.first)
+
+
+def direction(
+    grad: Tensor,
+    a: Tensor | None,
+    g: Tensor | None,
+    moments: AdamMoments,
+    rule: AdamRule,
+    *,
+    is_orthogonalized: bool,
+) -> Tensor:
+    """Return what the learning rate multiplies, [layers * groups, g_dim, a_dim].
+
+    The tensors of ``moments`` take up the gradients; the caller counts the step.
+
+    R = G^T grad A is the gradient in the eigenbasis. With Nesterov's momentum, only the old part of
+    the first moment is debiased; then D = U / (sqrt(V) + eps), and the result is G D A^T. If
+    ``is_orthogonalized``, the singular values of D are moved towards 1, and D is multiplied by
+    ``orthogonal_scale * sqrt(max(g_dim, a_dim))``, so that its entries are of Adam's size.
+
+    Args:
+        grad: The gradients.
+        a: Eigenvectors of A, [layers * groups, a_dim, a_dim]. None is the identity.
+        g: Eigenvectors of G, [layers * groups, g_dim, g_dim]. None is the identity.
+        moments: Those of these layers.
+        rule: The options.
+        is_orthogonalized: Whether these layers are hidden linear layers.
+    """
+    beta1, beta2 = rule.betas
+    rotated = linalg.rotate(grad, a, g)
+    first, second = moments.first, moments.second
+    first.lerp_(rotated, 1 - beta1)
+    second.mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+    step = moments.steps + 1
+    # Debiasing the new gradient as well would double the first steps.
+    old_part = beta1 / (1 - beta1**step)
+    debias = (1 - beta2**step) ** -0.5
+    update = (first * old_part).add_(rotated, alpha=1 - beta1)
+    update.div_(second.sqrt().mul_(debias).add_(rule.eps))
+    if is_orthogonalized:
+        scale = rule.orthogonal_scale * max(grad.shape[-2:]) ** 0.5
+        update = linalg.orthogonalize(update, rule.orthogonal_steps).mul_(scale)
+    return linalg.rotate(update, None if a is None else a.mT, None if g is None else g.mT)

@@ -1,0 +1,64 @@
+"""EigenAdam: Adam in the eigenbasis of K-FAC's factors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kfac_bench.config.optimizers import Group
+from kfac_bench.config.options import RESULT, option
+from kfac_bench.errors import UsageError
+from kfac_bench.optimizers.adam import AdamConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass
+class EigenAdamConfig(AdamConfig):
+    """Adam in the eigenbasis of K-FAC's factors; it needs kfac.method=eigen_adam."""
+
+    is_elementwise: ClassVar[bool] = False
+
+    beta1: float = option(0.8, "decay of the first moment", RESULT, at_least=0, below=1)
+    beta2: float = option(0.95, "decay of the second moment", RESULT, at_least=0, below=1)
+    orthogonalize: str = option(
+        "linear",
+        "layers whose updates are orthogonalized: linear (all linear layers but the last) or none",
+        RESULT,
+        choices=("linear", "none"),
+    )
+    orthogonal_scale: float = option(
+        0.5, "root mean square of an orthogonalized update at lr=1", RESULT, above=0
+    )
+    orthogonal_steps: int = option(3, "Newton-Schulz steps", RESULT, at_least=1)
+    decomposition: str = option(
+        "qr",
+        "how eigenvectors are updated: one QR step from the last ones (qr), or eigh",
+        RESULT,
+        choices=("qr", "eigh"),
+    )
+
+    def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
+        """See :meth:`OptimizerConfig.build`."""
+        from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+
+        return EigenAdam(
+            groups,
+            **self.settings(),
+            orthogonalize=self.orthogonalize,
+            orthogonal_scale=self.orthogonal_scale,
+            orthogonal_steps=self.orthogonal_steps,
+            decomposition=self.decomposition,
+        )
+
+    def check(self, config: Any) -> None:
+        """See :meth:`Section.check`."""
+        super().check(config)
+        if not config.kfac.enabled or config.kfac.method != "eigen_adam":
+            chosen = f"kfac.method={config.kfac.method}" if config.kfac.enabled else "kfac=none"
+            raise UsageError(
+                f"optimizer=eigen_adam with {chosen}: the optimizer needs K-FAC's factors; "
+                "write kfac=eigen_adam"
+            )

@@ -1,0 +1,283 @@
+"""Method eigen_adam against a dense float64 oracle that follows the equations of the rule."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from kfac_bench import KFAC, eigen_adam
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from kfac_bench.core.kernels import linalg
+from tests.support import oracle
+from tests.support.layer_checks import assert_close
+
+LR, BETAS, EPS, SCALE = 0.01, (0.8, 0.95), 1e-8, 0.5
+
+
+class Net(nn.Module):
+    """A convolution, a norm, two hidden linear layers of one shape, a tall one, and an output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.LayerNorm(12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.tall = nn.Linear(12, 20)
+        self.last = nn.Linear(20, 4)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x).tanh().flatten(1))
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.last(self.tall(x).tanh())
+
+
+def batch(step, n=16):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(n, 1, 4, 4, generator=generator), torch.randint(4, (n,), generator=generator)
+
+
+def step(model, optimizer, i):
+    x, y = batch(i)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    grads = {n: oracle.layer_gradient(m) for n, m in matrices(model).items()}
+    optimizer.step()
+    return grads
+
+
+def matrices(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+
+
+def weights(model):
+    """By layer: weight and bias side by side, [1, g_dim, a_dim]."""
+    return {
+        n: torch.cat([m.weight.flatten(1), m.bias[:, None]], 1).detach().clone()[None]
+        for n, m in matrices(model).items()
+    }
+
+
+def newton_schulz(x, steps):
+    """By the singular values: the polynomial acts on each of them alone."""
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag_embed(s) @ vh
+
+
+class Oracle:
+    """The rule of one layer, from the eigenvectors that KFAC has."""
+
+    def __init__(self, is_hidden, steps):
+        self.m = self.v = 0.0
+        self.t, self.is_hidden, self.steps, self.basis = 0, is_hidden, steps, None
+
+    def update(self, grad, qa, qg):
+        b1, b2 = BETAS
+        if self.basis is not None:
+            old_a, old_g = self.basis
+            self.m = qg.mT @ (old_g @ self.m @ old_a.mT) @ qa  # back to the weights, and out again
+        self.basis = qa, qg
+        r = qg.mT @ grad @ qa
+        self.t += 1
+        self.m = b1 * self.m + (1 - b1) * r
+        self.v = b2 * self.v + (1 - b2) * r**2
+        u = b1 * self.m / (1 - b1**self.t) + (1 - b1) * r
+        d = u / ((self.v / (1 - b2**self.t)) ** 0.5 + EPS)
+        if self.is_hidden:
+            d = SCALE * max(d.shape[-2:]) ** 0.5 * newton_schulz(d, self.steps)
+        return qg @ d @ qa.mT
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("decomposition", ["qr", "eigh"])
+@pytest.mark.parametrize("orthogonalize", ["linear", "none"])
+def test_updates_of_all_layers_equal_the_dense_rule(orthogonalize, decomposition):
+    model = Net()
+    optimizer = eigen_adam(
+        model,
+        LR,
+        BETAS,
+        weight_decay=0.1,
+        orthogonalize=orthogonalize,
+        decomposition=decomposition,
+        kfac={"update_freq": 2, "factor_update_freq": 1, "spread": True},
+    )
+    hidden = {"blocks.0", "blocks.1", "tall"} if orthogonalize == "linear" else set()
+    oracles = {n: Oracle(n in hidden, 3) for n in matrices(model)}
+    for i in range(7):
+        before = weights(model)
+        grads = step(model, optimizer, i)
+        state = optimizer.preconditioner.state_dict()["layers"]
+        for name, after in weights(model).items():
+            qa, qg = (state[name][f]["eigen"][1] for f in "AG")
+            want = (1 - LR * 0.1) * before[name] - LR * oracles[name].update(grads[name], qa, qg)
+            assert_close(after, want, rtol=1e-10)
+
+
+@pytest.mark.usefixtures("double")
+def test_other_parameters_get_adamw(monkeypatch):
+    model, other = Net(), Net()
+    optimizer = eigen_adam(model, LR, BETAS, weight_decay=0.1)
+    adamw = AdamW(other.parameters(), LR, BETAS, weight_decay=0.1)
+    for i in range(4):
+        # The gradients of the norm are equal if everything else is.
+        other.load_state_dict(model.state_dict())
+        x, y = batch(i)
+        for m, o in ((model, optimizer), (other, adamw)):
+            o.zero_grad()
+            F.cross_entropy(m(x), y).backward()
+            o.step()
+        assert torch.equal(model.norm.weight, other.norm.weight)
+        assert torch.equal(model.norm.bias, other.norm.bias)
+        assert not torch.equal(model.tall.weight, other.tall.weight)
+
+
+@pytest.mark.usefixtures("double")
+def test_qr_steps_find_the_eigenvectors():
+    torch.manual_seed(0)
+    root = torch.randn(3, 6, 9)
+    factor = root @ root.mT
+    values, vectors = torch.linalg.eigh(factor)
+    basis = torch.linalg.qr(torch.randn(3, 6, 6)).Q
+    one, q = linalg.orthogonal_iteration(factor, basis)
+    want_q, want_r = torch.linalg.qr(factor @ basis)
+    assert_close(q, want_q)
+    assert_close(one, want_r.diagonal(dim1=-2, dim2=-1).abs())
+    for _ in range(300):
+        one, q = linalg.orthogonal_iteration(factor, q)
+    assert_close(one, values.flip(-1), rtol=1e-6)
+    assert_close((q.mT @ vectors.flip(-1)).abs(), torch.eye(6).expand(3, 6, 6), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 8, 5), (1, 6, 6)])
+def test_newton_schulz_moves_singular_values(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    assert_close(linalg.orthogonalize(x, 3), newton_schulz(x, 3), rtol=1e-10)
+    assert linalg.orthogonalize(torch.zeros(shape), 3).abs().max() == 0
+
+
+def test_a_side_beyond_max_dim_is_not_rotated():
+    """With neither side rotated and no orthogonalization, the rule is Adam with Nesterov."""
+    model, plain = Net(), Net()
+    optimizer = eigen_adam(
+        model, LR, BETAS, orthogonalize="none", kfac={"max_dim": 1, "skip": ["Norm", "conv"]}
+    )
+    m, v = torch.zeros_like(plain.tall.weight), torch.zeros_like(plain.tall.weight)
+    for i in range(1, 4):
+        grads = step(model, optimizer, i)
+        r = grads["tall"][0, :, :-1].float()
+        m, v = 0.8 * m + 0.2 * r, 0.95 * v + 0.05 * r**2
+        update = (0.8 * m / (1 - 0.8**i) + 0.2 * r) / ((v / (1 - 0.95**i)).sqrt() + EPS)
+        with torch.no_grad():
+            plain.tall.weight -= LR * update
+    torch.testing.assert_close(model.tall.weight, plain.tall.weight)
+
+
+def test_a_resumed_run_is_the_same_bit_by_bit():
+    model = Net()
+    optimizer = eigen_adam(
+        model, LR, weight_decay=0.1, kfac={"update_freq": 2, "factor_update_freq": 1}
+    )
+    for i in range(3):
+        step(model, optimizer, i)
+    saved = copy.deepcopy(
+        (model.state_dict(), optimizer.state_dict(), optimizer.preconditioner.state_dict())
+    )
+    for i in range(3, 8):
+        step(model, optimizer, i)
+    again = Net()
+    again.load_state_dict(saved[0])
+    resumed = eigen_adam(
+        again, LR, weight_decay=0.1, kfac={"update_freq": 2, "factor_update_freq": 1}
+    )
+    resumed.load_state_dict(saved[1])
+    resumed.preconditioner.load_state_dict(saved[2])
+    for i in range(3, 8):
+        step(again, resumed, i)
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_layers_that_a_step_does_not_reach_keep_their_moments():
+    """Two layers of one shape, of which a step reaches one, are a batch no more."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({n: nn.Linear(5, 5) for n in ("a", "b", "last")})
+    each = nn.ModuleDict({n: nn.Linear(5, 5) for n in ("a", "b", "last")})
+    each.load_state_dict(model.state_dict())
+    optimizer = eigen_adam(model, LR, kfac={"update_freq": 1, "factor_update_freq": 1})
+    # The same layers, but never a batch.
+    alone = {
+        n: eigen_adam(nn.ModuleList([each[n], each["last"]]), LR,
+                      kfac={"update_freq": 1, "factor_update_freq": 1})
+        for n in ("a",)
+    }  # fmt: skip
+    x = torch.randn(8, 5)
+    for i in range(4):
+        used = ("a", "b") if i % 2 else ("a",)
+        optimizer.zero_grad()
+        sum(model[n](x * (i + 1)).square().mean() for n in used).backward()
+        optimizer.step()
+        alone["a"].zero_grad()
+        each["a"](x * (i + 1)).square().mean().backward()
+        alone["a"].step()
+    store = optimizer.preconditioner._executor.store
+    assert {n: m.steps for n, m in store.adam.items()} == {"a": 4, "b": 2}
+    torch.testing.assert_close(model["a"].weight, each["a"].weight)
+
+
+MISUSE = {
+    "SGD": (lambda m: KFAC(m, SGD(m.parameters(), 0.1), method="eigen_adam"), "EigenAdam"),
+    "momentum": (
+        lambda m: KFAC(m, AdamW(m.parameters()), method="eigen_adam", kl_clip=None, grafting=False),
+        "second momentum",
+    ),
+    "another method": (lambda m: KFAC(m, EigenAdam(m.parameters())), "method=eigen"),
+    "clip": (lambda m: eigen_adam(m, kfac={"kl_clip": 0.1}), "kl_clip=0.1"),
+    "damping": (lambda m: eigen_adam(m, kfac={"damping": 0.1}), "damping=0.1"),
+    "grafting": (lambda m: eigen_adam(m, kfac={"grafting": True}), "grafting"),
+    "unknown choice": (lambda m: eigen_adam(m, orthogonalize="all"), "linear, none"),
+    "unknown solver": (lambda m: eigen_adam(m, decomposition="svd"), "qr, eigh"),
+    "scale": (lambda m: eigen_adam(m, orthogonal_scale=0.0), "orthogonal_scale"),
+    "steps": (lambda m: eigen_adam(m, orthogonal_steps=0), "orthogonal_steps"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_one_clear_error(case):
+    build, words = MISUSE[case]
+    with pytest.raises(ValueError, match=words) as error:
+        build(Net())
+    assert "\n" not in str(error.value)
+
+
+def test_an_optimizer_without_kfac_refuses_to_step():
+    model = Net()
+    optimizer = EigenAdam(model.parameters())
+    F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(RuntimeError, match=r"kfac_bench\.eigen_adam"):
+        optimizer.step()
+    optimizer = eigen_adam(model)
+    optimizer.preconditioner.detach()
+    with pytest.raises(RuntimeError, match=r"kfac_bench\.eigen_adam"):
+        optimizer.step()
+
+
+def test_hooks_of_the_optimizer_run_once():
+    """AdamW's own step is wrapped by torch, too, as soon as an AdamW exists."""
+    model = Net()
+    AdamW(model.parameters())
+    optimizer, calls = eigen_adam(model), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    step(model, optimizer, 0)
+    assert calls == [1]
+    assert optimizer.preconditioner.steps == 1
