@@ -59,6 +59,7 @@ class EigenAdamConfig(AdamConfig):
         if not config.kfac.enabled or config.kfac.method != "eigen_adam":
             chosen = f"kfac.method={config.kfac.method}" if config.kfac.enabled else "kfac=none"
             raise UsageError(
-                f"optimizer=eigen_adam with {chosen}: the optimizer needs K-FAC's factors; "
-                "write kfac=eigen_adam"
+                f"optimizer=eigen_adam with {chosen}: the optimizer needs K-FAC's factors; write "
+                "kfac=eigen_adam, or with an experiment kfac.method=eigen_adam kfac.damping=null "
+                "kfac.kl_clip=null kfac.grafting=false"
             )
