@@ -177,10 +177,12 @@ def rotate(x: Tensor, a: Tensor | None, g: Tensor | None) -> Tensor:
 def orthogonal_iteration(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Return v [..., n] and Q [..., n, n]: one QR step towards the eigenvectors of a factor.
 
-    Q R = factor basis. From the eigenvectors of an older, similar factor, one step (of simultaneous
-    iteration) is nearly as good as eigh and takes less time, because it is mostly a product. Q is
-    orthogonal to rounding. v are the absolute values on the diagonal of R; they estimate the
-    eigenvalues, but do not ascend.
+    Q R = factor basis P, where P puts the columns with the largest basis^T factor basis first. From
+    the eigenvectors of an older, similar factor, one step (of simultaneous iteration) is nearly as
+    good as eigh and takes less time, because it is mostly a product. Without P, a singular factor
+    would lose its basis: QR would start with a column of rounding errors. Q is orthogonal to
+    rounding. v are the absolute values on the diagonal of R; they estimate the eigenvalues. Column
+    i of Q belongs to column i of ``basis``, so neither v nor Q is in order.
 
     Args:
         factor: [..., n, n].
@@ -189,10 +191,18 @@ def orthogonal_iteration(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]
     Raises:
         DecompositionError: An element is not finite.
     """
-    q, r = torch.linalg.qr(factor @ basis)
+    product = factor @ basis
+    order = (basis * product).sum(-2).argsort(-1, descending=True)
+    columns = order.unsqueeze(-2).expand_as(product)
+    q, r = torch.linalg.qr(product.gather(-1, columns))
     if not torch.isfinite(r.sum()):
         raise DecompositionError(f"QR of a {list(factor.shape)} factor that is not finite")
-    return r.diagonal(dim1=-2, dim2=-1).abs(), q.contiguous()
+    values = r.diagonal(dim1=-2, dim2=-1).abs()
+    # Back to the order of ``basis``, in which Adam's second moments are kept.
+    return (
+        torch.empty_like(values).scatter_(-1, order, values),
+        torch.empty_like(product).scatter_(-1, columns, q),
+    )
 
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
