@@ -34,7 +34,8 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     memory = [rank["memory_bytes"] for rank in ranks]
     step = [rank["per_step"] for rank in ranks]
     return {
-        "state_mb": max(m["factors"] + m["decompositions"] for m in memory) / MB,
+        "state_mb": max(m["factors"] + m["decompositions"] + m.get("moments", 0) for m in memory)
+        / MB,
         "factors_mb": max(m["factors"] for m in memory) / MB,
         "decompositions_mb": max(m["decompositions"] for m in memory) / MB,
         "peak_mb": max(m["peak"] for m in memory) / MB,

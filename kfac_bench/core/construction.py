@@ -84,7 +84,7 @@ def plan_for(
     return plan
 
 
-def orthogonalize_hidden(layers: Sequence[Layer]) -> None:
+def orthogonalize_hidden(layers: Sequence[Layer], steps: int) -> None:
     """Mark linear layers between hidden units: all but the last layer of the model.
 
     The output layer of Muon's users is not orthogonalized either. A vocabulary head that is not the
@@ -92,7 +92,7 @@ def orthogonalize_hidden(layers: Sequence[Layer]) -> None:
     """
     for layer in layers[:-1]:
         if layer.is_linear and not layer.spec.g_diagonal:
-            layer.spec = replace(layer.spec, is_orthogonalized=True)
+            layer.spec = replace(layer.spec, orthogonal_steps=steps)
 
 
 def connect_ranks(

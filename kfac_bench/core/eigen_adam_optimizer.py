@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.adam import AdamRule
 
 ORTHOGONALIZE = ("linear", "none")
@@ -97,11 +98,13 @@ class EigenAdam(AdamW):
             with_grad = [p for p in group["params"] if p.grad is not None and p in self._covered]
             if not with_grad:
                 continue
-            grads = [p.grad for p in with_grad]
-            if group["weight_decay"]:
-                torch._foreach_mul_(with_grad, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(with_grad, grads, alpha=-group["lr"])
-            covered += zip(with_grad, grads, strict=True)
+            # A model with tensor parallelism has DTensors and tensors, which are no one list.
+            for alike in _by_type(with_grad):
+                grads = [p.grad for p in alike if p.grad is not None]
+                if group["weight_decay"]:
+                    torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(alike, grads, alpha=-group["lr"])
+                covered += zip(alike, grads, strict=True)
         # AdamW updates what has a gradient, so the gradients of covered parameters are set aside.
         for p, _ in covered:
             p.grad = None
@@ -118,6 +121,14 @@ def find_eigen_adam(optimizer: Optimizer) -> EigenAdam | None:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer if isinstance(optimizer, EigenAdam) else None
+
+
+def _by_type(params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the parameters that are DTensors, and those that are not, in lists of their own."""
+    lists: dict[bool, list[Tensor]] = {}
+    for p in params:
+        lists.setdefault(is_sharded(p), []).append(p)
+    return lists.values()
 
 
 def _step_without_hooks(optimizer: AdamW) -> None:

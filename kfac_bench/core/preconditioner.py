@@ -269,7 +269,7 @@ class KFAC:
             self._model, skip, layer_types=layer_types, max_dim=max_dim
         )
         if adam is not None and adam.orthogonalize == "linear":
-            construction.orthogonalize_hidden(self._layers)
+            construction.orthogonalize_hidden(self._layers, adam.rule.orthogonal_steps)
         world_size = self.collective.world_size
         validation.check_background(background=background, overlap=overlap, spread=spread)
         validation.check_layers(

@@ -183,6 +183,8 @@ def _rows(run: DryRun) -> Iterator[CostRow | str]:
     yield "memory"
     yield CostRow("factors", None, [m["factors"] for m in memory], _bytes)
     yield CostRow("decompositions", None, [m["decompositions"] for m in memory], _bytes)
+    if "moments" in memory[0]:
+        yield CostRow("Adam's moments", None, [m["moments"] for m in memory], _bytes)
     statistics = [m["statistics"] for m in memory]
     yield CostRow("statistics of a batch", every[Stage.FACTORS.value], statistics, _bytes)
     if run.world_size > 1:

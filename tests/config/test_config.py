@@ -69,12 +69,14 @@ def test_every_choice_composes(group, choice):
         **{key: ["model=transformer"] for key in ("pydoc", "language_model")},
         "squad": [bert, "task=question_answering"],
         "question_answering": [bert, "data=squad"],
+        "eigen_adam": ["optimizer=eigen_adam"],
     }.get(choice, [])
     found = compose.load([*goes_with, f"{group}={choice}"])
     assert chosen(found, group) == choice
     models = {choice, *(x.removeprefix("model=") for x in goes_with)}
     sets_data = any(m.startswith(("unet", "transformer", "maskrcnn", "bert")) for m in models)
     together = {"model", "data"} if sets_data else {"model"} if goes_with else set()
+    together = {"optimizer", "kfac"} if choice == "eigen_adam" else together
     for other in set(GROUPS) - {group, "task", *together}:
         assert chosen(found, other) == chosen(DEFAULT, other)
 

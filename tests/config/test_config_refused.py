@@ -23,7 +23,7 @@ BAD = [
     ("model=resnet51", "model=resnet51: no such model; did you mean resnet"),
     ("model=foo", "bert_tiny, maskrcnn_resnet50_fpn, maskrcnn_tiny, resnet101, resnet110"),
     ("optimizer=sdg", "choose one of adam, adamw"),
-    ("kfac=kaisa", "choose one of comm_opt, hybrid_opt, layer_wise, local_factors, mem_opt"),
+    ("kfac=kaisa", "choose one of comm_opt, eigen_adam, hybrid_opt, layer_wise, local_factors"),
     ("data=cifar", "did you mean cifar10?"),
     ("task=classify", "choose one of classification, denoising, detection, language_model"),
     ("logger=wand", "choose one of none, tensorboard, wandb"),

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import SingleProcess
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.kernels import linalg
 
 OPTIONS = {
@@ -28,6 +29,7 @@ OPTIONS = {
     "spread": True,
 }
 STEPS, LR = 5, 0.1
+EIGEN_ADAM = {"method": "eigen_adam", "damping": None, "kl_clip": None}
 
 
 def tiny_model():
@@ -113,6 +115,17 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
+def optimizer_of(model, options):
+    """The optimizer of K-FAC's method: EigenAdam or SGD.
+
+    Adam divides rounding errors by their own size where a gradient is 0, as along the classes'
+    sum. The large eps keeps the updates of several ranks comparable with those of one process.
+    """
+    if options.get("method") != "eigen_adam":
+        return sgd(model)
+    return EigenAdam(model.parameters(), lr=0.05, eps=1e-2, weight_decay=0.1)
+
+
 def loss_of(model, x, y):
     output = model(x)
     return output, F.cross_entropy(output.flatten(0, -2), y.flatten())
@@ -169,35 +182,46 @@ def adaptive():
 
 def make_kfac(model, optimizer, options, **more):
     options = OPTIONS | options | more
+    if options.get("method") == "eigen_adam":
+        options |= EIGEN_ADAM
     if options["damping"] is adaptive:
         options["damping"] = adaptive()
     return KFAC(model, optimizer, **options)
 
 
 def held_bytes(kfac):
-    """Of the factors and decompositions that this rank keeps."""
+    """Of the factors, decompositions and moments of Adam that this rank keeps."""
     store = kfac._executor.store
     factors = [t for x in store.factors.values() for t in x.tensors]
     factors += store.second_moments.values()
     decompositions = (t for x in store.decompositions.values() for t in x.tensors)
-    return {
+    held = {
         "factors": sum(t.nbytes for t in factors),
         "decompositions": sum(t.nbytes for t in decompositions),
     }
+    if kfac.plan.method == "eigen_adam":
+        held["moments"] = sum(m.first.nbytes + m.second.nbytes for m in store.adam.values())
+    return held
 
 
 def after_step(kfac):
-    """(nu, damping, reduction ratio)"""
+    """(nu, damping, reduction ratio), with nu 1 and damping 0 if there is none."""
     damping = kfac._schedules.damping
     rho = damping.rho if isinstance(damping, LevenbergMarquardt) else 0.0
-    return kfac.statistics()["nu"], kfac.damping, rho
+    nu = kfac.statistics()["nu"]
+    return 1.0 if nu is None else nu, kfac.damping or 0.0, rho
+
+
+def is_clipped(method, after):
+    """Whether the clip was at work in a step, or absent with eigen_adam, which has none."""
+    return after[0] == 1 if method == "eigen_adam" else 0 < after[0] < 0.9
 
 
 @functools.cache
 def one_process(make_model, make_batch, options):
     """(preconditioned gradients, weights, :func:`after_step`) of steps on the whole batch."""
     model, out = make_model(), []
-    optimizer = sgd(model)
+    optimizer = optimizer_of(model, dict(options))
     kfac = make_kfac(model, optimizer, dict(options), collective=SingleProcess())
     for step in range(STEPS):
         grads = train_step(model, kfac, optimizer, *make_batch(step))
@@ -214,7 +238,7 @@ def owners_alone(make_model, make_batch, options, owners):
     options, owner = dict(options), dict(owners)
     world, kappa = options.pop("world"), options.pop("kl_clip", OPTIONS["kl_clip"])
     models = [make_model() for _ in range(world)]
-    optimizers = [sgd(model) for model in models]
+    optimizers = [optimizer_of(model, options) for model in models]
     kfacs = [
         make_kfac(m, o, options, kl_clip=None, collective=SingleProcess())
         for m, o in zip(models, optimizers, strict=True)
@@ -237,14 +261,16 @@ def owners_alone(make_model, make_batch, options, owners):
              for layer in owner]
             for g in (new, raw)
         ]  # fmt: skip
-        dots = [(p * g).sum() for p, g in zip(*flat, strict=True)]
-        nu = linalg.kl_clip_scale(linalg.kl_clip_sum(dots, [LR] * len(owner)), kappa)
-        new = {n: g * nu for n, g in new.items()}
+        nu = 1.0
+        if options.get("method") != "eigen_adam":
+            dots = [(p * g).sum() for p, g in zip(*flat, strict=True)]
+            nu = linalg.kl_clip_scale(linalg.kl_clip_sum(dots, [LR] * len(owner)), kappa).item()
+            new = {n: g * nu for n, g in new.items()}
         for mine, optimizer in zip(params, optimizers, strict=True):
             for name, p in mine.items():
                 p.grad = new[name].clone()
             optimizer.step()
-        out.append((list(new.values()), weights_of(models[0]), (nu.item(), kfacs[0].damping, 0.0)))
+        out.append((list(new.values()), weights_of(models[0]), (nu, kfacs[0].damping or 0.0, 0.0)))
     return out
 
 
@@ -256,7 +282,7 @@ def expected(make_model, make_batch, strategy, options):
     if strategy != "local_factors":
         return one_process(make_model, make_batch, tuple(options.items()))
     model, out = DistributedDataParallel(make_model()), []
-    optimizer = sgd(model)
+    optimizer = optimizer_of(model, options)
     kfac = make_kfac(model, optimizer, options, strategy=strategy)
     for step in range(STEPS):
         grads = train_step(model, kfac, optimizer, *my_part(*make_batch(step)))

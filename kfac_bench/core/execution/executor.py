@@ -180,6 +180,7 @@ class Executor:
                 self._run_stage(islice(ops, begun.ops, None), begun.in_flight, request)
             else:
                 self._run_stage(ops, [], request)
+            self.store.change_bases()
             # The next stage decomposes the running factors, so they take up the batch now.
             if self.batch_statistics.factors:
                 with self.timed("ComputeFactor"):

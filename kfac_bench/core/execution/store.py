@@ -47,6 +47,8 @@ class Store:
         # By the names of layers that are preconditioned as one batch: their stacked decompositions.
         self._stacks: dict[tuple[str, ...], Pair] = {}
         self._adam_stacks: dict[tuple[str, ...], AdamMoments] = {}
+        # Bases in which Adam's first moments still are, though the decompositions have changed.
+        self._old_bases: dict[FactorKey, Tensor] = {}
 
     def clear(self) -> None:
         """Forget everything, before a state is loaded."""
@@ -57,6 +59,7 @@ class Store:
         self.adam.clear()
         self._stacks.clear()
         self._adam_stacks.clear()
+        self._old_bases.clear()
 
     def factor(self, key: FactorKey) -> Tensor:
         """Return a running factor in at least fp32; without half precision the kept tensor."""
@@ -86,7 +89,7 @@ class Store:
     def receive(self, decompositions: Mapping[FactorKey, Decomposition]) -> None:
         """Store decompositions from another rank, in the precision in which they arrived."""
         for key, new in decompositions.items():
-            self._change_basis(key, self.decompositions.get(key), new)
+            self._note_old_basis(key, new)
         self.decompositions.update(decompositions)
         for name, _ in decompositions:
             # Second moments in the old eigenbasis, and stacks with the old tensors, are void.
@@ -95,20 +98,37 @@ class Store:
                 del self._stacks[names]
         self.start_missing_second_moments()
 
-    def _change_basis(self, key: FactorKey, old: Decomposition | None, new: Decomposition) -> None:
-        """Express Adam's first moment of a layer in a new basis."""
-        name, factor = key
-        if name not in self.adam or not isinstance(new, Eigen):
+    def _note_old_basis(self, key: FactorKey, new: Decomposition) -> None:
+        """Note that :meth:`change_bases` has work to do for a factor."""
+        if key[0] not in self.adam or not isinstance(new, Eigen):
             return
+        old = self.decompositions.get(key)
         if isinstance(old, Eigen):
-            self.adam[name].change_basis(old.basis, new.basis, is_a=factor == "A")
+            self._old_bases.setdefault(key, old.basis)
         else:
             # Moments from before the first basis tell nothing about this one.
-            self.forget_adam(name)
+            self.forget_adam(key[0])
+
+    def change_bases(self) -> None:
+        """Express Adam's first moments in the bases that :meth:`receive` brought.
+
+        Each rank decomposes its own factors first, so the ranks get A and G in different orders.
+        The changes wait until both are there, and are then made in one order: otherwise the ranks
+        would differ by rounding errors.
+        """
+        for name in dict.fromkeys(name for name, _ in self._old_bases):
+            for factor in FACTORS:
+                old = self._old_bases.get((name, factor))
+                new = self.decompositions[name, factor]
+                if old is not None and isinstance(new, Eigen):
+                    self.adam[name].change_basis(old, new.basis, is_a=factor == "A")
+        self._old_bases.clear()
 
     def forget_adam(self, name: str) -> None:
         """Let Adam's moments of a layer start again."""
         self.adam.pop(name, None)
+        for factor in FACTORS:
+            self._old_bases.pop((name, factor), None)
         for names in [names for names in self._adam_stacks if name in names]:
             del self._adam_stacks[names]
 

@@ -17,21 +17,28 @@ from kfac_bench.core.planning.ops import (
     Precondition,
     ReduceScales,
 )
-from kfac_bench.core.planning.plan import IDENTITY, Plan, Stage
-from kfac_bench.core.planning.sizes import factor_numel, kept_bytes
+from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan, Stage
+from kfac_bench.core.planning.sizes import factor_numel, kept_bytes, moments_bytes
 
 
 def memory_bytes(plan: Plan, rank: int) -> dict[str, int]:
     """Return the bytes of K-FAC state that ``rank`` keeps between steps, by kind.
 
     ``decompositions`` are kept by the gradient workers of a layer: eigenvalues and eigenvectors,
-    or full inverses. ``factors`` are running factors and EKFAC's second moments.
+    or full inverses. ``factors`` are running factors and EKFAC's second moments. With eigen_adam
+    the gradient workers also keep ``moments``, those of Adam.
     """
-    total = {"factors": 0, "decompositions": 0}
+    total = _no_bytes(plan)
     for kind, ranks, size in _kept(plan):
         if rank in ranks:
             total[kind] += size
     return total
+
+
+def _no_bytes(plan: Plan) -> dict[str, int]:
+    """Return 0 for each kind of state that ranks keep."""
+    kinds = ["factors", "decompositions", *(["moments"] if plan.method == EIGEN_ADAM else [])]
+    return dict.fromkeys(kinds, 0)
 
 
 def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
@@ -51,6 +58,8 @@ def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
             factor, decomposition = kept_bytes(spec, f, plan.method, plan.itemsize)
             yield "factors", holders[spec, f], factor
             yield "decompositions", placement.grad_workers, decomposition
+        if moments := moments_bytes(spec, plan.method):
+            yield "moments", placement.grad_workers, moments
 
 
 def payload_bytes(plan: Plan, *stages: Stage) -> dict[str, int]:
@@ -89,8 +98,11 @@ def flops(
 
     * A factor is a full product x^T x: 2 rows d^2. A diagonal is a sum of squares.
     * eigh takes 14/3 d^3 for values and vectors (LAPACK's divide and conquer after the reduction
-      to a tridiagonal matrix), an inverse by Cholesky d^3. A diagonal takes nothing.
+      to a tridiagonal matrix), an inverse by Cholesky d^3. A diagonal takes nothing. A QR step of
+      eigen_adam takes as many as eigh: 2 d^3 for a product and 8/3 d^3 for QR and its Q.
     * Preconditioning takes four products (eq. 11-13), or two with inverses (eq. 10).
+    * A Newton-Schulz step takes 4 s^2 l + 2 s^3, where s is the smaller side of the gradient and l
+      the larger one.
     * A second moment of EKFAC rotates the rows and multiplies them, as a weight gradient does.
 
     Args:
@@ -113,7 +125,7 @@ def flops(
             return (1.0 if method == "inverse" else 14 / 3) * cubes
         case Precondition(_, layers):
             products = {"inverse": 1, IDENTITY: 0}.get(method, 2)
-            return products * sum(map(_two_sided_product, layers))
+            return sum(products * _two_sided_product(s) + _newton_schulz(s) for s in layers)
     return 0.0
 
 
@@ -121,6 +133,12 @@ def _two_sided_product(spec: LayerSpec) -> float:
     """Return the FLOPs of [g, g] @ [g, a] @ [a, a] in each group."""
     inner = (0 if spec.g_diagonal else spec.g_dim) + (0 if spec.a_diagonal else spec.a_dim)
     return 2.0 * spec.grad_numel * inner
+
+
+def _newton_schulz(spec: LayerSpec) -> float:
+    """Return the FLOPs of orthogonalizing the gradient: per step X X^T, its square, times X."""
+    small, large = sorted((spec.g_dim, spec.a_dim))
+    return spec.groups * spec.orthogonal_steps * (4.0 * small**2 * large + 2.0 * small**3)
 
 
 @dataclass(slots=True)
@@ -142,9 +160,7 @@ class Traffic:
 class RankCost:
     """What one rank keeps, and what it computes and sends each time that a stage runs."""
 
-    memory_bytes: dict[str, int] = field(
-        default_factory=lambda: {"factors": 0, "decompositions": 0}
-    )
+    memory_bytes: dict[str, int]
     """As :func:`memory_bytes`."""
     statistics_bytes: int = 0
     """Bytes of batch statistics in fp32, held while the factors stage runs."""
@@ -167,7 +183,7 @@ class RankCost:
 
 def rank_costs(plan: Plan, flops_of: Callable[[Op], float]) -> list[RankCost]:
     """Return the cost of each rank; ``flops_of(op)`` are the FLOPs of one of the op's ranks."""
-    costs = [RankCost() for _ in range(plan.world_size)]
+    costs = [RankCost(_no_bytes(plan)) for _ in range(plan.world_size)]
     for kind, ranks, size in _kept(plan):
         for rank in ranks:
             costs[rank].memory_bytes[kind] += size

@@ -22,8 +22,8 @@ class LayerSpec:
     groups: int = 1
     a_diagonal: bool = False
     g_diagonal: bool = False
-    is_orthogonalized: bool = False
-    """Whether method eigen_adam orthogonalizes the update: of hidden linear layers."""
+    orthogonal_steps: int = 0
+    """Newton-Schulz steps by which eigen_adam orthogonalizes the update of hidden linear layers."""
 
     def dim(self, factor: Factor) -> int:
         """Return the number of rows of one block of A or G."""
@@ -42,6 +42,11 @@ class LayerSpec:
     def grad_shape(self) -> tuple[int, int, int]:
         """The shape of the gradient as K-FAC sees it: weight and bias side by side."""
         return self.groups, self.g_dim, self.a_dim
+
+    @property
+    def is_orthogonalized(self) -> bool:
+        """Whether method eigen_adam orthogonalizes the update."""
+        return self.orthogonal_steps > 0
 
     @property
     def grad_numel(self) -> int:

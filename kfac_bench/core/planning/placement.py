@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from kfac_bench.core.planning.cost import Cost
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
 from kfac_bench.core.planning.plan import Placement, Strategy
-from kfac_bench.core.planning.sizes import kept_bytes
+from kfac_bench.core.planning.sizes import kept_bytes, moments_bytes
 
 FactorWeight = Callable[[LayerSpec, Factor], float]
 
@@ -59,9 +59,10 @@ def weigh(
 
     def kept_by_column(spec: LayerSpec) -> float:
         both = [kept_bytes(spec, f, method, itemsize) for f in FACTORS]
-        # Each gradient worker keeps the decompositions, one of them the factor: so on average
-        # a worker keeps 1 / workers of it.
-        return sum(d + (f / workers if owned else 0) for f, d in both)
+        # Each gradient worker keeps the decompositions and Adam's moments, one of them the factor:
+        # so on average a worker keeps 1 / workers of it.
+        moments = moments_bytes(spec, method)
+        return moments + sum(d + (f / workers if owned else 0) for f, d in both)
 
     if balance == "compute":
         return lambda spec: sum(work(spec, f) for f in FACTORS), work

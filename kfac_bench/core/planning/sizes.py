@@ -3,6 +3,7 @@
 import math
 
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 
 
 def factor_numel(spec: LayerSpec, factor: Factor) -> int:
@@ -49,6 +50,11 @@ def kept_bytes(spec: LayerSpec, factor: Factor, method: str, itemsize: int) -> t
     matrix, scale = itemsize * numel, 4 * spec.groups * (itemsize < 4)
     values = 4 * spec.groups * spec.dim(factor)
     return matrix + scale, matrix + (scale if method == "inverse" else values)
+
+
+def moments_bytes(spec: LayerSpec, method: str) -> int:
+    """Return the bytes of Adam's two moments on each gradient worker; only eigen_adam has them."""
+    return 2 * 4 * spec.grad_numel if method == EIGEN_ADAM else 0
 
 
 def has_second_moment(spec: LayerSpec, method: str) -> bool:

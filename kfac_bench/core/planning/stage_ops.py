@@ -155,7 +155,7 @@ class StageOps:
                 p.grad_workers,
                 p.layer.factor_shape("A"),
                 p.layer.factor_shape("G"),
-                p.layer.is_orthogonalized,
+                p.layer.orthogonal_steps,
             ),
             numel=lambda p: p.layer.grad_numel,
             full_numel=self.batch_numel,

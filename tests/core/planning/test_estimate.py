@@ -1,5 +1,6 @@
 """Bytes and FLOPs of a plan: a small example by hand, and what holds of all plans."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -205,13 +206,25 @@ def test_wire_by_hand():
         ("eigen", 26 + 9 + 11, (24 + 12) + (5 + 6) + (6 + 7)),
         ("inverse", 26 + 9 + 11, 26 + (5 + 4) + (4 + 7)),
         ("ekfac", 26 + 9 + 11 + 12, (24 + 12) + (5 + 6) + (6 + 7)),  # second moments of grouped
+        ("eigen_adam", 26 + 9 + 11, (24 + 12) + (5 + 6) + (6 + 7)),
     ],
 )
 def test_memory_of_groups_and_diagonals_by_hand(method, factors, decompositions):
     plan = make_plan(ALL_KINDS, 2, method=method)
     for rank in range(2):
         want = {"factors": factors * 4, "decompositions": decompositions * 4}
+        if method == "eigen_adam":
+            want["moments"] = 2 * (12 + 10 + 14) * 4
         assert memory_bytes(plan, rank) == want
+
+
+def test_moments_are_on_the_gradient_workers():
+    """x is on rank 1 and y on rank 0; fp32 also where factors have two bytes."""
+    plan = make_plan([X, Y], 2, strategy="mem_opt", method="eigen_adam", itemsize=2)
+    assert [p.grad_workers for p in plan.placements] == [(1,), (0,)]
+    assert [memory_bytes(plan, r)["moments"] for r in range(2)] == [2 * 4 * 4, 2 * 6 * 4]
+    both = make_plan([X, Y], 2, method="eigen_adam")
+    assert [memory_bytes(both, r)["moments"] for r in range(2)] == [2 * 10 * 4] * 2
 
 
 @pytest.mark.parametrize(
@@ -266,6 +279,23 @@ def test_flops_by_hand():
     assert flops(Precondition((0,), (X,)), "eigen", ROWS) == 2 * (2 * 2 * 2 * 3 + 2 * 2 * 3 * 3)
     assert flops(Precondition((0,), (X,)), "inverse", ROWS) == 2 * 2 * 2 * 3 + 2 * 2 * 3 * 3
     assert flops(ReduceFactors((0, 1), 0, 9, ()), "eigen", ROWS) == 0
+
+
+def test_flops_of_eigen_adam_by_hand():
+    """Newton-Schulz: X X^T, its square, and the product with X, of the smaller side."""
+    hidden = dataclasses.replace(GROUPED, orthogonal_steps=3)
+    rotations = 2 * 2 * (2 * 2 * 2 * 3 + 2 * 2 * 3 * 3)
+    steps = 3 * 2 * (2 * 2 * 2 * 3 + 2 * 2**3 + 2 * 2 * 2 * 3)
+    batch = Precondition((0,), (GROUPED, hidden))
+    each = flops(Precondition((0,), (GROUPED,)), "eigen_adam", ROWS_OF_ALL)
+    assert flops(batch, "eigen_adam", ROWS_OF_ALL) == 2 * each + steps
+    assert each == rotations
+    tall = dataclasses.replace(hidden, a_dim=hidden.g_dim, g_dim=hidden.a_dim)
+    more = flops(Precondition((0,), (tall,)), "eigen_adam", ROWS_OF_ALL)
+    assert more == rotations + steps
+    # a product, and Householder's QR with its Q
+    step = flops(Decompose((0,), ((X, "A"),)), "eigen_adam", ROWS)
+    assert step == pytest.approx((2 + 8 / 3) * 27)
 
 
 def test_stage_flops_by_hand():
