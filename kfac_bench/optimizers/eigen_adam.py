@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kfac_bench.config.optimizers import Group
 from kfac_bench.config.options import RESULT, option
 from kfac_bench.errors import UsageError
-from kfac_bench.optimizers.adam import AdamConfig
+from kfac_bench.optimizers.adam import MomentsConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class EigenAdamConfig(AdamConfig):
+class EigenAdamConfig(MomentsConfig):
     """Adam in the eigenbasis of K-FAC's factors; it needs kfac.method=eigen_adam."""
 
     is_elementwise: ClassVar[bool] = False

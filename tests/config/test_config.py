@@ -25,6 +25,8 @@ def experiment(name):
 
 def chosen(found, group):
     """The choice that a composed configuration shows of a group."""
+    if group == "kfac" and found.kfac.method == "eigen_adam":
+        return "eigen_adam"
     if group == "kfac":
         return found.kfac.strategy if found.kfac.enabled else "none"
     return getattr(found, group).name

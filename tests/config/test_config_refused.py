@@ -65,6 +65,7 @@ BAD = [
     ("trainer.batch_size=0", "trainer.batch_size=0: must be at least 1"),
     ("trainer.target=nan", "trainer.target=nan"),
     ("kfac.method=qr", "kfac.method=qr: choose one of eigen, inverse"),
+    ("kfac=eigen_adam", "kfac.method=eigen_adam with optimizer=sgd: another optimizer would"),
     ("kfac.factor_convention=x", "choose one of kfc, sc20, kaisa"),
     ("kfac.fisher=exact", "kfac.fisher=exact: choose one of empirical, mc, type2"),
     ("kfac.weight_sharing=x", "choose one of expand, reduce"),
@@ -118,6 +119,23 @@ def test_ekfac_and_a_damping_of_the_factors_clash():
     assert "kfac.factored_damping=true does not fit kfac.method=ekfac" in refused(said)
     compose.load([*said, "kfac=none"])  # of no matter
     compose.load(["kfac.method=inverse", "kfac.factored_damping=true"])
+
+
+@pytest.mark.parametrize(
+    ("said", "fragment"),
+    [
+        ("kfac=none", "optimizer=eigen_adam with kfac=none: the optimizer needs K-FAC's factors"),
+        ("kfac=comm_opt", "optimizer=eigen_adam with kfac.method=eigen: the optimizer needs"),
+        ("kfac.damping=0.1", "kfac.damping=0.1 does not fit kfac.method=eigen_adam: Adam's second"),
+        ("kfac.kl_clip=0.1", "kfac.kl_clip=0.1 does not fit kfac.method=eigen_adam"),
+        ("kfac.grafting=true", "kfac.grafting=True does not fit kfac.method=eigen_adam"),
+        ("kfac.adaptive_damping=true", "kfac.adaptive_damping=True does not fit"),
+        ("optimizer.orthogonalize=all", "optimizer.orthogonalize=all: choose one of linear, none"),
+        ("optimizer.orthogonal_scale=0", "optimizer.orthogonal_scale=0.0: must be above 0"),
+    ],
+)
+def test_what_means_nothing_with_eigen_adam(said, fragment):
+    assert fragment in refused(["optimizer=eigen_adam", said])
 
 
 @pytest.mark.parametrize("milestones", ["[0,5]", "[-1]", "[5,5]", "[5,3]"])

@@ -35,6 +35,7 @@ METHODS = {
     "kfac eigen": (*KFAC, "kfac.method=eigen"),
     "kfac inverse": (*KFAC, "kfac.method=inverse", "kfac.damping=0.03"),
     "adam": ("optimizer=adam", "kfac=none"),
+    "eigen_adam": ("optimizer=eigen_adam", "optimizer.lr=0.01", *KFAC[1:]),
 }
 
 

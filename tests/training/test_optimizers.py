@@ -176,10 +176,13 @@ def test_muon():
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
-    rates = {"lars": 1.0, "lamb": 0.01, "muon": 0.1, "soap": 0.01, "shampoo": 0.003}
-    rate = (rates | dict.fromkeys(KL, 0.01))[name]
-    run = (f"optimizer={name}", f"optimizer.lr={rate}", "kfac=none", "trainer.max_steps=24")
+    rates = {"lars": 1.0, "lamb": 0.01, "muon": 0.1, "shampoo": 0.003, "eigen_adam": 0.03}
+    run = (f"optimizer={name}", f"optimizer.lr={rates.get(name, 0.01)}", "trainer.max_steps=24")
     run += ("schedule=cosine",)
+    if name == "eigen_adam":
+        run += ("kfac.update_freq=4", "kfac.factor_update_freq=2")
+    else:
+        run += ("kfac=none",)
     if name in ("soap", "shampoo", *KL):
         run += ("optimizer.precondition_freq=5",)
     _, straight = train(tmp_path, *run, "run_id=straight")

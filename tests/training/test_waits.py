@@ -85,6 +85,7 @@ KINDS = {
     "ekfac, type2": ("kfac.method=ekfac", "kfac.fisher=type2"),
     "adaptive": ("kfac.adaptive_damping=true", "kfac.damping_freq=100"),
     "parts": ("trainer.accumulate=3",),
+    "eigen_adam": ("optimizer=eigen_adam",),
     "unreadable files": ("data.on_error=skip",),
 }
 OPTIMIZERS = (
