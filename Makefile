@@ -8,7 +8,7 @@ HOROVOD := .venv/.horovod
 PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install-horovod demo tune bench bench-gpu test test-all slurm-test browser faults soak support lint format clean
+.PHONY: help setup install-horovod data demo tune bench bench-gpu test test-all slurm-test browser faults soak support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -28,6 +28,10 @@ install-horovod: $(HOROVOD)  ## for backend=horovod: built once on a machine, so
 $(HOROVOD): $(READY) scripts/install_horovod.sh
 	@scripts/install_horovod.sh $(BIN)/python
 	@touch $@
+
+data:  ## Fashion-MNIST for data=fashion_mnist, if it is missing: Debian's package, as root (30 MB)
+	@test -d /usr/share/datasets/fashion-mnist || { apt-get update -qq && \
+	  apt-get install -y -qq --no-install-recommends dataset-fashion-mnist; }
 
 demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report (SEEDS=0: one seed)
 	$(BIN)/kfac-bench run demo $(if $(SEEDS),--seeds $(SEEDS))

@@ -23,15 +23,15 @@ class DataConfig(Section):
     name: str = option(MISSING, "dataset", RESULT, choices=DATASETS)
     root: str | None = option(
         None,
-        "folder of the dataset; demo: a small demo, made when first used. digits, pydoc and "
-        "pictures need no folder",
+        "folder of the dataset; demo: a small demo, made when first used. digits, patches, "
+        "pictures and pydoc need no folder; fashion_mnist without one reads Debian's package",
         PLACE,
     )
     image_size: int = option(MISSING, "side of an input image in pixels", RESULT, at_least=1)
     workers: int = option(
         0,
-        "processes per rank that read files ahead; 0: none. digits, cifar10, pydoc and pictures "
-        "ignore it",
+        "processes per rank that read files ahead; 0: none. Datasets that fit in memory (digits, "
+        "cifar10, fashion_mnist, patches, pictures and pydoc) ignore it",
         RESULT,
         resumable=True,
         per_node=True,

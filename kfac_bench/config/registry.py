@@ -14,6 +14,7 @@ MODELS = {
     "bert_base": "kfac_bench.models.bert:BertConfig",
     "bert_large": "kfac_bench.models.bert:BertConfig",
     "bert_tiny": "kfac_bench.models.bert:BertConfig",
+    "lstm": "kfac_bench.models.lstm:LSTMConfig",
     "maskrcnn_resnet50_fpn": "kfac_bench.models.maskrcnn:MaskRCNNConfig",
     "maskrcnn_tiny": "kfac_bench.models.maskrcnn:TinyMaskRCNNConfig",
     "resnet8": "kfac_bench.models.cifar_resnet:CifarResNetConfig",
@@ -29,14 +30,17 @@ MODELS = {
     "resnet152": "kfac_bench.models.torchvision_resnet:TorchvisionResNetConfig",
     "transformer": "kfac_bench.models.transformer:TransformerConfig",
     "unet": "kfac_bench.models.unet:UNetConfig",
+    "vit": "kfac_bench.models.vit:ViTConfig",
 }
 
 DATASETS = {
     "cifar10": "kfac_bench.data.cifar10:CIFAR10Config",
     "coco": "kfac_bench.data.coco:COCOConfig",
     "digits": "kfac_bench.data.digits:DigitsConfig",
+    "fashion_mnist": "kfac_bench.data.fashion_mnist:FashionMNISTConfig",
     "imagefolder": "kfac_bench.data.imagefolder:ImageFolderConfig",
     "lgg": "kfac_bench.data.lgg:LGGConfig",
+    "patches": "kfac_bench.data.patches:PatchesConfig",
     "pictures": "kfac_bench.data.pictures:PicturesConfig",
     "pydoc": "kfac_bench.data.pydoc:PydocConfig",
     "shards": "kfac_bench.data.shards:ShardsConfig",

@@ -303,7 +303,13 @@ OTHERS = ("kfac.weight_sharing=reduce", "kfac.max_dim=64", "kfac.fisher=mc", "kf
 @pytest.mark.parametrize("options", [ALL, slow(OTHERS)])
 @pytest.mark.parametrize("model", compose.options_of("model"))
 def test_a_dry_run_works_for_every_model(model, options):
-    data = {"unet": "lgg", "transformer": "pydoc", "maskrcnn": "coco", "bert": "text"}
+    data = {
+        "unet": "lgg",
+        "transformer": "pydoc",
+        "lstm": "pydoc",
+        "maskrcnn": "coco",
+        "bert": "text",
+    }
     family = model.partition("_")[0]
     empirical = ["kfac.fisher=empirical"] if family in ("maskrcnn", "bert") else []
     text = dry_run_of(f"model={model}", "trainer.batch_size=4", *options, *empirical)

@@ -76,7 +76,8 @@ def test_every_choice_composes(group, choice):
     found = compose.load([*goes_with, f"{group}={choice}"])
     assert chosen(found, group) == choice
     models = {choice, *(x.removeprefix("model=") for x in goes_with)}
-    sets_data = any(m.startswith(("unet", "transformer", "maskrcnn", "bert")) for m in models)
+    with_data = ("unet", "transformer", "lstm", "maskrcnn", "bert")
+    sets_data = any(m.startswith(with_data) for m in models)
     together = {"model", "data"} if sets_data else {"model"} if goes_with else set()
     together = {"optimizer", "kfac"} if choice == "eigen_adam" else together
     for other in set(GROUPS) - {group, "task", *together}:

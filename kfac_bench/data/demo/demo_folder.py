@@ -13,6 +13,7 @@ DEMOS = {
     "imagenet": "kfac_bench.data.demo.demo_imagenet",
     "shards": "kfac_bench.data.demo.demo_shards",
     "cifar10": "kfac_bench.data.demo.demo_cifar10",
+    "fashion_mnist": "kfac_bench.data.demo.demo_fashion_mnist",
     "lgg": "kfac_bench.data.demo.demo_lgg",
     "coco": "kfac_bench.data.demo.demo_coco",
     "squad": "kfac_bench.data.demo.demo_squad",

@@ -1,7 +1,8 @@
-"""Reading patches of scikit-image's pictures, in grey, and adding noise to them.
+"""Reading patches of scikit-image's pictures, in grey: to be denoised, or to be classified.
 
 The pictures are those that the scikit-image wheel contains; scikit-image would download others.
-Photographs and textures are for training, other pictures are held out.
+For denoising, photographs and textures are for training, other pictures are held out. For
+classification every picture is a class, so patches of every picture are held out.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Looks
-from kfac_bench.data.base.in_memory import InMemory
+from kfac_bench.data.base.in_memory import InMemory, LabelledImages
 from kfac_bench.data.base.order import keyed_generator
 from kfac_bench.data.images.installed_file import installed_file
 from kfac_bench.errors import UsageError
@@ -29,6 +30,10 @@ TRAIN = (
 )
 HELD_OUT = ("astronaut.png", "cell.png", "ihc.png", "page.png")
 EVAL_SIZE = 256
+CLASSES = tuple(sorted((*TRAIN, *HELD_OUT)))
+"""The pictures in the order of the labels of a classification."""
+HELD_OUT_SHARE = 4
+"""Of the patches to classify, one of so many is held out."""
 MEAN, STD = 0.5, 0.25
 """About the mean and deviation of the pixels in [0, 1]. A model sees (pixel - MEAN) / STD."""
 
@@ -60,6 +65,43 @@ def load(size: int = 32, noise: float = 0.15) -> InMemory:
         prepare=_normalize,
         looks=Looks([MEAN], [STD]),
     )
+
+
+def load_labelled(size: int = 16) -> LabelledImages:
+    """Return patches, float32 [n, 1, size, size] in [0, 1], and the picture that each comes from.
+
+    Patches do not overlap. Every fourth patch of a picture, row by row, is held out; the same ones
+    for all seeds. `prepare` normalizes as it does in `load`.
+
+    Args:
+        size: Side of a patch in pixels.
+
+    Raises:
+        UsageError: scikit-image is not installed, or a picture has less than two patches.
+    """
+    train, evaluation = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    for label, name in enumerate(CLASSES):
+        patches = _patches(name, size)
+        if len(patches) < 2:
+            raise UsageError(f"data.image_size={size}: {name} has less than two patches. Set less")
+        labels = torch.full((len(patches),), label)
+        held_out = torch.arange(len(patches)) % HELD_OUT_SHARE == 0
+        train.append((patches[~held_out], labels[~held_out]))
+        evaluation.append((patches[held_out], labels[held_out]))
+    return LabelledImages(
+        "patches",
+        _joined(train),
+        _joined(evaluation),
+        num_classes=len(CLASSES),
+        mean=[MEAN],
+        std=[STD],
+        classes=[name.partition(".")[0] for name in CLASSES],
+    )
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    patches, labels = zip(*parts, strict=True)
+    return torch.cat(patches), torch.cat(labels)
 
 
 def _patches(name: str, size: int) -> Tensor:

@@ -24,12 +24,7 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, symbols)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                inner = (2 * layers) ** -0.5 if name.endswith((".out", ".down")) else 1.0
-                nn.init.normal_(module.weight, std=0.02 * inner)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        initialize(self, layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map symbols to the logits of the symbol that follows each."""
@@ -39,12 +34,22 @@ class Transformer(nn.Module):
         return logits
 
 
+def initialize(model: nn.Module, layers: int) -> None:
+    """Draw the weights of a transformer of `layers` blocks, as :class:`Transformer` says."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
+            inner = (2 * layers) ** -0.5 if name.endswith((".out", ".down")) else 1.0
+            nn.init.normal_(module.weight, std=0.02 * inner)
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
 class Block(nn.Module):
     """Attention and a two-layer network, each added to its input."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -52,11 +57,11 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [n, L, width] to the same shape; a position sees itself and earlier positions."""
+        """Map [n, L, width] to the same shape. If causal, a position sees no later position."""
         n, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
         made: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
         return made

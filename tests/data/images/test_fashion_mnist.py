@@ -1,0 +1,280 @@
+"""Fashion-MNIST from idx files, and patches of pictures with labels."""
+
+import gzip
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfac_bench.config import compose
+from kfac_bench.data.base.order import Shard, epoch_order
+from kfac_bench.data.fashion_mnist import FashionMNISTConfig
+from kfac_bench.data.images import digits, fashion_mnist, idx_files, pictures
+from kfac_bench.data.patches import PatchesConfig
+from kfac_bench.errors import UsageError
+from tests.cli.test_kfac_data import run
+from tests.support.fuzzing import damaged, fuzz, refused_or
+from tests.support.runs import train
+
+COUNTS = {"train": 12, "t10k": 5}
+IMAGES, LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
+
+
+def content(split):
+    """Return random images and labels of a split; the labels 0 and 9 are there."""
+    generator = np.random.default_rng(COUNTS[split])
+    images = generator.integers(0, 256, (COUNTS[split], 28, 28), np.uint8)
+    return images, generator.permutation(np.arange(COUNTS[split], dtype=np.uint8) * 9 % 10)
+
+
+def idx(array):
+    """Return the bytes of an idx file, written by the format's description and not by the code."""
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(struct.pack(">i", n) for n in array.shape)
+    return header + array.tobytes()
+
+
+def write_files(root, packed=True):
+    """Write the four files of the published layout."""
+    root.mkdir(exist_ok=True)
+    for split in COUNTS:
+        for end, array in zip((IMAGES, LABELS), content(split), strict=True):
+            whole = idx(array)
+            name = f"{split}{end}"
+            if packed:
+                (root / f"{name}.gz").write_bytes(gzip.compress(whole))
+            else:
+                (root / name).write_bytes(whole)
+    return root
+
+
+def batch_of(data, split):
+    """Return the prepared images and labels of a whole split, and the stored ones."""
+    raw = data.train(data.train_size, 0, 0, 0, Shard())
+    [batch] = raw if split == "train" else data.evaluate(data.eval_size, Shard())
+    images, labels = content(split)
+    order = epoch_order(len(labels), 0, 0) if split == "train" else torch.arange(len(labels))
+    stored = torch.from_numpy(images)[order].unsqueeze(1) / 255
+    return *data.prepare(batch), stored, torch.from_numpy(labels)[order].long()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_images_and_labels_are_read_from_plain_and_packed_files(tmp_path, packed):
+    data = fashion_mnist.load(write_files(tmp_path, packed))
+    assert (data.shape, data.num_classes) == ((1, 28, 28), 10)
+    assert (data.train_size, data.eval_size) == (12, 5)
+    for split in COUNTS:
+        images, labels, stored, expected = batch_of(data, split)
+        torch.testing.assert_close(images, (stored - 0.2860) / 0.3530)
+        assert torch.equal(labels, expected)
+        assert labels.dtype == torch.int64
+
+
+def test_the_first_images_are_used_and_reconstruction_keeps_pixels(tmp_path):
+    root = write_files(tmp_path)
+    options = FashionMNISTConfig("fashion_mnist", str(root), train_images=7, eval_images=3)
+    data = options.build("reconstruction")
+    assert (data.train_size, data.eval_size) == (7, 3)
+    [(images, labels)] = data.evaluate(3, Shard())
+    stored, expected = content("t10k")
+    assert labels.tolist() == expected[:3].tolist()
+    torch.testing.assert_close(
+        data.prepare((images, labels))[0], torch.from_numpy(stored[:3]).unsqueeze(1) / 255
+    )
+    classified = options.build("classification")
+    assert classified.prepare((images, labels))[0].min() < 0
+    with pytest.raises(UsageError, match=r"^data.train_images=13: .* has only 12 such images"):
+        fashion_mnist.load(root, train_images=13)
+    with pytest.raises(UsageError, match=r"^data.eval_images=6: .* has only 5 such images"):
+        fashion_mnist.load(root, eval_images=6)
+
+
+def train_file(root, array=None, header=None, cut=None, more=b""):
+    """Replace the plain file of training images by a bad one."""
+    whole = idx(content("train")[0] if array is None else array)
+    whole = whole if header is None else struct.pack(">4I", *header) + whole[16:]
+    (root / f"train{IMAGES}").write_bytes(whole[:cut] + more)
+
+
+BAD = {
+    "cut": (lambda r: train_file(r, cut=-1), "announces 9408 bytes of data, but it has only 9407"),
+    "too long": (lambda r: train_file(r, more=b"x"), "announces 9408 bytes of data, .* has more"),
+    "empty": (lambda r: train_file(r, cut=0), "its header is cut: it has 0 bytes"),
+    "cut header": (lambda r: train_file(r, cut=15), "its header is cut: it has 15 bytes"),
+    "magic": (
+        lambda r: train_file(r, header=(0x801, 12, 28, 28)),
+        "its magic number is 0x00000801 instead of 0x00000803",
+    ),
+    "sides": (
+        lambda r: train_file(r, header=(0x803, 12, 27, 28)),
+        r"its items have the shape \(27, 28\) instead of \(28, 28\)",
+    ),
+    "none": (
+        lambda r: train_file(r, header=(0x803, 0, 28, 28)),
+        "announces 0 items, .* 1 to 60000",
+    ),
+    "too many": (
+        lambda r: train_file(r, header=(0x803, 2**32 - 1, 28, 28)),
+        "announces 4294967295 items, allowed are 1 to 60000",
+    ),
+    "other count": (
+        lambda r: train_file(r, content("train")[0][:11]),
+        f"train{LABELS}.gz has 12 labels, but train{IMAGES} has 11 images",
+    ),
+    "label": (
+        lambda r: (r / f"train{LABELS}").write_bytes(idx(np.full(12, 10, np.uint8))),
+        "is damaged: it has the label 10, allowed are 0 to 9",
+    ),
+    "missing": (lambda r: (r / f"t10k{LABELS}.gz").unlink(), f"t10k{LABELS}.gz is missing"),
+    "no gzip": (
+        lambda r: (r / f"t10k{LABELS}.gz").write_bytes(b"text"),
+        "is damaged: it is not a whole gzip file",
+    ),
+    "cut gzip": (
+        lambda r: (r / f"t10k{IMAGES}.gz").write_bytes(gzip.compress(idx(content("t10k")[0]))[:-9]),
+        "is damaged: it is not a whole gzip file",
+    ),
+    "checksum": (
+        lambda r: (r / f"t10k{LABELS}.gz").write_bytes(
+            gzip.compress(idx(content("t10k")[1]))[:-8] + bytes(4) + struct.pack("<I", 13)
+        ),
+        "is damaged: it is not a whole gzip file: CRC check failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_named_in_one_line(tmp_path, name):
+    spoil, reason = BAD[name]
+    spoil(write_files(tmp_path))
+    with pytest.raises(UsageError, match=rf"^Fashion-MNIST: {tmp_path}/.*{reason}") as caught:
+        fashion_mnist.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "dataset-fashion-mnist installs them" in str(caught.value)
+    _, faults = fashion_mnist.scan(tmp_path)
+    assert len(faults) == 1
+
+
+def test_a_command_says_how_to_get_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "none")
+    with pytest.raises(UsageError, match="is missing") as caught:
+        compose.load(["data=fashion_mnist"]).data.build("classification")
+    said = str(caught.value)
+    assert "Install Debian's package dataset-fashion-mnist, or set data.root" in said
+    assert all(name in said for name in fashion_mnist.NAMES)
+    with pytest.raises(UsageError, match=r"data.image_size=32: must be at least 28 and at most 28"):
+        compose.load(["data=fashion_mnist", "data.image_size=32"])
+
+
+def test_a_gzip_bomb_fills_no_memory(tmp_path):
+    write_files(tmp_path)
+    bomb = idx(content("train")[0]) + bytes(100_000_000)
+    (tmp_path / f"train{IMAGES}.gz").write_bytes(gzip.compress(bomb, 1))
+    del bomb
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match="has more"):
+            fashion_mnist.load(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000_000
+
+
+WHOLE = {end: idx(array) for end, array in zip((IMAGES, LABELS), content("train"), strict=True)}
+
+
+@fuzz(30)
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
+    folder = write_files(tmp_path_factory.mktemp("idx"))
+    end = data.draw(st.sampled_from(sorted(WHOLE)))
+    packed = data.draw(st.booleans())
+    whole = gzip.compress(WHOLE[end]) if packed else WHOLE[end]
+    (folder / f"train{end}{'.gz' if packed else ''}").write_bytes(data.draw(damaged(whole)))
+    found = refused_or(lambda: fashion_mnist.load(folder))
+    assert found is None or found.train_size == 12
+
+
+def test_verify_reads_the_demo_which_contains_the_digits(capsys, tmp_path):
+    root = tmp_path / "demo"
+    assert run(capsys, "make-demo", "fashion_mnist", root)[0] == 0
+    code, out, _ = run(capsys, "verify", root)
+    assert (code, out) == (
+        0,
+        "fashion_mnist: 1347 images to train on, 450 to evaluate; no faults\n",
+    )
+    [(images, labels)] = fashion_mnist.load(root, normalize=False).evaluate(450, Shard())
+    [(grey, expected)] = digits.load(28, normalize=False).evaluate(450, Shard())
+    assert torch.equal(labels, expected)
+    assert (images / 255 - grey).abs().max() < 0.51 / 255
+    code, _, err = run(capsys, "make-demo", "fashion_mnist", root)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "already" in err
+    (root / f"t10k{IMAGES}.gz").write_bytes(b"")
+    (root / f"train{LABELS}.gz").unlink()
+    code, out, _ = run(capsys, "verify", root)
+    assert code == 1
+    assert out.splitlines()[0].endswith(f"train{LABELS}.gz: is missing")
+    assert out.splitlines()[2].endswith("0 images to train on, 0 to evaluate; 2 faults")
+
+
+@pytest.mark.parametrize("task", ["classification", "reconstruction"])
+def test_both_tasks_train_on_the_files(tmp_path, task):
+    root = write_files(tmp_path / "data")
+    model = "model=resnet8" if task == "classification" else "model=autoencoder"
+    base = (model, "data=fashion_mnist", f"data.root={root}", "logger=none", "trainer.threads=1")
+    short = ("trainer.batch_size=6", "trainer.max_steps=2", "optimizer.lr=0.01")
+    assert train(tmp_path, *short, base=base)[0] == "finished"
+
+
+@pytest.mark.slow
+def test_the_files_of_debian():
+    if not fashion_mnist.DEBIAN.is_dir():
+        pytest.skip("needs Debian's package dataset-fashion-mnist")
+    data = FashionMNISTConfig("fashion_mnist").build("classification")
+    assert (data.train_size, data.eval_size) == (60_000, 10_000)
+    images, labels = data._train
+    assert labels.bincount().tolist() == [6000] * 10
+    assert data._evaluation[1].bincount().tolist() == [1000] * 10
+    std, mean = torch.std_mean(images.double() / 255)
+    assert mean.item() == pytest.approx(fashion_mnist.MEAN, abs=5e-5)
+    assert std.item() == pytest.approx(fashion_mnist.STD, abs=5e-5)
+    # The images are what their labels say: trousers have two legs and an empty middle below.
+    below = images[:, 0, 20:].double().mean(1)
+    trousers = below[labels == fashion_mnist.CLASSES.index("trouser")].mean(0)
+    dresses = below[labels == fashion_mnist.CLASSES.index("dress")].mean(0)
+    assert trousers[13:15].mean() < 0.7 * trousers[9:12].mean()
+    assert dresses[13:15].mean() > 0.9 * dresses[9:12].mean()
+
+
+# ---- patches of pictures, with labels ----
+
+
+def test_patches_are_labelled_by_their_picture():
+    data = pictures.load_labelled(16)
+    assert data.num_classes == PatchesConfig.num_classes == len(data.looks.classes) == 13
+    images, labels = data._evaluation
+    for label, name in enumerate(pictures.CLASSES):
+        patches = pictures._patches(name, 16)
+        assert torch.equal(images[labels == label], patches[::4])
+        train = data._train[0][data._train[1] == label]
+        assert len(train) == len(patches) - len(patches[::4])
+        assert torch.equal(train[0], patches[1])
+    prepared, _ = data.prepare((images, labels))
+    torch.testing.assert_close(prepared, (images - 0.5) / 0.25)
+    with pytest.raises(UsageError, match=r"data.image_size=200: coins.png has less than two"):
+        pictures.load_labelled(200)
+
+
+def test_idx_files_that_are_written_are_read(tmp_path):
+    array = content("train")[0]
+    for name in ("a", "a.gz"):
+        idx_files.write(tmp_path / name, array)
+        assert np.array_equal(idx_files.read(tmp_path / name, (28, 28), 12), array)
+    assert (tmp_path / "a").read_bytes() == idx(array)
+    with pytest.raises(OSError, match="No such file"):
+        idx_files.read(tmp_path / "none", (28, 28), 12)
