@@ -21,7 +21,8 @@ class ShampooConfig(MomentsConfig):
     ``eps`` is added to Shampoo's matrices. ``beta2`` is the decay of these matrices and of the
     second moments that ``grafting=rmsprop`` uses. Neither has a bias correction: the first steps of
     ``rmsprop`` are 1 / sqrt(1 - beta2) times as long as Adam's, so give it a warm-up and a beta2 of
-    about 0.95. The momentum is a sum, not an average: a rate has the effect of SGD's rate.
+    about 0.95. With ``sqrtn`` an entry moves by about the rate, as with Adam, and no warm-up is
+    needed. The momentum is a sum, not an average, so a step is up to 1 / (1 - beta1) times longer.
 
     Until step ``precondition_freq`` the optimizer whose length is used trains alone.
     """
