@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kfac_bench.benchmark import forked, local_process
 from kfac_bench.benchmark.schema import (
@@ -31,6 +32,9 @@ from kfac_bench.counted import time_left
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.record.text_file import write_text
 from kfac_bench.training import run_directory
+
+if TYPE_CHECKING:
+    from kfac_bench.benchmark.sitting import Sitting
 
 FAILED_FILE = "cell.json"
 """File in the directory of a cell whose process failed. It holds the reason."""
@@ -139,13 +143,27 @@ def _before(each: Before, words: Mapping[str, str], label: str, more: Sequence[s
     return Cell(f"{label}: {name}", (*overrides, *more, *own, f"run_id={name}"), ranks)
 
 
-def run_cells(todo: Sequence[Cell], say: Callable[[str], None], *, retry: bool = False) -> int:
-    """Run every cell that has not ended, one after the other; return how many failed."""
+def run_cells(
+    todo: Sequence[Cell],
+    say: Callable[[str], None],
+    *,
+    retry: bool = False,
+    sitting: Sitting | None = None,
+) -> int:
+    """Run every cell that has not ended, one after the other; return how many failed.
+
+    Raises:
+        TimeIsUp: The time limit of the sitting has passed.
+    """
     failed, left = 0, sum(outcome(cell) is None for cell in todo)
     took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
         began, is_new = time.monotonic(), outcome(cell) is None
+        if sitting is not None and is_new:
+            sitting.begin(cell.point.get("task", ""), f"seed {cell.seed}")
         is_good, text = run_cell(cell, retry=retry)
+        if sitting is not None:
+            sitting.keep("table", cell.path(), cell.point, cell.seed)
         failed += not is_good
         if is_new:
             left -= 1

@@ -5,8 +5,10 @@ value to the options that it stands for. A profile may map the same value to oth
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -137,6 +139,8 @@ class Tuning:
     """Name of the experiment file of the best trial, with the axes' values filled in."""
     labels: dict[str, str] = field(default_factory=dict)
     """By optimizer, its name in tables; null: the usual name."""
+    patience: float = 1.0
+    """A trial stops when it has taken this many times as long as the best trial of its study."""
 
 
 @dataclass
@@ -153,7 +157,14 @@ class Benchmark:
     source: str = ""
     """The paper and its table, figure or section."""
     each: Each = field(default_factory=dict)
-    """``ranks=N`` among the overrides starts N ranks."""
+    """``ranks=N`` among the overrides starts N ranks. Trials of the tuning get them, too."""
+    held_out: list[str] = field(default_factory=list)
+    """Values of the axis ``task`` that no optimizer in ``frozen`` meets before its commit."""
+    frozen: dict[str, str] = field(default_factory=dict)
+    """By optimizer, the commit that froze its rule and its defaults; "": not frozen yet."""
+    baseline: list[str] = field(default_factory=list)
+    """Overrides of the run that each sitting repeats, with the axis ``task`` filled in. The run has
+    a fixed number of steps and no target, so that its seconds tell how fast the machine is."""
     before: list[Before] = field(default_factory=list)
     """Runs that each cell starts from, in the order in which they run."""
     profiles: dict[str, BenchmarkProfile] = field(default_factory=dict)
@@ -183,7 +194,28 @@ def load(name: str) -> Benchmark:
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path}: {str(error).splitlines()[0]}") from None
     assert isinstance(result, Benchmark)
+    _check_contest(result, path)
     return result
+
+
+def _check_contest(benchmark: Benchmark, path: Path) -> None:
+    for task in benchmark.held_out:
+        if task not in benchmark.axes.get("task", []):
+            raise UsageError(f"{path}: held_out: {task} is no value of the axis task")
+    for optimizer, commit in benchmark.frozen.items():
+        if optimizer not in benchmark.axes.get("optimizer", []):
+            raise UsageError(f"{path}: frozen: {optimizer} is no value of the axis optimizer")
+        if not re.fullmatch(r"|[0-9a-f]{7,40}", commit):
+            raise UsageError(f"{path}: frozen: {optimizer}: {commit!r} is not the hash of a commit")
+
+
+NOT_FROZEN = "the task is held out, and no commit has frozen the optimizer (see frozen:)"
+
+
+def may_run(benchmark: Benchmark, point: Mapping[str, str]) -> bool:
+    """Return whether the optimizer may meet the task: held-out tasks are for frozen rules."""
+    is_frozen = benchmark.frozen.get(point.get("optimizer", ""), "none needed") != ""
+    return is_frozen or point.get("task") not in benchmark.held_out
 
 
 def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkProfile]:

@@ -11,6 +11,7 @@ from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.benchmark.sheet import Attempt, AttemptState
+from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
@@ -51,6 +52,8 @@ class BenchmarkRow:
     computed: Sequence[ComputedCell]
     folder: Path
     overrides: Sequence[str] = field(default_factory=list)
+    left_out: Sequence[str] = field(default_factory=list)
+    """Labels of the cells that may not run yet; see :func:`schema.may_run`."""
 
     @property
     def all_cells(self) -> list[Cell | ComputedCell]:
@@ -69,6 +72,7 @@ def row(
     overrides: Sequence[str] = (),
     runs_dir: str | None = None,
     seeds: Sequence[int] | None = None,
+    only: str = "",
 ) -> BenchmarkRow:
     """Return the row of conf/benchmark/NAME.yaml.
 
@@ -78,27 +82,46 @@ def row(
         overrides: Overrides of every cell.
         runs_dir: Where run directories go; None: ``runs/NAME``.
         seeds: Replace the seeds of the benchmark.
+        only: Leave out cells whose labels do not begin with this text.
 
     Raises:
-        UsageError: The benchmark or the profile does not exist, or the file is not valid.
+        UsageError: The benchmark or the profile does not exist, the file is not valid, or no label
+            begins with ``only``.
     """
     benchmark = schema.load(name)
     label, sized = schema.profile_of(benchmark, profile)
     folder = runs_dir or f"runs/{name}"
+    cells = grid.cells(benchmark, folder, seeds, profile, overrides)
+    chosen = [cell for cell in cells if cell.label.startswith(only)]
+    if only and not chosen:
+        some = ", ".join(cell.label for cell in cells[:3])
+        raise UsageError(f"--only {only}: no cell begins with this text; cells are {some}, ...")
     return BenchmarkRow(
         name,
         benchmark,
         label,
         sized,
-        grid.cells(benchmark, folder, seeds, profile, overrides),
+        [cell for cell in chosen if schema.may_run(benchmark, cell.point)],
         computed.cells(benchmark, folder),
         Path(folder),
         overrides,
+        [cell.label for cell in chosen if not schema.may_run(benchmark, cell.point)],
     )
 
 
-def run(each: BenchmarkRow, say: Callable[[str], None], *, retry: bool = False) -> int:
-    """Compute and train all cells without a result; return how many cells failed."""
+def run(
+    each: BenchmarkRow,
+    say: Callable[[str], None],
+    *,
+    retry: bool = False,
+    sitting: Sitting | None = None,
+) -> int:
+    """Compute and train all cells without a result; return how many cells failed.
+
+    With a sitting, its time limit may leave cells for another call.
+    """
+    for label in each.left_out:
+        say(f"{label} is left out: {schema.NOT_FROZEN}")
     failed, began = 0, time.monotonic()
     for cell in each.computed:
         is_good, text = cell.run()
@@ -108,7 +131,12 @@ def run(each: BenchmarkRow, say: Callable[[str], None], *, retry: bool = False) 
     if each.computed:
         took = time.monotonic() - began
         say(f"{each.name}: {len(each.computed)} computed cells in {took:.0f} s")
-    return failed + grid.run_cells(each.cells, say, retry=retry)
+    try:
+        return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
+    except TimeIsUp:
+        left = sum(grid.outcome(cell) is None for cell in each.cells)
+        say(f"time is up: {left} of {len(each.cells)} cells are left; the same command goes on")
+    return failed + sum(grid.failure(cell.path()) is not None for cell in each.cells)
 
 
 def attempts(each: BenchmarkRow) -> list[Attempt]:

@@ -33,6 +33,7 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench run``."""
     command = commands.add_parser("run", help="run the cells of a benchmark and write its report")
     _add_words(command)
+    add_sitting_options(command)
     command.add_argument("--retry", action="store_true", help="run failed cells again")
     command.add_argument(
         "--html", type=Path, help="where the page of a benchmark without quantities goes"
@@ -41,6 +42,18 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
     command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
     command.set_defaults(run_command=_run)
+
+
+def add_sitting_options(command: Parser) -> None:
+    """Add the options of commands whose work may take several sittings."""
+    command.add_argument(
+        "--results",
+        type=Path,
+        help="folder of packed results: finished runs are taken from it and added to it",
+    )
+    command.add_argument(
+        "--minutes", type=float, help="start nothing more after this time, and say what is left"
+    )
 
 
 def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -67,6 +80,9 @@ def _add_words(command: Parser) -> None:
     )
     command.add_argument(
         "--seeds", type=_seed, nargs="+", default=[], help="replace the benchmark's own seeds"
+    )
+    command.add_argument(
+        "--only", default="", help="only cells whose labels, such as 'TASK SGD', begin like this"
     )
     command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME)")
 
@@ -118,7 +134,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str]:
     if len(names) > 1 and options.runs_dir:
         raise UsageError(f"--runs-dir {options.runs_dir}: name one benchmark instead of {ALL}")
     profile, seeds = own["profile"] or None, options.seeds or None
-    rows = [suite.row(n, profile, overrides, options.runs_dir, seeds) for n in names]
+    rows = [suite.row(n, profile, overrides, options.runs_dir, seeds, options.only) for n in names]
     for row in rows:
         if overrides and row.cells:
             row.cells[0].config()  # A wrong override is reported before anything runs.
@@ -127,9 +143,14 @@ def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str]:
 
 def _run(options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import suite
+    from kfac_bench.benchmark.sitting import open_sitting
 
+    if options.benchmark == ALL and (options.results or options.minutes or options.only):
+        raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
     rows, launcher = _rows(options)
     if launcher == "slurm":
+        if options.results or options.minutes:
+            raise UsageError("--results and --minutes do not fit launcher=slurm")
         return _submit(rows, options)
     began, failed, done = time.monotonic(), 0, 0
     left = sum(len(row.cells) for row in rows)
@@ -139,7 +160,16 @@ def _run(options: argparse.Namespace) -> int:
             guess = f", about {spent / done * left / 60:.0f} min left in all" if done else ""
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
-            failed += suite.run(row, say, retry=options.retry)
+            sitting = open_sitting(
+                row.name,
+                row.benchmark,
+                "table",
+                str(row.folder),
+                say,
+                options.results,
+                options.minutes,
+            )
+            failed += suite.run(row, say, retry=options.retry, sitting=sitting)
             _report_row(row, options.html, brief=len(rows) > 1)
         except UsageError as error:
             if len(rows) == 1:
@@ -233,6 +263,7 @@ def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
 
     words = [*options.words]
     words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+    words += ["--only", options.only] if options.only else []
     words += ["--seeds", *map(str, options.seeds)] if options.seeds else []
     for row in rows:
         for line in jobs.submit(row, words, options.wave, options.sbatch.split()):

@@ -296,7 +296,7 @@ def parse(text: str, path: Path) -> list[Event]:
         if not line.strip():
             continue
         try:
-            event = _parse(json.loads(line))
+            event = event_of(json.loads(line))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if number == len(lines):  # no newline follows: the process was killed here
                 break
@@ -312,7 +312,12 @@ def parse(text: str, path: Path) -> list[Event]:
     return events
 
 
-def _parse(fields: Any) -> Event | None:
+def event_of(fields: Any) -> Event | None:
+    """Return the event with these fields; None if this version does not know its kind.
+
+    Raises:
+        TypeError, ValueError, KeyError: The fields are no event.
+    """
     if not isinstance(fields, dict):
         raise TypeError("a line must be a JSON object")
     cls = EVENTS.get(fields["event"])

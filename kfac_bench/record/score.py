@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_bench.record.events import Evaluated, RunEnded, TargetReached
+from kfac_bench.record.events import Evaluated, Event, RunEnded, TargetReached
 from kfac_bench.record.runs import Run as Run
 from kfac_bench.record.runs import Setting as Setting
 from kfac_bench.record.runs import clock, differences, flatten, number, plain, seed, target
@@ -55,19 +55,33 @@ class Row:
 
 def target_reached(run: Run) -> TargetReached | None:
     """Return the event of the moment when the target was met; None if it was missed."""
-    return next((e for e in run.events if isinstance(e, TargetReached)), None)
+    return _target_event(run.events)
+
+
+def _target_event(events: Iterable[Event]) -> TargetReached | None:
+    return next((e for e in events if isinstance(e, TargetReached)), None)
 
 
 def time_to_target_s(run: Run) -> float:
     """Return the training seconds until the target was met; infinite if it was missed."""
-    event = target_reached(run)
+    return time_to_target_of(run.events)
+
+
+def time_to_target_of(events: Iterable[Event]) -> float:
+    """Return the training seconds to target of a run with these events; infinite if missed."""
+    event = _target_event(events)
     seconds = math.inf if event is None else number(event.train_s)
     return math.inf if math.isnan(seconds) else seconds
 
 
 def steps_to_target(run: Run) -> float:
     """Return the optimizer steps until the target was met; infinite if it was missed."""
-    event = target_reached(run)
+    return steps_to_target_of(run.events)
+
+
+def steps_to_target_of(events: Iterable[Event]) -> float:
+    """Return the optimizer steps to target of a run with these events; infinite if missed."""
+    event = _target_event(events)
     steps = math.inf if event is None else number(event.step)
     return math.inf if math.isnan(steps) else steps
 

@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import yaml
 
-from kfac_bench.benchmark import forked, grid, schema, tune
+from kfac_bench.benchmark import forked, grid, schema, trials, tune, tuned_experiment
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.tune import Search, TuningTrial
+from kfac_bench.benchmark.trials import TuningTrial
+from kfac_bench.benchmark.tune import Search
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.training.run_directory import run_id
@@ -27,7 +28,7 @@ def test_every_optimizer_has_the_same_budget(name):
     tuning, optimizers = benchmark.tuning, benchmark.axes["optimizer"]
     assert tuning.space.keys() == set(optimizers)
     for study in range(len(tuning.seeds)):
-        settings = {o: tune.trial_settings(tuning, o, study) for o in optimizers}
+        settings = {o: trials.trial_settings(tuning, o, study) for o in optimizers}
         assert {len(s) for s in settings.values()} == {tuning.trials}
     assert len(tuning.seeds) * tuning.trials >= 15
     assert not set(tuning.seeds) & set(benchmark.seeds), "tuned on the seeds of the table"
@@ -54,10 +55,10 @@ def test_labels_of_the_embedded_optimizers_are_correct():
 
 @pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
 def test_trials_are_within_their_ranges_and_cover_them(optimizer):
-    space, trials = DEMO.tuning.space[optimizer], tune.trial_settings(DEMO.tuning, optimizer)
-    assert trials == tune.trial_settings(DEMO.tuning, optimizer), "not a function of the space"
+    space, made = DEMO.tuning.space[optimizer], trials.trial_settings(DEMO.tuning, optimizer)
+    assert made == trials.trial_settings(DEMO.tuning, optimizer), "not a function of the space"
     for key, option in space.items():
-        values = [t[key] for t in trials]
+        values = [t[key] for t in made]
         match option:
             case {"log": [low, high]}:
                 assert all(low <= v <= high for v in values)
@@ -69,15 +70,15 @@ def test_trials_are_within_their_ranges_and_cover_them(optimizer):
                 assert set(values) == set(choices)
             case fixed:
                 assert set(values) == {fixed}
-    assert all(t.keys() == space.keys() for t in trials)
+    assert all(t.keys() == space.keys() for t in made)
 
 
 def test_trials_of_spaces_with_and_without_ranges():
     space = {"x": {"optimizer": "sgd"}, "y": {"optimizer.lr": {"linear": [0, 1]}}}
     tuning = Tuning(["experiment=digits/resnet"], 3, [1], space, "digits/{task}_{optimizer}")
-    assert tune.trial_settings(tuning, "x") == [{"optimizer": "sgd"}] * 3
+    assert trials.trial_settings(tuning, "x") == [{"optimizer": "sgd"}] * 3
     with pytest.raises(UsageError, match="neither log"):
-        tune.trial_settings(tuning, "y")
+        trials.trial_settings(tuning, "y")
 
 
 def composed(tmp_path, name, text):
@@ -91,11 +92,13 @@ def composed(tmp_path, name, text):
 @pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
 def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     point = {"task": task, "optimizer": optimizer}
-    all_settings = tune.trial_settings(DEMO.tuning, optimizer)
-    trials = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
-    trials[4] = TuningTrial(all_settings[4], (1.25, 0.0))
-    search = Search(f"digits/{task}_{optimizer}", point, {100: trials, 101: trials[:4]})
-    text = tune.experiment_yaml(DEMO.tuning, search, trials[4], [1.25, math.inf])
+    all_settings = trials.trial_settings(DEMO.tuning, optimizer)
+    made = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
+    made[4] = TuningTrial(all_settings[4], (1.25, 0.0))
+    search = Search(f"digits/{task}_{optimizer}", point, {100: made, 101: made[:4]})
+    text = tuned_experiment.experiment_yaml(
+        DEMO.tuning, point, search.reached, made[4], [1.25, math.inf]
+    )
     found = composed(tmp_path, "tuned", text)
     parent = compose.load([f"experiment=digits/{task}"])
     assert (found.trainer, found.model, found.data) == (parent.trainer, parent.model, parent.data)
@@ -153,7 +156,7 @@ def tuned(tmp_path, monkeypatch):
 
 
 def lrs(study):
-    return [t["optimizer.lr"] for t in tune.trial_settings(TUNING, "sgd", study)]
+    return [t["optimizer.lr"] for t in trials.trial_settings(TUNING, "sgd", study)]
 
 
 def test_the_winner_over_all_seeds_becomes_the_experiment(tuned):
@@ -179,9 +182,9 @@ def test_a_trial_stops_when_the_best_of_its_study_would_have_ended(tuned):
     for study, seed in enumerate((1, 2)):
         limit, done = None, set()
         for lr in lrs(study):
-            if (lr, limit) not in done:  # the same trial again is not run again
+            if lr not in done:  # the same trial again is not run again
                 assert tuned.runs.pop(0) == (lr, seed, limit)
-            done.add((lr, limit))
+            done.add(lr)
             limit = min(limit or INF, 10 * lr + seed)
 
 
@@ -254,7 +257,7 @@ def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkey
 
 def test_studies_have_different_points(tuned):
     settings = [
-        [t["optimizer.lr"] for t in tune.trial_settings(DEMO.tuning, "sgd", study)]
+        [t["optimizer.lr"] for t in trials.trial_settings(DEMO.tuning, "sgd", study)]
         for study in (0, 1)
     ]
     assert not set(settings[0]) & set(settings[1])

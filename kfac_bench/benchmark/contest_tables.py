@@ -1,0 +1,178 @@
+"""``kfac-bench contest NAME``: the tables of a contest of optimizers, from packed results alone.
+
+Nothing is composed or trained here, so the tables can be made on any machine, at any time.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from kfac_bench.benchmark import machine_speed, performance_profile, score_interval
+from kfac_bench.benchmark.performance_profile import TAU_MAX
+from kfac_bench.benchmark.result_store import ResultStore
+from kfac_bench.benchmark.schema import Benchmark
+from kfac_bench.benchmark.score_interval import SeedTimes
+from kfac_bench.benchmark.sitting import tasks_of
+from kfac_bench.errors import UsageError
+from kfac_bench.record import score
+from kfac_bench.record.events import RunStarted
+from kfac_bench.record.packed_runs import PackedRun
+from kfac_bench.record.runs import option, plain
+from kfac_bench.report.tables import Table, Value
+
+NEAR = 1.25
+"""An optimizer whose r is at most this is near the best one of the task."""
+
+
+@dataclass(frozen=True)
+class ContestResult:
+    """The runs of a contest's table, by task and by the optimizer's name in tables."""
+
+    benchmark: Benchmark
+    runs: Mapping[str, Mapping[str, Sequence[PackedRun]]]
+    baselines: Mapping[str, Sequence[PackedRun]]
+
+    def times(self) -> SeedTimes:
+        """Return the seconds to target, comparable between sittings."""
+        speed = {task: machine_speed.factors(self.baselines[task]) for task in self.runs}
+        return {
+            task: {
+                name: [machine_speed.comparable_time_s(run, speed[task]) for run in runs]
+                for name, runs in row.items()
+            }
+            for task, row in self.runs.items()
+        }
+
+
+def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
+    """Return the finished runs of the table.
+
+    Raises:
+        UsageError: There are none.
+    """
+    runs: dict[str, dict[str, list[PackedRun]]] = {}
+    for task in tasks_of(benchmark):
+        ordered = sorted(store.runs(task, "table"), key=lambda run: run.seed)
+        for optimizer in benchmark.axes["optimizer"]:
+            if own := [run for run in ordered if run.optimizer == optimizer]:
+                row = runs.setdefault(task, {})
+                name = _label(own)
+                row[optimizer if name in row else name] = own
+    if not runs:
+        raise UsageError(
+            f"no results of {benchmark.title!r}; run kfac-bench run NAME --results FOLDER first"
+        )
+    return ContestResult(benchmark, runs, {task: store.runs(task, "baseline") for task in runs})
+
+
+def _label(runs: Sequence[PackedRun]) -> str:
+    started = (e for run in runs for e in run.events if isinstance(e, RunStarted))
+    labels = (option(event.config, "label") for event in started)
+    return plain(next((label for label in labels if label), runs[0].optimizer))
+
+
+def tables(result: ContestResult) -> list[Table]:
+    """Return the scores, the ratios, the times and the sittings."""
+    times = result.times()
+    return [
+        _scores(result, times),
+        performance_profile.table(score_interval.medians(times), "r on each task"),
+        _times(result, times),
+        _sittings(result),
+    ]
+
+
+def _scores(result: ContestResult, times: SeedTimes) -> Table:
+    held_out = [task for task in times if task in result.benchmark.held_out]
+    develop = [task for task in times if task not in held_out]
+    subsets = {"": [*times]}
+    if held_out and develop:
+        subsets |= {" develop": develop, " held out": held_out}
+    intervals = {n: score_interval.score_intervals(times, tasks) for n, tasks in subsets.items()}
+    ratios = performance_profile.ratios(score_interval.medians(times))
+    rows: list[list[Value]] = []
+    for name in sorted(intervals[""], key=lambda n: (-intervals[""][n].score, n)):
+        cells: list[Value] = [name]
+        for of_subset in intervals.values():
+            own = of_subset.get(name)
+            cells += [own.score, own.low, own.high] if own else [0.0, 0.0, 0.0]
+        worse = {task: r for task, r in ratios[name].items() if r > NEAR}
+        far = ", ".join(f"{task} {r:.3g}" for task, r in worse.items())
+        rows.append([*cells, max(ratios[name].values()), far or "none"])
+    columns = ["optimizer"]
+    columns += [f"{word}{n}" for n in subsets for word in ("score", "low", "high")]
+    notes = [
+        f"Score: area below the profile for tau in [1, {TAU_MAX:g}], at most 1. Low and high: 95 % "
+        "bootstrap interval over seeds, resampled for each task and optimizer",
+        f"r: median seconds to target over those of the task's best optimizer; inf if half missed. "
+        f"The last column lists the tasks with r above {NEAR:g}",
+        *_missing(result),
+    ]
+    title = f"Scores: {result.benchmark.title}"
+    return Table(title, [*columns, "worst r", f"r above {NEAR:g}"], rows, notes)
+
+
+def _missing(result: ContestResult) -> list[str]:
+    """Return notes on tasks and optimizers that have not run."""
+    names = {name for row in result.runs.values() for name in row}
+    notes = []
+    if absent := [task for task in tasks_of(result.benchmark) if task not in result.runs]:
+        notes.append(f"Not run yet, and not counted: {', '.join(absent)}")
+    for task, row in result.runs.items():
+        if lacking := sorted(names - row.keys()):
+            notes.append(f"{task}: not run, counted as missed: {', '.join(lacking)}")
+        if len(counts := set(map(len, row.values()))) > 1:
+            notes.append(f"{task}: optimizers have between {min(counts)} and {max(counts)} seeds")
+    return notes
+
+
+def _times(result: ContestResult, times: SeedTimes) -> Table:
+    ratios = performance_profile.ratios(score_interval.medians(times))
+    rows: list[list[Value]] = []
+    for task, row in result.runs.items():
+        for name, runs in row.items():
+            seconds = times[task][name]
+            reached = f"{sum(map(math.isfinite, seconds))} of {len(seconds)}"
+            steps = median(score.steps_to_target_of(run.events) for run in runs)
+            rows.append(
+                [task, name, reached, steps, *score.bootstrap_median(seconds), ratios[name][task]]
+            )
+    columns = ("task", "optimizer", "reached", "steps", "seconds", "low", "high", "r")
+    note = (
+        "Medians over seeds; a missed target counts as inf. Low and high: 95 % bootstrap interval "
+        "of the seconds. Seconds of later sittings are scaled to those of the task's first sitting"
+    )
+    return Table("Time to target", columns, rows, [note])
+
+
+def _sittings(result: ContestResult) -> Table:
+    rows: list[list[Value]] = []
+    notes = [
+        "Baseline: training seconds of the run that each sitting repeats, median and range. Scale: "
+        "what the sitting's seconds are multiplied by, the first baseline over its own"
+    ]
+    for task, row in result.runs.items():
+        runs = [run for each in row.values() for run in each]
+        counts = Counter(run.sitting for run in runs)
+        seconds = machine_speed.seconds_by_sitting(result.baselines[task])
+        scale = machine_speed.factors(result.baselines[task])
+        for sitting, count in sorted(counts.items()):
+            own = seconds.get(sitting)
+            spread: list[Value] = [median(own), min(own), max(own)] if own else [None] * 3
+            machine = _machine([run for run in runs if run.sitting == sitting])
+            rows.append([task, sitting, machine, count, *spread, scale.get(sitting)])
+        if len(counts) > 1:
+            notes.append(f"{task} took {len(counts)} sittings, so its r rest on the scale, too")
+    columns = ("task", "sitting", "machine", "runs", "baseline s", "low", "high", "scale")
+    return Table("Sittings", columns, rows, notes)
+
+
+def _machine(runs: Sequence[PackedRun]) -> str:
+    started = (e.environment for r in runs for e in r.events if isinstance(e, RunStarted))
+    kinds = {
+        f"{plain(option(e, 'hardware', 'cpu'))}, torch {plain(option(e, 'versions', 'torch'))}"
+        for e in started
+    }
+    return "; ".join(sorted(kinds))

@@ -1,0 +1,199 @@
+"""A sitting: one period of work on one machine, with a time limit, baselines and a store.
+
+A contest takes several sittings. Each sitting repeats the benchmark's baseline run at the start of
+each turn of the optimizers, so that seconds of unlike machines can be compared. A sitting lasts as
+long as its folder of runs: its name is in the file ``sitting.txt`` there, and a new machine starts
+with an empty folder.
+
+``kfac-bench tune`` and ``kfac-bench run`` tell the sitting what they are about to train
+(:meth:`Sitting.begin`) and what has ended (:meth:`Sitting.keep`).
+"""
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kfac_bench.benchmark import forked, grid, machine_speed, schema
+from kfac_bench.benchmark.result_store import ResultStore
+from kfac_bench.benchmark.schema import Benchmark
+from kfac_bench.config import compose
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import EVENTS_FILE, read
+from kfac_bench.record.packed_runs import PackedRun, pack
+from kfac_bench.record.text_file import write_text
+
+NAME_FILE = "sitting.txt"
+
+
+class TimeIsUp(Exception):  # noqa: N818 - no error: the work goes on in the next sitting
+    """The time limit has passed, so that nothing more is started."""
+
+
+class Sitting:
+    """The limit, the baselines and the store of one command.
+
+    Args:
+        benchmark: What is run.
+        runs_dir: The folder of runs.
+        say: Prints a line.
+        store: Where finished runs are kept; None: only in the folder of runs.
+        minutes: The time limit; None: no limit.
+        now: The clock in seconds.
+
+    Raises:
+        UsageError: The name of the sitting cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        runs_dir: Path,
+        say: Callable[[str], None],
+        store: ResultStore | None = None,
+        minutes: float | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._benchmark, self._runs_dir, self._say, self._now = benchmark, runs_dir, say, now
+        self.store = store
+        self._ends_s = None if minutes is None else now() + 60 * minutes
+        self._turns: set[tuple[str, str]] = set()
+        self.name = ""
+        if store is not None:
+            self.name = _name(runs_dir)
+            if count := store.unpack(runs_dir):
+                say(f"{count} finished runs taken from the results; sitting {self.name}")
+
+    def begin(self, task: str, turn: str) -> None:
+        """Prepare for training on the task: check the time, and run the baseline once in a turn.
+
+        Raises:
+            TimeIsUp: The time limit has passed.
+            UsageError: The overrides of the baseline are wrong.
+        """
+        self._check_time()
+        if self.store is None or not self._benchmark.baseline or (task, turn) in self._turns:
+            return
+        self._turns.add((task, turn))
+        self._run_baseline(task, self.store)
+        self._check_time()
+
+    def _check_time(self) -> None:
+        if self._ends_s is not None and self._now() >= self._ends_s:
+            raise TimeIsUp
+
+    def _run_baseline(self, task: str, store: ResultStore) -> None:
+        own = [r for r in store.runs(task, "baseline") if r.sitting == self.name]
+        name = f"baseline-{re.sub('[^a-zA-Z0-9_]', '-', task)}-{self.name}-{len(own)}"
+        words = {"task": task}
+        overrides = [schema.fill_in(text, words) for text in self._benchmark.baseline]
+        overrides += [f"runs_dir={self._runs_dir}", f"run_id={name}"]
+        code, line = forked.train(overrides)
+        if code == 2:
+            raise UsageError(f"the baseline {' '.join(overrides)}: {line}")
+        point = {"task": task, "optimizer": "baseline"}
+        self.keep("baseline", self._runs_dir / name, point, compose.load(overrides).seed)
+
+    def keep(
+        self,
+        kind: str,
+        folder: Path,
+        point: Mapping[str, str],
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Put the run of a folder into the store, if it has ended or failed."""
+        if self.store is None or self._is_kept(point["task"], kind, folder.name):
+            return
+        failure = grid.failure(folder)
+        if grid.ended(folder) is None and failure is None:
+            return
+        events = read(folder) if (folder / EVENTS_FILE).exists() else []
+        self.store.add(
+            PackedRun(
+                folder.name,
+                kind,
+                point["task"],
+                point["optimizer"],
+                seed,
+                self.name,
+                f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
+                settings or {},
+                pack(events),
+                failure or "",
+            )
+        )
+
+    def _is_kept(self, task: str, kind: str, name: str) -> bool:
+        assert self.store is not None
+        return any(run.name == name for run in self.store.runs(task, kind))
+
+    def factor(self, task: str, kind: str, folder: Path) -> float:
+        """Return what the seconds of a run are multiplied by, to be those of the first sitting."""
+        if self.store is None:
+            return 1.0
+        speed = machine_speed.factors(self.store.runs(task, "baseline"))
+        return speed.get(self._sitting_of(task, kind, folder.name), 1.0)
+
+    def is_own(self, task: str, kind: str, folder: Path) -> bool:
+        """Return whether this sitting trained the run."""
+        return self.store is None or self._sitting_of(task, kind, folder.name) == self.name
+
+    def _sitting_of(self, task: str, kind: str, name: str) -> str:
+        assert self.store is not None
+        found = (run.sitting for run in self.store.runs(task, kind) if run.name == name)
+        return next(found, self.name)
+
+
+def open_sitting(
+    name: str,
+    benchmark: Benchmark,
+    part: str,
+    runs_dir: str,
+    say: Callable[[str], None],
+    results: Path | None,
+    minutes: float | None,
+) -> Sitting:
+    """Return the sitting of a command with these options.
+
+    Raises:
+        UsageError: The options are wrong for this benchmark, or the store is damaged.
+    """
+    if minutes is not None and not minutes > 0:
+        raise UsageError(f"--minutes {minutes:g}: must be above 0")
+    store = None
+    if results is not None:
+        store = ResultStore(results, name, part, tasks_of(benchmark))
+    return Sitting(benchmark, Path(runs_dir), say, store, minutes)
+
+
+def tasks_of(benchmark: Benchmark) -> Sequence[str]:
+    """Return the tasks of a benchmark whose runs a store can hold.
+
+    Raises:
+        UsageError: The benchmark does not compare optimizers over tasks.
+    """
+    if benchmark.axes.keys() != {"task", "optimizer"}:
+        raise UsageError(
+            f"{benchmark.title!r} has the axes {', '.join(benchmark.axes)}; results are kept of "
+            "benchmarks with the axes task and optimizer"
+        )
+    return benchmark.axes["task"]
+
+
+def _name(runs_dir: Path) -> str:
+    path = runs_dir / NAME_FILE
+    try:
+        if path.exists():
+            name = path.read_text(encoding="utf-8").strip()
+            if not re.fullmatch(r"[\w-]{1,40}", name):
+                raise UsageError(f"{path}: not the name of a sitting; delete the file")
+            return name
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({error})") from None
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M}-{secrets.token_hex(2)}"
+    write_text(path, name + "\n", make_folder=True)
+    return name

@@ -1,0 +1,178 @@
+"""One trial of a tuning: its settings, its run and its result.
+
+:mod:`kfac_bench.benchmark.tune` and :mod:`kfac_bench.benchmark.self_tune` decide which trials run.
+A trial whose run has ended is not run again.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import qmc
+
+from kfac_bench.benchmark import forked, grid, schema
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
+from kfac_bench.benchmark.sitting import Sitting
+from kfac_bench.config import compose
+from kfac_bench.errors import UsageError
+from kfac_bench.record import score
+from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
+from kfac_bench.training.run_directory import directory_name
+
+
+@dataclass(frozen=True)
+class TuningTrial:
+    """One point of the space with one seed, and its result; a smaller ``key`` is better."""
+
+    settings: Mapping[str, Any]
+    key: tuple[float, float]
+    """Training seconds to target (inf if missed), then the gap between the best metric and the
+    target. The seconds are those of the first sitting's machine."""
+    here_s: float = math.inf
+    """Training seconds to target on this machine; inf if missed or trained in another sitting."""
+
+    @property
+    def time_s(self) -> float:
+        """Training seconds to target, inf if missed."""
+        return self.key[0]
+
+    def __str__(self) -> str:
+        result = "missed" if math.isinf(self.time_s) else f"{self.time_s:.2f} s to target"
+        return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {result}"
+
+
+def trial_settings(tuning: Tuning, optimizer: str, study: int = 0) -> list[dict[str, Any]]:
+    """Return the overrides of every trial. They depend on the space, `trials` and `study`."""
+    space = tuning.space[optimizer]
+    # An option with a fixed value is no dimension of the sequence.
+    ranges = {k: v for k, v in space.items() if isinstance(v, dict)}
+    samples = qmc.Halton(max(1, len(ranges)), seed=study).random(tuning.trials)
+    return [
+        {k: _value(ranges[k], u[list(ranges).index(k)]) if k in ranges else v
+         for k, v in space.items()}
+        for u in samples
+    ]  # fmt: skip
+
+
+def _value(option: Mapping[str, list[Any]], u: float) -> Any:
+    """Return the value of a range at ``u`` in [0, 1)."""
+    match dict(option):
+        case {"log": [low, high]}:
+            # Three digits keep experiment files readable.
+            return float(f"{low * (high / low) ** u:.3g}")
+        case {"choice": [*choices]}:
+            return choices[math.floor(u * len(choices))]
+    raise UsageError(f"tuning space: {dict(option)} is neither log: [low, high] nor choice: [...]")
+
+
+def overrides_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return a point of the space as overrides of ``kfac-train``."""
+    return [f"{k}={'null' if v is None else v}" for k, v in settings.items()]
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """What is to be run, and in which turn of the optimizers."""
+
+    kind: str
+    point: Mapping[str, str]
+    settings: Mapping[str, Any]
+    seed: int
+    limit_s: float
+    turn: str
+
+    @property
+    def task(self) -> str:
+        """The task, or "" for a benchmark without this axis."""
+        return self.point.get("task", "")
+
+
+class TrialRunner:
+    """Runs trials of one benchmark in one folder of runs, within a sitting.
+
+    Args:
+        benchmark: The benchmark, whose tuning section is ``tuning``.
+        tuning: Overrides of every trial.
+        runs_dir: The folder of runs.
+        sitting: The time limit, the baselines and the store.
+    """
+
+    def __init__(
+        self, benchmark: Benchmark, tuning: Tuning, runs_dir: str, sitting: Sitting
+    ) -> None:
+        self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
+        self.sitting = sitting
+
+    def trial(
+        self,
+        point: Mapping[str, str],
+        settings: Mapping[str, Any],
+        seed: int,
+        limit_s: float,
+        turn: str,
+    ) -> TuningTrial:
+        """Run a trial of a study, which stops after ``limit_s``.
+
+        A new ``turn`` begins when every optimizer has run one more trial.
+
+        Raises:
+            TimeIsUp: The trial has not run, and the time limit of the sitting has passed.
+            UsageError: The options are wrong.
+        """
+        # The limit is no part of the name: in one study later trials have smaller limits only, so
+        # a trial that was stopped would be stopped again. A run without limit has another name.
+        run = PlannedTrial("trial", point, settings, seed, limit_s, turn)
+        return self._run(run, "-trial")
+
+    def final(
+        self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int
+    ) -> TuningTrial:
+        """Run a winner on the seed of another study, without a limit; errors as in `trial`."""
+        run = PlannedTrial("final", point, settings, seed, math.inf, f"final {seed}")
+        return self._run(run, "")
+
+    def _run(self, run: PlannedTrial, suffix: str) -> TuningTrial:
+        overrides = self._overrides(run)
+        config = compose.load(overrides)
+        # Without the job's number, because jobs of a cluster share the directory.
+        name = directory_name(config, job="", suffix=suffix)
+        path = Path(config.runs_dir) / name
+        if not _has_ended(path):
+            self.sitting.begin(run.task, run.turn)
+            if run.limit_s < (config.trainer.max_train_s or math.inf):
+                overrides.append(f"trainer.max_train_s={run.limit_s}")
+            code, line = forked.train([*overrides, f"run_id={name}"])
+            if code == 2:  # The options are wrong, so every other trial would fail too.
+                raise UsageError(f"{' '.join(overrides)}: {line}")
+            if grid.ended(path) is None and code not in grid.INTERRUPTED:
+                grid.record_failure(path, name, f"kfac-train: {line} (exit code {code})", code)
+        self.sitting.keep(run.kind, path, run.point, run.seed, run.settings)
+        time_s, gap = _judge(path, config.trainer.target)
+        comparable_s = time_s * self.sitting.factor(run.task, run.kind, path)
+        here_s = time_s if self.sitting.is_own(run.task, run.kind, path) else math.inf
+        return TuningTrial(run.settings, (comparable_s, gap), here_s)
+
+    def _overrides(self, run: PlannedTrial) -> list[str]:
+        texts = [*self._tuning.overrides]
+        for axis, value in run.point.items():
+            texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
+        base = [schema.fill_in(text, run.point) for text in texts]
+        own = [f"seed={run.seed}", f"runs_dir={self._runs_dir}"]
+        return [*base, *overrides_of(run.settings), *own]
+
+
+def _has_ended(path: Path) -> bool:
+    return grid.ended(path) is not None or grid.failure(path) is not None
+
+
+def _judge(path: Path, target: float | None) -> tuple[float, float]:
+    """Return the training seconds to target, and the gap between the best metric and the target."""
+    if target is None or not (path / EVENTS_FILE).exists():
+        return math.inf, math.inf
+    if not any(isinstance(e, RunStarted) for e in read(path)):
+        return math.inf, math.inf
+    run = score.load(path)
+    gap = abs(score.best_metric(run) - target)
+    return score.time_to_target_s(run), math.inf if math.isnan(gap) else gap

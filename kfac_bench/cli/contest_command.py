@@ -1,0 +1,93 @@
+"""``kfac-bench tune|self-tune|contest``: a contest of optimizers, in one sitting or in several."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kfac_bench.cli.entry import Parser, say
+from kfac_bench.cli.suite_command import add_sitting_options
+from kfac_bench.record.text_file import write_text
+
+
+def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench tune``."""
+    command = commands.add_parser("tune", help="tune each optimizer with the same budget")
+    _add_shared(command, "folder for experiment files")
+    command.add_argument(
+        "--only", default="", help="tune only experiments whose names begin with this text"
+    )
+    command.set_defaults(run_command=_tune)
+
+
+def add_self_tune(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench self-tune``."""
+    command = commands.add_parser(
+        "self-tune", help="choose one setting of each optimizer for all tasks, from its trials"
+    )
+    _add_shared(command, "folder for the benchmark file NAME_self_tuned.yaml")
+    command.set_defaults(run_command=_self_tune)
+
+
+def _add_shared(command: Parser, out: str) -> None:
+    command.add_argument("benchmark", help="a name from kfac-bench list")
+    command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME_tuning)")
+    command.add_argument("--out", type=Path, required=True, help=out)
+    add_sitting_options(command)
+
+
+def add_contest(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench contest``."""
+    command = commands.add_parser(
+        "contest", help="print scores with intervals from packed results alone"
+    )
+    command.add_argument("benchmark", help="a name from kfac-bench list")
+    command.add_argument("--results", type=Path, required=True, help="folder of packed results")
+    command.add_argument("--svg", type=Path, help="write the figure of the profiles to this file")
+    command.set_defaults(run_command=_contest)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from kfac_bench.benchmark import schema, tune
+    from kfac_bench.benchmark.sitting import open_sitting
+
+    name, results, minutes = options.benchmark, options.results, options.minutes
+    benchmark = schema.load(name)
+    runs_dir = options.runs_dir or f"runs/{name}_tuning"
+    tune.check(benchmark, options.out)
+    sitting = open_sitting(name, benchmark, "tuning", runs_dir, say, results, minutes)
+    tune.tune(benchmark, runs_dir, options.out, say, options.only, sitting)
+    return 0
+
+
+def _self_tune(options: argparse.Namespace) -> int:
+    from kfac_bench.benchmark import schema, self_tune, tune
+    from kfac_bench.benchmark.sitting import open_sitting
+
+    name, results, minutes = options.benchmark, options.results, options.minutes
+    benchmark = schema.load(name)
+    runs_dir = options.runs_dir or f"runs/{name}_tuning"
+    tune.check(benchmark, options.out)
+    sitting = open_sitting(name, benchmark, "tuning", runs_dir, say, results, minutes)
+    self_tune.self_tune(name, benchmark, runs_dir, options.out, say, sitting)
+    return 0
+
+
+def _contest(options: argparse.Namespace) -> int:
+    from kfac_bench.benchmark import contest_tables, schema
+    from kfac_bench.benchmark.result_store import ResultStore
+    from kfac_bench.benchmark.sitting import tasks_of
+
+    benchmark = schema.load(options.benchmark)
+    store = ResultStore(options.results, options.benchmark, "table", tasks_of(benchmark))
+    result = contest_tables.load(benchmark, store)
+    for table in contest_tables.tables(result):
+        print(table.markdown())
+    if options.svg is not None:
+        from kfac_bench.benchmark.profile_figure import profile_svg
+        from kfac_bench.benchmark.score_interval import medians
+
+        title = "Performance profiles, seconds to target"
+        write_text(options.svg, profile_svg(medians(result.times()), title, "seconds"))
+        print(f"figure: {options.svg}")
+    return 0
