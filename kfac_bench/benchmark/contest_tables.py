@@ -19,7 +19,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import RunStarted
 from kfac_bench.record.packed_runs import PackedRun
-from kfac_bench.record.runs import option, plain
+from kfac_bench.record.runs import flatten, option, plain
 from kfac_bench.report.tables import Table, Value
 
 NEAR = 1.25
@@ -115,7 +115,7 @@ def _scores(result: ContestResult, times: SeedTimes) -> Table:
 
 
 def _missing(result: ContestResult) -> list[str]:
-    """Return notes on tasks and optimizers that have not run."""
+    """Return notes on what has not run, or not with the same settings."""
     names = {name for row in result.runs.values() for name in row}
     notes = []
     if absent := [task for task in tasks_of(result.benchmark) if task not in result.runs]:
@@ -125,7 +125,19 @@ def _missing(result: ContestResult) -> list[str]:
             notes.append(f"{task}: not run, counted as missed: {', '.join(lacking)}")
         if len(counts := set(map(len, row.values()))) > 1:
             notes.append(f"{task}: optimizers have between {min(counts)} and {max(counts)} seeds")
+        for name, runs in row.items():
+            if len({_settings(run) for run in runs} - {""}) > 1:
+                notes.append(f"{task}, {name}: not all runs have the same settings")
     return notes
+
+
+def _settings(run: PackedRun) -> str:
+    """Return the run's options but the seed as text; "" if the run died before its first event."""
+    started = next((e for e in run.events if isinstance(e, RunStarted)), None)
+    if started is None:
+        return ""
+    options = flatten(started.config)
+    return repr({name: value for name, value in options.items() if name != "seed"})
 
 
 def _times(result: ContestResult, times: SeedTimes) -> Table:

@@ -106,10 +106,14 @@ class Sitting:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Put the run of a folder into the store, if it has ended or failed."""
-        if self.store is None or self._is_kept(point["task"], kind, folder.name):
+        if self.store is None:
             return
         failure = grid.failure(folder)
         if grid.ended(folder) is None and failure is None:
+            return
+        kept = [r for r in self.store.runs(point["task"], kind) if r.name == folder.name]
+        # A failed run may have been run again.
+        if any(run.failure == (failure or "") for run in kept):
             return
         events = read(folder) if (folder / EVENTS_FILE).exists() else []
         self.store.add(
@@ -126,10 +130,6 @@ class Sitting:
                 failure or "",
             )
         )
-
-    def _is_kept(self, task: str, kind: str, name: str) -> bool:
-        assert self.store is not None
-        return any(run.name == name for run in self.store.runs(task, kind))
 
     def factor(self, task: str, kind: str, folder: Path) -> float:
         """Return what the seconds of a run are multiplied by, to be those of the first sitting."""
