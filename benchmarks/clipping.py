@@ -48,7 +48,13 @@ def train(order: str, *, lr: float, max_norm: float, seed: int, steps: int) -> T
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     preconditioner = KFAC(
-        model, optimizer, damping=1e-3, kl_clip=1e-3, update_freq=100, factor_update_freq=10
+        model,
+        optimizer,
+        damping=1e-3,
+        kl_clip=1e-3,
+        update_freq=100,
+        factor_update_freq=10,
+        early_updates=False,
     )
     norms = []
     for _ in range(steps):

@@ -1,10 +1,14 @@
 """Measure K-FAC's defaults on the seven develop tasks: docs/defaults.md shows the table.
 
     python benchmarks/defaults.py [--tasks NAME,...] [--optimizers sgd,adamw] [--seeds 0,1,2]
+        [--kfac JSON] [--turns]
 
 First each optimizer runs alone at three usual rates. Then it runs with ``KFAC(model, optimizer)``,
 without any keyword, at the rate that was best for the optimizer alone. Finished runs are kept in
 ``benchmarks/results/defaults.jsonl`` and not run again. ``--kfac`` adds runs with other options.
+
+Times of separate runs are not comparable if other programs run. ``--turns`` measures the seconds
+again: it trains the first seed of each row once more, alone and with K-FAC in turns.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -89,12 +93,25 @@ def kfac_options(given: Mapping[str, Any]) -> str:
 
 def train(run: Run) -> Curve:
     """Train one run and return its curve."""
+    steps, seconds, metric = zip(*_evaluations(run), strict=True)
+    return Curve([*steps], [*seconds], [*metric])
+
+
+def time_in_turns(alone: Run, kfac: Run) -> tuple[list[float], list[float]]:
+    """Train two runs in turns, each up to its next evaluation; return the seconds of both."""
+    pairs = zip(_evaluations(alone), _evaluations(kfac), strict=True)
+    seconds = [(first[1], second[1]) for first, second in pairs]
+    return [first for first, _ in seconds], [second for _, second in seconds]
+
+
+def _evaluations(run: Run) -> Iterator[tuple[int, float, float]]:
+    """Train one run; yield steps, seconds and metric at each evaluation."""
     task, data = TASKS[run.task], _data(run.task)
     torch.manual_seed(run.seed)
     model, objective = task.model(), task.objective()
     optimizer = _optimizer(run, model)
     kfac = None if run.kfac == "none" else KFAC(model, optimizer, **json.loads(run.kfac))
-    curve = Curve([0], [0.0], [_evaluate(model, data, objective, task.metric)])
+    yield 0, 0.0, _evaluate(model, data, objective, task.metric)
     seconds, batches = 0.0, _batches(data, task, run.seed)
     for step in range(1, task.steps + 1):
         batch = data.prepare(next(batches))
@@ -107,10 +124,7 @@ def train(run: Run) -> Curve:
         seconds += time.process_time() - start
         if step * EVALUATIONS % task.steps == 0:
             metric = _evaluate(model, data, objective, task.metric)
-            curve.steps.append(step)
-            curve.seconds.append(seconds)
-            curve.metric.append(metric if math.isfinite(metric) else math.inf)
-    return curve
+            yield step, seconds, metric if math.isfinite(metric) else math.inf
 
 
 @cache
@@ -216,15 +230,23 @@ verdict | with K-FAC, equal seconds | time per step |
 
 
 def compare(
-    results: Results, task: str, optimizer: str, seeds: Sequence[int], kfac: str
+    results: Results, task: str, optimizer: str, seeds: Sequence[int], kfac: str, *, turns: bool
 ) -> Comparison:
-    """Run an optimizer alone at all rates, and with K-FAC at the rate of the best mean."""
+    """Run an optimizer alone at all rates, and with K-FAC at the rate of the best mean.
+
+    ``turns`` replaces the seconds of all seeds by those of the first seed, trained in turns.
+    """
     alone = {
         rate: [results.get(Run(task, optimizer, rate, seed, "none")) for seed in seeds]
         for rate in RATES[optimizer]
     }
     rate = min(alone, key=lambda rate: _mean(alone[rate]))
     preconditioned = [results.get(Run(task, optimizer, rate, seed, kfac)) for seed in seeds]
+    if turns:
+        run = Run(task, optimizer, rate, seeds[0], "none")
+        seconds, kfac_seconds = time_in_turns(run, replace(run, kfac=kfac))
+        alone[rate] = [replace(curve, seconds=seconds) for curve in alone[rate]]
+        preconditioned = [replace(curve, seconds=kfac_seconds) for curve in preconditioned]
     return Comparison(task, optimizer, rate, alone[rate], preconditioned)
 
 
@@ -247,15 +269,20 @@ def main() -> None:
     parser.add_argument("--optimizers", default="sgd,adamw", help="sgd, adamw or both")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--kfac", type=json.loads, default={}, help="options of KFAC, as JSON")
+    parser.add_argument("--turns", action="store_true", help="measure seconds again, in turns")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results, kfac = Results(arguments.results), kfac_options(arguments.kfac)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    if arguments.turns:
+        # The first K-FAC of a process loads libraries, which belongs to no row.
+        train(Run(next(iter(TASKS)), "sgd", 0.03, 0, kfac))
     comparisons = []
     for task in arguments.tasks.split(","):
         for optimizer in arguments.optimizers.split(","):
-            comparisons.append(compare(results, task, optimizer, seeds, kfac))
+            row = compare(results, task, optimizer, seeds, kfac, turns=arguments.turns)
+            comparisons.append(row)
     print(HEADER, *(c.row() for c in comparisons), sep="\n")
     better = sum(c.gain > 0 for c in comparisons)
     worse = sum(c.gain < -c.range for c in comparisons)

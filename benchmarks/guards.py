@@ -86,7 +86,14 @@ def count_warnings(script: Script, task: DevelopTask, data: Data, kind: str, ste
         else AdamW(model.parameters(), lr)
     )
     scaler = GradScaler("cpu", init_scale=script.scale, enabled=script.scale > 1)
-    kfac = KFAC(model, optimizer, damping=0.03, update_freq=10, factor_update_freq=5)
+    kfac = KFAC(
+        model,
+        optimizer,
+        damping=0.03,
+        update_freq=10,
+        factor_update_freq=5,
+        early_updates=False,
+    )
     if script.attach:
         kfac.attach(scaler if script.passes_scaler else None)
     with warnings.catch_warnings(record=True) as caught:

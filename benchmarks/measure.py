@@ -84,6 +84,8 @@ class Variant:
             known = inspect.signature(KFAC).parameters
             skip = (*known["skip"].default, *self.workload.skip)
             keywords: dict[str, Any] = {"damping": 0.03, "skip": skip}
+            # The first interval should be like the later ones. Older versions lack the option.
+            keywords |= {"early_updates": False} if "early_updates" in known else {}
             keywords |= case.kfac | options
             try:
                 self.kfac = KFAC(

@@ -64,6 +64,12 @@ class KFACConfig(Section):
     )
     update_freq: int = option(100, "steps between decompositions", RESULT, at_least=1)
     factor_update_freq: int = option(10, "steps between factor updates", RESULT, at_least=1)
+    early_updates: bool = option(
+        True,
+        "before step update_freq, also decompose at factor_update_freq times 1, 2, 4, 8 and so on",
+        RESULT,
+        original=False,
+    )
     spread: bool | None = option(
         None,
         "decompose in slices at different steps, so that no step is long; null: only if there is "

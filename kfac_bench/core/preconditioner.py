@@ -148,6 +148,11 @@ class KFAC:
             steps follow the curvature better and cost more time.
         factor_update_freq: A schedule: steps between two updates of A and G (default 10).
             ``update_freq`` should be a multiple of it.
+        early_updates: Whether to decompose more often before step ``update_freq``: additionally at
+            ``factor_update_freq`` times 1, 2, 4, 8 and so on, that is at steps 10, 20, 40 and 80 by
+            default. With slices (see ``spread``) each slice follows within the steps until the
+            next of these. Default True. The first decomposition has seen one batch only. In a
+            model whose head starts at zero, that batch says nothing about the other layers.
         spread: Whether to decompose in slices, at different steps of an interval, so that no
             single step is long. Each factor is still decomposed every ``update_freq`` steps.
             False decomposes everything in one step, as the papers do; ranks then share the work.
@@ -229,6 +234,7 @@ class KFAC:
         grafting: bool = True,
         update_freq: Schedule = 100,
         factor_update_freq: Schedule = 10,
+        early_updates: bool = True,
         spread: bool | None = None,
         background: bool = False,
         factor_decay: Schedule = 0.95,
@@ -262,7 +268,9 @@ class KFAC:
         )
         self.fisher = fisher
         self.collective = collective or default_collective()
-        self._schedules = Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
+        self._schedules = Schedules(
+            damping, kl_clip, factor_decay, update_freq, factor_update_freq, early_updates
+        )
         self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         self._model = unwrap(model)
         self._layers, self._skipped = find_layers(
@@ -307,7 +315,7 @@ class KFAC:
             model_parallel,
             options=f"{self._schedules.at(0)} {self._adaptive} {factored_damping} "
             f"{factor_convention} {fisher} {weight_sharing} {overlap} {background} "
-            f"{grafting} {adam and adam.rule}",
+            f"{grafting} {early_updates} {adam and adam.rule}",
             device=self._device,
             overlap=overlap,
         )

@@ -29,6 +29,8 @@ class Schedules:
     factor_decay: Schedule
     update_freq: Schedule
     factor_update_freq: Schedule
+    early_updates: bool
+    """Whether the first interval is divided into short ones; see :meth:`interval`."""
 
     def at(self, step: int) -> Settings:
         """Return the values at ``step``.
@@ -62,21 +64,48 @@ class Schedules:
         # The first step needs every decomposition: before it there is none.
         if step == 0:
             return list(range(count))
-        update_freq = self._freq("update_freq", step)
-        phases = slice_phases(count, update_freq, self._freq("factor_update_freq", step))
-        return [i for i, phase in enumerate(phases) if step % update_freq == phase]
+        steps = self.interval(step)
+        if steps.start == 0 and self._is_early(step):
+            # The factors are still those that step 0 decomposed.
+            return []
+        at = 0 if self._is_early(step) else step
+        phases = slice_phases(count, len(steps), self._freq("factor_update_freq", at))
+        return [i for i, phase in enumerate(phases) if step == steps[phase]]
+
+    def interval(self, step: int) -> range:
+        """Return the steps of the interval that ``step`` lies in; each slice is due once in it.
+
+        An interval has ``update_freq`` steps. With ``early_updates`` the first interval is divided.
+        The parts begin at 0 and at ``factor_update_freq`` times 1, 2, 4, 8 and so on: at steps 10,
+        20, 40 and 80 if factors are updated every 10 steps and decomposed every 100.
+        """
+        if not self._is_early(step):
+            update_freq = self._freq("update_freq", step)
+            start = step - step % update_freq
+            return range(start, start + update_freq)
+        start, end = 0, self._freq("factor_update_freq", 0)
+        while end <= step:
+            start, end = end, 2 * end
+        return range(start, min(end, self._freq("update_freq", 0)))
+
+    def _is_early(self, step: int) -> bool:
+        """Return whether ``step`` lies in a first interval that is divided."""
+        # If intervals are functions of the step, those of step 0 count. A function may also say
+        # that the first interval has ended.
+        first = min(self._freq("update_freq", 0), self._freq("update_freq", step))
+        return self.early_updates and step < first > self._freq("factor_update_freq", 0)
 
     def slices_to_begin(self, step: int, count: int) -> dict[int, int]:
         """Return which of ``count`` slices begin beside training, and at which step each is used.
 
         The first time, slices are used in the next step. Later each slice begins in the steps in
-        which it is due. It has the time until the next slice begins: ``update_freq / (count + 1)``
-        steps, rounded down, at least 1.
+        which it is due. It has the time until the next slice begins: the length of the interval
+        divided by ``count + 1``, rounded down, at least 1 step.
         """
         first = [i for i in range(count) if first_step(i, count) == step]
         if first:
             return dict.fromkeys(first, step + 1)
-        delay = max(1, self._freq("update_freq", step) // (count + 1))
+        delay = max(1, len(self.interval(step)) // (count + 1))
         return dict.fromkeys(self.slices_due(step, count), step + delay)
 
     def most_slices(self, layers: int) -> int:

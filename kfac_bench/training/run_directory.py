@@ -30,7 +30,7 @@ _PATIENCE_S = 20.0
 """How long to wait for the lock of a run that torchrun or Slurm restarts. Ranks of the earlier
 start may still live: they notice a lost agent or node only when their next message fails."""
 
-_LATER_OPTIONS_OF_KFAC = ("background", "grafting")
+_LATER_OPTIONS_OF_KFAC = ("background", "early_updates", "grafting")
 """Options that versions without roles did not have; those versions did what False does."""
 
 

@@ -13,10 +13,11 @@ from tests.support.layer_checks import DAMPING, assert_close
 
 pytestmark = pytest.mark.usefixtures("double")
 N = 6
+OPTIONS = {"method": "ekfac", "update_freq": 100, "early_updates": False}
 
 
 def kfac_of(model, **options):
-    return layer_checks.kfac_of(model, **({"method": "ekfac", "update_freq": 100} | options))
+    return layer_checks.kfac_of(model, **(OPTIONS | options))
 
 
 def loss_of(output):
@@ -240,7 +241,7 @@ def test_the_diagonal_is_at_least_as_close_to_the_fisher_as_that_of_kfac(data):
             return F.cross_entropy(output, target)
         return (output - target).square().sum(1).mean()
 
-    kfac = kfac_of(model, factor_decay=0, update_freq=100)
+    kfac = kfac_of(model, factor_decay=0)
     for _ in range(2):
         model.zero_grad()
         loss(model(x), y).backward()

@@ -224,7 +224,7 @@ def test_kfac_tells_what_the_next_step_will_do():
     model = tiny_model()
     damping = LevenbergMarquardt(interval=2)
     every = {"update_freq": lambda step: 2 if step < 2 else 3, "spread": False}
-    kfac, answers = kfac_of(model, damping=damping, **every), []
+    kfac, answers = kfac_of(model, damping=damping, early_updates=False, **every), []
     for _ in range(5):
         answers.append((kfac.update_freq, kfac.will_decompose_all, kfac.will_adapt_damping))
         backward(model, *batch())

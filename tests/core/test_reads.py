@@ -75,6 +75,7 @@ def train(device, *, parts=1, autocast=False, loss_scale=1.0, **options):
     model = Net(device).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     defaults = {"damping": 0.03, "kl_clip": 0.001, "update_freq": 100, "factor_update_freq": 2}
+    defaults["early_updates"] = False
     kfac = KFAC(model, optimizer, **(defaults | {"skip": [], "spread": False} | options))
     x, y = torch.randint(9, (8, 5), device=device), torch.randint(3, (8,), device=device)
 

@@ -23,13 +23,20 @@ def for_all(*strategies):
     return lambda test: slow(given(*strategies)(test))
 
 
-def schedules(update_freq=10, factor_update_freq=1, damping=1e-3, kl_clip=1e-3, factor_decay=0.95):
-    return Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq)
+def schedules(
+    update_freq=10,
+    factor_update_freq=1,
+    damping=1e-3,
+    kl_clip=1e-3,
+    factor_decay=0.95,
+    early_updates=False,
+):
+    return Schedules(damping, kl_clip, factor_decay, update_freq, factor_update_freq, early_updates)
 
 
-def due(count, steps, *freqs):
+def due(count, steps, *freqs, early=False):
     """By slice, the steps at which it is due."""
-    plan = schedules(*freqs)
+    plan = schedules(*freqs, early_updates=early)
     at = {step: plan.slices_due(step, count) for step in steps}
     return [[step for step in steps if i in at[step]] for i in range(count)]
 
@@ -164,6 +171,93 @@ def test_intervals_that_grow_by_hand():
     assert due(2, range(16), every, 1) == [[0, 2, 4, 8, 12], [0, 1, 3, 5, 6, 10, 14]]
 
 
+# Early updates
+
+
+@pytest.mark.parametrize(
+    ("freqs", "steps"),
+    [
+        ((100, 10), [0, 10, 20, 40, 80, 100, 200]),
+        ((500, 10), [0, 10, 20, 40, 80, 160]),
+        ((20, 10), [0, 10, *range(20, 300, 20)]),
+        ((80, 10), [0, 10, 20, 40, 80, 160, 240]),  # 80 is the end of the interval, not within it
+        ((7, 1), [0, 1, 2, 4, *range(7, 300, 7)]),
+        ((25, 10), [0, 10, 20, *range(25, 300, 25)]),
+        ((10, 10), list(range(0, 300, 10))),
+        ((50, 60), [*range(0, 300, 50)]),
+    ],
+)
+def test_early_updates_by_hand(freqs, steps):
+    assert due(1, range(300), *freqs, early=True) == [steps]
+
+
+def test_early_slices_by_hand():
+    """Parts of the first interval: 3 to 5, 6 to 11, 12 to 19. Factors at multiples of 3."""
+    assert due(4, range(41), 20, 3, early=True) == [
+        [0, 4, 7, 12, 20, 40],
+        [0, 4, 8, 14, 25],
+        [0, 5, 10, 16, 30],
+        [0, 5, 11, 18, 35],
+    ]
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS)
+def test_early_updates_change_the_first_interval_only(count, update, factor_update):
+    late = range(update, 4 * update)
+    args = (count, late, update, factor_update)
+    assert due(*args, early=True) == due(*args)
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS)
+def test_each_slice_is_due_once_in_each_part_of_the_first_interval(count, update, factor_update):
+    plan = schedules(update, factor_update, early_updates=True)
+    parts = {plan.interval(step) for step in range(update)}
+    assert sorted(step for part in parts for step in part) == list(range(update))
+    for steps in due(count, range(update), update, factor_update, early=True):
+        if update <= factor_update:
+            continue
+        each = {part.start: sum(step in part for step in steps) for part in parts}
+        assert set(each.values()) == {1}
+        assert steps[0] == 0
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS, st.integers(0, 100))
+def test_no_slice_waits_longer_than_an_interval_with_early_updates(
+    count, update, factor_update, start
+):
+    for steps in due(count, range(start, start + update), update, factor_update, early=True):
+        assert steps
+
+
+@for_all(COUNTS, NESTED)
+def test_early_slices_leave_factor_steps_alone_where_they_can(count, freqs):
+    plan = schedules(*freqs, early_updates=True)
+    for step in range(1, freqs[0]):
+        part = plan.interval(step)
+        if count > 1 and not all(map(plan.factors_due, part)) and plan.slices_due(step, count):
+            assert not plan.factors_due(step)
+
+
+def test_the_first_interval_of_a_function_is_that_of_step_0():
+    def falls(step):
+        return 100 if step < 30 else 25
+
+    def rises(step):
+        return 10 if step < 30 else 40
+
+    assert due(1, range(101), falls, 10, early=True) == [[0, 10, 20, 50, 75, 100]]
+    assert due(1, range(101), rises, 10, early=True) == [[0, 10, 20, 40, 80]]
+    assert due(1, range(101), rises, 5, early=True) == [[0, 5, 10, 20, 40, 80]]
+    # Each slice is due once in a part, also if factors are updated more often from step 7 on.
+    each = due(4, range(5, 10), 40, lambda step: 5 if step < 7 else 1, early=True)
+    assert each == [[6], [7], [8], [9]]
+    # Functions that choose single steps: 1 in a chosen step, else more than the step.
+    chosen = {0, 3, 8}
+    assert due(1, range(12), lambda step: 1 if step in chosen else step + 1, 1, early=True) == [
+        sorted(chosen)
+    ]
+
+
 # Factors
 
 
@@ -187,6 +281,7 @@ def test_numbers_and_functions_of_the_step():
         factor_decay=lambda step: 0.5 + step / 100,
         update_freq=lambda step: 10.0 * (1 + step),
         factor_update_freq=2,
+        early_updates=False,
     )
     assert plan.at(0) == Settings(1.0, None, 0.5, 10, 2)
     assert plan.at(3) == Settings(0.25, None, 0.53, 40, 2)
@@ -238,9 +333,9 @@ def test_the_limits_are_allowed():
 # Beside training
 
 
-def begun(count, steps, *freqs):
+def begun(count, steps, *freqs, early=False):
     """By slice, (the step in which it begins, the step in which it comes into use)."""
-    plan = schedules(*freqs)
+    plan = schedules(*freqs, early_updates=early)
     out = [[] for _ in range(count)]
     for step in range(steps):
         for i, use in plan.slices_to_begin(step, count).items():
@@ -262,9 +357,21 @@ def test_slices_beside_training_by_hand():
     assert begun(2, 4, 1, 1) == [[(0, 1), (2, 3), (3, 4)], [(1, 2), (2, 3), (3, 4)]]
 
 
-@for_all(COUNTS, INTERVALS, INTERVALS)
-def test_a_slice_comes_into_use_before_it_begins_again(count, update, factor_update):
+def test_early_slices_beside_training_by_hand():
+    """The parts of the first interval are 0 to 3, 4 to 7 and 8 to 15."""
+    assert begun(3, 26, 16, 4, early=True) == [
+        [(0, 1), (5, 6), (9, 11), (17, 21)],
+        [(1, 2), (6, 7), (11, 13), (22, 26)],
+        [(2, 3), (7, 8), (14, 16)],
+    ]
+    assert begun(1, 41, 40, 10, early=True) == [[(0, 1), (10, 15), (20, 30), (40, 60)]]
+    # A slice does not begin again in the steps in which others begin for the first time.
+    assert begun(2, 5, 4, 1, early=True) == [[(0, 1), (2, 3), (4, 5)], [(1, 2), (3, 4)]]
+
+
+@for_all(COUNTS, INTERVALS, INTERVALS, st.booleans())
+def test_a_slice_comes_into_use_before_it_begins_again(count, update, factor_update, early):
     """Also the first time; so no older decomposition ever replaces a newer one."""
-    for steps in begun(count, count + 5 * update, update, factor_update):
+    for steps in begun(count, count + 5 * update, update, factor_update, early=early):
         assert all(begin < use for begin, use in steps)
         assert all(use <= again for (_, use), (again, _) in pairwise(steps))

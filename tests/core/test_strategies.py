@@ -794,18 +794,22 @@ def test_a_failing_rank_fails_the_test_and_the_pool_works_again(how, words):
         assert run_ranks(2, rank_and_world) == [(0, 2), (1, 2)]
 
 
-def differing_options():
+def differing_options(values):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    update_freq = 2 if dist.get_rank() == 1 else 1
+    options = {"factor_update_freq": 1} | values[dist.get_rank()]
     try:
-        KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), update_freq=update_freq,
-             factor_update_freq=1)  # fmt: skip
+        KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
-def test_ranks_with_other_options_get_an_error_not_a_hang():
-    for said in run_ranks(2, differing_options):
+@pytest.mark.parametrize(
+    "values",
+    [({"update_freq": 1}, {"update_freq": 2}), ({}, {"early_updates": False})],
+    ids=str,
+)
+def test_ranks_with_other_options_get_an_error_not_a_hang(values):
+    for said in run_ranks(2, differing_options, values):
         assert "ranks [1] made another K-FAC plan" in said

@@ -26,6 +26,7 @@ OPTIONS = {
     "grafting": False,
     "update_freq": 2,
     "factor_update_freq": 1,
+    "early_updates": False,
     "spread": True,
 }
 STEPS, LR = 5, 0.1

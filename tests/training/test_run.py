@@ -321,7 +321,8 @@ def test_a_run_directory_of_an_old_version_is_found(tmp_path, options, old_name)
 
     If this fails because you added an option: ``_run_id_of_old_versions`` has to leave it out.
     """
-    then = ("kfac.damping=0.001", "kfac.grafting=false")  # the defaults of those versions
+    # The defaults of those versions.
+    then = ("kfac.damping=0.001", "kfac.grafting=false", "kfac.early_updates=false")
     config = config_of(tmp_path, *options, *then, base=())
     new_name = run_id(config, job="")
     assert directory_name(config, job="") == new_name != old_name

@@ -25,6 +25,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
 ORDINARY = (
     *("trainer.log_freq=100", "trainer.eval_freq=100", "trainer.max_steps=100"),
     *("kfac.update_freq=100", "kfac.factor_update_freq=2", "kfac.spread=false"),
+    "kfac.early_updates=false",
 )
 """Steps without events, evaluations and decompositions, after the first one."""
 
