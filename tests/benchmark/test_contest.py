@@ -301,7 +301,8 @@ def test_the_contest_is_what_its_issue_asks_for():
 
 
 @pytest.mark.parametrize(
-    "optimizer", quick_if(lambda name: name == "kfac", schema.load("contest").axes["optimizer"])
+    "optimizer",
+    quick_if(lambda name: name in ("kfac", "eigen_adam"), schema.load("contest").axes["optimizer"]),
 )
 def test_trials_of_the_contest_can_be_composed(optimizer):
     tuning = schema.load("contest").tuning
