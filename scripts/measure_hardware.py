@@ -5,7 +5,7 @@
 The script takes about a minute. It measures:
 
 * on one process with one thread (or on one GPU): matrix products; forward, backward and factors of
-  a ResNet-20; eigh and Cholesky,
+  a ResNet-20; eigh, Cholesky and a QR step,
 * on a CPU also the ResNet-20 on as many ranks as cores, and on twice as many,
 * all-reduce and broadcast on 2 gloo ranks.
 
@@ -33,6 +33,7 @@ import torch.multiprocessing as mp
 from kfac_bench.config import compose
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Moments
+from kfac_bench.core.kernels.linalg import orthogonal_iteration
 from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.simulate import workload
 from kfac_bench.training import environment
@@ -155,9 +156,11 @@ def crowding() -> dict[int, float]:
     return factors if full == cores else {**factors, cores: factors[full]}
 
 
-def decompositions(device: torch.device) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of eigh and of a Cholesky inverse, by size."""
-    eigen, inverse = {}, {}
+def decompositions(device: torch.device) -> dict[str, dict[int, float]]:
+    """Return the seconds of eigh, of a Cholesky inverse and of a QR step, by size."""
+    eigen: dict[int, float] = {}
+    inverse: dict[int, float] = {}
+    qr: dict[int, float] = {}
     for n in SIZES:
         x = torch.randn(n, 2 * n, device=device)
         factor = x @ x.T / (2 * n) + 0.1 * torch.eye(n, device=device)
@@ -168,7 +171,11 @@ def decompositions(device: torch.device) -> tuple[dict[int, float], dict[int, fl
             device,
             least,
         )
-    return eigen, inverse
+        basis = torch.linalg.eigh(factor).eigenvectors.contiguous()
+        qr[n] = best(
+            lambda factor=factor, basis=basis: orthogonal_iteration(factor, basis), device, least
+        )
+    return {"eigen_s": eigen, "inverse_s": inverse, "qr_s": qr}
 
 
 def _rank(rank: int, path: str, results: str) -> None:
@@ -234,9 +241,12 @@ def main() -> int:
     latency, bandwidth = messages()
     gemm = products(options.device)
     step, factor = training(options.device)
-    eigen, inverse = decompositions(options.device)
+    each = decompositions(options.device)
     link = f"{{latency_s: {latency:.3g}, bandwidth_bytes_per_s: {bandwidth:.4g}}}"
-    tables = (", ".join(f"{n}: {s:.3g}" for n, s in each.items()) for each in (eigen, inverse))
+    tables = "\n".join(
+        f"  {name}: {{{', '.join(f'{n}: {s:.3g}' for n, s in table.items())}}}  # measured"
+        for name, table in each.items()
+    )
     crowd = ""
     if options.device.type == "cpu":
         factors = ", ".join(f"{n}: {factor:.3g}" for n, factor in crowding().items())
@@ -256,8 +266,7 @@ rates:
   step_flops_per_s: {{default: {step:.4g}}}  # measured: a CIFAR ResNet-20
   factor_flops_per_s: {factor:.4g}  # measured: factors A and G of the same model
   precondition_flops_per_s: {gemm:.4g}  # measured: products of [512, 512]
-  eigen_s: {{{next(tables)}}}  # measured
-  inverse_s: {{{next(tables)}}}  # measured
+{tables}
 overlap: 0.0  # assumed: the processor that computes also sends
 {crowd}""",
         encoding="utf-8",

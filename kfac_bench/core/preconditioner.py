@@ -483,7 +483,8 @@ class KFAC:
             self._guards.see_statistics(collected, scale)
         stages += [plan.slices[i] for i in self._slices_due()]
         stages.append(plan.precondition)
-        return Request(stages, settings.damping, settings.factor_decay, collected, scale)
+        is_scaled = not isinstance(loss_scale, int | float) or loss_scale != 1
+        return Request(stages, settings.damping, settings.factor_decay, collected, scale, is_scaled)
 
     def _slices_due(self) -> Sequence[int]:
         """Return the slices that are decomposed now, or whose decompositions come into use now."""

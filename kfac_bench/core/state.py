@@ -19,7 +19,8 @@ LayersState = dict[str, dict[str, Any]]
 
 An entry of a factor has the running "factor", its "weight", and its decomposition under "eigen"
 (values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor). With
-eigen_adam a layer also has "adam": the moments "first" and "second", and their "steps". If another
+eigen_adam a layer also has "adam": the moments "first" and "second", their "steps", and how many of
+these were "skipped" because a gradient had overflowed. If another
 decomposition is not in use yet (``background=True``), it is under "pending" in the same form, with
 the "step" in which it comes into use. It has no tensors if the factor could not be decomposed.
 """
@@ -56,6 +57,7 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
                     "first": moments.first,
                     "second": moments.second,
                     "steps": moments.steps,
+                    "skipped": moments.skipped,
                 }
     return layers
 
@@ -140,8 +142,9 @@ def take(merged: LayersState, run: Executor, steps: int) -> bool:
             saved = entries["adam"]
             # Moments belong to a basis: without the saved one they start again.
             if run.store.is_decomposed(placement.layer):
-                first, second = (saved[k].to(device, copy=True) for k in ("first", "second"))
-                run.store.adam[name] = AdamMoments(first, second, int(saved["steps"]))
+                names = ("first", "second", "skipped")
+                first, second, skipped = (saved[k].to(device, copy=True) for k in names)
+                run.store.adam[name] = AdamMoments(first, second, skipped, int(saved["steps"]))
         if run.plan.method == "ekfac" and "second_moment" in entries:
             run.store.second_moments[name] = entries["second_moment"].to(device, copy=True)
     run.store.start_missing_second_moments()

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench.core import KFAC
+from kfac_bench.integrations.method_options import options_for
 from kfac_bench.integrations.whole_state import load_whole_state, whole_state
 
 try:
@@ -50,7 +51,8 @@ def attach_kfac(
             f"the optimizer is a {type(optimizer).__name__} that Accelerate has not prepared: "
             "call accelerator.prepare(model, optimizer) first"
         )
-    preconditioner = KFAC(model, optimizer.optimizer, **options).attach(accelerator.scaler)
+    keywords = options_for(optimizer.optimizer, options)
+    preconditioner = KFAC(model, optimizer.optimizer, **keywords).attach(accelerator.scaler)
     accelerator.register_for_checkpointing(_Checkpointed(preconditioner))
     return preconditioner
 

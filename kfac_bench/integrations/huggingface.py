@@ -14,6 +14,7 @@ import torch
 from kfac_bench.core import KFAC
 from kfac_bench.integrations.accelerate import check_engine
 from kfac_bench.integrations.huggingface_labels import send_labels
+from kfac_bench.integrations.method_options import options_for
 from kfac_bench.integrations.whole_state import load_whole_state, whole_state
 
 try:
@@ -74,7 +75,8 @@ class KFACCallback(TrainerCallback):
                 f"{args.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU"
             )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        preconditioner = KFAC(model, optimizer.optimizer, **self._options).attach(optimizer.scaler)
+        keywords = options_for(optimizer.optimizer, self._options)
+        preconditioner = KFAC(model, optimizer.optimizer, **keywords).attach(optimizer.scaler)
         self.preconditioner = preconditioner
         if preconditioner.fisher != "empirical":
             self._labels_hook = send_labels(model, preconditioner)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from kfac_bench.core import KFAC
+from kfac_bench.integrations.method_options import options_for
 from kfac_bench.integrations.whole_state import load_whole_state, whole_state
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
@@ -96,7 +97,8 @@ class KFACCallback(Callback):
         model = pl_module.get_submodule(self._module) if self._module else trainer.strategy.model
         assert model is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.preconditioner = KFAC(model, optimizer, **self._options).attach(scaler)
+        self.preconditioner = KFAC(model, optimizer, **options_for(optimizer, self._options))
+        self.preconditioner.attach(scaler)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Load the state, if training continues from a checkpoint."""

@@ -102,7 +102,7 @@ def _rates(content: Any, where: str) -> Rates:
         place = f"{where}: rates.{key}"
         if key == "step_flops_per_s":
             values[key] = _table(value, place)
-        elif key in ("eigen_s", "inverse_s"):
+        elif key in ("eigen_s", "inverse_s", "qr_s"):
             expected = "expected matrix sizes, and seconds for each"
             values[key] = _table(value, place, _is_size, expected)
             if not values[key]:

@@ -5,6 +5,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kfac_bench.core.planning.plan import EIGEN_ADAM
+
 DEFAULT = "default"
 
 
@@ -20,6 +22,9 @@ class Rates:
     """Seconds of the eigendecomposition of an [n, n] matrix, by n. A single n is scaled by n^3."""
     inverse_s: Mapping[int, float]
     """Seconds of the inverse of an [n, n] matrix, by n."""
+    qr_s: Mapping[int, float] | None = None
+    """Seconds of one QR step from the last eigenvectors, by n. None: ``eigen_s``, because both
+    take about 14/3 n^3 FLOPs. Then eigen_adam's decompositions may be simulated too long."""
     step_s: float = 0.0
     """Seconds of each step beside its FLOPs: input, kernel launches, Python."""
     op_s: float = 0.0
@@ -31,8 +36,10 @@ class Rates:
         return self.step_s + flops / rate
 
     def decompose(self, n: int, method: str) -> float:
-        """Return the seconds to decompose one [n, n] factor."""
-        return interpolate(self.inverse_s if method == "inverse" else self.eigen_s, n)
+        """Return the seconds to decompose one [n, n] factor; eigen_adam takes QR steps."""
+        if method == "inverse":
+            return interpolate(self.inverse_s, n)
+        return interpolate((method == EIGEN_ADAM and self.qr_s) or self.eigen_s, n)
 
 
 def interpolate(seconds: Mapping[int, float], n: int) -> float:

@@ -223,6 +223,42 @@ def test_a_resumed_run_is_the_same_bit_by_bit():
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_that_a_grad_scaler_skips_leaves_no_trace(bad):
+    """Gradients overflow in a step; the run goes on as if there had been no such step."""
+    kfac = {"update_freq": 100, "factor_update_freq": 100}
+    models = Net(), Net()
+    optimizers = []
+    for model in models:
+        optimizers.append(EigenAdam(model.parameters(), LR))
+        optimizers[-1].preconditioner = KFAC(
+            model, optimizers[-1], method="eigen_adam", kl_clip=None, grafting=False, **kfac
+        )
+    for i, number in enumerate([0, 1, bad, 2, bad, 3]):
+        for model, optimizer, is_hit in zip(models, optimizers, (True, False), strict=True):
+            is_bad = number is bad
+            if is_bad and not is_hit:
+                continue
+            x, y = batch(i if is_bad else number)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if is_bad:  # in one of two layers of one shape, which are a batch, and in another layer
+                model.blocks[0].weight.grad[0, 0] = bad
+                model.conv.bias.grad[1] = bad
+                for p in (*model.blocks[1].parameters(), *model.tall.parameters()):
+                    p.grad.fill_(bad)
+                for p in model.last.parameters():
+                    p.grad.fill_(bad)
+            optimizer.preconditioner.step(lambda: 1.0)
+            if not is_bad:
+                optimizer.step()
+    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, two)
+    saved = optimizers[0].preconditioner.state_dict()["layers"]["tall"]["adam"]
+    assert (saved["steps"], saved["skipped"].item()) == (6, 2)
+
+
 def test_layers_that_a_step_does_not_reach_keep_their_moments():
     """Two layers of one shape, of which a step reaches one, are a batch no more."""
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_bench import KFAC
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
 
@@ -33,15 +34,19 @@ def batch(step):
     return x, x[:, :3].argmax(1)
 
 
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 class Script:
     """A script with an Accelerator: 2 micro-batches per step, gradients are clipped."""
 
-    def __init__(self, scaler=None, options=OPTIONS):
+    def __init__(self, scaler=None, options=OPTIONS, make_optimizer=sgd):
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         if scaler is not None:  # Accelerate makes one on a GPU only
             self.accelerator.scaler = scaler
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = make_optimizer(model.parameters())
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if scaler is not None:  # after prepare, so that the model computes in float32
             self.accelerator.native_amp = True
@@ -133,6 +138,22 @@ def test_a_loaded_state_continues_bit_by_bit(tmp_path):
     resumed = Script()
     resumed.accelerator.load_state(tmp_path)
     assert resumed.kfac.steps == 3
+    assert_equal(resumed.train(6, 14), want)
+
+
+EIGEN = {"make_optimizer": EigenAdam, "options": {"update_freq": 2, "factor_update_freq": 1}}
+
+
+def test_eigen_adam_continues_bit_by_bit_and_needs_no_options(tmp_path):
+    script = Script(**EIGEN)
+    before = script.train(0, 6)
+    script.accelerator.save_state(tmp_path)
+    want = script.train(6, 14)
+    assert script.kfac.plan.method == "eigen_adam"
+    assert not torch.equal(before["0.weight"], want["0.weight"])
+    forget()
+    resumed = Script(**EIGEN)
+    resumed.accelerator.load_state(tmp_path)
     assert_equal(resumed.train(6, 14), want)
 
 

@@ -97,6 +97,12 @@ def test_a_batch_of_decompositions_takes_the_sum_of_their_times():
         assert op_seconds(Decompose((0,), members), method, WORK, MACHINE) == pytest.approx(
             6 * each
         )
+    op, each = Decompose((0,), members), (64 / 1024) ** 3
+    # QR steps take eigh's time where they were not measured
+    assert op_seconds(op, "eigen_adam", WORK, MACHINE) == pytest.approx(6 * 0.1 * each)
+    measured = replace(MACHINE, rates=replace(MACHINE.rates, qr_s={1024: 0.05}))
+    assert op_seconds(op, "eigen_adam", WORK, measured) == pytest.approx(6 * 0.05 * each)
+    assert op_seconds(op, "eigen", WORK, measured) == pytest.approx(6 * 0.1 * each)
     diagonal = ((LayerSpec("c", 64, 32, a_diagonal=True), "A"),)
     assert op_seconds(Decompose((0,), diagonal), "eigen", WORK, MACHINE) == 0
 
@@ -105,7 +111,7 @@ def test_a_batch_of_decompositions_takes_the_sum_of_their_times():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("method", ["eigen", "inverse", "eigen_adam"])
 def test_one_rank_takes_the_sum_of_its_ops(strategy, method):
     plan = plan_of(WORK, Variant(strategy), 1, method)
     time = step_time(WORK, 1, MACHINE, plan)

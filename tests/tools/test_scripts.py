@@ -31,8 +31,8 @@ def test_the_simulation_reads_a_measured_machine(tmp_path, monkeypatch, capsys):
     assert 1e-7 <= link.latency_s < 1
     assert 1e5 < link.bandwidth_bytes_per_s < math.inf
     assert link == found.network.inter
-    assert list(rates.eigen_s) == list(rates.inverse_s) == [16, 256]
-    for seconds in (rates.eigen_s, rates.inverse_s):
+    assert list(rates.eigen_s) == list(rates.inverse_s) == list(rates.qr_s) == [16, 256]
+    for seconds in (rates.eigen_s, rates.inverse_s, rates.qr_s):
         assert 0 < seconds[16] < seconds[256] < 10, "more work took less time"
     for rate in (rates.factor_flops_per_s, rates.step_flops_per_s["default"]):
         assert 1e6 < rate < 1e16

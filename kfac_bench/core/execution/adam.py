@@ -32,17 +32,40 @@ class AdamMoments:
     Attributes:
         first: Running mean of the rotated gradients, not debiased.
         second: Running mean of their squares, not debiased.
-        steps: Number of gradients in both.
+        skipped: How many of ``steps`` gradients were not finite, [layers * groups, 1, 1].
+        steps: Number of gradients, with those that were skipped.
     """
 
     first: Tensor
     second: Tensor
+    skipped: Tensor
     steps: int = 0
 
     @classmethod
     def start(cls, grad: Tensor) -> Self:
         """Return the moments before the first gradient."""
-        return cls(torch.zeros_like(grad), torch.zeros_like(grad))
+        return cls(
+            torch.zeros_like(grad), torch.zeros_like(grad), torch.zeros_like(grad[:, :1, :1])
+        )
+
+    def take_up(self, rotated: Tensor, rule: AdamRule) -> None:
+        """Take up gradients in the eigenbasis; the caller counts the step."""
+        beta1, beta2 = rule.betas
+        self.first.lerp_(rotated, 1 - beta1)
+        self.second.mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+
+    def take_up_finite(self, rotated: Tensor, rule: AdamRule) -> None:
+        """Take up the gradients of layers that are finite, and count the others as skipped.
+
+        A GradScaler skips the update if a gradient overflowed, but nobody knows that on the host
+        yet.
+        """
+        is_finite = rotated.sum((-2, -1), keepdim=True).isfinite()
+        before = self.first.clone(), self.second.clone()
+        self.take_up(rotated, rule)
+        for moment, old in zip((self.first, self.second), before, strict=True):
+            moment.copy_(torch.where(is_finite, moment, old))
+        self.skipped.add_(is_finite.logical_not())
 
     def change_basis(self, old: Tensor, new: Tensor, *, is_a: bool) -> None:
         """Express the first moment in a new basis of A or of G, in place.
@@ -66,6 +89,7 @@ def direction(
     rule: AdamRule,
     *,
     is_orthogonalized: bool,
+    is_scaled: bool = False,
 ) -> Tensor:
     """Return what the learning rate multiplies, [layers * groups, g_dim, a_dim].
 
@@ -83,13 +107,17 @@ def direction(
         moments: Those of these layers.
         rule: The options.
         is_orthogonalized: Whether these layers are hidden linear layers.
+        is_scaled: Whether there is a loss scale, so that gradients may have overflowed.
     """
     beta1, beta2 = rule.betas
     rotated = linalg.rotate(grad, a, g)
     first, second = moments.first, moments.second
-    first.lerp_(rotated, 1 - beta1)
-    second.mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
-    step = moments.steps + 1
+    step: int | Tensor = moments.steps + 1
+    if is_scaled:
+        moments.take_up_finite(rotated, rule)
+        step = step - moments.skipped
+    else:
+        moments.take_up(rotated, rule)
     # Debiasing the new gradient as well would double the first steps.
     old_part = beta1 / (1 - beta1**step)
     debias = (1 - beta2**step) ** -0.5

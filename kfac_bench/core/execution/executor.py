@@ -59,7 +59,9 @@ class Request:
     collected: dict[str, Collected]
     """By layer. The executor empties it: no moment stays beside the statistic made of it."""
     loss_scale: float | Tensor = 1.0
-    """What multiplied the loss before backward."""
+    """What multiplied the loss before backward; 1 in a step without statistics."""
+    is_scaled: bool = False
+    """Whether there is a loss scale, so that gradients may have overflowed."""
 
 
 @dataclass
@@ -243,7 +245,7 @@ class Executor:
                 self.solver.keep(members, self._solve(op, request.damping))
                 self.decomposed += len(members)
             case Precondition(_, specs):
-                self._precondition(specs, request.damping)
+                self._precondition(specs, request)
                 if len(op.ranks) == self.plan.world_size:  # no message shares the result
                     self.gradients.keep(specs)
             case _:
@@ -256,13 +258,15 @@ class Executor:
             made = self.solver.solve(self.solver.problem(op.members, damping))
         return made
 
-    def _precondition(self, specs: Sequence[LayerSpec], damping: float | None) -> None:
+    def _precondition(self, specs: Sequence[LayerSpec], request: Request) -> None:
         grads = self.gradients.whole
         reached = [spec for spec in specs if spec.name in grads]
         if not reached:
             return
         batch = stack([grads[spec.name] for spec in reached])
-        done = self.solver.precondition(reached, batch, damping)
+        done = self.solver.precondition(
+            reached, batch, request.damping, is_scaled=request.is_scaled
+        )
         for spec, grad in zip(
             reached, torch.split(done, [spec.groups for spec in reached]), strict=True
         ):

@@ -177,20 +177,30 @@ class Solver:
         return linalg.split_damping(means[0], means[1], damping)[FACTORS.index(factor)]
 
     def precondition(
-        self, specs: Sequence[LayerSpec], grad: Tensor, damping: float | None
+        self,
+        specs: Sequence[LayerSpec],
+        grad: Tensor,
+        damping: float | None,
+        *,
+        is_scaled: bool = False,
     ) -> Tensor:
-        """Precondition gradients of layers of one shape, [layers * groups, g_dim, a_dim]."""
+        """Precondition gradients of layers of one shape, [layers * groups, g_dim, a_dim].
+
+        ``is_scaled`` says that there is a loss scale, so that gradients may have overflowed.
+        """
         if self._method == IDENTITY:
             return grad
         if not all(map(self._store.is_decomposed, specs)):
             if len(specs) > 1:
-                return self._one_by_one(specs, grad, damping)
-            return grad if self._adam is None else self._adam_step(specs, grad, None, None)
+                return self._one_by_one(specs, grad, damping, is_scaled)
+            return (
+                grad if self._adam is None else self._adam_step(specs, grad, None, None, is_scaled)
+            )
         if self._adam is not None:
             a, g = self._store.stacked(specs)
             assert isinstance(a, AnyEigen)
             assert isinstance(g, AnyEigen)
-            return self._adam_step(specs, grad, a.basis, g.basis)
+            return self._adam_step(specs, grad, a.basis, g.basis, is_scaled)
         moments = self._store.second_moments
         has_moments = specs[0].name in moments
         layers = curvature.join(
@@ -201,22 +211,35 @@ class Solver:
         return layers.precondition(grad, damping)
 
     def _one_by_one(
-        self, specs: Sequence[LayerSpec], grad: Tensor, damping: float | None
+        self, specs: Sequence[LayerSpec], grad: Tensor, damping: float | None, is_scaled: bool
     ) -> Tensor:
         parts = torch.split(grad, [spec.groups for spec in specs])
         each = zip(specs, parts, strict=True)
-        return torch.cat([self.precondition([spec], part, damping) for spec, part in each])
+        return torch.cat(
+            [self.precondition([s], part, damping, is_scaled=is_scaled) for s, part in each]
+        )
 
     def _adam_step(
-        self, specs: Sequence[LayerSpec], grad: Tensor, a: Tensor | None, g: Tensor | None
+        self,
+        specs: Sequence[LayerSpec],
+        grad: Tensor,
+        a: Tensor | None,
+        g: Tensor | None,
+        is_scaled: bool,
     ) -> Tensor:
         """Return the direction of Adam in the eigenbasis, and count the step."""
         assert self._adam is not None
         moments = self._store.stacked_adam(specs, grad)
         if moments is None:
-            return self._one_by_one(specs, grad, None)
+            return self._one_by_one(specs, grad, None, is_scaled)
         out = adam.direction(
-            grad, a, g, moments, self._adam, is_orthogonalized=specs[0].is_orthogonalized
+            grad,
+            a,
+            g,
+            moments,
+            self._adam,
+            is_orthogonalized=specs[0].is_orthogonalized,
+            is_scaled=is_scaled,
         )
         for spec in specs:
             self._store.adam[spec.name].steps += 1

@@ -160,10 +160,12 @@ class Store:
             stack = AdamMoments(
                 torch.cat([moments.first for moments in each]),
                 torch.cat([moments.second for moments in each]),
+                torch.cat([moments.skipped for moments in each]),
             )
-            views = torch.split(stack.first, groups), torch.split(stack.second, groups)
-            for moments, first, second in zip(each, *views, strict=True):
-                moments.first, moments.second = first, second
+            parts = (stack.first, stack.second, stack.skipped)
+            views = zip(*(torch.split(x, groups) for x in parts), strict=True)
+            for moments, (first, second, skipped) in zip(each, views, strict=True):
+                moments.first, moments.second, moments.skipped = first, second, skipped
             self._adam_stacks[names] = stack
         stack = self._adam_stacks[names]
         stack.steps = each[0].steps
