@@ -84,13 +84,15 @@ def plan_for(
     return plan
 
 
-def orthogonalize_hidden(layers: Sequence[Layer], steps: int) -> None:
+def orthogonalize_hidden(layers: Sequence[Layer], steps: int, *, has_output: bool) -> None:
     """Mark linear layers between hidden units: all but the last layer of the model.
 
     The output layer of Muon's users is not orthogonalized either. A vocabulary head that is not the
     last one has a diagonal G.
+
+    ``has_output`` is false on a pipeline stage that is not the last one: its last layer is hidden.
     """
-    for layer in layers[:-1]:
+    for layer in layers[:-1] if has_output else layers:
         if layer.is_linear and not layer.spec.g_diagonal:
             layer.spec = replace(layer.spec, orthogonal_steps=steps)
 

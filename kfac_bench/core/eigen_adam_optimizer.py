@@ -7,11 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.adam import AdamRule
 
 ORTHOGONALIZE = ("linear", "none")
+
+_COVERED = WeakTensorKeyDictionary()
+"""The parameters that get their direction from some KFAC.
+
+Horovod and DeepSpeed step a copy of the optimizer, so this cannot be an attribute.
+"""
 
 
 class EigenAdam(AdamW):
@@ -70,12 +77,17 @@ class EigenAdam(AdamW):
         self.rule = AdamRule(
             betas, eps, orthogonal_scale, orthogonal_steps, has_qr_steps=decomposition == "qr"
         )
-        self._covered: set[Tensor] | None = None
+        self._covered: list[Tensor] = []
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def cover(self, params: Iterable[Tensor] | None) -> None:
         """Note which parameters get their direction from KFAC; None: no KFAC any more."""
-        self._covered = None if params is None else set(params)
+        for p in self._covered:
+            if p in _COVERED:
+                del _COVERED[p]
+        self._covered = list(params or ())
+        for p in self._covered:
+            _COVERED[p] = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -84,7 +96,7 @@ class EigenAdam(AdamW):
         Raises:
             RuntimeError: There is no KFAC that covers the parameters.
         """
-        if self._covered is None:
+        if not any(p in _COVERED for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "EigenAdam has no KFAC: build KFAC(model, optimizer, method='eigen_adam', "
                 "kl_clip=None, grafting=False), or both with kfac_bench.eigen_adam(model)"
@@ -95,7 +107,7 @@ class EigenAdam(AdamW):
                 loss = closure()
         covered: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
-            with_grad = [p for p in group["params"] if p.grad is not None and p in self._covered]
+            with_grad = [p for p in group["params"] if p.grad is not None and p in _COVERED]
             if not with_grad:
                 continue
             # A model with tensor parallelism has DTensors and tensors, which are no one list.

@@ -277,7 +277,12 @@ class KFAC:
             self._model, skip, layer_types=layer_types, max_dim=max_dim
         )
         if adam is not None and adam.orthogonalize == "linear":
-            construction.orthogonalize_hidden(self._layers, adam.rule.orthogonal_steps)
+            has_output = model_parallel is None or (
+                model_parallel.rank == model_parallel.world_size - 1
+            )
+            construction.orthogonalize_hidden(
+                self._layers, adam.rule.orthogonal_steps, has_output=has_output
+            )
         world_size = self.collective.world_size
         validation.check_background(background=background, overlap=overlap, spread=spread)
         validation.check_layers(

@@ -25,7 +25,7 @@ from tests.support.training import (
     make_kfac,
     my_part,
     one_process,
-    sgd,
+    optimizer_of,
     tiny_model,
 )
 
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.ranks
 MICRO_BATCHES = 4
 
 
-def train_stage(data_parallel, schedule, strategy, dtype=None):
+def train_stage(data_parallel, schedule, strategy, dtype=None, method="eigen", cut=5):
     """This rank's stage of two, beside one process; the clip factors."""
     mesh = init_device_mesh("cpu", (data_parallel, 2), mesh_dim_names=("dp", "pp"))
     rank, stages = mesh.get_local_rank("pp"), mesh.get_group("pp")
     layers = list(tiny_model())  # the second stage has the most work
-    mine = nn.Sequential(*(layers[:5], layers[5:])[rank])
+    mine = nn.Sequential(*(layers[:cut], layers[cut:])[rank])
     collective, model = SingleProcess(), mine
     if data_parallel > 1:
         group = mesh.get_group("dp")
@@ -47,17 +47,18 @@ def train_stage(data_parallel, schedule, strategy, dtype=None):
             TorchCollective(group),
             DistributedDataParallel(mine, process_group=group),
         )
-    optimizer = sgd(mine)
+    options = {"spread": False, "method": method}
+    optimizer = optimizer_of(mine, options)
     kfac = make_kfac(
         mine,
         optimizer,
-        {"strategy": strategy, "spread": False},
+        options | {"strategy": strategy},
         collective=collective,
         model_parallel=TorchCollective(stages),
     )
     size = 32 // data_parallel // MICRO_BATCHES
     shapes = [torch.empty(size, 1, 6, 6)] + [
-        torch.empty(size, n, dtype=dtype, requires_grad=True) for n in (12, 3)
+        torch.empty(size, n, dtype=dtype, requires_grad=True) for n in ({5: 12, 6: 4}[cut], 3)
     ]
     stage = PipelineStage(
         model,
@@ -69,11 +70,11 @@ def train_stage(data_parallel, schedule, strategy, dtype=None):
         group=stages,
     )
     pipeline = schedule(stage, MICRO_BATCHES, loss_fn=F.cross_entropy)
-    first = 0 if rank == 0 else len(list(nn.Sequential(*layers[:5]).parameters()))
+    first = 0 if rank == 0 else len(list(nn.Sequential(*layers[:cut]).parameters()))
     own = slice(first, first + len(list(mine.parameters())))
     nus = []
-    options = (("spread", False),)
-    for step, (grads, weights, after) in enumerate(one_process(tiny_model, batch, options)):
+    want = one_process(tiny_model, batch, tuple(options.items()))
+    for step, (grads, weights, after) in enumerate(want):
         x, y = my_part(*batch(step), rank=mesh.get_local_rank("dp"), world=data_parallel)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -99,6 +100,11 @@ def test_two_stages_equal_one_process(schedule):
     first, second = run_ranks(2, train_stage, 1, schedule, "comm_opt")
     assert first == second
     assert all(0 < nu < 0.9 for nu in first), "the clip is not at work"
+
+
+def test_two_stages_of_eigen_adam_equal_one_process():
+    """The last layer of the first stage is a hidden one, whose update is orthogonalized."""
+    run_ranks(2, train_stage, 1, ScheduleGPipe, "comm_opt", None, "eigen_adam", 6)
 
 
 @pytest.mark.supports("pipeline", "bf16 autocast")

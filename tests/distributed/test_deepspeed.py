@@ -35,6 +35,7 @@ from tests.support.training import (
     make_kfac,
     my_part,
     one_process,
+    optimizer_of,
     sgd,
     sha256,
     tiny_model,
@@ -77,7 +78,7 @@ def equal_on_rank(stage, strategy, options, parts):
     """Compare with one process, and return the hash of all bits."""
     with deepspeed_here(stage) as backend:
         model = tiny_model()
-        optimizer = sgd(model)
+        optimizer = optimizer_of(model, options)
         kfac = make_kfac(
             model, optimizer, options, strategy=strategy, collective=backend.collective()
         )
@@ -115,6 +116,12 @@ def check_equal(world, *args):
 def test_training_equals_one_process(stage, strategy, method):
     options = {"method": method, "spread": False}
     check_equal(4 if strategy == "hybrid_opt" else 2, stage, strategy, options, 1)
+
+
+@pytest.mark.slow
+def test_eigen_adam_without_zero_equals_one_process():
+    """Other stages are refused: tests/training/test_optimizers.py."""
+    check_equal(2, 0, "mem_opt", {"method": "eigen_adam", "spread": False}, 1)
 
 
 @pytest.mark.supports("deepspeed zero {stage}", "gradient accumulation")

@@ -33,6 +33,7 @@ from tests.support.training import (
     make_kfac,
     my_part,
     one_process,
+    optimizer_of,
     sentences,
     sgd,
     sha256,
@@ -47,7 +48,8 @@ pytestmark = [
         reason="Horovod is not installed: make install-horovod",
     ),
 ]
-METHODS = ["eigen", slow("inverse")]
+METHODS = ["eigen", slow("inverse"), slow("eigen_adam")]
+HALF_METHODS = METHODS[:2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +68,7 @@ def prepare(make_model, **options):
 
 def with_kfac(make_model, backend, options):
     model = make_model()
-    optimizer = sgd(model)
+    optimizer = optimizer_of(model, options)
     return model, make_kfac(model, optimizer, options, collective=backend.collective()), optimizer
 
 
@@ -152,7 +154,7 @@ def test_every_kind_of_layer_equals_one_process(strategy, method):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HALF_METHODS)
 def test_messages_in_half_precision_are_close(method, dtype):
     """One process keeps its state in half precision too, so only rounding differs."""
     equal(2, "comm_opt", "mem_opt", method=method, state_dtype=dtype, damping=0.3, tolerance=0.1)
