@@ -13,8 +13,8 @@ KFAC_DEFAULTS: dict[str, Any] = {
     "method": EIGEN_ADAM,
     "kl_clip": None,
     "grafting": False,
-    "update_freq": 20,
-    "factor_update_freq": 20,
+    "update_freq": 40,
+    "factor_update_freq": 40,
     "factor_decay": 0.8,
     "skip": ["Norm"],
 }

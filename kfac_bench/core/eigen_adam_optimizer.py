@@ -32,13 +32,16 @@ class EigenAdam(AdamW):
     Args:
         params: Parameters or parameter groups, as for every optimizer of torch. ``lr`` and
             ``weight_decay`` may differ between groups.
-        lr: Learning rate. The size of an update is that of AdamW's with the same rate.
+        lr: Learning rate. Start with the rate that you use for AdamW.
         betas: Decay of the running means of the gradient and of its square.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
         orthogonalize: Which layers get orthogonalized updates, as in Muon (Jordan et al. 2024).
             ``linear`` (default): linear layers but the last one. ``none``: no layer.
-        orthogonal_scale: Root mean square of the entries of an orthogonalized update at lr=1.
+        scale: Factor of Adam's direction in the eigenbasis. Steps in the eigenbasis may be longer
+            than those of AdamW; docs/eigen_adam.md shows how the default was chosen.
+        orthogonal_scale: Root mean square of the entries of an orthogonalized update at lr=1, if
+            all its singular values are 1.
         orthogonal_steps: Newton-Schulz steps.
         decomposition: How eigenvectors are updated. ``qr`` (default): one QR step from the last
             eigenvectors, after the first ``eigh``. ``eigh``: always ``eigh``.
@@ -59,7 +62,8 @@ class EigenAdam(AdamW):
         weight_decay: float = 0.0,
         *,
         orthogonalize: str = "linear",
-        orthogonal_scale: float = 0.5,
+        scale: float = 3.0,
+        orthogonal_scale: float = 1.0,
         orthogonal_steps: int = 3,
         decomposition: str = "qr",
     ) -> None:
@@ -69,13 +73,19 @@ class EigenAdam(AdamW):
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
-        if not orthogonal_scale > 0:
-            raise ValueError(f"orthogonal_scale={orthogonal_scale}: must be above 0")
+        for name, number in (("scale", scale), ("orthogonal_scale", orthogonal_scale)):
+            if not number > 0:
+                raise ValueError(f"{name}={number}: must be above 0")
         if orthogonal_steps < 1:
             raise ValueError(f"orthogonal_steps={orthogonal_steps}: must be at least 1")
         self.orthogonalize = orthogonalize
         self.rule = AdamRule(
-            betas, eps, orthogonal_scale, orthogonal_steps, has_qr_steps=decomposition == "qr"
+            betas,
+            eps,
+            scale,
+            orthogonal_scale,
+            orthogonal_steps,
+            has_qr_steps=decomposition == "qr",
         )
         self._covered: list[Tensor] = []
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

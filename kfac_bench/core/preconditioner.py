@@ -31,7 +31,7 @@ from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
 from kfac_bench.core.planning.ops import Decompose
 from kfac_bench.core.planning.plan import Stage
-from kfac_bench.core.schedule import Schedule, Schedules, Settings
+from kfac_bench.core.schedule import Doubling, Schedule, Schedules, Settings
 
 
 class KFAC:
@@ -120,7 +120,8 @@ class KFAC:
               gradients in the eigenbasis (George et al. 2018). They change at each factor update.
             * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and KL clip; only
               with the optimizer :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build
-              both with :func:`kfac_bench.eigen_adam`.
+              both with :func:`kfac_bench.eigen_adam`. The first intervals are shorter: with
+              ``update_freq=40``, decompositions are due at steps 5, 10, 20, 40, 80 and so on.
             * ``identity``: a control for experiments. A and G are identities, so only the KL clip
               remains.
         damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).
@@ -268,6 +269,12 @@ class KFAC:
         )
         self.fisher = fisher
         self.collective = collective or default_collective()
+        if adam is not None:
+            # The eigenbasis changes most in the first steps.
+            update_freq, factor_update_freq = (
+                every if callable(every) else Doubling(every)
+                for every in (update_freq, factor_update_freq)
+            )
         self._schedules = Schedules(
             damping, kl_clip, factor_decay, update_freq, factor_update_freq, early_updates
         )

@@ -127,6 +127,25 @@ class Schedules:
         return int(interval)
 
 
+@dataclass(frozen=True)
+class Doubling:
+    """An interval that grows: the first ones are an eighth, an eighth, a quarter and a half of it.
+
+    With an interval of 40 steps, something is due at steps 0, 5, 10, 20, 40, 80, 120 and so on.
+    """
+
+    interval: float
+
+    def __call__(self, step: int) -> float:
+        """Return the interval at ``step``."""
+        if not 1 <= self.interval < math.inf or self.interval != int(self.interval):
+            return self.interval  # Schedules refuses this value
+        now = int(self.interval)
+        while now > self.interval // 8 and step < now:
+            now //= 2
+        return max(1, now)
+
+
 FIRST_STEPS = 5
 """Steps in which all slices begin beside training for the first time."""
 

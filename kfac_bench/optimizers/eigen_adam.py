@@ -29,8 +29,9 @@ class EigenAdamConfig(MomentsConfig):
         RESULT,
         choices=("linear", "none"),
     )
+    scale: float = option(3.0, "factor of Adam's direction in the eigenbasis", RESULT, above=0)
     orthogonal_scale: float = option(
-        0.5, "root mean square of an orthogonalized update at lr=1", RESULT, above=0
+        1.0, "root mean square of an orthogonalized update at lr=1", RESULT, above=0
     )
     orthogonal_steps: int = option(3, "Newton-Schulz steps", RESULT, at_least=1)
     decomposition: str = option(
@@ -48,6 +49,7 @@ class EigenAdamConfig(MomentsConfig):
             groups,
             **self.settings(),
             orthogonalize=self.orthogonalize,
+            scale=self.scale,
             orthogonal_scale=self.orthogonal_scale,
             orthogonal_steps=self.orthogonal_steps,
             decomposition=self.decomposition,

@@ -19,7 +19,8 @@ class AdamRule:
 
     betas: tuple[float, float] = (0.8, 0.95)
     eps: float = 1e-8
-    orthogonal_scale: float = 0.5
+    scale: float = 3.0
+    orthogonal_scale: float = 1.0
     orthogonal_steps: int = 3
     has_qr_steps: bool = True
     """Whether eigenvectors are updated by one QR step, after the first eigh."""
@@ -68,9 +69,11 @@ class AdamMoments:
         self.skipped.add_(is_finite.logical_not())
 
     def change_basis(self, old: Tensor, new: Tensor, *, is_a: bool) -> None:
-        """Express the first moment in a new basis of A or of G, in place.
+        """Express both moments in a new basis of A or of G, in place.
 
-        The second moment stays, as in SOAP (Vyas et al. 2024): squares have no exact rotation.
+        The first moment M becomes M C, with the change of basis C = old^T new (for G: C^T M). The
+        second moment V becomes V (C * C), with elementwise squares: exactly so if the entries of
+        the gradient are uncorrelated in the old basis. SOAP keeps V as it is (Vyas et al. 2024).
 
         Args:
             old: The eigenvectors so far, [groups, n, n].
@@ -79,6 +82,9 @@ class AdamMoments:
         """
         change = old.mT @ new
         self.first.copy_(self.first @ change if is_a else change.mT @ self.first)
+        # The mean of a square in the new basis, if entries in the old basis are uncorrelated.
+        squares = change.square()
+        self.second.copy_(self.second @ squares if is_a else squares.mT @ self.second)
 
 
 def direction(
@@ -96,9 +102,9 @@ def direction(
     The tensors of ``moments`` take up the gradients; the caller counts the step.
 
     R = G^T grad A is the gradient in the eigenbasis. With Nesterov's momentum, only the old part of
-    the first moment is debiased; then D = U / (sqrt(V) + eps), and the result is G D A^T. If
-    ``is_orthogonalized``, the singular values of D are moved towards 1, and D is multiplied by
-    ``orthogonal_scale * sqrt(max(g_dim, a_dim))``, so that its entries are of Adam's size.
+    the first moment is debiased; then D = U / (sqrt(V) + eps), and the result is ``scale`` times
+    G D A^T. If ``is_orthogonalized``, the singular values of D are moved towards 1 instead, and D
+    is multiplied by ``orthogonal_scale * sqrt(max(g_dim, a_dim))``.
 
     Args:
         grad: The gradients.
@@ -123,7 +129,13 @@ def direction(
     debias = (1 - beta2**step) ** -0.5
     update = (first * old_part).add_(rotated, alpha=1 - beta1)
     update.div_(second.sqrt().mul_(debias).add_(rule.eps))
-    if is_orthogonalized:
-        scale = rule.orthogonal_scale * max(grad.shape[-2:]) ** 0.5
-        update = linalg.orthogonalize(update, rule.orthogonal_steps).mul_(scale)
-    return linalg.rotate(update, None if a is None else a.mT, None if g is None else g.mT)
+    back_a, back_g = None if a is None else a.mT, None if g is None else g.mT
+    if not is_orthogonalized:
+        return linalg.rotate(update.mul_(rule.scale), back_a, back_g)
+    # P acts on the smaller side, so it joins the rotation of that side.
+    scale = rule.orthogonal_scale * max(grad.shape[-2:]) ** 0.5
+    if grad.shape[-2] <= grad.shape[-1]:
+        p = linalg.orthogonalizer(update @ update.mT, rule.orthogonal_steps).mul_(scale)
+        return linalg.rotate(update, back_a, p if g is None else p.mT @ g.mT)
+    p = linalg.orthogonalizer(update.mT @ update, rule.orthogonal_steps).mul_(scale)
+    return linalg.rotate(update, p if a is None else p @ a.mT, back_g)

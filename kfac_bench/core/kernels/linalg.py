@@ -209,22 +209,29 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's Newton-Schulz polynomial (Jordan et al. 2024)."""
 
 
-def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """Return x [batch, m, n] with its singular values moved towards 1.
+def orthogonalizer(gram: Tensor, steps: int) -> Tensor:
+    """Return P [batch, s, s]: P x is x with its singular values moved towards 1.
 
-    Each Newton-Schulz step replaces X by a X + b (X X^T) X + c (X X^T)^2 X, from X = x / ||x||, and
-    with the coefficients of Muon (Jordan et al. 2024). After five steps, singular values that are
-    not tiny lie between about 0.7 and 1.2. An x of zeros stays zero.
+    A Newton-Schulz step replaces X by p(X X^T) X with p(G) = a I + b G + c G^2, from X = x / ||x||,
+    and with the coefficients of Muon (Jordan et al. 2024). All these polynomials are of one matrix,
+    so P is found from x x^T alone, in matrices of the smaller side of x. After five steps, singular
+    values of P x that are not tiny lie between about 0.7 and 1.2.
+
+    Args:
+        gram: x x^T, [batch, s, s]. For x of zeros, P x is zero.
+        steps: Newton-Schulz steps, at least 1.
     """
     a, b, c = QUINTIC
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    x = x / x.square().sum((-2, -1), keepdim=True).sqrt_().add_(torch.finfo(x.dtype).tiny)
-    for _ in range(steps):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
+    square = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] + torch.finfo(gram.dtype).tiny
+    gram, product = gram / square, None
+    for step in range(steps):
+        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        p.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = p if product is None else p @ product
+        if step < steps - 1:
+            gram = p @ gram @ p
+    assert product is not None
+    return product * square.rsqrt()
 
 
 def precondition_eigen(

@@ -101,8 +101,8 @@ def flops(
       to a tridiagonal matrix), an inverse by Cholesky d^3. A diagonal takes nothing. A QR step of
       eigen_adam takes as many as eigh: 2 d^3 for a product and 8/3 d^3 for QR and its Q.
     * Preconditioning takes four products (eq. 11-13), or two with inverses (eq. 10).
-    * A Newton-Schulz step takes 4 s^2 l + 2 s^3, where s is the smaller side of the gradient and l
-      the larger one.
+    * An orthogonalized update takes 2 s^2 l for X X^T and 8 s^3 per Newton-Schulz step, less 4 s^3
+      in all; s is the smaller side of the gradient, l the larger one.
     * A second moment of EKFAC rotates the rows and multiplies them, as a weight gradient does.
 
     Args:
@@ -136,9 +136,12 @@ def _two_sided_product(spec: LayerSpec) -> float:
 
 
 def _newton_schulz(spec: LayerSpec) -> float:
-    """Return the FLOPs of orthogonalizing the gradient: per step X X^T, its square, times X."""
+    """Return the FLOPs of :func:`.linalg.orthogonalizer`, with X X^T and a product with a basis."""
+    if not spec.is_orthogonalized:
+        return 0.0
     small, large = sorted((spec.g_dim, spec.a_dim))
-    return spec.groups * spec.orthogonal_steps * (4.0 * small**2 * large + 2.0 * small**3)
+    cubes = 8 * spec.orthogonal_steps - 4  # the first step needs no product of polynomials
+    return spec.groups * (2.0 * small**2 * large + cubes * small**3)
 
 
 @dataclass(slots=True)
