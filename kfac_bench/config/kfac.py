@@ -66,7 +66,7 @@ class KFACConfig(Section):
     factor_update_freq: int = option(10, "steps between factor updates", RESULT, at_least=1)
     early_updates: bool = option(
         True,
-        "before step update_freq, also decompose at factor_update_freq times 1, 2, 4, 8 and so on",
+        "before step update_freq, also decompose at 1, 2, 4 and 8 tenths of it",
         RESULT,
         original=False,
     )

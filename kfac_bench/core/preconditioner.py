@@ -120,8 +120,9 @@ class KFAC:
               gradients in the eigenbasis (George et al. 2018). They change at each factor update.
             * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and KL clip; only
               with the optimizer :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build
-              both with :func:`kfac_bench.eigen_adam`. The first intervals are shorter: with
-              ``update_freq=40``, decompositions are due at steps 5, 10, 20, 40, 80 and so on.
+              both with :func:`kfac_bench.eigen_adam`. With ``early_updates`` the first intervals
+              are shorter: with ``update_freq=40``, statistics and decompositions are due at steps
+              5, 10, 20, 40, 80 and so on.
             * ``identity``: a control for experiments. A and G are identities, so only the KL clip
               remains.
         damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).
@@ -150,10 +151,11 @@ class KFAC:
         factor_update_freq: A schedule: steps between two updates of A and G (default 10).
             ``update_freq`` should be a multiple of it.
         early_updates: Whether to decompose more often before step ``update_freq``: additionally at
-            ``factor_update_freq`` times 1, 2, 4, 8 and so on, that is at steps 10, 20, 40 and 80 by
-            default. With slices (see ``spread``) each slice follows within the steps until the
-            next of these. Default True. The first decomposition has seen one batch only. In a
-            model whose head starts at zero, that batch says nothing about the other layers.
+            1, 2, 4 and 8 tenths of it, that is at steps 10, 20, 40 and 80 by default, rounded up
+            to a step that updates factors. With slices (see ``spread``) each slice follows within
+            the steps until the next of these. Default True. The first decomposition has seen one
+            batch only. In a model whose head starts at zero, that batch says nothing about the
+            other layers.
         spread: Whether to decompose in slices, at different steps of an interval, so that no
             single step is long. Each factor is still decomposed every ``update_freq`` steps.
             False decomposes everything in one step, as the papers do; ranks then share the work.
@@ -269,7 +271,7 @@ class KFAC:
         )
         self.fisher = fisher
         self.collective = collective or default_collective()
-        if adam is not None:
+        if adam is not None and early_updates:
             # The eigenbasis changes most in the first steps.
             update_freq, factor_update_freq = (
                 every if callable(every) else Doubling(every)

@@ -76,14 +76,17 @@ class Schedules:
         """Return the steps of the interval that ``step`` lies in; each slice is due once in it.
 
         An interval has ``update_freq`` steps. With ``early_updates`` the first interval is divided.
-        The parts begin at 0 and at ``factor_update_freq`` times 1, 2, 4, 8 and so on: at steps 10,
-        20, 40 and 80 if factors are updated every 10 steps and decomposed every 100.
+        The parts begin at 0 and at 1, 2, 4 and 8 tenths of ``update_freq``, rounded up to a step
+        that updates factors: at steps 10, 20, 40 and 80 if factors are updated every 10 steps and
+        decomposed every 100.
         """
         if not self._is_early(step):
             update_freq = self._freq("update_freq", step)
             start = step - step % update_freq
             return range(start, start + update_freq)
-        start, end = 0, self._freq("factor_update_freq", 0)
+        factor_update_freq = self._freq("factor_update_freq", 0)
+        tenth = self._freq("update_freq", 0) / 10
+        start, end = 0, factor_update_freq * math.ceil(tenth / factor_update_freq)
         while end <= step:
             start, end = end, 2 * end
         return range(start, min(end, self._freq("update_freq", 0)))

@@ -1,0 +1,116 @@
+"""Steps to a target by learning rate, for AdamW and EigenAdam: the table of docs/eigen_adam.md.
+
+    python benchmarks/rates.py [--tasks NAME,...] [--seeds 0,1,2]
+
+The tasks are the seven small ones of ``benchmarks/develop_tasks.py``. Rates are constant, all other
+options are the defaults. The target of a task is written in :data:`TARGETS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+# A file that is started directly does not find its package.
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import defaults, tables
+from benchmarks.develop_tasks import TASKS
+from kfac_bench import eigen_adam
+
+RATES = (0.001, 0.003, 0.01)
+
+
+@dataclass(frozen=True)
+class Target:
+    """When a run ends: at the first evaluation that reaches ``metric``, or after ``steps``."""
+
+    metric: float
+    batch_size: int
+    steps: int
+    every: int
+    """Steps between evaluations."""
+
+
+TARGETS = {
+    "digits MLP": Target(0.0923, 64, 300, 10),
+    "digits conv net": Target(0.0548, 64, 300, 10),
+    "digits autoencoder": Target(0.6, 449, 1000, 10),
+    "digits ResNet-8": Target(0.12, 256, 150, 5),
+    "pictures U-Net": Target(3.98, 64, 300, 5),
+    "pydoc transformer": Target(2.2, 32, 500, 10),
+    "digits VAE": Target(22.84, 64, 1000, 50),
+}
+"""Those of docs/defaults.md for AdamW after all steps, or of the embedded benchmark."""
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, float], Optimizer]] = {
+    "AdamW": lambda model, rate: AdamW(model.parameters(), rate),
+    "EigenAdam": eigen_adam,
+}
+
+
+def train(name: str, optimizer: str, rate: float, seed: int) -> tuple[float, float]:
+    """Return the steps to the target, infinite if missed, and the CPU seconds of a step."""
+    target = TARGETS[name]
+    task = replace(TASKS[name], batch_size=target.batch_size, steps=target.steps)
+    data = task.data()
+    torch.manual_seed(seed)
+    model, objective = task.model(), task.objective()
+    stepper, seconds = OPTIMIZERS[optimizer](model, rate), 0.0
+    batches = defaults._batches(data, task, seed)
+    for step in range(1, target.steps + 1):
+        batch = data.prepare(next(batches))
+        start = time.process_time()
+        stepper.zero_grad()
+        objective.forward(model, batch)[0].backward()  # type: ignore[attr-defined]
+        stepper.step()
+        seconds += time.process_time() - start
+        if step % target.every == 0:
+            metric = defaults._evaluate(model, data, objective, task.metric)
+            if metric <= target.metric:
+                return step, seconds / step
+            if not math.isfinite(metric):
+                break
+    return math.inf, seconds / step
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--tasks", default=",".join(TARGETS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parsed = parser.parse_args(arguments)
+    unknown = [name for name in parsed.tasks.split(",") if name not in TARGETS]
+    if unknown:
+        print(f"rates.py: unknown task {unknown[0]!r}: choose from {', '.join(TARGETS)}")
+        return 2
+    torch.set_num_threads(1)
+    rows = []
+    for name in parsed.tasks.split(","):
+        for optimizer in OPTIMIZERS:
+            cells, step_s = [], []
+            for rate in RATES:
+                runs = [train(name, optimizer, rate, int(s)) for s in parsed.seeds.split(",")]
+                median = statistics.median(steps for steps, _ in runs)
+                cells.append("missed" if math.isinf(median) else f"{median:g}")
+                step_s += [seconds for _, seconds in runs]
+            rows.append([name, optimizer, *cells, f"{1e3 * statistics.median(step_s):.2f}"])
+            print(*rows[-1], file=sys.stderr, flush=True)
+    header = ["task", "optimizer", *(f"rate {rate:g}" for rate in RATES), "ms per step"]
+    print(tables.table(header, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
