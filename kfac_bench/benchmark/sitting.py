@@ -10,7 +10,6 @@ with an empty folder.
 """
 
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -194,6 +193,7 @@ def _name(runs_dir: Path) -> str:
             return name
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from None
-    name = f"{datetime.now(UTC):%Y%m%dT%H%M}-{secrets.token_hex(2)}"
+    # Names sort by time: the sitting that a task began with sets the scale of the later ones.
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%S-%f}"
     write_text(path, name + "\n", make_folder=True)
     return name

@@ -143,7 +143,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fra
     [
         ([], "command"),
         (["lst"], "choose from"),
-        (["run", "no_such"], "no such benchmark; choose one of demo"),
+        (["run", "no_such"], "no such benchmark; choose one of contest, demo"),
         (["run", "demo", "--seeds", "x"], "--seeds: 'x' is not a whole number"),
         (["run", "demo", "--seeds", "0", "kfac.dampign=1"], "did you mean damping?"),
         (["report", "demo", "--retry", "profile=smoke"], "unrecognized arguments: --retry"),
