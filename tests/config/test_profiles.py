@@ -13,7 +13,7 @@ from kfac_bench.errors import UsageError
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if
 
-FLAT = ("digits", "embedded", "lgg")
+FLAT = ("digits", "embedded", "heldout", "lgg")
 """Folders of conf/experiment/ whose files are experiments, not profiles of one experiment."""
 ROWS = sorted({p.parent.name for p in (compose.CONF_DIR / "experiment").glob("*/*.yaml")} - {*FLAT})
 

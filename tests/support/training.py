@@ -120,11 +120,13 @@ def optimizer_of(model, options):
     """The optimizer of K-FAC's method: EigenAdam or SGD.
 
     Adam divides rounding errors by their own size where a gradient is 0, as along the classes'
-    sum. The large eps keeps the updates of several ranks comparable with those of one process.
+    sum. The large eps and the small scale keep the updates of several ranks comparable with those
+    of one process: longer steps amplify the rounding of the steps before.
     """
     if options.get("method") != "eigen_adam":
         return sgd(model)
-    return EigenAdam(model.parameters(), lr=0.05, eps=1e-2, weight_decay=0.1)
+    scales = {"scale": 1.0, "orthogonal_scale": 0.5}
+    return EigenAdam(model.parameters(), lr=0.05, eps=1e-2, weight_decay=0.1, **scales)
 
 
 def loss_of(model, x, y):
