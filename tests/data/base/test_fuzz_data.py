@@ -52,6 +52,7 @@ def test_intact_images_are_read(kind):
     assert reading.load(OneImage(IMAGES[kind]), 0, 8).shape == (3, 8, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @fuzz(150)
 @given(data=st.data())

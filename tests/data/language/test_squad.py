@@ -367,6 +367,7 @@ def test_metrics_use_the_best_answer_over_all_windows(root, data):
     assert len(texts) == len(data.eval_questions)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_metrics_are_the_same_if_two_ranks_share_a_question(root, data):
     numbers = [[int(n) for b in data.evaluate(3, Shard(r, 2)) for n in b[2]] for r in range(2)]
@@ -423,6 +424,7 @@ def test_the_loss_is_the_mean_of_both_ends():
 # ---- demo ----
 
 
+@pytest.mark.slow
 def test_the_demo_has_correct_answers_about_the_documentation(tmp_path):
     demo_squad.make(tmp_path)
     counts, faults = squad.scan(tmp_path)
