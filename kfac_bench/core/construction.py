@@ -85,12 +85,16 @@ def plan_for(
 
 
 def orthogonalize_hidden(layers: Sequence[Layer], steps: int, *, has_output: bool) -> None:
-    """Mark linear layers between hidden units: all but the last layer of the model.
+    """Mark the hidden linear layers, whose updates method eigen_adam orthogonalizes.
 
-    The output layer of Muon's users is not orthogonalized either. A vocabulary head that is not the
-    last one has a diagonal G.
+    The last layer of the model counts as its output layer. Muon leaves the output layer out as well
+    (Jordan et al. 2024). A layer whose G is a diagonal is a large vocabulary head, so it is left
+    out, too.
 
-    ``has_output`` is false on a pipeline stage that is not the last one: its last layer is hidden.
+    Args:
+        layers: The covered layers of this process, in the order of the model.
+        steps: Newton-Schulz steps.
+        has_output: False on a pipeline stage that is not the last one: its last layer is hidden.
     """
     for layer in layers[:-1] if has_output else layers:
         if layer.is_linear and not layer.spec.g_diagonal:
