@@ -50,7 +50,7 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
     """Return the finished runs of the table.
 
     Raises:
-        UsageError: There are none.
+        UsageError: The store has no finished run of the table.
     """
     runs: dict[str, dict[str, list[PackedRun]]] = {}
     for task in tasks_of(benchmark):

@@ -161,7 +161,8 @@ class Benchmark:
     held_out: list[str] = field(default_factory=list)
     """Values of the axis ``task`` that no optimizer in ``frozen`` meets before its commit."""
     frozen: dict[str, str] = field(default_factory=dict)
-    """By optimizer, the commit that froze its rule and its defaults; "": not frozen yet."""
+    """By optimizer, the commit that froze its rule and its defaults. An empty text means: not
+    yet."""
     baseline: list[str] = field(default_factory=list)
     """Overrides of the run that each sitting repeats, with the axis ``task`` filled in. The run has
     a fixed number of steps and no target, so that its seconds tell how fast the machine is."""

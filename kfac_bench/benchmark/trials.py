@@ -74,7 +74,7 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """What is to be run, and in which turn of the optimizers."""
+    """A trial that is to be run, and in which turn of the optimizers."""
 
     kind: str
     point: Mapping[str, str]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, say
 from kfac_bench.cli.suite_command import add_sitting_options
 from kfac_bench.record.text_file import write_text
+
+if TYPE_CHECKING:
+    from kfac_bench.benchmark.schema import Benchmark
+    from kfac_bench.benchmark.sitting import Sitting
 
 
 def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -47,7 +52,8 @@ def add_contest(commands: argparse._SubParsersAction[Parser]) -> None:
     command.set_defaults(run_command=_contest)
 
 
-def _tune(options: argparse.Namespace) -> int:
+def _tuning_sitting(options: argparse.Namespace) -> tuple[Benchmark, str, Sitting]:
+    """Return the benchmark, the folder of its trials, and the sitting that a command opens."""
     from kfac_bench.benchmark import schema, tune
     from kfac_bench.benchmark.sitting import open_sitting
 
@@ -56,20 +62,22 @@ def _tune(options: argparse.Namespace) -> int:
     runs_dir = options.runs_dir or f"runs/{name}_tuning"
     tune.check(benchmark, options.out)
     sitting = open_sitting(name, benchmark, "tuning", runs_dir, say, results, minutes)
+    return benchmark, runs_dir, sitting
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from kfac_bench.benchmark import tune
+
+    benchmark, runs_dir, sitting = _tuning_sitting(options)
     tune.tune(benchmark, runs_dir, options.out, say, options.only, sitting)
     return 0
 
 
 def _self_tune(options: argparse.Namespace) -> int:
-    from kfac_bench.benchmark import schema, self_tune, tune
-    from kfac_bench.benchmark.sitting import open_sitting
+    from kfac_bench.benchmark import self_tune
 
-    name, results, minutes = options.benchmark, options.results, options.minutes
-    benchmark = schema.load(name)
-    runs_dir = options.runs_dir or f"runs/{name}_tuning"
-    tune.check(benchmark, options.out)
-    sitting = open_sitting(name, benchmark, "tuning", runs_dir, say, results, minutes)
-    self_tune.self_tune(name, benchmark, runs_dir, options.out, say, sitting)
+    benchmark, runs_dir, sitting = _tuning_sitting(options)
+    self_tune.self_tune(options.benchmark, benchmark, runs_dir, options.out, say, sitting)
     return 0
 
 

@@ -15,8 +15,10 @@ from kfac_bench import config
 from kfac_bench.config import KFACConfig, TrainConfig, compose, registry, roles
 from kfac_bench.config.options import Role
 from kfac_bench.core import KFAC, validation
+from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
 from kfac_bench.core.capture import fisher
 from kfac_bench.core.damping import LevenbergMarquardt
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.kernels import conventions
 from kfac_bench.core.layers import coverage
 from kfac_bench.training import build, update
@@ -191,3 +193,13 @@ def test_to_yaml_keeps_text_as_it_is(text):
     data = dataclasses.replace(DEFAULT.data, root=text)
     read_back = yaml.safe_load(compose.to_yaml(dataclasses.replace(DEFAULT, data=data)))
     assert read_back["data"]["root"] == text
+
+
+def test_the_harness_and_eigen_adam_have_the_same_options():
+    """``optimizer=eigen_adam`` and ``kfac_bench.eigen_adam(model)`` train in the same way."""
+    chosen = compose.load(["optimizer=eigen_adam"])
+    assert {name: getattr(chosen.kfac, name) for name in KFAC_DEFAULTS} == KFAC_DEFAULTS
+    built = EigenAdam([torch.nn.Parameter(torch.zeros(2, 2))])
+    harness = chosen.optimizer.build([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}], None)
+    assert (built.rule, built.orthogonalize) == (harness.rule, harness.orthogonalize)
+    assert built.defaults["lr"] == harness.defaults["lr"]

@@ -17,12 +17,12 @@ from kfac_bench.core.kernels import linalg
 class AdamRule:
     """The options of the rule; :class:`.EigenAdam` documents each of them."""
 
-    betas: tuple[float, float] = (0.8, 0.95)
-    eps: float = 1e-8
-    scale: float = 3.0
-    orthogonal_scale: float = 1.0
-    orthogonal_steps: int = 3
-    has_qr_steps: bool = True
+    betas: tuple[float, float]
+    eps: float
+    scale: float
+    orthogonal_scale: float
+    orthogonal_steps: int
+    has_qr_steps: bool
     """Whether eigenvectors are updated by one QR step, after the first eigh."""
 
 

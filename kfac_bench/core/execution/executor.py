@@ -59,7 +59,8 @@ class Request:
     collected: dict[str, Collected]
     """By layer. The executor empties it: no moment stays beside the statistic made of it."""
     loss_scale: float | Tensor = 1.0
-    """What multiplied the loss before backward; 1 in a step without statistics."""
+    """The factor by which the loss was multiplied before backward. It is 1 in a step without
+    statistics."""
     is_scaled: bool = False
     """Whether there is a loss scale, so that gradients may have overflowed."""
 

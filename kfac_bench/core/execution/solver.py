@@ -36,7 +36,8 @@ class Problem:
     dampings: tuple[Tensor, ...]
     """By factor: what the inverse method adds to it, [groups]. Empty for other methods."""
     bases: tuple[Tensor, ...]
-    """By factor: the eigenvectors so far, [groups, n, n], for one QR step. Empty for eigh."""
+    """By factor: the present eigenvectors, [groups, n, n], from which a QR step starts. There are
+    none if eigh is due."""
     is_diagonal: bool
 
     def singles(self) -> Iterator["Problem"]:

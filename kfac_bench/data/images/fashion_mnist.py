@@ -22,7 +22,7 @@ SIDE = 28
 MOST = 60_000
 """Images of the published training set. No file may have more."""
 MEAN, STD = 0.2860, 0.3530
-"""Of the pixels of the 60,000 training images, in [0, 1]."""
+"""Mean and standard deviation of the pixels, in [0, 1], of the 60,000 training images."""
 CLASSES = (
     "T-shirt/top",
     "trouser",

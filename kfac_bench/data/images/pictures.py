@@ -33,7 +33,7 @@ EVAL_SIZE = 256
 CLASSES = tuple(sorted((*TRAIN, *HELD_OUT)))
 """The pictures in the order of the labels of a classification."""
 HELD_OUT_SHARE = 4
-"""Of the patches to classify, one of so many is held out."""
+"""One patch of this many is held out for the evaluation of a classification."""
 MEAN, STD = 0.5, 0.25
 """About the mean and deviation of the pixels in [0, 1]. A model sees (pixel - MEAN) / STD."""
 
