@@ -57,7 +57,7 @@ def test_sigterm_from_the_parent_ends_a_worker(reading):
     _, worker = reading
     # The DataLoader does this to a worker that hangs.
     os.kill(worker.pid, signal.SIGTERM)
-    worker.join(20)
+    worker.join(60)
     assert worker.exitcode == 0
 
 

@@ -56,7 +56,7 @@ def on_terminal(script: str, columns: int = 100, **changes: str) -> tuple[str, i
             break
         output += part
     os.close(master)
-    return output.decode(), process.wait(timeout=30)
+    return output.decode(), process.wait(timeout=60)
 
 
 def in_pipe(script: str, **changes: str) -> list[str]:
@@ -151,7 +151,7 @@ def test_closed_pipe_does_not_stop_training():
     process.stdout.close()
     assert process.stderr.read().startswith(b"x\n")  # it went on to the end
     process.stderr.close()
-    process.wait(timeout=30)
+    process.wait(timeout=60)
 
 
 def test_the_time_left_does_not_count_the_steps_before_the_first_line():

@@ -66,7 +66,7 @@ def inspect(directory: Path, *options: str) -> str:
     """Return what `wandb leet inspect` reads in the only log below the directory."""
     (log,) = directory.glob("wandb/offline-run-*/*.wandb")
     command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, str(log)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -198,7 +198,7 @@ def test_the_same_run_id_continues_the_same_wandb_run(tmp_path, capfd):
     command = [str(Path(sys.executable).parent / "wandb"), "sync", "--dry-run", "wandb"]
     environment = {k: v for k, v in os.environ.items() if k != "WANDB_SILENT"}
     dry = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert "Would sync 2 run(s)" in dry.stdout + dry.stderr
 

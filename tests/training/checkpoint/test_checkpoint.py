@@ -446,7 +446,7 @@ def saved_on_ranks(rank_of_failure, stage, directory):
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(8)
+    thread.join(60)
     assert outcome, "this rank hangs after another rank failed"
     return outcome[0]
 
