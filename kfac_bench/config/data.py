@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import PLACE, RESULT, Section, option
+from kfac_bench.config.options import PLACE, RECORD, RESULT, Section, option
 from kfac_bench.config.registry import DATASETS
 
 
@@ -47,6 +47,13 @@ class DataConfig(Section):
         "what a damaged or missing file does: fatal: ends the run; skip: its examples are left out",
         RESULT,
         choices=("fatal", "skip"),
+    )
+    changed: str = option(
+        "refuse",
+        "what a run does that continues on data that changed since its checkpoint: refuse: it "
+        "ends; accept: it continues and records the change",
+        RECORD,
+        choices=("refuse", "accept"),
     )
 
     def build(self, task: str) -> Any:

@@ -35,7 +35,8 @@ class RunStarted(Event):
     """First event of a run: its complete configuration and its environment.
 
     ``metric`` is the name of the validation metric that a target is about. ``payload_bytes`` is
-    the size of K-FAC's messages each time that a stage runs, by stage and kind of op.
+    the size of K-FAC's messages each time that a stage runs, by stage and kind of op. ``data`` is
+    the fingerprint of the data: by split the number of examples and a hash.
     """
 
     run_id: str
@@ -44,6 +45,7 @@ class RunStarted(Event):
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     payload_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,17 @@ class Resumed(Event):
     """The run continues from a checkpoint of ``step``: earlier events after that step are void."""
 
     checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataChanged(Event):
+    """The run continues on other data than those of its checkpoint (``data.changed=accept``).
+
+    ``difference`` says in words how the data differ. ``data`` is the new fingerprint.
+    """
+
+    difference: str
+    data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +188,7 @@ EVENTS: dict[str, type[Event]] = {
     for cls in (
         RunStarted,
         Resumed,
+        DataChanged,
         Trained,
         Evaluated,
         SampleSkipped,

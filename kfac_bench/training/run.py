@@ -24,6 +24,7 @@ from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.record.events import (
+    DataChanged,
     EventLog,
     JsonlSink,
     RunEnded,
@@ -34,7 +35,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.progress import progress
 from kfac_bench.record.sinks.console import ConsoleSink
-from kfac_bench.training import build, checkpoint, environment, weights
+from kfac_bench.training import build, checkpoint, environment, same_data, weights
 from kfac_bench.training.blueprint import Blueprint
 from kfac_bench.training.checkpoint import Checkpoint
 from kfac_bench.training.run_directory import RunDirectory
@@ -276,6 +277,9 @@ def _start(
     own = saved is not None and saved.path.is_relative_to(directory.path)
     for line in bad:
         trainer.say(f"{line}; an older one is used, if there is one")
+    changed = ranks.together(
+        lambda: same_data.check(config, trainer, saved, is_own=own) if ranks.is_main else None
+    )
     if not own:
         task = trainer.task
         trainer.log.emit(
@@ -288,6 +292,7 @@ def _start(
                 config=asdict(config),
                 environment=about,
                 payload_bytes=_payload_bytes(trainer),
+                data=trainer.fingerprint,
             )
         )
     trainer.report_faults()
@@ -300,6 +305,10 @@ def _start(
             raise UsageError(
                 f"resume: {saved.path} does not hold the state of a run ({error!r})"
             ) from None
+    if changed is not None:
+        trainer.log.emit(
+            DataChanged(trainer.step, trainer.clock.train_s(), changed, trainer.fingerprint)
+        )
 
 
 def _payload_bytes(trainer: Trainer) -> dict[str, dict[str, int]]:

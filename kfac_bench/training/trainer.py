@@ -18,6 +18,7 @@ from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.data.base.batch import Batch, channels_last, to_device
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.fingerprint import Fingerprint
 from kfac_bench.data.base.order import mixed_seed
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import RunFailedError
@@ -73,6 +74,8 @@ class Trainer:
     """Number of updates so far. If a loss was not finite: of updates before this loss."""
     loss: float = math.nan
     """Mean loss over all ranks, of the newest step whose outcome has been read."""
+    fingerprint: Fingerprint = field(default_factory=dict)
+    """What identifies the data, on rank 0 only; each checkpoint holds it."""
     clock: Clock = field(init=False)
     stop: Stop = field(default_factory=Stop)
 
@@ -399,6 +402,8 @@ class Trainer:
                 raise RunFailedError(f"a weight is not finite after step {self.step}")
             self.ranks.share_buffers(self._bare)
             shard = self._state.shard(self.clock.train_s(), self._owes_evaluation)
+            if self.ranks.is_main:
+                shard["data"] = self.fingerprint
             self._saving.start(self.step, shard)
 
     def _finish_saving(self) -> None:

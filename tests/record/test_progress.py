@@ -135,6 +135,7 @@ def test_a_run_names_what_may_take_long(tmp_path, monkeypatch):
     assert names == [
         "reading the data and building the model",
         "opening the log",
+        "comparing the data with those of the checkpoint",
         "training",
         "evaluation",
         "K-FAC decomposes its factors",

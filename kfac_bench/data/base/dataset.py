@@ -1,7 +1,7 @@
 """The interface of every dataset: `Data`, and how to show its images: `Looks`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.order import Shard, train_indices
 from kfac_bench.data.base.unreadable import Faults
+
+SPLITS = ("train", "eval")
 
 
 class Data(ABC):
@@ -82,6 +84,15 @@ class Data(ABC):
         uint8 pixels moves a quarter of the bytes of float32 pixels. The default changes nothing.
         """
         return batch
+
+    def contents(self, split: str) -> Iterable[bytes]:
+        """Yield bytes that identify the examples of a split, for the fingerprint of the data.
+
+        `split` is one of SPLITS. The bytes are cheap to get and the same wherever the dataset lies:
+        names and sizes of files, or an index. The default has no bytes, so that a run that
+        continues compares only the numbers of examples.
+        """
+        return ()
 
 
 @dataclass(frozen=True)

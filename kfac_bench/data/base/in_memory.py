@@ -1,12 +1,13 @@
 """Datasets that fit in memory: `InMemory` for tensors of any kind, `LabelledImages` for images."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import UNKNOWN, Data, Looks
+from kfac_bench.data.base.fingerprint import of_tensors
 from kfac_bench.data.base.normalize import Normalize
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults
@@ -70,6 +71,10 @@ class InMemory(Data):
     def prepare(self, batch: Batch) -> Batch:
         """Make the inputs and targets of the model; see `Data.prepare`."""
         return batch if self._prepare is None else self._prepare(batch)
+
+    def contents(self, split: str) -> Iterable[bytes]:
+        """Yield the integers of the tensors; see `Data.contents`."""
+        return of_tensors(self._train if split == "train" else self._evaluation)
 
 
 def _rows(tensors: Sequence[Tensor], indices: Tensor) -> Batch:

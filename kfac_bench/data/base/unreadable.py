@@ -43,7 +43,10 @@ class Faults:
     def add(self, fault: Unreadable) -> None:
         """Record a fault. Without `skip`, raise UsageError with the name of the file."""
         if not self.skip:
-            raise UsageError(f"{fault.path} cannot be read: {fault.reason}")
+            raise UsageError(
+                f"{fault.path} cannot be read: {fault.reason}. Repair the file and continue with "
+                "data.changed=accept, or leave bad files out with data.on_error=skip"
+            )
         self.left_out += 1
         if fault.path not in self._known:
             self._known.add(fault.path)

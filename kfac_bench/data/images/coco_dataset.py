@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data, Looks
+from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
@@ -175,6 +176,16 @@ class COCO(Data):
         indices = eval_indices(self.eval_size, shard.world_size, shard)
         samples = _EvaluationSamples(self.truth)
         return load_batches(samples, indices, self._workers, ([], []), self.faults, _lists)
+
+    def contents(self, split: str) -> Iterator[bytes]:
+        """Yield names and sizes of the images, and boxes and areas; see `Data.contents`."""
+        images: Sequence[CocoImage] = self._train if split == "train" else self.truth
+        yield from of_files([image.path for image in images], images[0].path.parent)
+        yield "\n".join(self.looks.classes).encode()
+        for image in images:
+            # Not the polygons: they are long, and another mask has another area.
+            objects = [(x.bbox, x.label, x.area, x.crowd) for x in image.instances]
+            yield repr((image.id, image.height, image.width, objects)).encode()
 
 
 def _lists(samples: list[Any]) -> Batch:

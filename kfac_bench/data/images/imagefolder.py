@@ -1,11 +1,13 @@
 """Folders of JPEG files in the layout of ImageNet."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torchvision.datasets import ImageFolder
 
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import reading
 from kfac_bench.errors import UsageError
@@ -39,6 +41,10 @@ class Folder:
     def read(self, index: int) -> bytes:
         """Return the content of an image file."""
         return Path(self.paths[index]).read_bytes()
+
+    def contents(self) -> Iterable[bytes]:
+        """Yield names and sizes of the files. The name of a file's folder is its class."""
+        return of_files(self.paths, self.root)
 
 
 def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "fatal") -> Data:

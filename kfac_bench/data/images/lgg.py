@@ -8,7 +8,7 @@ slices `<volume>_<number>.tif` (three MR sequences as channels). Each slice has 
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
@@ -220,6 +221,13 @@ class LGG(Data):
         """Yield this rank's (images, masks, volumes); see `Data.evaluate`."""
         indices = eval_indices(self.eval_size, batch_size, shard)
         return self._batches(_Slices(self._evaluation, self.shape[1]), indices)
+
+    def contents(self, split: str) -> Iterable[bytes]:
+        """Yield names and sizes of slices and masks; see `Data.contents`."""
+        volumes = self._train if split == "train" else self._evaluation
+        paths = [path for volume in volumes for pair in volume.slices for path in pair]
+        # All volumes are in one folder.
+        return of_files(paths, paths[0].parent.parent)
 
     def _batches(self, samples: "_Slices", indices: Iterator[Tensor]) -> Iterator[Batch]:
         images, volumes = torch.empty(0, *self.shape), torch.empty(0, dtype=torch.int64)

@@ -5,7 +5,7 @@ Worker processes read, decode, crop and flip the images. Batches are uint8 until
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -61,6 +61,10 @@ class Source(Protocol):
         """Return the encoded image, or raise OSError."""
         ...
 
+    def contents(self) -> Iterable[bytes]:
+        """Yield bytes that identify the images and labels; see `Data.contents`."""
+        ...
+
 
 class ImageData(Data):
     """A dataset of photographs: uint8 images [n, 3, size, size] and int64 labels [n].
@@ -112,6 +116,10 @@ class ImageData(Data):
     def prepare(self, batch: Batch) -> Batch:
         """Normalize the images."""
         return self._normalize(batch[0]), *batch[1:]
+
+    def contents(self, split: str) -> Iterable[bytes]:
+        """Yield what identifies the images and labels; see `Data.contents`."""
+        return (self._train if split == "train" else self._evaluation).contents()
 
     def _batches(self, samples: "_Samples", indices: Iterator[Tensor]) -> Iterator[Batch]:
         images = torch.empty(0, *self.shape, dtype=torch.uint8)

@@ -54,6 +54,14 @@ class TarShards:
             content: bytes = file.read(int(self._sizes[index]))
             return content
 
+    def contents(self) -> Iterator[bytes]:
+        """Yield the names of the shards, and the key, size and label of each image."""
+        for path in self.paths:
+            yield f"{path.name}\n".encode()
+        yield "\n".join(self._keys).encode()
+        for numbers in (self._shards, self._sizes, self.labels):
+            yield np.asarray(numbers, np.int64).tobytes()
+
 
 def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "fatal") -> Data:
     """Open the shards in `root`; see `reading.ImageData` and `tar_index.read_index`.

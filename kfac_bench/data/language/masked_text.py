@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,12 @@ class Text(Data):
         """Yield this rank's evaluation batches; see `Data.evaluate`."""
         indices = eval_indices(self.eval_size, batch_size, shard)
         return self._batches(_MaskedSamples(*self._open, "eval", _EVALUATION), indices)
+
+    def contents(self, split: str) -> Iterable[bytes]:
+        """Yield the hashes of the vocabulary and the shards; see `Data.contents`."""
+        manifest = self._open[1]
+        shards = manifest.splits[split]
+        return (x.encode() for x in (manifest.vocabulary_sha256, *(s.sha256 for s in shards)))
 
     def _batches(self, samples: _MaskedSamples, indices: Iterator[Tensor]) -> Iterator[Batch]:
         ids = torch.empty(0, *self.shape, dtype=torch.int64)

@@ -220,6 +220,16 @@ class Squad(Data):
         indices = eval_indices(self.eval_size, batch_size, shard)
         return load_batches(self._evaluation, indices, self._workers, self._empty, self.faults)
 
+    def contents(self, split: str) -> Iterator[bytes]:
+        """Yield the windows, and questions and contexts as tokens; see `Data.contents`."""
+        source = (self._train if split == "train" else self._evaluation).windows
+        for window in source.windows:
+            yield f"{window.number} {window.start} {window.stop}\n".encode()
+        for question in source.questions:
+            yield repr((question.span, question.question.answers)).encode()
+            yield question.asked.tobytes()
+            yield question.context.tobytes()
+
     @property
     def _empty(self) -> Batch:
         ids = torch.empty(0, *self.shape, dtype=torch.int64)

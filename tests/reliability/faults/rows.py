@@ -146,6 +146,7 @@ def _corrupt(case: Case) -> None:
     path, content = _spoil(case)
     case.start()
     path.write_bytes(content)
+    case.more += ("data.changed=accept",)
 
 
 def _corrupt_skipped(case: Case) -> None:
