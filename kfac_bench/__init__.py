@@ -1,17 +1,19 @@
 """Distributed K-FAC for PyTorch, with a training harness and a benchmark suite.
 
-``from kfac_bench import KFAC`` gives the preconditioner. It is loaded on first use, so that
-``import kfac_bench`` stays fast and needs no torch.
+``from kfac_bench import KFAC`` gives the preconditioner, ``Problem`` describes your own problem
+for ``kfac-train problem=FILE``. Both are loaded on first use, so that ``import kfac_bench`` stays
+fast and needs no torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kfac_bench.core import KFAC, eigen_adam
+    from kfac_bench.problem import Problem
 
 __version__ = "0.1.0"
 
-__all__ = ["KFAC", "__version__", "eigen_adam"]
+__all__ = ["KFAC", "Problem", "__version__", "eigen_adam"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from kfac_bench.core import eigen_adam
 
         return eigen_adam
+    if name == "Problem":
+        from kfac_bench.problem import Problem
+
+        return Problem
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

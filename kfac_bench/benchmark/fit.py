@@ -56,7 +56,7 @@ def saved_bytes(config: TrainConfig, examples: int) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs: Any = getattr(model, "outline", model)(inputs)
+        outputs: Any = blueprint.output(model, inputs)
     del outputs
     return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)
 

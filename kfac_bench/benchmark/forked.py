@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kfac_bench.config import compose
+from kfac_bench.config import compose, problem_file
 from kfac_bench.errors import UsageError
 
 PRELOAD = (
@@ -25,13 +25,14 @@ PRELOAD = (
 def train(overrides: Sequence[str]) -> tuple[int, str]:
     """Train with the overrides; return the exit code of ``kfac-train`` and its last printed line.
 
-    A code below 0 is the number of the signal that killed the process.
+    A code below 0 is the number of the signal that killed the process. A problem file that
+    the user's command line has named runs again in the process.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
-        arguments = (list(overrides), str(output), {**os.environ})
+        arguments = (list(overrides), str(output), {**os.environ}, problem_file.paths())
         process = context.Process(target=_train, args=arguments)
         process.start()
         process.join()
@@ -40,7 +41,9 @@ def train(overrides: Sequence[str]) -> tuple[int, str]:
     return process.exitcode, lines[-1] if lines else "no output"
 
 
-def _train(overrides: list[str], output: str, environment: dict[str, str]) -> None:
+def _train(
+    overrides: list[str], output: str, environment: dict[str, str], problems: list[str]
+) -> None:
     """Train in the fork, with standard output and standard error in the file ``output``."""
     os.environ.clear()
     os.environ.update(environment)
@@ -52,6 +55,7 @@ def _train(overrides: list[str], output: str, environment: dict[str, str]) -> No
     from kfac_bench.training import run  # Only the server imports torch, not the caller.
 
     try:
+        problem_file.run_named([f"{problem_file.WORD}{path}" for path in problems])
         code = run.start(compose.load(overrides))
     except UsageError as error:
         print(error, flush=True)  # noqa: T201

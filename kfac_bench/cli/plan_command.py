@@ -8,7 +8,8 @@ from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.config.command_options import split_words, whole_number
 
 PLAN_USAGE = """\
-usage: kfac-plan [world_size=N] [out=FILE.json] [GROUP=NAME | OPTION=VALUE]... [--layers]
+usage: kfac-plan [world_size=N] [out=FILE.json] [problem=FILE] [GROUP=NAME | OPTION=VALUE]...
+                 [--layers]
 
 Print what K-FAC costs each of N ranks: memory, FLOPs, messages and bytes. The command needs no GPU,
 no data and no other ranks, only shapes. All other options are those of kfac-train (kfac-train
@@ -60,8 +61,9 @@ def _print_plan(
     overrides: list[str], options: argparse.Namespace, world_size: int, out: str
 ) -> int:
     # A mistake in the options is reported before the imports below, which load torch.
-    from kfac_bench.config import compose
+    from kfac_bench.config import compose, problem_file
 
+    problem_file.run_named(overrides)
     config = compose.load(overrides, options.config_dir)
     from kfac_bench.simulate import plan_report
     from kfac_bench.training import dry_run
@@ -80,6 +82,7 @@ def _print_plan(
 
 
 def _simulate(arguments: list[str]) -> int:
+    from kfac_bench.config import problem_file
     from kfac_bench.simulate import simulate_options
 
     options = _parser("kfac-plan simulate").parse_args(arguments)
@@ -87,5 +90,6 @@ def _simulate(arguments: list[str]) -> int:
         print(simulate_options.USAGE, end="")
         return 0
     check_config_dir(options.config_dir)
+    problem_file.run_named(options.words)
     print("\n".join(simulate_options.simulate(options.words, options.config_dir)))
     return 0

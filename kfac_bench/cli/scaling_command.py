@@ -19,8 +19,10 @@ def add_scaling(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _scaling(options: argparse.Namespace) -> int:
     from kfac_bench.benchmark.scaling import scaling_options
+    from kfac_bench.config import problem_file
 
     if options.help:
         print(scaling_options.USAGE, end="")
         return 0
+    problem_file.run_named(options.words)
     return scaling_options.scaling(options.words, say)

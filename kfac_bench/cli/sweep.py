@@ -24,7 +24,7 @@ def run(overrides: list[str], config_dir: Path | None, train: Callable[[Any], in
 
     from kfac_bench.config import compose
 
-    overrides = compose.with_profile(overrides, config_dir)
+    overrides = compose.expanded(overrides, config_dir)
     codes: list[int] = []
 
     @hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="train")

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from kfac_bench.config import TrainConfig
 
 TRAIN_USAGE = """\
-usage: kfac-train [GROUP=NAME | OPTION=VALUE]... [--config-dir DIR] [--cfg job] [--multirun]
+usage: kfac-train [problem=FILE] [GROUP=NAME | OPTION=VALUE]... [--config-dir DIR] [--cfg job] [-m]
 
 Train a model, with K-FAC or without. Every option has a default that needs no data on disk.
 
   kfac-train model=resnet50 kfac.update_freq=500
   kfac-train model=resnet20 data=cifar10 data.root=DIR kfac=layer_wise trainer.target=0.92
+  kfac-train problem=my_problem.py optimizer=adam kfac=none    (your own model and data)
   kfac-train experiment=digits/autoencoder_kfac seed=1
   kfac-train experiment=kaisa_unet_lgg profile=smoke           (smoke|one_gpu|paper)
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (two ranks)
@@ -50,12 +51,13 @@ def train(arguments: list[str]) -> int:
 
         print(__version__)
         return 0
-    from kfac_bench.config import compose
+    from kfac_bench.config import compose, problem_file
 
     check_config_dir(options.config_dir)
     if options.help:
         print(TRAIN_USAGE + compose.describe_options(options.config_dir))
         return 0
+    problem_file.run_named(options.overrides)
     if options.multirun and options.cfg:
         raise UsageError("--cfg prints one configuration: use it without --multirun")
     if options.multirun:
@@ -64,7 +66,8 @@ def train(arguments: list[str]) -> int:
     if options.cfg:
         print(compose.shown(config), end="")
         return 0
-    names_data = any(o.startswith(("data=", "experiment=")) for o in options.overrides)
+    data_words = ("data=", "experiment=", problem_file.WORD)
+    names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
     return train_one(config)

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench.config import profiles
+from kfac_bench.config import problem_file, profiles
 from kfac_bench.config.checks import check
 from kfac_bench.config.compose_errors import HYDRA_ERRORS, did_you_mean, usage_error, with_key
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
@@ -31,13 +31,13 @@ __all__ = [
     "GROUPS",
     "HYDRA_ERRORS",
     "describe_options",
+    "expanded",
     "from_composed",
     "load",
     "options_of",
     "shown",
     "to_yaml",
     "usage_error",
-    "with_profile",
 ]
 
 
@@ -81,7 +81,7 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     Raises:
         UsageError: With one line, whatever is wrong.
     """
-    overrides = with_profile(overrides, config_dir)
+    overrides = expanded(overrides, config_dir)
     search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
     GlobalHydra.instance().clear()
     try:
@@ -92,9 +92,12 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     return from_composed(composed)
 
 
-def with_profile(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """Resolve ``profile=`` to options that Hydra knows; see :mod:`kfac_bench.config.profiles`."""
-    return profiles.apply(overrides, folders(config_dir))
+def expanded(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
+    """Replace ``profile=`` and ``problem=`` by options that Hydra knows.
+
+    See :mod:`kfac_bench.config.profiles` and :mod:`kfac_bench.config.problem_file`.
+    """
+    return profiles.apply(problem_file.expand(overrides), folders(config_dir))
 
 
 def from_composed(composed: DictConfig) -> TrainConfig:

@@ -28,3 +28,20 @@ class TaskConfig(Section):
             data: The :class:`kfac_bench.data.base.dataset.Data` that is trained on.
         """
         raise NotImplementedError
+
+    def output(self, model: Any, inputs: Any) -> Any:
+        """Return the output of the model, from which a dry run counts work.
+
+        Args:
+            model: The network, on torch's meta device.
+            inputs: What ``DataConfig.example_inputs`` returns.
+        """
+        # A detector's forward depends on values; its outline does the same work without them.
+        return getattr(model, "outline", model)(inputs)
+
+    def try_out(self, model: Any, data: Any) -> None:
+        """Try one batch before a run begins. By default nothing is tried.
+
+        Raises:
+            UsageError: The model, the data and the loss do not fit.
+        """

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.config import problem_file
 from kfac_bench.config.options import RESULT
 from kfac_bench.config.roles import declared, original_results
 from kfac_bench.errors import UsageError
@@ -191,7 +192,10 @@ def _name(run: Run, section: str) -> str:
 
 
 def _task_label(run: Run) -> str:
-    label = f"{_name(run, 'data')} {_name(run, 'model')}, {plain(run.started.metric)}"
+    trained = f"{_name(run, 'data')} {_name(run, 'model')}"
+    if isinstance(file := option(run.started.config, "data", "file"), str):
+        trained = problem_file.title(file)
+    label = f"{trained}, {plain(run.started.metric)}"
     goal = target(run)
     if goal is None:
         return label

@@ -33,6 +33,10 @@ class Blueprint:
     """Number of classes that a dry run assumes."""
     example_inputs: Callable[[int], Any]
     """What the model takes for so many examples of that shape, on torch's default device."""
+    output: Callable[[nn.Module, Any], Any]
+    """The output of the model for example inputs; see ``TaskConfig.output``."""
+    try_out: Callable[[nn.Module, Data], None]
+    """Tries one batch before a run begins; see ``TaskConfig.try_out``."""
     likelihood: str
     """Distribution that the output of the model stands for; see ``TaskConfig.likelihood``."""
 
@@ -48,6 +52,8 @@ class Blueprint:
             shape=shape,
             num_classes=num_classes,
             example_inputs=config.data.example_inputs,
+            output=config.task.output,
+            try_out=config.task.try_out,
             likelihood=config.task.likelihood,
         )
 

@@ -6,7 +6,7 @@ allocates no weights, reads no data and starts no ranks.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,7 +89,8 @@ def trace(config: TrainConfig, world_size: int = 1, blueprint: Blueprint | None 
         # With its hooks, the work of K-FAC would count as forward and backward.
         kfac.detach()
         report = kfac.report()
-    step = _step(model, inputs, [] if report is None else report.layers)
+    layers = [] if report is None else report.layers
+    step = _step(model, partial(blueprint.output, model, inputs), layers)
     seeds = _seeds(config, blueprint.likelihood, step.outputs)
     reduced = step.samples if config.kfac.weight_sharing == "reduce" else None
 
@@ -154,7 +155,7 @@ class _Step:
     """Samples times shared positions of each layer."""
 
 
-def _step(model: nn.Module, inputs: Any, layers: Sequence[Layer]) -> _Step:
+def _step(model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[Layer]) -> _Step:
     """Take one training step, and count what the covered layers see in it."""
     samples: Counter[str] = Counter()
     rows: Counter[str] = Counter()
@@ -181,8 +182,7 @@ def _step(model: nn.Module, inputs: Any, layers: Sequence[Layer]) -> _Step:
     # Forward hooks run in order, so the hooks that leave a context come last.
     handles += context_hooks(layers, lambda: True)
     with FlopCounterMode(display=False) as forward:
-        # A detector's forward depends on values; its outline does the same work without them.
-        made = getattr(model, "outline", model)(inputs)
+        made = forward_pass()
         outputs = made if isinstance(made, tuple) else (made,)
         total = sum((x.sum() for x in outputs), torch.zeros((), device="meta"))
     with FlopCounterMode(display=False) as to_layers:

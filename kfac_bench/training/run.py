@@ -146,6 +146,7 @@ def _data_and_model(
     model = model.to(ranks.device)
     if config.trainer.channels_last:
         model.to(memory_format=torch.channels_last)
+    blueprint.try_out(model, data)
     least = least_part(data.train_size, config.trainer, ranks.world_size)
     build.check_batch_norm(model, config.model, least)
     return data, model, notes

@@ -20,9 +20,10 @@ from typing import IO, Any
 
 from omegaconf import OmegaConf
 
-from kfac_bench.config import TrainConfig, compose, options
+from kfac_bench.config import TrainConfig, compose, options, problem_file
 from kfac_bench.config.options import RECORD, RESULT
 from kfac_bench.config.roles import declared
+from kfac_bench.data.problem import ProblemDataConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
 
@@ -81,8 +82,10 @@ def _hashed_name(config: TrainConfig, content: dict[str, Any], job: str | None) 
     content["job"] = os.environ.get("SLURM_JOB_ID", "") if job is None else job
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     kfac = config.kfac.strategy if config.kfac.enabled else "none"
-    parts = (config.data.name, config.model.name, config.optimizer.name, f"kfac_{kfac}", digest)
-    return "-".join(parts)
+    trained = [config.data.name, config.model.name]
+    if isinstance(config.data, ProblemDataConfig) and config.data.file is not None:
+        trained = ["problem", problem_file.title(config.data.file)]
+    return "-".join([*trained, config.optimizer.name, f"kfac_{kfac}", digest])
 
 
 def directory_name(config: TrainConfig, job: str | None = None, suffix: str = "") -> str:
@@ -203,6 +206,12 @@ class RunDirectory:
             before, now = old.get(name, option.original), new.get(name, option.original)
             if before == now:
                 continue
+            if name == "data.sha256" and isinstance(config.data, ProblemDataConfig):
+                raise UsageError(
+                    f"{config.data.file} has changed since {self.path} began: its hash was "
+                    f"{before} and is {now}. Restore the file, or set another run_id; "
+                    f"resume={self.path} starts from its checkpoint"
+                )
             held = f"{self.path} holds a run with {name}={before}"
             why = ", not " + str(now) if name in new else ", which this version does not have"
             raise UsageError(

@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from kfac_bench.benchmark import grid, schema
-from kfac_bench.config import compose, options
+from kfac_bench.config import compose, options, problem_file
 from kfac_bench.errors import UsageError
+from tests.support import ROOT
 from tests.support.configs import DEFAULT, GROUPS, Own, quick_load, refused
 from tests.support.quick import quick_if, slow
 
@@ -72,13 +73,16 @@ def test_every_choice_composes(group, choice):
         "squad": [bert, "task=question_answering"],
         "question_answering": [bert, "data=squad"],
         "eigen_adam": ["optimizer=eigen_adam"],
+        "problem": [f"problem={ROOT / 'examples/problems/digits.py'}"],
     }.get(choice, [])
+    problem_file.run_named(goes_with)
     found = compose.load([*goes_with, f"{group}={choice}"])
     assert chosen(found, group) == choice
     models = {choice, *(x.removeprefix("model=") for x in goes_with)}
     with_data = ("unet", "transformer", "lstm", "maskrcnn", "bert")
     sets_data = any(m.startswith(with_data) for m in models)
     together = {"model", "data"} if sets_data else {"model"} if goes_with else set()
+    together |= {"data", "model"} if choice == "problem" else set()
     together = {"optimizer", "kfac"} if choice == "eigen_adam" else together
     for other in set(GROUPS) - {group, "task", *together}:
         assert chosen(found, other) == chosen(DEFAULT, other)

@@ -21,7 +21,7 @@ BAD = [
     ("optimizer.beta1=0.5", "optimizer.beta1: no such option"),
     ("seed.x=1", "seed"),
     ("model=resnet51", "model=resnet51: no such model; did you mean resnet"),
-    ("model=foo", "bert_tiny, lstm, maskrcnn_resnet50_fpn, maskrcnn_tiny, resnet101, resnet110"),
+    ("model=foo", "bert_tiny, lstm, maskrcnn_resnet50_fpn, maskrcnn_tiny, problem, resnet101"),
     ("optimizer=sdg", "choose one of adam, adamw"),
     ("kfac=kaisa", "choose one of comm_opt, eigen_adam, hybrid_opt, layer_wise, local_factors"),
     ("data=cifar", "did you mean cifar10?"),

@@ -71,7 +71,7 @@ def test_bad_input(tmp_path, overrides, said):
 def test_sweeps_have_one_profile_for_all_experiments():
     given = ["experiment=a,b", "profile=smoke", "seed=1,2"]
     assert profiles.apply(given, []) == ["experiment=a,b", "seed=1,2"]  # unknown: Hydra says so
-    assert compose.with_profile(["experiment=kaisa_unet_lgg,lgg/unet"]) == [
+    assert compose.expanded(["experiment=kaisa_unet_lgg,lgg/unet"]) == [
         "experiment=kaisa_unet_lgg/paper,lgg/unet"
     ]
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kfac_bench.config import compose, registry
+from kfac_bench.config import compose, problem_file, registry
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks.task import Task
+from tests.support import ROOT
 from tests.support.configs import Own
 
 ROWS = [(group, name) for group, table in registry.TABLES.items() for name in table]
@@ -81,5 +82,9 @@ def test_the_likelihood_of_the_options_is_that_of_the_task(name):
         shape=(1, 2, 2), num_classes=2, eval_volumes=1, truth=[], tokens=[], eval_questions=[]
     )
     options = registry.options_class("task", name)(name)
+    if name == "problem":
+        file = str(ROOT / "examples/problems/digits.py")
+        problem_file.run_named([f"problem={file}"])
+        data.file, data.has_parts, options.file = problem_file.named(file), True, file
     task: Task = options.build(data)
     assert task.likelihood == options.likelihood

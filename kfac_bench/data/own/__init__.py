@@ -1,0 +1,1 @@
+"""The data of users, read through the interface of every dataset."""
