@@ -16,6 +16,16 @@ class LostRanksError(Exception):
     """Another rank died, hangs, or cannot be reached. Exit code 1."""
 
 
+class WorkerLostError(Exception):
+    """A process of this rank that reads data died. Exit code 1."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "a process that reads data died (killed, or out of memory). Start the same command "
+            f"again; fewer data.workers need less memory. {printable(reason.strip())}".strip()
+        )
+
+
 class RunFailedError(Exception):
     """The reason why a run cannot go on, on all ranks: an infinite loss or a full disk."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kfac_bench.distributed.slurm_rank import from_launcher
-from kfac_bench.errors import LostRanksError, OneRankError, UsageError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError, WorkerLostError
 
 RANK_0_SPEAKS_S = 10
 
@@ -27,6 +27,9 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         code = 2
     except LostRanksError as error:
         _say_as_rank(name, f"lost another rank: {error}")
+        code = 1
+    except WorkerLostError as error:
+        _say_as_rank(name, str(error))
         code = 1
     except KeyboardInterrupt:
         code = 130

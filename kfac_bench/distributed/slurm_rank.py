@@ -41,6 +41,9 @@ class SlurmTask:
         # One machine may be a node of two clusters, whose job numbers may be equal.
         cluster = environ.get("SLURM_CLUSTER_NAME", "")
         step = f"{cluster}.{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+        # A requeued job takes another port: the old port may be why it ended.
+        if restarts := environ.get("SLURM_RESTART_COUNT"):
+            step += f".{restarts}"
         return cls(
             int(environ["SLURM_PROCID"]),
             world_size,

@@ -22,7 +22,7 @@ from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.errors import OneRankError, UsageError
+from kfac_bench.errors import OneRankError, UsageError, WorkerLostError
 from kfac_bench.record.events import (
     DataChanged,
     EventLog,
@@ -117,9 +117,16 @@ def train(
                 "training", lambda: (trainer.step, steps), ends="the run saves and ends then"
             ):
                 status = trainer.fit()
-        except UsageError as error:
-            # A sample that cannot be read. Only this rank knows, so it has to print the message.
-            raise OneRankError(str(error)) from None
+        except BaseException as error:
+            if ranks.is_main:
+                directory.note_state(trainer.status_after(error), trainer.step)
+            # Only this rank knows of its data, so it has to print the message.
+            if isinstance(error, UsageError):
+                raise OneRankError(str(error)) from None
+            if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
+                # torch raises it in the handler of a signal, at any statement of this process.
+                raise WorkerLostError(str(error)) from None
+            raise
         if ranks.is_main:
             directory.note_state(status, trainer.step)
         return status, trainer.stop.signal

@@ -32,13 +32,14 @@ _PATIENCE_S = 20.0
 start may still live: they notice a lost agent or node only when their next message fails."""
 
 _LATER_OPTIONS: dict[str, dict[str, Any]] = {
+    "data": {"changed": "refuse"},
     "kfac": {"background": False, "early_updates": False, "grafting": False},
     "adam": {"nesterov": False},
     "adamw": {"nesterov": False},
     "shampoo": {"grafting": "sgd", "merge_dims": True, "nesterov": True, "root": 0},
     "soap": {"max_dim": 10000},
 }
-"""Of K-FAC and of an optimizer: options that versions without roles did not have, with the values
+"""Of data, K-FAC and an optimizer: options that versions without roles did not have, with the values
 that say what those versions did."""
 
 
@@ -71,7 +72,8 @@ def _run_id_of_old_versions(config: TrainConfig, job: str | None) -> str:
     """Return the name that versions without roles gave, which hashed every option in use."""
     not_hashed = ("run_id", "runs_dir", "dry_run", "logger", "label")
     content = {k: v for k, v in asdict(config).items() if k not in not_hashed}
-    for section, thing in (("kfac", "kfac"), ("optimizer", config.optimizer.name)):
+    groups = (("data", "data"), ("kfac", "kfac"), ("optimizer", config.optimizer.name))
+    for section, thing in groups:
         for name, then in _LATER_OPTIONS.get(thing, {}).items():
             if content[section][name] == then:
                 del content[section][name]

@@ -5,6 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""Signals of users, terminals and batch systems."""
+
 
 @dataclass
 class Stop:
@@ -15,7 +25,7 @@ class Stop:
     """
 
     signal: int = 0
-    """SIGTERM, SIGINT, or SIGUSR1 (the notice of a batch system). 0 means none."""
+    """One of SIGNALS; 0 means none."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -29,7 +39,8 @@ class Stop:
             # neither a message between ranks nor a checkpoint is possible.
             self.signal = number
 
-        signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        # nohup ignores SIGHUP, so that a run survives its terminal.
+        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         before = {s: signal.signal(s, note) for s in signals}
         try:
             yield

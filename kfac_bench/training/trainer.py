@@ -6,7 +6,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,8 +119,10 @@ class Trainer:
         with self.stop.listening(), self._watchdog.watching():
             try:
                 status, message = self._fit_and_save()
-            except Exception:  # an error of this rank alone: other ranks may be gone
-                self._saving.close()
+            except BaseException as error:  # of this rank alone: other ranks may be gone
+                if isinstance(error, Exception):
+                    self._saving.close()
+                self._record_error(error)
                 raise
         self.clock.stop()
         digest = "" if self._is_spoilt else weights_sha256(self._bare)
@@ -129,6 +131,23 @@ class Trainer:
             self.say(problem)
             return "failed"  # the record lacks its last event
         return status
+
+    def status_after(self, error: BaseException) -> str:
+        """Return the status of a run that an error ends.
+
+        A run that was told to stop counts as interrupted: a batch system starts it again.
+        """
+        told = isinstance(error, KeyboardInterrupt) or self.stop.signal
+        return "interrupted" if told else "failed"
+
+    def _record_error(self, error: BaseException) -> None:
+        """End the record of a run that an error ends. It sends no messages to other ranks."""
+        self.clock.stop()
+        message = " ".join(str(error).split())[:300] or type(error).__name__
+        status = self.status_after(error)
+        # The error that ends the run must reach the user, even if a sink fails too.
+        with suppress(Exception):
+            self.log.emit(RunEnded(self.step, self.clock.train_s(), status, message))
 
     def _fit_and_save(self) -> tuple[str, str]:
         """Train and save, and return status and message. Afterwards all checkpoints are on disk."""

@@ -190,3 +190,20 @@ def test_the_state_file_of_the_batch_script_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KFAC_STATE_FILE", "/nowhere/job.state")
     RunDirectory(config_of(tmp_path, "run_id=r")).note_state("running", 3)  # no error
     assert (path / "state").read_text() == f"running 3 {path}\n"
+
+
+def test_a_requeued_job_takes_another_port():
+    environ = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "n1",
+    }
+    first = slurm_rank.SlurmTask.of(environ).port
+    again = slurm_rank.SlurmTask.of(environ | {"SLURM_RESTART_COUNT": "1"}).port
+    assert first != again
+    assert again == slurm_rank.SlurmTask.of(environ | {"SLURM_RESTART_COUNT": "1"}).port

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from kfac_bench.training.stop import Stop
+from kfac_bench.training.stop import SIGNALS, Stop
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step_to_end():
@@ -16,7 +16,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step_to_end():
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("first", [s for s in SIGNALS if s != signal.SIGINT])
 def test_other_signals_may_come_twice_and_before_ctrl_c(first):
     stop = Stop()
     with stop.listening():
@@ -26,7 +26,19 @@ def test_other_signals_may_come_twice_and_before_ctrl_c(first):
 
 
 def test_afterwards_signals_do_what_they_did_before():
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {s: signal.getsignal(s) for s in SIGNALS}
     with Stop().listening():
         assert all(signal.getsignal(number) != handler for number, handler in before.items())
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        stop = Stop()
+        with stop.listening():
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.signal == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -20,8 +20,16 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.errors import WorkerLostError
 
-_NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_NOT_FOR_WORKERS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 Sample = tuple[Any, ...] | Unreadable
 """Tensors or numbers of one example, or the reason why it cannot be read."""
@@ -65,11 +73,34 @@ def load_batches(
         batches = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    for batch, bad in batches:
+    for batch, bad in _from_live_workers(batches) if workers else batches:
         for fault in bad:
             faults.add(fault)
         # Pinning turns the tuple into a list.
         yield empty if batch is None else tuple(batch)
+
+
+def _from_live_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of worker processes, and report a worker that died.
+
+    Raises:
+        WorkerLostError: A worker died. torch says so in one of several ways, for example when this
+            process fetches a tensor from the dead worker.
+    """
+    while True:
+        try:
+            batch = next(batches, None)
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            if str(error).startswith("Caught "):  # a live worker sent the error
+                raise
+            raise WorkerLostError(str(error)) from None
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            raise WorkerLostError(str(error)) from None
+        if batch is None:
+            return
+        yield batch
 
 
 def _obey_the_parent(worker: int) -> None:

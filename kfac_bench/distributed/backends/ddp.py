@@ -5,6 +5,8 @@ torchrun or srun starts the ranks. Messages go through gloo on CPUs and through 
 
 import os
 import re
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,7 +26,10 @@ from kfac_bench.config import BackendConfig
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend, find_device
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.errors import LostRanksError
+from kfac_bench.errors import LostRanksError, OneRankError
+
+SPARE_S = 1.0
+"""Time for torch's own timeout, whose error says more."""
 
 
 class DDP(Backend):
@@ -87,7 +92,8 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
     cuda = device.type == "cuda"
     timeout = timedelta(seconds=timeout_s)
     try:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        with _ending_after(timeout_s):
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=_of_this_start(store, rank, world_size, timeout_s),
@@ -98,6 +104,11 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
         )
         yield Ranks(device, TorchCollective())
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise OneRankError(
+                f"port {os.environ.get('MASTER_PORT')} is in use on this machine, so the ranks "
+                "cannot meet there. Set another MASTER_PORT, the same one for all ranks"
+            ) from None
         # NCCL raises DistError, but gloo raises a plain RuntimeError with its name in the text.
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             line = str(error).splitlines()[0].partition(". This is typically")[0]
@@ -109,6 +120,31 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
         # exit, after its work is done.
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _ending_after(timeout_s: float) -> Iterator[None]:
+    """End this process if the block takes longer than `timeout_s` seconds and some more.
+
+    torch's own timeout does not cover a port on which another program listens and never answers.
+    """
+
+    def end() -> None:
+        sys.stderr.write(
+            f"kfac-train: rank {os.environ.get('RANK')}: rank 0 did not answer on "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+            f"{timeout_s:g} s (backend.timeout_s). Another program may use this port\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(timeout_s + SPARE_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
