@@ -39,8 +39,8 @@ _LATER_OPTIONS: dict[str, dict[str, Any]] = {
     "shampoo": {"grafting": "sgd", "merge_dims": True, "nesterov": True, "root": 0},
     "soap": {"max_dim": 10000},
 }
-"""Of data, K-FAC and an optimizer: options that versions without roles did not have, with the values
-that say what those versions did."""
+"""Of data, K-FAC and an optimizer: options that versions without roles did not have, with the
+values that say what those versions did."""
 
 
 def run_id(config: TrainConfig, job: str | None = None) -> str:
