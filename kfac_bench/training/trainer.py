@@ -5,6 +5,7 @@
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -143,7 +144,9 @@ class Trainer:
     def _record_error(self, error: BaseException) -> None:
         """End the record of a run that an error ends. It sends no messages to other ranks."""
         self.clock.stop()
-        message = " ".join(str(error).split())[:300] or type(error).__name__
+        # gloo begins with the place in its C++ source, which tells a user nothing.
+        text = re.sub(r"\[\S*/\S*:\d+\] ", "", str(error))
+        message = " ".join(text.split())[:300] or type(error).__name__
         status = self.status_after(error)
         # The error that ends the run must reach the user, even if a sink fails too.
         with suppress(Exception):
