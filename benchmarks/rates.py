@@ -1,14 +1,17 @@
 """Steps to a target by learning rate, for AdamW and EigenAdam: the table of docs/eigen_adam.md.
 
-    python benchmarks/rates.py [--tasks NAME,...] [--seeds 0,1,2]
+    python benchmarks/rates.py [--tasks NAME,...] [--seeds 0,1,2] [--rates 0.001,...]
+    python benchmarks/rates.py --only EigenAdam --rates 0.003 --options '{"betas": [0.9, 0.95]}'
 
 The tasks are the seven small ones of ``benchmarks/develop_tasks.py``. Rates are constant, all other
-options are the defaults. The target of a task is written in :data:`TARGETS`.
+options are the defaults. ``--options`` are JSON options of EigenAdam instead of the defaults. The
+target of a task is written in :data:`TARGETS`. A cell has the median steps of the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -16,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +33,7 @@ from benchmarks import defaults, tables
 from benchmarks.develop_tasks import TASKS
 from kfac_bench import eigen_adam
 
-RATES = (0.001, 0.003, 0.01)
+RATES = "0.001,0.003,0.01,0.03"
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,25 @@ TARGETS = {
 """AdamW's final metrics of docs/defaults.md for the MLP, the convolutional net and the VAE, and a
 loss of 0.12 for ResNet-8. The other targets are those of the embedded benchmark."""
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, float], Optimizer]] = {
-    "AdamW": lambda model, rate: AdamW(model.parameters(), rate),
-    "EigenAdam": eigen_adam,
-}
+Build = Callable[[nn.Module, float], Optimizer]
 
 
-def train(name: str, optimizer: str, rate: float, seed: int) -> tuple[float, float]:
+def optimizers(options: dict[str, Any]) -> dict[str, Build]:
+    """Return by name what builds an optimizer of a model with a learning rate."""
+    return {
+        "AdamW": lambda model, rate: AdamW(model.parameters(), rate),
+        "EigenAdam": lambda model, rate: eigen_adam(model, rate, **options),
+    }
+
+
+def train(name: str, build: Build, rate: float, seed: int) -> tuple[float, float]:
     """Return the steps to the target, infinite if missed, and the CPU seconds of a step."""
     target = TARGETS[name]
     task = replace(TASKS[name], batch_size=target.batch_size, steps=target.steps)
     data = task.data()
     torch.manual_seed(seed)
     model, objective = task.model(), task.objective()
-    stepper, seconds = OPTIMIZERS[optimizer](model, rate), 0.0
+    stepper, seconds = build(model, rate), 0.0
     batches = defaults._batches(data, task, seed)
     for step in range(1, target.steps + 1):
         batch = data.prepare(next(batches))
@@ -91,24 +100,29 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--tasks", default=",".join(TARGETS))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rates", default=RATES)
+    parser.add_argument("--only", choices=["AdamW", "EigenAdam"])
+    parser.add_argument("--options", type=json.loads, default={})
     parsed = parser.parse_args(arguments)
     unknown = [name for name in parsed.tasks.split(",") if name not in TARGETS]
     if unknown:
         print(f"rates.py: unknown task {unknown[0]!r}: choose from {', '.join(TARGETS)}")
         return 2
     torch.set_num_threads(1)
-    rows = []
+    rows, rates = [], [float(rate) for rate in parsed.rates.split(",")]
     for name in parsed.tasks.split(","):
-        for optimizer in OPTIMIZERS:
+        for optimizer, build in optimizers(parsed.options).items():
+            if parsed.only not in (None, optimizer):
+                continue
             cells, step_s = [], []
-            for rate in RATES:
-                runs = [train(name, optimizer, rate, int(s)) for s in parsed.seeds.split(",")]
+            for rate in rates:
+                runs = [train(name, build, rate, int(s)) for s in parsed.seeds.split(",")]
                 median = statistics.median(steps for steps, _ in runs)
                 cells.append("missed" if math.isinf(median) else f"{median:g}")
                 step_s += [seconds for _, seconds in runs]
             rows.append([name, optimizer, *cells, f"{1e3 * statistics.median(step_s):.2f}"])
             print(*rows[-1], file=sys.stderr, flush=True)
-    header = ["task", "optimizer", *(f"rate {rate:g}" for rate in RATES), "ms per step"]
+    header = ["task", "optimizer", *(f"rate {rate:g}" for rate in rates), "ms per step"]
     print(tables.table(header, rows))
     return 0
 

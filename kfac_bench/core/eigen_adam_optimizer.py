@@ -43,6 +43,10 @@ class EigenAdam(AdamW):
         orthogonal_scale: Root mean square of the entries of an orthogonalized update at lr=1, if
             all its singular values are 1.
         orthogonal_steps: Newton-Schulz steps.
+        update_clip: No layer's update has a root mean square above ``update_clip / sqrt(inputs)``,
+            whatever the learning rate (update clipping, Shazeer & Stern 2018). 1 / sqrt(inputs) is
+            about the root mean square of the initial weights, so 0.03 (default) allows changes of
+            a few percent per step. An embedding counts as having one input. None: no limit.
         decomposition: How eigenvectors are updated. ``qr`` (default): one QR step from the last
             eigenvectors, after the first ``eigh``. ``eigh``: always ``eigh``.
 
@@ -65,6 +69,7 @@ class EigenAdam(AdamW):
         scale: float = 3.0,
         orthogonal_scale: float = 1.0,
         orthogonal_steps: int = 3,
+        update_clip: float | None = 0.03,
         decomposition: str = "qr",
     ) -> None:
         for name, value, choices in (
@@ -76,6 +81,8 @@ class EigenAdam(AdamW):
         for name, number in (("scale", scale), ("orthogonal_scale", orthogonal_scale)):
             if not number > 0:
                 raise ValueError(f"{name}={number}: must be above 0")
+        if update_clip is not None and not update_clip > 0:
+            raise ValueError(f"update_clip={update_clip}: must be above 0, or None")
         if orthogonal_steps < 1:
             raise ValueError(f"orthogonal_steps={orthogonal_steps}: must be at least 1")
         self.orthogonalize = orthogonalize
@@ -85,6 +92,7 @@ class EigenAdam(AdamW):
             scale,
             orthogonal_scale,
             orthogonal_steps,
+            update_clip,
             has_qr_steps=decomposition == "qr",
         )
         self._covered: list[Tensor] = []

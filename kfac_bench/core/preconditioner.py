@@ -498,7 +498,15 @@ class KFAC:
         stages += [plan.slices[i] for i in self._slices_due()]
         stages.append(plan.precondition)
         is_scaled = not isinstance(loss_scale, int | float) or loss_scale != 1
-        return Request(stages, settings.damping, settings.factor_decay, collected, scale, is_scaled)
+        return Request(
+            stages,
+            settings.damping,
+            settings.factor_decay,
+            collected,
+            scale,
+            is_scaled,
+            {} if self._eigen_adam is None else self._write_back.learning_rates(),
+        )
 
     def _slices_due(self) -> Sequence[int]:
         """Return the slices that are decomposed now, or whose decompositions come into use now."""

@@ -34,6 +34,12 @@ class EigenAdamConfig(MomentsConfig):
         1.0, "root mean square of an orthogonalized update at lr=1", RESULT, above=0
     )
     orthogonal_steps: int = option(3, "Newton-Schulz steps", RESULT, at_least=1)
+    update_clip: float | None = option(
+        0.03,
+        "largest root mean square of a layer's update, times the root of its inputs; null: any",
+        RESULT,
+        above=0,
+    )
     decomposition: str = option(
         "qr",
         "how eigenvectors are updated: one QR step from the last ones (qr), or eigh",
@@ -52,6 +58,7 @@ class EigenAdamConfig(MomentsConfig):
             scale=self.scale,
             orthogonal_scale=self.orthogonal_scale,
             orthogonal_steps=self.orthogonal_steps,
+            update_clip=self.update_clip,
             decomposition=self.decomposition,
         )
 

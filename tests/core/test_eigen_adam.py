@@ -75,7 +75,8 @@ def newton_schulz(x, steps):
 class Oracle:
     """The rule of one layer, from the eigenvectors that KFAC has."""
 
-    def __init__(self, is_hidden, steps):
+    def __init__(self, is_hidden, steps, clip=None):
+        self.clip = clip
         self.m = self.v = 0.0
         self.t, self.is_hidden, self.steps, self.basis = 0, is_hidden, steps, None
 
@@ -99,13 +100,18 @@ class Oracle:
             d = ORTHOGONAL_SCALE * max(d.shape[-2:]) ** 0.5 * newton_schulz(d, self.steps)
         else:
             d = SCALE * d
+        if self.clip is not None:
+            rms = LR * d.square().mean().sqrt()
+            d = d * min(1.0, float(self.clip / d.shape[-1] ** 0.5 / rms))
         return qg @ d @ qa.mT
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("decomposition", ["qr", "eigh"])
-@pytest.mark.parametrize("orthogonalize", ["linear", "none"])
-def test_updates_of_all_layers_equal_the_dense_rule(orthogonalize, decomposition):
+@pytest.mark.parametrize(
+    ("orthogonalize", "clip"), [("linear", None), ("none", None), ("linear", 0.03), ("none", 0.03)]
+)
+def test_updates_of_all_layers_equal_the_dense_rule(orthogonalize, clip, decomposition):
     model = Net()
     optimizer = eigen_adam(
         model,
@@ -113,11 +119,12 @@ def test_updates_of_all_layers_equal_the_dense_rule(orthogonalize, decomposition
         BETAS,
         weight_decay=0.1,
         orthogonalize=orthogonalize,
+        update_clip=clip,
         decomposition=decomposition,
         kfac={"update_freq": 2, "factor_update_freq": 1, "spread": True},
     )
     hidden = {"blocks.0", "blocks.1", "tall"} if orthogonalize == "linear" else set()
-    oracles = {n: Oracle(n in hidden, 3) for n in matrices(model)}
+    oracles = {n: Oracle(n in hidden, 3, clip) for n in matrices(model)}
     for i in range(7):
         before = weights(model)
         grads = step(model, optimizer, i)
@@ -195,7 +202,12 @@ def test_a_side_beyond_max_dim_is_not_rotated():
     """With neither side rotated and no orthogonalization, the rule is Adam with Nesterov."""
     model, plain = Net(), Net()
     optimizer = eigen_adam(
-        model, LR, BETAS, orthogonalize="none", kfac={"max_dim": 1, "skip": ["Norm", "conv"]}
+        model,
+        LR,
+        BETAS,
+        orthogonalize="none",
+        update_clip=None,
+        kfac={"max_dim": 1, "skip": ["Norm", "conv"]},
     )
     m, v = torch.zeros_like(plain.tall.weight), torch.zeros_like(plain.tall.weight)
     for i in range(1, 4):
@@ -206,6 +218,50 @@ def test_a_side_beyond_max_dim_is_not_rotated():
         with torch.no_grad():
             plain.tall.weight -= LR * SCALE * update
     torch.testing.assert_close(model.tall.weight, plain.tall.weight)
+
+
+class Lookup(nn.Module):
+    """An embedding and two layers, one of them with two groups."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(30, 8)
+        self.grouped = nn.Conv1d(8, 4, 1, groups=2)
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, tokens):
+        return self.last(self.grouped(self.tokens(tokens).mT).mean(-1))
+
+
+@pytest.mark.parametrize("lr", [0.001, 1.0, 100.0, 0.0])
+def test_no_update_is_longer_than_the_clip_allows(lr):
+    """However large the rate: the root mean square is at most clip / sqrt(inputs)."""
+    model = Lookup()
+    groups = [
+        {"params": [*model.tokens.parameters(), *model.grouped.parameters()]},
+        {"params": model.last.parameters(), "lr": 0.5 * lr},  # the clip sees each group's rate
+    ]
+    optimizer = eigen_adam(model, lr, params=groups, update_clip=0.02)
+    before = copy.deepcopy(model)
+    F.cross_entropy(model(torch.arange(24).view(8, 3)), torch.arange(8) % 5).backward()
+    optimizer.step()
+    changes = {
+        n: (p - old).detach()
+        for (n, p), old in zip(model.named_parameters(), before.parameters(), strict=True)
+    }
+    last = torch.cat([changes["last.weight"], changes["last.bias"][:, None]], 1)
+    grouped = torch.cat([changes["grouped.weight"][..., 0], changes["grouped.bias"][:, None]], 1)
+    # By matrix: its change, and the square root of its inputs. An embedding has one input.
+    found = [(changes["tokens.weight"], 1), (last, 5), (grouped[:2], 5), (grouped[2:], 5)]
+    sizes = [float(x.square().mean().sqrt() * inputs**0.5) for x, inputs in found]
+    if lr >= 1:
+        assert sizes == pytest.approx([0.02] * 4, rel=1e-4)
+    elif lr:
+        assert all(0 < size <= 0.02 * (1 + 1e-4) for size in sizes)
+        assert min(sizes) < 0.01
+    else:
+        assert sizes == [0, 0, 0, 0]
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit():
@@ -309,6 +365,7 @@ MISUSE = {
     "unknown choice": (lambda m: eigen_adam(m, orthogonalize="all"), "linear, none"),
     "unknown solver": (lambda m: eigen_adam(m, decomposition="svd"), "qr, eigh"),
     "scale": (lambda m: eigen_adam(m, orthogonal_scale=0.0), "orthogonal_scale"),
+    "clip": (lambda m: eigen_adam(m, update_clip=0.0), "update_clip=0.0"),
     "steps": (lambda m: eigen_adam(m, orthogonal_steps=0), "orthogonal_steps"),
 }
 

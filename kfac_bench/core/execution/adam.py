@@ -4,6 +4,7 @@
 live where the gradient workers live. docs/eigen_adam.md explains the rule and its literature.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,8 +23,15 @@ class AdamRule:
     scale: float
     orthogonal_scale: float
     orthogonal_steps: int
+    update_clip: float | None
     has_qr_steps: bool
     """Whether eigenvectors are updated by one QR step, after the first eigh."""
+
+    def limit(self, lr: float, fan_in: int) -> float | None:
+        """Return the largest root mean square of a direction; None: there is no limit."""
+        if self.update_clip is None or lr == 0:
+            return None
+        return self.update_clip / (abs(lr) * math.sqrt(fan_in))
 
 
 @dataclass(slots=True)
@@ -95,6 +103,7 @@ def direction(
     rule: AdamRule,
     *,
     is_orthogonalized: bool,
+    limit: float | None = None,
     is_scaled: bool = False,
 ) -> Tensor:
     """Return what the learning rate multiplies, [layers * groups, g_dim, a_dim].
@@ -104,7 +113,8 @@ def direction(
     R = G^T grad A is the gradient in the eigenbasis. With Nesterov's momentum, only the old part of
     the first moment is debiased; then D = U / (sqrt(V) + eps), and the result is ``scale`` times
     G D A^T. If ``is_orthogonalized``, the singular values of D are moved towards 1 instead, and D
-    is multiplied by ``orthogonal_scale * sqrt(max(g_dim, a_dim))``.
+    is multiplied by ``orthogonal_scale * sqrt(max(g_dim, a_dim))``. Update clipping then shrinks
+    results whose root mean square is above ``limit``.
 
     Args:
         grad: The gradients.
@@ -113,6 +123,7 @@ def direction(
         moments: Those of these layers.
         rule: The options.
         is_orthogonalized: Whether these layers are hidden linear layers.
+        limit: See :meth:`AdamRule.limit`.
         is_scaled: Whether there is a loss scale, so that gradients may have overflowed.
     """
     beta1, beta2 = rule.betas
@@ -131,11 +142,19 @@ def direction(
     update.div_(second.sqrt().mul_(debias).add_(rule.eps))
     back_a, back_g = None if a is None else a.mT, None if g is None else g.mT
     if not is_orthogonalized:
-        return linalg.rotate(update.mul_(rule.scale), back_a, back_g)
-    # P acts on the smaller side, so it joins the rotation of that side.
-    scale = rule.orthogonal_scale * max(grad.shape[-2:]) ** 0.5
-    if grad.shape[-2] <= grad.shape[-1]:
-        p = linalg.orthogonalizer(update @ update.mT, rule.orthogonal_steps).mul_(scale)
-        return linalg.rotate(update, back_a, p if g is None else p.mT @ g.mT)
-    p = linalg.orthogonalizer(update.mT @ update, rule.orthogonal_steps).mul_(scale)
-    return linalg.rotate(update, p if a is None else p @ a.mT, back_g)
+        update.mul_(rule.scale)
+    else:
+        # P acts on the smaller side, so it joins the rotation of that side.
+        scale = rule.orthogonal_scale * max(grad.shape[-2:]) ** 0.5
+        if grad.shape[-2] <= grad.shape[-1]:
+            p = linalg.orthogonalizer(torch.bmm(update, update.mT), rule.orthogonal_steps).mul_(
+                scale
+            )
+            back_g = p if g is None else torch.bmm(p.mT, g.mT)
+        else:
+            p = linalg.orthogonalizer(torch.bmm(update.mT, update), rule.orthogonal_steps).mul_(
+                scale
+            )
+            back_a = p if a is None else torch.bmm(p, a.mT)
+    update = linalg.rotate(update, back_a, back_g)
+    return update if limit is None else linalg.clip_root_mean_square(update, limit)

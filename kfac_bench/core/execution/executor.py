@@ -63,6 +63,8 @@ class Request:
     statistics."""
     is_scaled: bool = False
     """Whether there is a loss scale, so that gradients may have overflowed."""
+    lrs: Mapping[str, float] = field(default_factory=dict)
+    """By layer, for method eigen_adam."""
 
 
 @dataclass
@@ -266,7 +268,7 @@ class Executor:
             return
         batch = stack([grads[spec.name] for spec in reached])
         done = self.solver.precondition(
-            reached, batch, request.damping, is_scaled=request.is_scaled
+            reached, batch, request.damping, lrs=request.lrs, is_scaled=request.is_scaled
         )
         for spec, grad in zip(
             reached, torch.split(done, [spec.groups for spec in reached]), strict=True

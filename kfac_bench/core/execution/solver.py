@@ -183,25 +183,28 @@ class Solver:
         grad: Tensor,
         damping: float | None,
         *,
+        lrs: Mapping[str, float] | None = None,
         is_scaled: bool = False,
     ) -> Tensor:
         """Precondition gradients of layers of one shape, [layers * groups, g_dim, a_dim].
 
-        ``is_scaled`` says that there is a loss scale, so that gradients may have overflowed.
+        Args:
+            specs: The layers.
+            grad: Their gradients.
+            damping: The damping; None: relative to the mean eigenvalue of each layer.
+            lrs: By layer, the learning rates, for method eigen_adam.
+            is_scaled: Whether there is a loss scale, so that gradients may have overflowed.
         """
+        if self._adam is not None:
+            return self._adam_step(specs, grad, lrs or {}, is_scaled)
         if self._method == IDENTITY:
             return grad
         if not all(map(self._store.is_decomposed, specs)):
             if len(specs) > 1:
-                return self._one_by_one(specs, grad, damping, is_scaled)
-            return (
-                grad if self._adam is None else self._adam_step(specs, grad, None, None, is_scaled)
-            )
-        if self._adam is not None:
-            a, g = self._store.stacked(specs)
-            assert isinstance(a, AnyEigen)
-            assert isinstance(g, AnyEigen)
-            return self._adam_step(specs, grad, a.basis, g.basis, is_scaled)
+                parts = torch.split(grad, [spec.groups for spec in specs])
+                each = zip(specs, parts, strict=True)
+                return torch.cat([self.precondition([s], part, damping) for s, part in each])
+            return grad
         moments = self._store.second_moments
         has_moments = specs[0].name in moments
         layers = curvature.join(
@@ -211,28 +214,23 @@ class Solver:
         )
         return layers.precondition(grad, damping)
 
-    def _one_by_one(
-        self, specs: Sequence[LayerSpec], grad: Tensor, damping: float | None, is_scaled: bool
-    ) -> Tensor:
-        parts = torch.split(grad, [spec.groups for spec in specs])
-        each = zip(specs, parts, strict=True)
-        return torch.cat(
-            [self.precondition([s], part, damping, is_scaled=is_scaled) for s, part in each]
-        )
-
     def _adam_step(
         self,
         specs: Sequence[LayerSpec],
         grad: Tensor,
-        a: Tensor | None,
-        g: Tensor | None,
+        lrs: Mapping[str, float],
         is_scaled: bool,
     ) -> Tensor:
         """Return the direction of Adam in the eigenbasis, and count the step."""
         assert self._adam is not None
-        moments = self._store.stacked_adam(specs, grad)
-        if moments is None:
-            return self._one_by_one(specs, grad, None, is_scaled)
+        is_batch = all(map(self._store.is_decomposed, specs)) or len(specs) == 1
+        moments = self._store.stacked_adam(specs, grad) if is_batch else None
+        rates = {lrs.get(spec.name, 0.0) for spec in specs}
+        if moments is None or len(rates) > 1:
+            parts = torch.split(grad, [spec.groups for spec in specs])
+            each = zip(specs, parts, strict=True)
+            return torch.cat([self._adam_step([s], part, lrs, is_scaled) for s, part in each])
+        a, g = self._bases_of(specs)
         out = adam.direction(
             grad,
             a,
@@ -240,11 +238,21 @@ class Solver:
             moments,
             self._adam,
             is_orthogonalized=specs[0].is_orthogonalized,
+            limit=self._adam.limit(rates.pop(), specs[0].fan_in),
             is_scaled=is_scaled,
         )
         for spec in specs:
             self._store.adam[spec.name].steps += 1
         return out
+
+    def _bases_of(self, specs: Sequence[LayerSpec]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the eigenvectors of A and G; None stands for the identity."""
+        if not self._store.is_decomposed(specs[0]):
+            return None, None
+        a, g = self._store.stacked(specs)
+        assert isinstance(a, AnyEigen)
+        assert isinstance(g, AnyEigen)
+        return a.basis, g.basis
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -41,6 +41,11 @@ class WriteBack:
         self._cosine: Tensor | None = None
         self._cosine_of: list[str] = []
 
+    def learning_rates(self) -> dict[str, float]:
+        """Return the learning rate of each layer's weight."""
+        groups = self._optimizer.param_groups
+        return {name: float(groups[index]["lr"]) for name, index in self._group_of.items()}
+
     def write(self, gradients: Gradients, kl_clip: float | None, *, track_cosine: bool) -> None:
         """Write preconditioned gradients into ``.grad``; no clip if ``kl_clip`` is None."""
         names = gradients.names
@@ -64,9 +69,10 @@ class WriteBack:
         self, names: Sequence[str], dots: Iterable[Tensor], kl_clip: float
     ) -> Tensor | None:
         """Return nu of eq. 16 over all layers of the model, None if backward reached none."""
-        groups, others = self._optimizer.param_groups, self._others
+        others = self._others
         if names:
-            lrs = [float(groups[self._group_of[n]]["lr"]) for n in names]
+            rates = self.learning_rates()
+            lrs = [rates[n] for n in names]
             change = linalg.kl_clip_sum(dots, lrs)
         elif others is None:
             return None

@@ -24,7 +24,9 @@ class EmbeddingLayer(Layer):
     def make_spec(self, max_dim: int) -> LayerSpec:
         """See :meth:`Layer.make_spec`."""
         tokens, d = self.weight.shape
-        return LayerSpec(self.name, tokens, d, a_diagonal=True, g_diagonal=d > max_dim)
+        return LayerSpec(
+            self.name, tokens, d, a_diagonal=True, g_diagonal=d > max_dim, is_lookup=True
+        )
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Raise an error: one-hot rows would be as wide as the vocabulary. Nothing calls this."""

@@ -24,6 +24,8 @@ class LayerSpec:
     g_diagonal: bool = False
     orthogonal_steps: int = 0
     """Newton-Schulz steps by which eigen_adam orthogonalizes the update of hidden linear layers."""
+    is_lookup: bool = False
+    """Whether the inputs are one-hot, as the tokens of an embedding are."""
 
     def dim(self, factor: Factor) -> int:
         """Return the number of rows of one block of A or G."""
@@ -42,6 +44,11 @@ class LayerSpec:
     def grad_shape(self) -> tuple[int, int, int]:
         """The shape of the gradient as K-FAC sees it: weight and bias side by side."""
         return self.groups, self.g_dim, self.a_dim
+
+    @property
+    def fan_in(self) -> int:
+        """The number of inputs that contribute to an output, with the bias."""
+        return 1 if self.is_lookup else self.a_dim
 
     @property
     def is_orthogonalized(self) -> bool:

@@ -156,6 +156,7 @@ class StageOps:
                 p.layer.factor_shape("A"),
                 p.layer.factor_shape("G"),
                 p.layer.orthogonal_steps,
+                p.layer.is_lookup,
             ),
             numel=lambda p: p.layer.grad_numel,
             full_numel=self.batch_numel,
