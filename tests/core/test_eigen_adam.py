@@ -365,7 +365,7 @@ MISUSE = {
     "unknown choice": (lambda m: eigen_adam(m, orthogonalize="all"), "linear, none"),
     "unknown solver": (lambda m: eigen_adam(m, decomposition="svd"), "qr, eigh"),
     "scale": (lambda m: eigen_adam(m, orthogonal_scale=0.0), "orthogonal_scale"),
-    "clip": (lambda m: eigen_adam(m, update_clip=0.0), "update_clip=0.0"),
+    "update_clip": (lambda m: eigen_adam(m, update_clip=0.0), "update_clip=0.0"),
     "steps": (lambda m: eigen_adam(m, orthogonal_steps=0), "orthogonal_steps"),
 }
 
