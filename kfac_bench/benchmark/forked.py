@@ -55,7 +55,8 @@ def _train(
     from kfac_bench.training import run  # Only the server imports torch, not the caller.
 
     try:
-        problem_file.run_named([f"{problem_file.WORD}{path}" for path in problems])
+        for path in problems:
+            problem_file.run_named([f"{problem_file.WORD}{path}"])
         code = run.start(compose.load(overrides))
     except UsageError as error:
         print(error, flush=True)  # noqa: T201

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 WORD = "problem="
+GROUPS = ("data", "task", "model")
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,17 @@ _files: dict[str, ProblemFile] = {}
 
 
 def run_named(words: Sequence[str]) -> None:
-    """Run each problem file that the words of the user's own command line name.
+    """Run the problem file that the words of the user's own command line name.
 
     A word of another file, such as an override in a table, must never come here.
 
     Raises:
-        UsageError: A file cannot be read, fails, or has no ``problem``.
+        UsageError: The file cannot be read, fails, or has no ``problem``.
     """
-    for path in _paths(words):
+    found = _paths(words)
+    if len(found) > 1:
+        raise UsageError(f"problem={found[0]} and problem={found[1]}: name one problem")
+    for path in found:
         if path not in _files:
             _files[path] = _run(path)
 
@@ -108,9 +112,16 @@ def expand(words: Sequence[str]) -> list[str]:
     if len(found) > 1:
         raise UsageError(f"problem={found[0]} and problem={found[1]}: name one problem")
     file = named(found[0])
-    options = [f"{group}={value}" for group in ("data", "task", "model") for value in ["problem"]]
+    for word in words:
+        group, _, value = word.partition("=")
+        if group in GROUPS and value != "problem":
+            raise UsageError(
+                f"{word} does not fit problem={file.path}, which has its own model, data and loss. "
+                f"Remove {word}"
+            )
+    options = [f"{group}=problem" for group in GROUPS]
     quoted = _quoted(file.path)
-    options += [f"{group}.file={quoted}" for group in ("data", "task", "model")]
+    options += [f"{group}.file={quoted}" for group in GROUPS]
     # A digest of digits only would be read as a number.
     options += [f"data.sha256='{file.sha256}'", f"trainer.batch_size={file.problem.batch_size}"]
     if file.problem.target is not None:

@@ -45,8 +45,8 @@ class ProblemDataConfig(DataConfig):
         for group, section in (("model", config.model), ("task", config.task)):
             if getattr(section, "file", None) != self.file:
                 raise UsageError(
-                    f"{group}={section.name} does not fit problem={self.file}, which has its own "
-                    f"model, data and loss. Remove {group}={section.name}"
+                    f"{group}={section.name} does not belong to {self.file}. Choose model, data "
+                    "and task together with problem=FILE"
                 )
         if self.sha256 != file.sha256:
             raise UsageError(

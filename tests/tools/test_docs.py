@@ -28,3 +28,8 @@ def test_links_lead_somewhere():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_page_about_problems_shows_the_example():
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "problem.md").read_text(), re.DOTALL)
+    assert block == (ROOT / "examples/problems/digits.py").read_text()

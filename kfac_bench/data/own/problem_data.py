@@ -47,6 +47,11 @@ class ProblemData(Data):
         self.train_size, self.eval_size = len(problem.train), len(problem.validation)
         self.num_classes = 0
         self.faults = Faults(skip=on_error == "skip")
+        with torch.device("cpu"):  # a dry run makes tensors without values elsewhere
+            self._check()
+
+    def _check(self) -> None:
+        file = self.file
         first = self.first("train", TRIED)
         self.has_parts = isinstance(first, tuple)
         self._empty: Batch = split(_wrapped(first), TRIED + 1)[0]
@@ -94,9 +99,9 @@ class ProblemData(Data):
 
     def example_batch(self, n: int) -> Any:
         """Return a batch of ``n`` examples without values, on torch's default device."""
-        return _map_tensors(
-            self.first("train", TRIED), lambda x: torch.empty(n, *x.shape[1:], dtype=x.dtype)
-        )
+        with torch.device("cpu"):
+            first = self.first("train", TRIED)
+        return _map_tensors(first, lambda x: torch.empty(n, *x.shape[1:], dtype=x.dtype))
 
     def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
         """Yield batches of training examples; see `Data.training_batches`."""

@@ -1,0 +1,365 @@
+"""problem=FILE: a user's own model and data, trained like built-in tasks; who may run it."""
+
+import re
+import signal
+
+import pytest
+import torch
+
+from kfac_bench import cli
+from kfac_bench.benchmark import forked, grid
+from kfac_bench.config import compose, problem_file
+from kfac_bench.data.base.order import Shard
+from kfac_bench.data.own.problem_data import ProblemData
+from kfac_bench.errors import UsageError
+from kfac_bench.record import runs
+from kfac_bench.record.events import Evaluated, Trained
+from kfac_bench.tasks.objectives.problem_task import ProblemTask
+from tests.support import ROOT
+from tests.support.configs import Own
+from tests.support.distributed import run_ranks
+from tests.support.runs import (
+    before_step,
+    end,
+    of_kind,
+    terminate,
+    train_here,
+)
+from tests.support.runs import train as train_run
+
+EXAMPLES = sorted((ROOT / "examples/problems").glob("*.py"))
+
+FILE = """\
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from kfac_bench import Problem
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        x = torch.randn(4) + random.random() + np.random.rand()
+        return x, i % 3
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def accuracy(model, batch):
+    return (model(batch[0]).argmax(1) == batch[1]).float().mean()
+
+
+problem = Problem(
+    model=network,
+    train=Noisy(60),
+    validation=Noisy(20),
+    loss=nn.CrossEntropyLoss(),
+    metric=accuracy,
+    higher_is_better=True,
+    batch_size=12,
+    likelihood="categorical",
+)
+"""
+BASE = (
+    "logger=none",
+    "trainer.threads=1",
+    "optimizer.lr=0.05",
+    "kfac.update_freq=3",
+    "kfac.factor_update_freq=1",
+)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Return a function that writes the file, with some text replaced, and returns its path."""
+
+    def write(*changes, name="mine.py"):
+        text = FILE
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def train(folder, file, *overrides, base=BASE):
+    word = f"problem={file}"
+    problem_file.run_named([word])
+    return train_run(folder, word, *overrides, base=base)
+
+
+def refused_by_command(capsys, *words):
+    """Return the one line with which kfac-train ends, with exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        cli.train([*words])
+    assert caught.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1, line
+    return line
+
+
+# ---- training ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("kfac=none",), ("kfac.update_freq=2", "kfac.factor_update_freq=1")],
+    ids=["sgd", "kfac"],
+)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_each_example_trains(tmp_path, path, options):
+    limits = ("trainer.max_steps=3", "trainer.target=null", "trainer.eval_freq=3")
+    base = ("logger=none", "trainer.threads=1", "optimizer.lr=0.02", "trainer.log_freq=1")
+    status, folder = train(tmp_path, path, *limits, *options, base=base)
+    assert status == "finished"
+    assert len(of_kind(folder, Trained)) == 3
+    first, last = (next(iter(e.metrics.values())) for e in of_kind(folder, Evaluated))
+    assert first != last
+    assert 20 <= len(path.read_text().splitlines()) <= 60
+
+
+def test_batch_size_target_and_metric_come_from_the_file_unless_the_command_line_sets_them(own):
+    file = own(("batch_size=12", "batch_size=15, target=0.5, metric_name='hits'"))
+    problem_file.run_named([f"problem={file}"])
+    found = compose.load([f"problem={file}"])
+    assert (found.trainer.batch_size, found.trainer.target) == (15, 0.5)
+    assert problem_file.named(file).problem.metric_title == "hits"
+    found = compose.load([f"problem={file}", "trainer.batch_size=9", "trainer.target=null"])
+    assert (found.trainer.batch_size, found.trainer.target) == (9, None)
+
+
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path, own):
+    file = own()
+    options = ("trainer.max_steps=12", "trainer.eval_freq=4", "trainer.log_freq=1")
+    _, straight = train(tmp_path, file, *options, "run_id=straight")
+    with before_step(7, terminate):
+        assert train(tmp_path, file, *options, "run_id=stopped")[0] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.default_int_handler)
+    status, path = train(tmp_path, file, *options, "run_id=stopped")
+    assert status == "finished"
+    assert end(path).weights_sha256 == end(straight).weights_sha256
+    assert [e.metrics for e in of_kind(path, Evaluated)] == [
+        e.metrics for e in of_kind(straight, Evaluated)
+    ]
+
+
+def test_global_randomness_does_not_depend_on_workers(tmp_path, own):
+    file = own()
+    options = ("trainer.max_steps=6", "trainer.eval_freq=6")
+    paths = [
+        train(tmp_path, file, *options, f"data.workers={n}", f"run_id=w{n}")[1] for n in (0, 2)
+    ]
+    assert end(paths[0]).weights_sha256 == end(paths[1]).weights_sha256
+    metrics = [[e.metrics for e in of_kind(path, Evaluated)] for path in paths]
+    assert metrics[0] == metrics[1]
+
+
+def test_examples_change_from_epoch_to_epoch_and_keep_the_global_state(own):
+    file = own()
+    problem_file.run_named([f"problem={file}"])
+    data = ProblemData(problem_file.named(file))
+    state = torch.get_rng_state()
+    first, again, later = (
+        {int(i): x for i, x in zip(t, b, strict=True)}
+        for epoch in (0, 0, 1)
+        for b, t in data.train(60, 0, epoch, 0, Shard())
+    )
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(first[i], again[i]) for i in first)
+    assert not any(torch.equal(first[i], later[i]) for i in first)
+    assert not data.notes
+
+
+def test_randomness_of_its_own_is_reported(own):
+    own_state = "__import__('itertools').count()"
+    file = own(("x = torch.randn(4)", "x = next(COUNT) + torch.randn(4)"),
+               ("class Noisy", f"COUNT = {own_state}\n\n\nclass Noisy"))  # fmt: skip
+    problem_file.run_named([f"problem={file}"])
+    (note,) = ProblemData(problem_file.named(file)).notes
+    assert "cannot be reproduced" in note
+
+
+def _train_on_rank(folder, file, overrides):
+    problem_file.run_named([f"problem={file}"])
+    return train_here(folder, (f"problem={file}", *overrides), BASE)
+
+
+@pytest.mark.ranks
+def test_two_ranks_equal_one_process(tmp_path, own):
+    file = own()
+    options = ("kfac=none", "trainer.max_steps=8", "trainer.log_freq=1", "trainer.eval_freq=8")
+    both = run_ranks(2, _train_on_rank, tmp_path, file, (*options, "run_id=two"))
+    assert both[0][2] == both[1][2], "the ranks' weights differ"
+    train(tmp_path, file, *options, "run_id=one")
+    losses = [[e.loss for e in of_kind(tmp_path / name, Trained)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_labels_are_drawn_from_the_likelihood(tmp_path, own):
+    file = own()
+    options = ("trainer.max_steps=4", "trainer.eval_freq=4")
+    paths = [train(tmp_path, file, *options, f"kfac.fisher={f}")[1] for f in ("mc", "empirical")]
+    assert end(paths[0]).weights_sha256 != end(paths[1]).weights_sha256
+    without = own(('    likelihood="categorical",\n', ""), name="without.py")
+    with pytest.raises(UsageError, match="Set likelihood= in Problem"):
+        train(tmp_path, without, "kfac.fisher=mc")
+
+
+def test_kfac_gets_the_classes_in_the_last_dimension(own):
+    file = own()
+    problem_file.run_named([f"problem={file}"])
+    task = ProblemTask(problem_file.named(file), has_parts=True)
+    logits, labels = torch.randn(2, 3, 5, requires_grad=True), torch.zeros(2, 5, dtype=torch.int64)
+    loss, output = task.forward(lambda x: x, (logits, labels))
+    assert output.shape == (2, 5, 3)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(output.mT, labels))
+
+
+def test_tables_name_the_file(tmp_path, own):
+    _, path = train(tmp_path, own(), "trainer.max_steps=1", "kfac=none")
+    assert path.name.startswith("problem-mine-sgd-kfac_none-")
+    (setting,) = runs.group([runs.load(path)])
+    assert setting.task == "mine, accuracy"
+
+
+def test_a_dry_run_and_a_plan(own, capsys, tmp_path):
+    file = own()
+    for command, words in ((cli.train, ["dry_run=true"]), (cli.plan, ["world_size=4", "out=null"])):
+        with pytest.raises(SystemExit) as caught:
+            command([f"problem={file}", "kfac.fisher=type2", *words])
+        assert caught.value.code == 0
+        assert "K-FAC covers 2 layers, 67 of 67 parameters" in capsys.readouterr().out
+
+
+# ---- the file changes ----
+
+
+def test_another_version_of_the_file_is_another_run_and_is_refused_at_resume(tmp_path, own):
+    options = ("trainer.max_steps=2", "kfac=none")
+    file = own()
+    _, before = train(tmp_path, file, *options)
+    train(tmp_path, file, *options, "run_id=r")
+    problem_file._files.clear()
+    own(("nn.Tanh()", "nn.ReLU()"))
+    _, after = train(tmp_path, file, *options)
+    assert before != after
+    with pytest.raises(UsageError, match=r"has changed since .*/r began: .*Restore"):
+        train(tmp_path, file, *options, "run_id=r")
+
+
+# ---- who may run the file ----
+
+
+@pytest.fixture
+def trap(tmp_path):
+    """Return a problem file that nobody has named, and the file that it would write."""
+    written = tmp_path / "it ran"
+    path = tmp_path / "trap.py"
+    path.write_text(f"open({str(written)!r}, 'w').close()\n{FILE}")
+    yield str(path)
+    assert not written.exists()
+
+
+GROUPS = "# @package _global_\ndefaults:\n" + "".join(
+    f"  - override /{group}: problem\n" for group in ("data", "task", "model")
+)
+
+
+def test_an_experiment_cannot_run_a_file(tmp_path, trap, capsys):
+    files = "".join(f"{group}: {{file: {trap}}}\n" for group in ("data", "task", "model"))
+    Own(tmp_path).write("received", GROUPS + files)
+    line = refused_by_command(capsys, "experiment=received", f"--config-dir={tmp_path}")
+    assert "your command line does not" in line
+
+
+def test_a_file_that_the_command_names_permits_no_other_file(tmp_path, trap, own, capsys):
+    files = "".join(f"{group}: {{file: {trap}}}\n" for group in ("data", "task", "model"))
+    Own(tmp_path).write("received", GROUPS + files)
+    file = own()
+    problem_file.run_named([f"problem={file}"])
+    # The words of the command line come after the file.
+    found = compose.load(["experiment=received", f"problem={file}"], tmp_path)
+    assert {found.data.file, found.task.file, found.model.file} == {file}
+    with pytest.raises(UsageError, match="your command line does not"):
+        compose.load([f"problem={trap}"])
+
+
+def test_a_table_and_an_option_cannot_run_a_file(trap, capsys):
+    cell = grid.Cell("received", (f"problem={trap}", "kfac=none"))
+    for refused in (cell.config, cell.command, cell.rank_command):
+        with pytest.raises(UsageError, match="your command line does not"):
+            refused()
+    words = [f"{group}.file={trap}" for group in ("data", "task", "model")]
+    words += [f"{group}=problem" for group in ("data", "task", "model")]
+    assert "your command line does not" in refused_by_command(capsys, *words)
+    code, line = forked.train([f"problem={trap}"])
+    assert code == 2
+    assert "your command line does not" in line
+
+
+def test_a_fork_runs_the_file_that_the_command_names(tmp_path, own):
+    file = own()
+    problem_file.run_named([f"problem={file}"])
+    words = [f"problem={file}", *BASE, "kfac=none", "trainer.max_steps=1", f"runs_dir={tmp_path}"]
+    assert forked.train([*words, "run_id=r"])[0] == 0
+    assert end(tmp_path / "r").status == "finished"
+
+
+# ---- bad input ----
+
+BAD = [
+    ("import random", "import randomm", r"mine.py:1: ModuleNotFoundError: No"),
+    ("import random", "import random random", r"mine.py:1: SyntaxError"),
+    ("import random", "import random; raise SystemExit", r"mine.py:1: SystemExit"),
+    ("problem = Problem", "problems = Problem", r"mine.py: the file has no variable `problem`"),
+    ("model=network", "model=network()", r"mine.py:\d+: Problem: model must be a function that"),
+    ("batch_size=12", "batch_size=0", r"Problem: batch_size=0 must be"),
+    ("batch_size=12", "batch_size=61", r"batch_size=61 is larger than the training set of .*60 ex"),
+    ("train=Noisy(60)", "train=iter([])", r"Problem: train must be a map-style dataset"),
+    ("validation=Noisy(20)", "validation=[]", r"Problem: validation has no example"),
+    ("nn.Linear(4, 8)", "nn.Linear(5, 8)", r"mine.py: the model or the loss fails on the first"),
+    ("return nn.Seq", "return 1, nn.Seq", r"`model` returned an object of class tuple"),
+    ("return nn.Seq", "1 / 0\n    return nn.Seq", r"mine.py:\d+: the model cannot be built: Zero"),
+    ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(reduction='sum')", r"the loss is a sum over"),
+    ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(reduction='none')", r"of shape \[8\]"),
+    ("nn.CrossEntropyLoss()", "lambda output, target: 1.0", r"the loss is an object of class fl"),
+    ("nn.CrossEntropyLoss()", "lambda o, t: o.mean() / 0", r"the loss of the first batch is"),
+    ("float().mean()", "float().mean() * np.nan", r"the metric `accuracy` of the .* is NaN"),
+    ("float().mean()", "float()[:3]", r"the metric has the shape \[3\]"),
+    ("batch[1]).float", "batch[2]).float", r"mine.py:\d+: the metric fails on the first batch"),
+    ("validation=Noisy(20)", "validation=[(torch.zeros(5), 0)]", r"must have the same shapes"),
+    ("return x, i % 3", "return x[: i % 3], i % 3", r"8 examples of `train` do not make a batch"),
+    ("return x, i % 3", "raise OSError('no such file')", r"mine.py:\d+: train\[0\]: OSError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "line"), BAD, ids=[new for _, new, _ in BAD])
+def test_bad_input_is_one_line_with_the_place(tmp_path, own, capsys, old, new, line):
+    file = own((old, new))
+    runs_dir = tmp_path / "runs"
+    said = refused_by_command(capsys, f"problem={file}", *BASE, f"runs_dir={runs_dir}")
+    assert re.search(line, said), said
+    assert not list(runs_dir.glob("*")), "a run directory is left behind"
+
+
+def test_own_words_clash_with_a_problem(own, capsys):
+    file = own()
+    assert "Remove model=resnet8" in refused_by_command(capsys, f"problem={file}", "model=resnet8")
+    assert "name one problem" in refused_by_command(capsys, f"problem={file}", f"problem={file}x")
+    assert "problem=FILE" in refused_by_command(capsys, *GROUP_WORDS)
+
+
+GROUP_WORDS = [f"{group}=problem" for group in ("data", "task", "model")]
