@@ -83,7 +83,12 @@ def train(name: str, build: Build, rate: float, seed: int) -> tuple[float, float
         batch = data.prepare(next(batches))
         start = time.process_time()
         stepper.zero_grad()
-        objective.forward(model, batch)[0].backward()  # type: ignore[attr-defined]
+        loss, output = objective.forward(model, batch)  # type: ignore[attr-defined]
+        if (kfac := getattr(stepper, "preconditioner", None)) is not None:
+            # Only sampled Fishers need it; for others it returns at once.
+            curvature = getattr(objective, "curvature", 1.0)
+            kfac.fisher_backward(output, getattr(objective, "likelihood", ""), curvature=curvature)
+        loss.backward()
         stepper.step()
         seconds += time.process_time() - start
         if step % target.every == 0:
