@@ -28,8 +28,8 @@ from kfac_bench.distributed.backend import Backend, find_device
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import LostRanksError, OneRankError
 
-SPARE_S = 1.0
-"""Time for torch's own timeout, whose error says more."""
+SPARE_S = 5.0
+"""Time for torch's own timeout, whose error says more: torch waits a second longer than asked."""
 
 
 class DDP(Backend):
