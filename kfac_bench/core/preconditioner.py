@@ -174,8 +174,9 @@ class KFAC:
               of up to 8 calls of layers stay in memory until it has read them.
             * ``overlap`` and ``spread=False`` cannot be combined with it.
         factor_decay: A schedule in [0, 1): the weight of the *old* factor in the running average
-            (default 0.95), as in the papers' code. Averages are debiased. The paper's equations
-            14-15 write xi for the weight of the new factor, that is 1 - ``factor_decay``.
+            (default 0.95, as in the released code of the paper). Averages are debiased. The paper's
+            equations 14-15 write xi for the weight of the new factor, that is 1 -
+            ``factor_decay``, and print no value.
         factor_convention: How batch statistics are scaled: ``kfc`` (default), ``sc20`` or
             ``kaisa``. Papers scale differently, so the same damping means another algorithm. If
             you copy a damping from a paper, set the paper's convention; see

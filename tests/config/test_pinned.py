@@ -10,7 +10,7 @@ from omegaconf import MISSING, OmegaConf
 from kfac_bench.config import KFACConfig, compose
 from kfac_bench.config.options import options
 from kfac_bench.training.run_directory import run_id
-from tests.support.configs import refused
+from tests.support.configs import quick_load, refused
 from tests.support.quick import quick_if
 
 EXPERIMENT_DIR = compose.CONF_DIR / "experiment"
@@ -102,3 +102,16 @@ def test_mask_rcnn_pins_the_layers_that_its_model_skips():
     """The pinned ``skip`` would win over the model's, so the experiment repeats the model's."""
     model = compose.load(["model=maskrcnn_resnet50_fpn"]).kfac.skip
     assert compose.load(["experiment=fig5bc_maskrcnn_convergence"]).kfac.skip == model
+
+
+SC20_ROWS = ("table1", "table2", "table5", "fig5a", "fig7", "fig8")
+"""Rows of the paper that SC20 published, or that have the recipe of such a row."""
+
+
+@pytest.mark.parametrize(
+    "name", [e for e in EXPERIMENTS if e.startswith(SC20_ROWS) and e.endswith("/smoke")]
+)
+def test_the_rows_of_sc20_have_the_settings_of_its_released_code(name):
+    """0.95 weighs the old factor: ``alpha * current + (1 - alpha) * new``."""
+    kfac = quick_load([f"experiment={name}"]).kfac
+    assert (kfac.factor_decay, kfac.factor_convention) == (0.95, "sc20")
