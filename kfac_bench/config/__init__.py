@@ -8,7 +8,13 @@ prints the help texts. Nothing past :func:`kfac_bench.config.compose.load` sees 
 from kfac_bench.config.backends import BackendConfig
 from kfac_bench.config.checks import check
 from kfac_bench.config.data import DataConfig
-from kfac_bench.config.kfac import CONVENTIONS, FISHERS, WEIGHT_SHARING, KFACConfig
+from kfac_bench.config.kfac import (
+    CONVENTIONS,
+    FACTOR_INITS,
+    FISHERS,
+    WEIGHT_SHARING,
+    KFACConfig,
+)
 from kfac_bench.config.models import ModelConfig
 from kfac_bench.config.optimizers import OptimizerConfig
 from kfac_bench.config.options import PLACE, RECORD, RESULT, option, options
@@ -18,6 +24,7 @@ from kfac_bench.config.train import PRECISIONS, LoggerConfig, TrainConfig, Train
 
 __all__ = [
     "CONVENTIONS",
+    "FACTOR_INITS",
     "FISHERS",
     "PLACE",
     "PRECISIONS",

@@ -11,6 +11,7 @@ from kfac_bench.errors import UsageError
 # tests/config/test_config_schema.py compares them with the core.
 CONVENTIONS = ("kfc", "sc20", "kaisa")
 FISHERS = ("empirical", "mc", "type2")
+FACTOR_INITS = ("debiased", "identity")
 WEIGHT_SHARING = ("expand", "reduce")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -108,6 +109,13 @@ class KFACConfig(Section):
     )
     factor_decay: float = option(
         0.95, "weight of the old factor in the running average", RESULT, at_least=0, below=1
+    )
+    factor_init: str = option(
+        "debiased",
+        "start of the running averages: the first statistic (debiased), or the identity as in the "
+        "released code of the paper",
+        RESULT,
+        choices=FACTOR_INITS,
     )
     factor_convention: str = option(
         "kfc", "convention by which factors are scaled", RESULT, choices=CONVENTIONS

@@ -174,9 +174,12 @@ class KFAC:
               of up to 8 calls of layers stay in memory until it has read them.
             * ``overlap`` and ``spread=False`` cannot be combined with it.
         factor_decay: A schedule in [0, 1): the weight of the *old* factor in the running average
-            (default 0.95, as in the released code of the paper). Averages are debiased. The paper's
-            equations 14-15 write xi for the weight of the new factor, that is 1 -
-            ``factor_decay``, and print no value.
+            (default 0.95, as in the released code of the paper). The paper's equations 14-15 write
+            xi for the weight of the new factor, that is 1 - ``factor_decay``, and print no value.
+        factor_init: How the running averages start. ``debiased`` (default) weighs the statistics
+            only, so the first average is the first statistic. ``identity`` starts at the identity
+            without debiasing, as the released code of the paper: after k updates the identity
+            still has the weight ``factor_decay ** k``. Set it to repeat a paper.
         factor_convention: How batch statistics are scaled: ``kfc`` (default), ``sc20`` or
             ``kaisa``. Papers scale differently, so the same damping means another algorithm. If
             you copy a damping from a paper, set the paper's convention; see
@@ -242,6 +245,7 @@ class KFAC:
         spread: bool | None = None,
         background: bool = False,
         factor_decay: Schedule = 0.95,
+        factor_init: str = "debiased",
         factor_convention: str = "kfc",
         fisher: str = "empirical",
         weight_sharing: str = "expand",
@@ -254,6 +258,7 @@ class KFAC:
     ) -> None:
         # Step 1, validate: refuse what cannot work, before anything is built.
         validation.check_choices(
+            factor_init=factor_init,
             factor_convention=factor_convention,
             fisher=fisher,
             weight_sharing=weight_sharing,
@@ -330,7 +335,7 @@ class KFAC:
             model_parallel,
             options=f"{self._schedules.at(0)} {self._adaptive} {factored_damping} "
             f"{factor_convention} {fisher} {weight_sharing} {overlap} {background} "
-            f"{grafting} {early_updates} {adam and adam.rule}",
+            f"{grafting} {early_updates} {factor_init} {adam and adam.rule}",
             device=self._device,
             overlap=overlap,
         )
@@ -340,6 +345,7 @@ class KFAC:
             self._layers,
             CONVENTIONS[factor_convention],
             of_sums=fisher != "empirical",
+            from_identity=factor_init == "identity",
             factored_damping=factored_damping,
             state_dtype=state_dtype,
             background=Background(self._device) if background else None,

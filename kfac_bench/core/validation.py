@@ -18,6 +18,7 @@ from kfac_bench.core.layers.coverage import SkippedModule
 from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan
 
 CHOICES: dict[str, tuple[object, ...]] = {
+    "factor_init": ("debiased", "identity"),
     "factor_convention": tuple(CONVENTIONS),
     "fisher": FISHERS,
     "weight_sharing": ("expand", "reduce"),

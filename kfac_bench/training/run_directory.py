@@ -33,7 +33,12 @@ start may still live: they notice a lost agent or node only when their next mess
 
 _LATER_OPTIONS: dict[str, dict[str, Any]] = {
     "data": {"changed": "refuse"},
-    "kfac": {"background": False, "early_updates": False, "grafting": False},
+    "kfac": {
+        "background": False,
+        "early_updates": False,
+        "factor_init": "debiased",
+        "grafting": False,
+    },
     "adam": {"nesterov": False},
     "adamw": {"nesterov": False},
     "shampoo": {"grafting": "sgd", "merge_dims": True, "nesterov": True, "root": 0},

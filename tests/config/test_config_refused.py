@@ -67,6 +67,7 @@ BAD = [
     ("kfac.method=qr", "kfac.method=qr: choose one of eigen, inverse"),
     ("kfac=eigen_adam", "kfac.method=eigen_adam with optimizer=sgd: another optimizer would"),
     ("kfac.factor_convention=x", "choose one of kfc, sc20, kaisa"),
+    ("kfac.factor_init=zero", "choose one of debiased, identity"),
     ("kfac.fisher=exact", "kfac.fisher=exact: choose one of empirical, mc, type2"),
     ("kfac.weight_sharing=x", "choose one of expand, reduce"),
     ("kfac.state_dtype=fp8", "kfac.state_dtype=fp8: choose one of fp32, bf16, fp16"),

@@ -44,6 +44,7 @@ def test_choices_are_equal_to_those_of_the_core():
     assert list(config.CONVENTIONS) == list(conventions.CONVENTIONS)
     assert config.FISHERS == fisher.FISHERS
     assert validation.CHOICES["weight_sharing"] == config.WEIGHT_SHARING
+    assert validation.CHOICES["factor_init"] == config.FACTOR_INITS
     assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP
     assert list(config.PRECISIONS) == list(update.DTYPES)
     assert list(config.PRECISIONS) == list(build.DTYPES)
@@ -70,6 +71,7 @@ def test_choices_are_equal_to_those_of_the_core():
         ("overlap=true", "overlap", True),
         ("background=true", "background", True),
         ("grafting=false", "grafting", False),
+        ("factor_init=identity", "factor_init", "identity"),
     ],
 )
 def test_each_kfac_option_reaches_the_core(monkeypatch, said, keyword, value):

@@ -107,6 +107,27 @@ def test_averages_are_debiased_and_weigh_the_old_by_factor_decay():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_averages_that_start_at_the_identity_are_those_of_the_released_code():
+    """The identity F_0, then ``alpha * current + (1 - alpha) * new`` without debiasing."""
+    model, decay = tiny_model(), 0.8
+    recorder = oracle.Recorder(layers_of(model))
+    kfac = kfac_of(model, factor_decay=decay, factor_init="identity")
+    for seed in range(3):
+        backward(model, *batch(seed=seed))
+        raw = matrix_grad(model[-1]).clone()
+        kfac.step()
+    entries = kfac.state_dict()["layers"]["7"]
+    want = [torch.eye(x["factor"].shape[-1], dtype=torch.float64) for x in entries.values()]
+    for call in recorder.calls[model[-1]]:
+        fresh = oracle.factors(model[-1], *call)
+        want = [decay * w + (1 - decay) * f for w, f in zip(want, fresh, strict=True)]
+    for factor, dense in zip("AG", want, strict=True):
+        got = entries[factor]["factor"][0].double()
+        torch.testing.assert_close(got, dense, rtol=1e-5, atol=1e-6)
+    solved = oracle.precondition(raw, *want, DAMPING)
+    torch.testing.assert_close(matrix_grad(model[-1]).double(), solved, rtol=2e-3, atol=1e-4)
+
+
 def test_kl_clip_is_equation_16():
     lr, kl_clip = 0.1, 1e-4
     model = tiny_model()
@@ -394,6 +415,7 @@ def test_report_says_what_is_covered_and_why_not():
         ({"factor_update_freq": 1.5}, "factor_update_freq=1.5"),
         ({"factor_decay": 1}, "factor_decay=1"),
         ({"factor_convention": "foo"}, "choose one of kfc, sc20, kaisa"),
+        ({"factor_init": "foo"}, "choose one of debiased, identity"),
         ({"strategy": "foo"}, "choose one of comm_opt"),
         ({"method": "foo"}, "choose one of eigen, inverse"),
         ({"skip": ["."]}, "no layer to precondition"),

@@ -64,6 +64,7 @@ OPTIONS = {
     "factored damping": {"factored_damping": True},
     "factored damping, inverse": {"factored_damping": True, "method": "inverse"},
     "schedules": {"damping": lambda step: 0.1 / (1 + step), "factor_decay": lambda step: 0.9},
+    "averages from the identity": {"factor_init": "identity"},
     "sc20": {"factor_convention": "sc20"},
     "diagonal": {"max_dim": 4},
 }

@@ -39,6 +39,20 @@ def test_loading_forgets_what_the_preconditioner_held():
         assert torch.equal(again, once)
 
 
+@pytest.mark.parametrize("factor_init", ["debiased", "identity"])
+def test_a_loaded_state_continues_the_averages_bit_by_bit(factor_init):
+    model = tiny_model()
+    straight = kfac_of(model, factor_init=factor_init)
+    step(model, straight, seed=1)
+    saved = copy.deepcopy(straight.state_dict())
+    want = step(model, straight, seed=2)
+    straight.detach()
+    loaded = kfac_of(model, factor_init=factor_init)
+    loaded.load_state_dict(saved)
+    for again, once in zip(step(model, loaded, seed=2), want, strict=True):
+        assert torch.equal(again, once)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_loading_copies_the_state_of_the_caller(method):
     model = tiny_model()

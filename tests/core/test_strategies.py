@@ -630,11 +630,12 @@ def factors_alone(model, x, y, name, use=True):
     return oracle.factors(module, *recorder.calls[module][0])
 
 
-def use_a_layer_on_one_rank_only(strategy):
+def use_a_layer_on_one_rank_only(strategy, factor_init):
     inner, rank = Branched(), dist.get_rank()
     model = DistributedDataParallel(inner, find_unused_parameters=True)
     optimizer, decay = sgd(model), 0.8
-    kfac = KFAC(model, optimizer, strategy=strategy, **(OPTIONS | {"factor_decay": decay}))
+    options = OPTIONS | {"factor_decay": decay, "factor_init": factor_init}
+    kfac = KFAC(model, optimizer, strategy=strategy, **options)
     averages, weight, digests = {}, 0.0, []
     for step, user in enumerate([None, 0, 1, None, 0]):
         generator = torch.Generator().manual_seed(step)
@@ -643,8 +644,9 @@ def use_a_layer_on_one_rank_only(strategy):
             alone = factors_alone(inner, x.chunk(2)[user], y.chunk(2)[user], "sometimes")
             weight = decay * weight + 1
             for f, fresh in zip(FACTORS, alone, strict=True):
-                old = averages.get(f, torch.zeros_like(fresh))
-                averages[f] = old + (fresh - old) / weight
+                old = averages.get(f, torch.eye(len(fresh), dtype=fresh.dtype))
+                share = 1 / weight if factor_init == "debiased" else 1 - decay
+                averages[f] = old + share * (fresh - old)
         optimizer.zero_grad()
         parts = my_part(x, y)
         F.cross_entropy(model(parts[0], user == rank), parts[1]).backward()
@@ -663,9 +665,18 @@ def use_a_layer_on_one_rank_only(strategy):
     return digests
 
 
-@pytest.mark.parametrize("strategy", ["comm_opt", "layer_wise", "owner_reduce"])
-def test_a_layer_unused_on_one_rank_counts_the_other_ranks_samples(strategy):
-    first, second = run_ranks(2, use_a_layer_on_one_rank_only, strategy)
+@pytest.mark.parametrize(
+    ("strategy", "factor_init"),
+    [
+        ("comm_opt", "debiased"),
+        ("layer_wise", "debiased"),
+        ("owner_reduce", "debiased"),
+        ("comm_opt", "identity"),
+        ("owner_reduce", "identity"),
+    ],
+)
+def test_a_layer_unused_on_one_rank_counts_the_other_ranks_samples(strategy, factor_init):
+    first, second = run_ranks(2, use_a_layer_on_one_rank_only, strategy, factor_init)
     assert first == second
 
 

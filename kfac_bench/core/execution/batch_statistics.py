@@ -24,13 +24,14 @@ class BatchStatistics:
         loss_weight: What multiplied this rank's loss beside the loss scale of all ranks.
     """
 
-    def __init__(self, scale: Scale, *, of_sums: bool = False) -> None:
+    def __init__(self, scale: Scale, *, of_sums: bool = False, from_identity: bool = False) -> None:
         self.factors: Statistics = {}
         self.second_moments: SecondMoments = {}
         self.dropped: Tensor | None = None
         self._scale = scale
         # Whether g is the gradient of a sum over samples (mc, type2), not of the user's own loss.
         self._of_sums = of_sums
+        self._from_identity = from_identity
         self.loss_weight = 1.0
 
     def compute_factor(self, layer: Layer, factor: Factor, new: Collected | None) -> None:
@@ -81,9 +82,10 @@ class BatchStatistics:
     ) -> None:
         """Add the statistics f to the running averages F, and forget them.
 
-        The averages are debiased: F_k = sum_i decay^(k-i) f_i / sum_i decay^(k-i). Before the
-        first statistic a factor is the identity. Second moments start again with each eigenbasis,
-        from the eigenvalues, which count as one statistic.
+        The averages are debiased: F_k = sum_i decay^(k-i) f_i / sum_i decay^(k-i). With
+        ``factor_init="identity"`` they are F_k = decay F_(k-1) + (1 - decay) f_k. Before the first
+        statistic a factor is the identity in both cases. Second moments start again with each
+        eigenbasis, from the eigenvalues, which count as one statistic.
 
         Args:
             store: Holds the running averages.
@@ -101,10 +103,11 @@ class BatchStatistics:
             # torch.where in place of an if: the host does not wait for the number of samples.
             weight, present = store.weights[key], samples > 0
             weight.copy_(torch.where(present, decay * weight + 1, weight))
+            share = present / weight.clamp_min(1)
+            if self._from_identity:
+                share = present.to(weight.dtype) * (1 - decay)
             # In half precision, store.factor returns a new tensor: it must be stored again.
-            store.keep_factor(
-                key, store.factor(key).lerp_(statistic, present / weight.clamp_min(1))
-            )
+            store.keep_factor(key, store.factor(key).lerp_(statistic, share))
         for name, (statistic, samples) in self.second_moments.items():
             if name in store.second_moments:
                 samples = _unscale(statistic, samples, loss_scale)

@@ -101,6 +101,7 @@ class Executor:
         scale: Scale,
         *,
         of_sums: bool = False,
+        from_identity: bool = False,
         factored_damping: bool = False,
         state_dtype: torch.dtype = torch.float32,
         background: Background | None = None,
@@ -110,7 +111,7 @@ class Executor:
         self.layers = {layer.name: layer for layer in layers}
         self.store = Store((layer.spec for layer in layers), plan.method, state_dtype)
         self.solver = Solver(self.store, factored_damping=factored_damping, adam=adam)
-        self.batch_statistics = BatchStatistics(scale, of_sums=of_sums)
+        self.batch_statistics = BatchStatistics(scale, of_sums=of_sums, from_identity=from_identity)
         self.gradients: Gradients = (
             ShardedGradients(layers, plan.world_size) if plan.sharded else WholeGradients(layers)
         )
