@@ -1,6 +1,9 @@
 """The options of the preconditioner."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from kfac_bench.config.options import RESULT, Section, check_patterns, option
@@ -14,6 +17,11 @@ FISHERS = ("empirical", "mc", "type2")
 FACTOR_INITS = ("debiased", "identity")
 WEIGHT_SHARING = ("expand", "reduce")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
+
+
+def _epochs(epochs: Sequence[float]) -> str:
+    word = "epoch" if len(epochs) == 1 else "each of the epochs"
+    return f"{word} {', '.join(f'{epoch:g}' for epoch in epochs)}"
 
 
 @dataclass
@@ -65,6 +73,15 @@ class KFACConfig(Section):
     )
     update_freq: int = option(100, "steps between decompositions", RESULT, at_least=1)
     factor_update_freq: int = option(10, "steps between factor updates", RESULT, at_least=1)
+    interval_growth_epochs: list[float] = option(
+        [],
+        "epochs after which update_freq and factor_update_freq are multiplied by interval_growth; "
+        "[]: they stay",
+        RESULT,
+    )
+    interval_growth: int = option(
+        10, "factor of both intervals at each of interval_growth_epochs", RESULT, at_least=1
+    )
     early_updates: bool = option(
         True,
         "before step update_freq, also decompose at 1, 2, 4 and 8 tenths of it",
@@ -98,6 +115,12 @@ class KFACConfig(Section):
         False, "adapt gamma by the rule of Levenberg and Marquardt", RESULT
     )
     damping_freq: int = option(5, "steps between changes of an adaptive gamma", RESULT, at_least=1)
+    damping_decay_epochs: list[float] = option(
+        [], "epochs after which damping is multiplied by damping_decay; []: it stays", RESULT
+    )
+    damping_decay: float = option(
+        0.5, "factor of damping at each of damping_decay_epochs", RESULT, above=0
+    )
     kl_clip: float | None = option(
         1e-3, "KL clip, kappa of eq. 16 of the paper; null: no clip", RESULT, above=0
     )
@@ -160,6 +183,8 @@ class KFACConfig(Section):
                 f"kfac.factor_update_freq={self.factor_update_freq}: a decomposition follows a "
                 "factor update"
             )
+        if self.enabled:
+            self._check_changes()
         if self.enabled and self.method == EIGEN_ADAM:
             self._check_eigen_adam(config)
         if self.enabled and self.factored_damping and self.method == "ekfac":
@@ -167,6 +192,33 @@ class KFACConfig(Section):
                 "kfac.factored_damping=true does not fit kfac.method=ekfac, whose eigenvalues are "
                 "not products of A's and G's"
             )
+
+    def _check_changes(self) -> None:
+        for name in ("damping_decay_epochs", "interval_growth_epochs"):
+            epochs = getattr(self, name)
+            if not all(0 < a < b for a, b in pairwise([*epochs, math.inf])):
+                raise UsageError(f"kfac.{name}={epochs}: must be epochs above 0 in rising order")
+        if self.damping_decay_epochs and (self.damping is None or self.adaptive_damping):
+            why = "adapts itself" if self.adaptive_damping else "follows the mean eigenvalues"
+            raise UsageError(
+                f"kfac.damping_decay_epochs={self.damping_decay_epochs} with a damping that {why}: "
+                "set kfac.damping to a number and kfac.adaptive_damping=false"
+            )
+
+    def changes(self) -> list[str]:
+        """Return, in words, how damping and intervals change at given epochs; [] if they stay."""
+        said = []
+        if self.damping_decay_epochs:
+            said.append(
+                f"damping {self.damping:g}, times {self.damping_decay:g} after "
+                f"{_epochs(self.damping_decay_epochs)}"
+            )
+        if self.interval_growth_epochs:
+            said.append(
+                f"intervals {self.factor_update_freq} and {self.update_freq} steps, times "
+                f"{self.interval_growth} after {_epochs(self.interval_growth_epochs)}"
+            )
+        return said
 
     def _check_eigen_adam(self, config: Any) -> None:
         if config.optimizer.name != EIGEN_ADAM:

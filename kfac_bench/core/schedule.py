@@ -149,6 +149,19 @@ class Doubling:
         return max(1, now)
 
 
+@dataclass(frozen=True)
+class Milestones:
+    """A schedule whose value is multiplied by ``factor`` at each of some steps."""
+
+    value: float
+    factor: float
+    steps: tuple[int, ...]
+
+    def __call__(self, step: int) -> float:
+        """Return the value at ``step``."""
+        return self.value * self.factor ** sum(step >= each for each in self.steps)
+
+
 FIRST_STEPS = 5
 """Steps in which all slices begin beside training for the first time."""
 

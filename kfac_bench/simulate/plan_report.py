@@ -23,7 +23,8 @@ def as_dict(run: DryRun) -> dict[str, Any]:
     """Return what the JSON file holds: the bytes, FLOPs and messages of each rank.
 
     * ``flops``, ``messages`` and ``traffic`` count one run of a stage.
-    * ``every`` is the number of steps between two runs of a stage.
+    * ``every`` is the number of steps between two runs of a stage, before
+      ``interval_growth_epochs``.
     * ``per_step`` is the average over all steps.
     * ``payload_bytes`` is what a message carries, ``wire_bytes`` what a rank receives of it in a
       ring.
@@ -156,6 +157,7 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
         f"strategy {report.plan.strategy}, method {report.plan.method}, "
         f"{run.world_size} rank(s), {workers} gradient worker(s) per layer, "
         f"factors in {config.kfac.state_dtype}",
+        *config.kfac.changes(),
         "",
         *_table(run),
         "",

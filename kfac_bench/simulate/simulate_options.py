@@ -177,6 +177,11 @@ def _config(
             "the simulation knows only kfac.fisher=empirical with a fixed kfac.damping: "
             "remove kfac.fisher and kfac.adaptive_damping"
         )
+    if config.kfac.interval_growth_epochs:
+        raise UsageError(
+            f"kfac.interval_growth_epochs={config.kfac.interval_growth_epochs}: the simulation "
+            "knows only fixed intervals; remove the option, and simulate each interval alone"
+        )
     return config
 
 

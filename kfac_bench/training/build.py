@@ -13,6 +13,7 @@ from kfac_bench.config.optimizers import Group
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import Collective, PlansDifferError
+from kfac_bench.core.schedule import Milestones
 from kfac_bench.errors import UsageError
 from kfac_bench.training.update import has_batch_norm
 
@@ -47,8 +48,17 @@ def build_kfac(
     model: nn.Module,
     optimizer: Optimizer,
     collective: Collective | None = None,
+    steps_per_epoch: int | None = None,
 ) -> KFAC | None:
     """Return the preconditioner, or None if K-FAC is off.
+
+    Args:
+        config: The options of K-FAC.
+        model: The model.
+        optimizer: The optimizer.
+        collective: The ranks; None: the default of KFAC.
+        steps_per_epoch: Steps of an epoch; None: unknown, as in a dry run, which has no data. Then
+            damping and intervals stay at their first values.
 
     Raises:
         UsageError: The options of K-FAC do not fit the model.
@@ -59,6 +69,7 @@ def build_kfac(
     keywords["state_dtype"] = DTYPES[config.state_dtype]
     if config.adaptive_damping:
         keywords["damping"] = _adaptive_damping(config)
+    keywords |= _changing(config, steps_per_epoch)
     try:
         return KFAC(model, optimizer, collective=collective, **keywords)
     except (ValueError, PlansDifferError) as error:
@@ -68,8 +79,36 @@ def build_kfac(
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes by the names that the options use."""
 
-_NOT_KEYWORDS_OF_KFAC = ("enabled", "adaptive_damping", "damping_freq")
+_NOT_KEYWORDS_OF_KFAC = (
+    "enabled",
+    "adaptive_damping",
+    "damping_freq",
+    "damping_decay",
+    "damping_decay_epochs",
+    "interval_growth",
+    "interval_growth_epochs",
+)
 """Options that the constructor of KFAC has no keyword for."""
+
+
+def _changing(config: KFACConfig, steps_per_epoch: int | None) -> dict[str, Milestones]:
+    """Return the options that change at given epochs, as functions of the step.
+
+    The functions know nothing but the step, so a resumed run continues exactly.
+    """
+
+    def steps(epochs: Sequence[float]) -> tuple[int, ...]:
+        return () if steps_per_epoch is None else tuple(round(e * steps_per_epoch) for e in epochs)
+
+    changing: dict[str, Milestones] = {}
+    if config.damping_decay_epochs and config.damping is not None:
+        at = steps(config.damping_decay_epochs)
+        changing["damping"] = Milestones(config.damping, config.damping_decay, at)
+    if config.interval_growth_epochs:
+        at = steps(config.interval_growth_epochs)
+        for name in ("update_freq", "factor_update_freq"):
+            changing[name] = Milestones(getattr(config, name), config.interval_growth, at)
+    return changing
 
 
 def _adaptive_damping(config: KFACConfig) -> LevenbergMarquardt:

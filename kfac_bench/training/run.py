@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kfac_bench import distributed
-from kfac_bench.config import TrainConfig, options
+from kfac_bench.config import KFACConfig, TrainConfig, options
 from kfac_bench.config.options import PLACE
 from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.data.base.dataset import Data
@@ -38,6 +38,7 @@ from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.training import build, checkpoint, environment, same_data, weights
 from kfac_bench.training.blueprint import Blueprint
 from kfac_bench.training.checkpoint import Checkpoint
+from kfac_bench.training.course import Course
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
 from kfac_bench.training.update import least_part
@@ -108,7 +109,7 @@ def train(
         for line in (*trainer.data.notes, *trainer.notes):
             trainer.say(line)
         _start(config, trainer, directory, about)
-        _say_what_kfac_does(trainer)
+        _say_what_kfac_does(config.kfac, trainer)
         if ranks.is_main:
             directory.note_state("running", trainer.step)
         steps = trainer.course.max_steps
@@ -175,7 +176,8 @@ def _build_trainer(
         )
     model = backend.shard(model)
     optimizer = build.build_optimizer(config.optimizer, model)
-    kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective())
+    steps = Course.of(config.trainer, data.train_size).steps_per_epoch
+    kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective(), steps)
     model, optimizer = backend.wrap(model, optimizer)
     return Trainer(
         blueprint.task(data),
@@ -248,8 +250,8 @@ def _open_log(
     return EventLog(sinks), console.say
 
 
-def _say_what_kfac_does(trainer: Trainer) -> None:
-    """Say which layers K-FAC covers and how large its factors are.
+def _say_what_kfac_does(config: KFACConfig, trainer: Trainer) -> None:
+    """Say which layers K-FAC covers, how large its factors are, and which options change.
 
     The first step on a large model takes long, because it decomposes all factors.
     """
@@ -268,6 +270,8 @@ def _say_what_kfac_does(trainer: Trainer) -> None:
         f"parameters); every {trainer.kfac.update_freq} steps it decomposes "
         f"{2 * len(report.layers)} factors, the largest {largest} x {largest}"
     )
+    for change in config.changes():
+        trainer.say(change)
 
 
 def _start(

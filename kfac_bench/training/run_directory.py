@@ -35,9 +35,13 @@ _LATER_OPTIONS: dict[str, dict[str, Any]] = {
     "data": {"changed": "refuse"},
     "kfac": {
         "background": False,
+        "damping_decay": 0.5,
+        "damping_decay_epochs": [],
         "early_updates": False,
         "factor_init": "debiased",
         "grafting": False,
+        "interval_growth": 10,
+        "interval_growth_epochs": [],
     },
     "adam": {"nesterov": False},
     "adamw": {"nesterov": False},

@@ -448,3 +448,14 @@ def test_wrong_words_give_a_one_line_error(capsys, arguments, fragment):
     assert (code, len(said.splitlines())) == (2, 1), said
     assert said.startswith("kfac-plan: ")
     assert fragment in said
+
+
+def test_the_report_says_which_options_change(capsys):
+    changes = ("kfac.damping=0.1", "kfac.damping_decay_epochs=[40]")
+    changes += ("kfac.interval_growth_epochs=[5,9]", "kfac.update_freq=20")
+    with pytest.raises(SystemExit) as caught:
+        cli.plan(["model=autoencoder", *changes, "out=null"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "damping 0.1, times 0.5 after epoch 40" in lines
+    assert "intervals 10 and 20 steps, times 10 after each of the epochs 5, 9" in lines

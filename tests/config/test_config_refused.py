@@ -56,6 +56,8 @@ BAD = [
     ("kfac.damping=inf", "kfac.damping=inf: must be above 0"),
     ("kfac.damping=1e-400", "kfac.damping=0.0: must be above 0"),
     ("kfac.kl_clip=0", "kfac.kl_clip=0.0: must be above 0"),
+    ("kfac.damping_decay=0", "kfac.damping_decay=0.0: must be above 0"),
+    ("kfac.interval_growth=0", "kfac.interval_growth=0: must be at least 1"),
     ("kfac.factor_decay=1", "kfac.factor_decay=1.0: must be at least 0 and below 1"),
     ("kfac.grad_worker_fraction=1.5", "above 0 and at most 1"),
     ("optimizer.lr=nan", "optimizer.lr=nan: must be above 0"),
@@ -144,6 +146,22 @@ def test_milestones_are_above_0_and_rise(milestones):
     said = refused(["schedule=step", f"schedule.milestones={milestones}"])
     assert "schedule.milestones=" in said
     assert "must be epochs above 0 in rising order" in said
+
+
+@pytest.mark.parametrize("name", ["damping_decay_epochs", "interval_growth_epochs"])
+@pytest.mark.parametrize("epochs", ["[0,5]", "[5,3]"])
+def test_epochs_of_changes_are_above_0_and_rise(name, epochs):
+    said = refused(["kfac.damping=0.1", f"kfac.{name}={epochs}"])
+    assert f"kfac.{name}=" in said
+    assert "must be epochs above 0 in rising order" in said
+
+
+def test_only_a_number_as_damping_decays_at_epochs():
+    epochs = "kfac.damping_decay_epochs=[4]"
+    assert "follows the mean eigenvalues: set kfac.damping to a number" in refused([epochs])
+    adapts = ["kfac.damping=0.1", "kfac.adaptive_damping=true"]
+    assert "a damping that adapts itself" in refused([epochs, *adapts])
+    compose.load([epochs, "kfac=none"])
 
 
 def test_a_misspelt_option_suggests_an_option_of_the_chosen_optimizer():

@@ -35,6 +35,9 @@ def test_kfac_defaults_are_equal_to_those_of_the_core():
     assert ours.pop("enabled") is True
     assert ours.pop("adaptive_damping") is False
     assert ours.pop("damping_freq") == LevenbergMarquardt().interval
+    assert ours.pop("damping_decay_epochs") == []
+    assert ours.pop("interval_growth_epochs") == []
+    del ours["damping_decay"], ours["interval_growth"]
     ours["state_dtype"] = build.DTYPES[ours["state_dtype"]]
     assert ours == keywords
     assert asdict(DEFAULT.kfac) == asdict(KFACConfig()), "conf/kfac/comm_opt.yaml says otherwise"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kfac_bench.core.schedule import Schedules, Settings, free_phases, slice_phases
+from kfac_bench.core.schedule import Milestones, Schedules, Settings, free_phases, slice_phases
 
 COUNTS = st.integers(1, 40)
 INTERVALS = st.integers(1, 30)
@@ -375,3 +375,11 @@ def test_a_slice_comes_into_use_before_it_begins_again(count, update, factor_upd
     for steps in begun(count, count + 5 * update, update, factor_update, early=early):
         assert all(begin < use for begin, use in steps)
         assert all(use <= again for (_, use), (again, _) in pairwise(steps))
+
+
+def test_milestones_multiply_from_their_steps_on():
+    damping = Milestones(0.1, 0.5, (3, 5))
+    assert [damping(step) for step in range(7)] == [0.1, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
+    growing = schedules(Milestones(4, 3, (6,)), Milestones(2, 3, (6,)))
+    assert [step for step in range(40) if growing.factors_due(step)] == [0, 2, 4, *range(6, 40, 6)]
+    assert [step for step in range(40) if growing.slices_due(step, 1)] == [0, 4, 12, 24, 36]

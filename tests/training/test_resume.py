@@ -28,12 +28,22 @@ LONG = ("trainer.max_steps=15", "trainer.log_freq=1", "trainer.eval_freq=6")
 
 
 BACKGROUND = {"kfac background": (*KFAC, "kfac.background=true")}
+CHANGES = {
+    "kfac changes": (
+        *KFAC,
+        "kfac.damping=0.1",
+        "kfac.damping_decay_epochs=[0.4,1.2]",
+        "kfac.interval_growth_epochs=[1]",
+        "kfac.interval_growth=2",
+    )
+}
+"""An epoch has five steps."""
 
 
 @pytest.mark.parametrize("step", [3, 7])  # mid-epoch; between decompositions at 0, 4, 8, 12
-@pytest.mark.parametrize("method", [*METHODS, slow("kfac background")])
+@pytest.mark.parametrize("method", [*METHODS, "kfac changes", slow("kfac background")])
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, method, step):
-    options = (*(METHODS | BACKGROUND)[method], *LONG)
+    options = (*(METHODS | BACKGROUND | CHANGES)[method], *LONG)
     _, straight = train(tmp_path, *options, "run_id=straight")
     with before_step(step, terminate):
         status, path = train(tmp_path, *options, "run_id=stopped")

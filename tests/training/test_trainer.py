@@ -482,3 +482,19 @@ def test_old_event_files_are_read(tmp_path):
     path.write_text(json.dumps(old) + "\n")
     [event] = read(path)
     assert (event.loss, event.nu, event.damping, event.dropped_statistics) == (2.0, 0.5, None, None)
+
+
+def test_damping_and_intervals_change_at_their_epochs(tmp_path):
+    changes = ("kfac.damping_decay_epochs=[1,2]", "kfac.interval_growth_epochs=[2]")
+    trainer = trainer_of(tmp_path, *STABLE, *changes, "kfac.interval_growth=3")
+    kfac, per_epoch, seen = trainer.kfac, trainer.course.steps_per_epoch, []
+    for step in (0, per_epoch - 1, per_epoch, 2 * per_epoch):
+        kfac.steps = step
+        seen.append((kfac.damping, kfac.update_freq))
+    assert seen == [(0.1, 4), (0.1, 4), (0.05, 4), (0.025, 12)]
+
+
+def test_the_console_says_what_changes(tmp_path, capsys):
+    train(tmp_path, *STABLE, "kfac.damping_decay_epochs=[40,80]", "trainer.max_steps=1")
+    said = "damping 0.1, times 0.5 after each of the epochs 40, 80"
+    assert said in " ".join(capsys.readouterr().out.split())
