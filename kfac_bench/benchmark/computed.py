@@ -29,7 +29,7 @@ from kfac_bench.record.events import (
     RunStarted,
 )
 
-KINDS = {"plan": "plan_cells", "simulate": "simulated", "fit": "fit"}
+KINDS = {"plan": "plan_cells", "simulate": "simulated", "phases": "phases", "fit": "fit"}
 """Module of this package for each kind; its function ``numbers`` computes a cell.
 
 The modules import torch, so they are imported late: listing benchmarks needs no torch.

@@ -113,7 +113,8 @@ def cells(
             label = " ".join([*point.values(), f"seed {seed}"])
             first = tuple(_before(each, words, label, more) for each in before)
             texts = [*benchmark.overrides, *sized.overrides]
-            for axis, value in point.items():
+            for axis in [*point, *joined_axes(benchmark, sized)]:
+                value = " ".join(point[each] for each in axis.split(" "))
                 texts += options_of_value(benchmark, sized, axis, value)
             overrides, ranks = _filled_in(texts, words)
             overrides = (*overrides, *more, f"seed={seed}", f"runs_dir={runs_dir}")
@@ -121,10 +122,15 @@ def cells(
     return result
 
 
+def joined_axes(benchmark: Benchmark, profile: BenchmarkProfile) -> list[str]:
+    """Return the keys of ``each`` that join several axes by spaces."""
+    return [axes for axes in benchmark.each | profile.each if " " in axes]
+
+
 def options_of_value(
     benchmark: Benchmark, profile: BenchmarkProfile, axis: str, value: str
 ) -> list[str]:
-    """Return the overrides that a value of an axis stands for in this profile."""
+    """Return the overrides that a value of an axis, or of joined axes, stands for."""
     each = benchmark.each.get(axis, {}) | profile.each.get(axis, {})
     return each.get(value, [])
 

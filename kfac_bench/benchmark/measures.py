@@ -44,6 +44,12 @@ def seconds_to_target(run: Run, level: Level) -> float:
     return math.nan if target(run) is None else score.time_to_target_s(run)
 
 
+def targets_per_s_per_rank(run: Run, level: Level) -> float:
+    """Return how many such runs a rank would bring to the target in a second; inf for a miss."""
+    seconds = seconds_to_target(run, level)
+    return math.inf if math.isinf(seconds) else 1 / seconds / _ranks(run)
+
+
 def epochs_to_target(run: Run, level: Level) -> float:
     """Return the epoch of the evaluation that met the target."""
     steps = steps_to_target(run, level)
@@ -109,6 +115,7 @@ MEASURES: Mapping[str, Callable[[Run, Level], float]] = {
     "steps_to_target": steps_to_target,
     "seconds_to_target": seconds_to_target,
     "epochs_to_target": epochs_to_target,
+    "targets_per_s_per_rank": targets_per_s_per_rank,
     "steps_to_level": lambda run, level: _reached(run, level)[0],
     "seconds_to_level": lambda run, level: _reached(run, level)[1],
     "epochs_to_level": lambda run, level: _reached(run, level)[2],
@@ -134,6 +141,10 @@ COMPUTED = frozenset(
         "kfac_mb",
         "activations_mb_per_example",
         "weights_mb",
+        "less_phase2_time",
+        "less_time",
+        "fewer_phase1_steps",
+        "fewer_phase2_steps",
     }
 )
 """Names of numbers that only computed cells have."""

@@ -123,7 +123,7 @@ def axes_of(benchmark: Benchmark) -> dict[str, list[str]]:
 def how_computed(benchmark: Benchmark) -> str:
     """Return what tables and figures call the numbers of computed cells."""
     kinds = {part.kind for part in benchmark.computed}
-    return "simulated" if kinds == {"simulate"} else "computed"
+    return "simulated" if kinds and kinds <= {"simulate", "phases"} else "computed"
 
 
 def _is_whole(text: str) -> bool:

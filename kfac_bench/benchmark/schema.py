@@ -20,7 +20,8 @@ from kfac_bench.config.profiles import PROFILES
 from kfac_bench.errors import UsageError
 
 Each = dict[str, dict[str, list[str]]]
-"""Axis to value to the overrides that the value stands for."""
+"""Axis to value to the overrides that the value stands for. A key may join several axes, and their
+values, by spaces."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Computed:
     axes: dict[str, list[str]] = MISSING
     words: list[str] = MISSING
     each: Each = field(default_factory=dict)
-    """As in the row; here a key may join several axes, and their values, by a space."""
+    """As in the row."""
     notes: list[str] = field(default_factory=list)
 
 

@@ -1,5 +1,6 @@
 """The tables of a benchmark: our numbers beside the published ones, its cells, their options."""
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from kfac_bench.benchmark.grid import options_of_value
+from kfac_bench.benchmark.grid import joined_axes, options_of_value
 from kfac_bench.benchmark.result import Line, Measured, PublishedValue, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.record.runs import Run, plain, was_computed
@@ -119,6 +120,10 @@ def stands_for(
         for value in values:
             if options := options_of_value(benchmark, profile, axis, value):
                 rows.append([axis, value, " ".join(options)])
+    for joined in joined_axes(benchmark, profile):
+        for values in itertools.product(*(axes[axis] for axis in joined.split(" "))):
+            if options := options_of_value(benchmark, profile, joined, " ".join(values)):
+                rows.append([joined, " ".join(values), " ".join(options)])
     common = [*benchmark.overrides, *profile.overrides, *overrides]
     if common:
         rows.append(["all", "", " ".join(common)])

@@ -81,6 +81,7 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
         train_s = int(words["steps"]) * cell.step_s
         result |= {"seconds_to_target": train_s, "train_s": train_s}
         result["steps_to_target"] = float(words["steps"])
+        result["targets_per_s_per_rank"] = 1 / train_s / ranks
     if each.strategy == SGD:
         return result
     result |= {f"stage {kind}": 1e3 * s for kind, s in cell.time.kinds_s.items()}

@@ -236,6 +236,7 @@ def test_measures_of_a_run(tmp_path):
             "steps_to_target": 5,
             "seconds_to_target": 4.0,
             "epochs_to_target": 2.5,
+            "targets_per_s_per_rank": 0.125,
             "steps_to_level": 5,
             "seconds_to_level": 4.0,
             "epochs_to_level": 2.5,

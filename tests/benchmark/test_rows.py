@@ -12,6 +12,7 @@ from kfac_bench.benchmark import (
     grid,
     jobs,
     measures,
+    phases,
     plan_cells,
     schema,
     simulated,
@@ -148,6 +149,13 @@ def test_earlier_phases_run_first_and_are_shared():
     assert lamb[0].before[0].overrides == first.overrides, "phase 1 would be trained twice"
 
 
+def test_bert_scaling_has_the_parts_of_the_paper():
+    for cell in grid.cells(schema.load("fig9bc_bert_scaling"), "r", [0], "paper"):
+        batch, part = {"1": (65536, 60), "2": (32768, 12)}[cell.point["phase"]]
+        said = [text for text in cell.overrides if text.startswith("trainer.accumulate=")]
+        assert int(said[-1].partition("=")[2]) == math.ceil(batch / cell.ranks / part)
+
+
 # ---- computed cells ----
 
 
@@ -184,6 +192,19 @@ def test_simulated_cells_have_the_numbers_of_kfac_plan_simulate():
     assert found["ms_per_step"] == pytest.approx(1e3 * cell["step_s"])
     assert found["stage Decompose"] == pytest.approx(1e3 * cell["kinds_s"]["Decompose"])
     assert found["examples_per_s_per_rank"] == pytest.approx(cell["examples_per_s"] / 32)
+
+
+def test_phases_are_compared_with_those_of_lamb():
+    common = {"hardware": "theta_a100", "ranks": "16", "factors": "5", "decompose": "50"}
+    lamb = {"phase1": "sgd", "steps1": "7038", "part1": "96"}
+    lamb |= {"phase2": "sgd", "steps2": "1563", "part2": "16"}
+    assert set(phases.numbers(common | lamb).values()) == {0.0}
+    found = phases.numbers(common | lamb | {"steps2": "1000"})
+    fewer = 100 * (1 - 1000 / 1563)
+    assert found["fewer_phase2_steps"] == found["less_phase2_time"] == pytest.approx(fewer)
+    assert 0 < found["less_time"] < fewer
+    kfac = phases.numbers(common | lamb | {"steps2": "1000", "phase2": "hybrid_opt@1/2"})
+    assert kfac["less_phase2_time"] < found["less_phase2_time"]
 
 
 def test_autograd_keeps_each_activation_once():
