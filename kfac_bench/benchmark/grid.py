@@ -189,10 +189,15 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
     for first in cell.before:
         is_good, text = run_cell(first, retry=retry)
         if not is_good:
-            return _failed(cell, f"{first.path().name}, which it starts from, {text}")
+            if text.startswith("not run"):
+                return False, text
+            return _failed(
+                cell, f"{first.path().name}, which it starts from, {text}", has_run=False
+            )
     if cell.ranks > (most := os.cpu_count() or 1):
-        return _failed(
-            cell, f"{cell.ranks} ranks are more than the {most} cores here; use launcher=slurm"
+        # Nothing is recorded: a cell that never ran is no miss, and another machine may run it.
+        return False, (
+            f"not run: {cell.ranks} ranks are more than the {most} cores here; use launcher=slurm"
         )
     if cell.ranks == 1:
         code, line = forked.train([*cell.overrides, f"run_id={cell.path().name}"])
@@ -206,14 +211,19 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
     return (True, text_of_end) if text_of_end else _failed(cell, line, code)
 
 
-def _failed(cell: Cell, reason: str, code: int = 1) -> tuple[bool, str]:
-    record_failure(cell.path(), cell.label, reason, code)
+def _failed(cell: Cell, reason: str, code: int = 1, *, has_run: bool = True) -> tuple[bool, str]:
+    record_failure(cell.path(), cell.label, reason, code, has_run=has_run)
     return False, f"failed: {reason}"
 
 
-def record_failure(folder: Path, label: str, reason: str, code: int = 1) -> None:
-    """Write into the cell's directory why it failed: the table shows a miss with this reason."""
-    record = {"label": label, "reason": reason, "exit_code": code}
+def record_failure(
+    folder: Path, label: str, reason: str, code: int = 1, *, has_run: bool = True
+) -> None:
+    """Write into the cell's directory why it failed: the table shows a miss with this reason.
+
+    ``has_run`` is False if the cell could not start, because an earlier run failed.
+    """
+    record = {"label": label, "reason": reason, "exit_code": code, "has_run": has_run}
     write_text(folder / FAILED_FILE, json.dumps(record, indent=1) + "\n", make_folder=True)
 
 
@@ -225,6 +235,16 @@ def failure(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return reason if ended(folder) is None else None
+
+
+def has_run(folder: Path) -> bool:
+    """Return False if the record of a failure says that the cell could not start."""
+    try:
+        return (
+            json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))["has_run"] is not False
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def outcome(cell: Cell) -> str | None:

@@ -75,9 +75,11 @@ def _profile(row: BenchmarkRow) -> str:
 def _tables(row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt]) -> list[Table]:
     parts = [note for part in row.benchmark.computed for note in part.notes]
     notes = [*row.sized.notes, *parts, *row.benchmark.notes]
-    tables = [sheet.compared(row.benchmark, lines, notes)]
+    tables = [sheet.compared(row.benchmark, lines, notes, row.sized.ran)]
+    in_shape = sheet.matrix(row.benchmark, lines)
     meant = sheet.stands_for(row.benchmark, row.sized, row.overrides)
-    return [*tables, *([meant] if meant else []), sheet.attempts(found, row.folder)]
+    more = [table for table in (in_shape, meant) if table is not None]
+    return [*tables, *more, sheet.attempts(found, row.folder)]
 
 
 def _markdown(row: BenchmarkRow, tables: Sequence[Table], drawn: bool, stem: str) -> str:
@@ -121,9 +123,16 @@ def summary(written: Sequence[RowReport]) -> str:
         ours = [line for line in each.lines if line.ours is not None]
         shown = [line for line in ours if line.measured or line.published is not None]
         notes = each.tables[0].notes
-        table = sheet.compared(each.row.benchmark, shown or ours[:_MOST_LINES], notes)
+        benchmark, ran = each.row.benchmark, each.row.sized.ran
+        in_shape = sheet.matrix(benchmark, each.lines)
+        if in_shape is not None and benchmark.matrix is not None:
+            # The matrix has these numbers; the lines keep seeds and intervals of measured ones.
+            repeated = benchmark.matrix.quantities
+            shown = [line for line in shown if line.measured or line.quantity not in repeated]
+        table = sheet.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
+        tables = [table] if in_shape is None else [in_shape, table]
         title = f"### {each.row.name}\n\n{escape_markdown(each.row.benchmark.source)}\n"
-        parts.append(f"{title}\n{table.markdown()}")
+        parts.append("\n".join([title, *(table.markdown() for table in tables)]))
     return "\n".join(parts)
 
 

@@ -52,6 +52,10 @@ class Line:
     source: str = ""
     is_difference: bool = False
     """Whether the number is a difference of two numbers: a ratio of differences has no meaning."""
+    is_projected: bool = False
+    """Whether measured seconds were multiplied by an assumed number of epochs or steps."""
+    known: str = ""
+    """``fitted`` or ``given`` if the computed number is no prediction; see :class:`Known`."""
 
     @property
     def ours(self) -> float | None:
@@ -135,6 +139,7 @@ class _Values:
 
     def __init__(self, benchmark: Benchmark, found: CellRuns, level: float | None) -> None:
         self._quantities = benchmark.quantities
+        self._known = [known for part in benchmark.computed for known in part.known]
         self._found, self._level = found, level
 
     def line(
@@ -163,7 +168,19 @@ class _Values:
             value,
             source,
             is_difference=quantity.how == "difference",
+            is_projected=self._is_projected(quantity),
+            known="" if computed is None else self._how_known(name, point),
         )
+
+    def _is_projected(self, quantity: Quantity) -> bool:
+        of = self._quantities.get(quantity.of)
+        return bool(quantity.times) or (of is not None and self._is_projected(of))
+
+    def _how_known(self, name: str, point: GridPoint) -> str:
+        for known in self._known:
+            if known.quantity == name and all(point.get(a) in v for a, v in known.only.items()):
+                return known.how
+        return ""
 
     def _trained(self, name: str, point: GridPoint) -> Measured | None:
         runs = self._found.trained.get(key_of(point), {})

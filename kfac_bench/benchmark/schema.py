@@ -40,6 +40,9 @@ class Before:
 class BenchmarkProfile:
     """What one size of the row changes: ``smoke``, ``one_gpu`` or ``paper``."""
 
+    ran: str = ""
+    """Model and data of the cells, if they are not those of the paper. Tables then name them over
+    the measured numbers, and print no ratio of a measured number to a published one."""
     axes: dict[str, list[str]] = field(default_factory=dict)
     """Values that replace the row's values of these axes; [] leaves out every cell."""
     overrides: list[str] = field(default_factory=list)
@@ -54,6 +57,17 @@ class BenchmarkProfile:
 
 
 @dataclass
+class Known:
+    """A quantity of computed cells that is no prediction."""
+
+    quantity: str = MISSING
+    how: str = "fitted"
+    """The word beside the number: ``fitted`` to the same table, or ``given`` by the same table."""
+    only: dict[str, list[str]] = field(default_factory=dict)
+    """The points, by the values of an axis; {}: all points."""
+
+
+@dataclass
 class Computed:
     """Cells that train nothing: their numbers follow from a plan or from the simulation.
 
@@ -65,6 +79,7 @@ class Computed:
     words: list[str] = MISSING
     each: Each = field(default_factory=dict)
     """As in the row."""
+    known: list[Known] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -123,6 +138,18 @@ class FigureSpec:
 
 
 @dataclass
+class MatrixSpec:
+    """A table in the shape of the paper's: a line for each value of an axis.
+
+    Each quantity has a column for each value of another axis.
+    """
+
+    quantities: list[str] = MISSING
+    rows: str = MISSING
+    columns: str = MISSING
+
+
+@dataclass
 class Tuning:
     """How settings are found, with the same number of trials for each optimizer."""
 
@@ -174,6 +201,8 @@ class Benchmark:
     quantities: dict[str, Quantity] = field(default_factory=dict)
     published: list[Published] = field(default_factory=list)
     figure: FigureSpec | None = None
+    matrix: MatrixSpec | None = None
+    """Whether the report repeats these quantities in the shape of the paper's table."""
     curves: bool = False
     """Whether the report has a second figure: the curves of the runs."""
     notes: list[str] = field(default_factory=list)

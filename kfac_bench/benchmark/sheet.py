@@ -22,6 +22,8 @@ class AttemptState(Enum):
     """How far a cell has come; the value is the text in the table."""
 
     NEW = "not run yet"
+    BLOCKED = "not run"
+    """The run that the cell starts from failed."""
     STARTED = "has not ended"
     FAILED = "failed"
     DONE = "done"
@@ -38,13 +40,29 @@ class Attempt:
     reason: str = ""
 
 
-def compared(benchmark: Benchmark, lines: Sequence[Line], notes: Sequence[str]) -> Table:
-    """Return our numbers beside those of the paper. Columns that no line needs are left out."""
+def compared(
+    benchmark: Benchmark, lines: Sequence[Line], notes: Sequence[str], ran: str = ""
+) -> Table:
+    """Return our numbers beside those of the paper. Columns that no line needs are left out.
+
+    Args:
+        benchmark: The table or figure.
+        lines: The lines to show.
+        notes: The texts below the table.
+        ran: What ran in place of the paper's model and data; empty: what the paper ran.
+    """
     axes = [a for a in axes_of(benchmark) if any(a in line.point for line in lines)]
     has_runs = any(line.measured for line in lines)
+    # Measured seconds times an assumed number of epochs are not measured.
+    kinds = [
+        name
+        for name, is_projected in (("measured", False), ("projected", True))
+        if any(line.measured and line.is_projected is is_projected for line in lines)
+    ]
     has_computed = any(line.computed is not None for line in lines)
     columns = [*axes, "quantity"]
-    columns += ["measured", "95 %", "seeds"] if has_runs else []
+    columns += [f"{kind}: {ran}" if ran else kind for kind in kinds]
+    columns += ["95 %", "seeds"] if has_runs else []
     columns += [how_computed(benchmark)] if has_computed else []
     columns += ["published", "ratio", "source"]
     rows: list[Sequence[Value]] = []
@@ -52,10 +70,13 @@ def compared(benchmark: Benchmark, lines: Sequence[Line], notes: Sequence[str]) 
         row: list[Value] = [line.point.get(axis, "") for axis in axes]
         row.append(f"{line.quantity} ({line.unit})" if line.unit else line.quantity)
         if has_runs:
-            row += _measured(line.measured)
+            value, interval, seeds = _measured(line.measured)
+            kind = "projected" if line.is_projected else "measured"
+            row += [value if each == kind else None for each in kinds]
+            row += [interval, seeds]
         if has_computed:
-            row.append(line.computed)
-        row += [published(line.published), ratio(line), line.source]
+            row.append(_computed(line))
+        row += [published(line.published), ratio(line, stands_in=bool(ran)), line.source]
         rows.append(row)
     return Table(benchmark.title, columns, rows, notes)
 
@@ -73,6 +94,13 @@ def _measured(measured: Measured | None) -> list[Value]:
     return [value, interval, seeds]
 
 
+def _computed(line: Line) -> Value:
+    """Return the computed number; a number that is no prediction has a word beside it."""
+    if line.computed is None or not line.known:
+        return line.computed
+    return f"{text(line.computed)} ({line.known})"
+
+
 def published(value: PublishedValue | None) -> Value:
     """Return a published number or range as a table shows it."""
     if isinstance(value, tuple):
@@ -80,9 +108,16 @@ def published(value: PublishedValue | None) -> Value:
     return value
 
 
-def ratio(line: Line) -> Value:
-    """Return our number over the paper's; for a range, whether our number is within it."""
-    ours, theirs = line.ours, line.published
+def ratio(line: Line, *, stands_in: bool = False) -> Value:
+    """Return our number over the paper's; for a range, whether our number is within it.
+
+    With ``stands_in`` another model or other data ran than the paper's: only a computed number is
+    compared. A number that the table itself gave is never compared.
+    """
+    is_measured = line.measured is not None and not stands_in
+    ours, theirs = line.ours if is_measured else line.computed, line.published
+    if line.known and not is_measured:
+        return None
     if ours is None or theirs is None or math.isinf(ours):
         return None
     if isinstance(theirs, tuple):
@@ -93,12 +128,42 @@ def ratio(line: Line) -> Value:
     return ours / theirs
 
 
+def matrix(benchmark: Benchmark, lines: Sequence[Line]) -> Table | None:
+    """Return the numbers in the shape of the paper's table, the published ones in parentheses."""
+    spec = benchmark.matrix
+    if spec is None:
+        return None
+    axes = axes_of(benchmark)
+    columns = [(quantity, value) for quantity in spec.quantities for value in axes[spec.columns]]
+    at = {
+        (line.point.get(spec.rows), line.quantity, line.point.get(spec.columns)): line
+        for line in lines
+    }
+    rows: list[Sequence[Value]] = []
+    for value in axes[spec.rows]:
+        found = [at.get((value, *column)) for column in columns]
+        if any(found):
+            rows.append([value, *(_pair(line) for line in found)])
+    names = [spec.rows, *(f"{quantity}, {value}" for quantity, value in columns)]
+    notes = ["our number, measured or else computed, then the published number in parentheses"]
+    return Table(f"{benchmark.title}: as a matrix", names, rows, notes)
+
+
+def _pair(line: Line | None) -> Value:
+    """Return our number and the published one as one text."""
+    if line is None:
+        return None
+    ours = _measured(line.measured)[0] if line.measured else _computed(line)
+    theirs = published(line.published)
+    return text(ours) if theirs is None else f"{text(ours)} ({text(theirs)})"
+
+
 def attempts(found: Sequence[Attempt], folder: Path) -> Table:
     """Return the table of cells, each with a link to its events from a table in ``folder``."""
     rows: list[Sequence[Value]] = []
     for each in found:
         if each.run is None:
-            why = plain(each.reason) if each.state is AttemptState.FAILED else None
+            why = plain(each.reason) if each.reason else None
             rows.append([each.label, each.state.value, None, None, why])
             continue
         link = Link(each.path.name, os.path.relpath(each.run.path, folder.resolve()))

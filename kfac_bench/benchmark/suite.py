@@ -148,7 +148,8 @@ def _attempt(cell: Cell | ComputedCell) -> Attempt:
     path = cell.path()
     why = grid.failure(path)
     if why is not None:
-        return Attempt(cell.label, path, AttemptState.FAILED, reason=why)
+        state = AttemptState.FAILED if grid.has_run(path) else AttemptState.BLOCKED
+        return Attempt(cell.label, path, state, reason=why)
     try:
         run = load(path)
     except UsageError as error:
@@ -169,7 +170,7 @@ def results(each: BenchmarkRow, found: Sequence[Attempt]) -> list[Line]:
         if isinstance(cell, ComputedCell):
             if attempt.run is not None:
                 by_point.computed[key] = attempt.run
-        elif attempt.state in (AttemptState.DONE, AttemptState.FAILED):
+        elif attempt.state in (AttemptState.DONE, AttemptState.FAILED, AttemptState.BLOCKED):
             by_point.trained.setdefault(key, {})[cell.seed] = attempt.run
     return lines(each.benchmark, by_point, each.sized.level)
 

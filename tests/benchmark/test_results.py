@@ -1,6 +1,7 @@
 """The results of a row, from hand-made event files with known numbers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from kfac_bench.benchmark.schema import (
     BenchmarkProfile,
     Computed,
     FigureSpec,
+    Known,
+    MatrixSpec,
     Published,
     Quantity,
 )
@@ -158,9 +161,9 @@ def test_the_report_writes_the_table_and_its_files(row):
     written = paper.write(row)
     text = (row.folder / "smoke.md").read_text()
     for line in (
-        "| SGD | 64 | accuracy (%) | 75 | 70 - 80 | 3 | - | 80 | 0.9375 | Table 9 |",
-        "| K-FAC | 64 | seconds (s) | missed | 4 - missed | 1 of 3 | - | - | - |  |",
-        "| K-FAC | 64 | less | missed | missed - 50 | 1 of 3 | - | 20 - 60 | - | Table 9 |",
+        "| SGD | 64 | accuracy (%) | 75 | - | 70 - 80 | 3 | - | 80 | 0.9375 | Table 9 |",
+        "| K-FAC | 64 | seconds (s) | - | missed | 4 - missed | 1 of 3 | - | - | - |  |",
+        "| K-FAC | 64 | less | - | missed | missed - 50 | 1 of 3 | - | 20 - 60 | - | Table 9 |",
     ):
         assert line.replace(" - ", " \u2013 ").replace(" - ", " \u2013 ") in text
     assert "out of memory" in text
@@ -297,3 +300,47 @@ def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
     assert call("report", *words)[0] == 0
     code, _ = call("report", "tiny", "profile=smok", "--runs-dir", str(tmp_path / "t"))
     assert code == 2
+
+
+def table_of(lines, **changed):
+    return sheet.compared(Benchmark(**(vars(ROW) | changed)), lines, [], "a ResNet-8")
+
+
+def test_numbers_of_another_model_are_named_and_not_compared(row):
+    """Seconds times an assumed factor are not measured: they have a column of their own."""
+    lines = results(row)
+    shown = table_of([lines["accuracy", "SGD", "64"], lines["seconds", "SGD", "64"]])
+    assert shown.columns[3:5] == ["measured: a ResNet-8", "projected: a ResNet-8"]
+    at = dict(zip(shown.columns, shown.rows[0], strict=True))
+    assert (at["measured: a ResNet-8"], at["published"], at["ratio"]) == (75.0, 80.0, None)
+    assert [r[3:5] for r in shown.rows] == [[75.0, None], [None, 10.0]]
+
+
+def test_a_number_that_the_table_gave_says_so_and_has_no_ratio(row):
+    found = suite.attempts(row)
+    part = ROW.computed[0]
+    computed = [Computed(**(vars(part) | {"known": [Known("state", only={"batch": ["256"]})]}))]
+    published = [Published("state", "Table 9", ["optimizer"], {"K-FAC": 1.0})]
+    tree = Benchmark(**(vars(ROW) | {"computed": computed, "published": published}))
+    lines = suite.results(replace(row, benchmark=tree), found)
+    (line,) = [x for x in lines if x.quantity == "state" and x.computed is not None]
+    assert (line.known, sheet.ratio(line)) == ("fitted", None)
+    (shown,) = sheet.compared(tree, [line], []).rows
+    assert any(str(cell).endswith(" (fitted)") for cell in shown)
+
+
+def test_a_matrix_has_the_shape_of_the_papers_table(row):
+    tree = Benchmark(**(vars(ROW) | {"matrix": MatrixSpec(["accuracy"], "batch", "optimizer")}))
+    shown = sheet.matrix(tree, list(results(row).values()))
+    assert shown.columns == ["batch", "accuracy, SGD", "accuracy, K-FAC"]
+    assert shown.rows == [["64", "75 (80)", "40 (90)"], ["256", "\u2013 (70)", None]]
+    assert sheet.matrix(ROW, []) is None
+
+
+def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
+    cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
+    grid.record_failure(cell.path(), "x", "first, which it starts from, failed", has_run=False)
+    (attempt,) = suite.attempts(replace(row, cells=[cell], computed=[]))
+    (shown,) = sheet.attempts([attempt], tmp_path).rows
+    assert shown[1] == "not run"
+    assert "which it starts from" in shown[-1]

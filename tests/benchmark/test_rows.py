@@ -82,6 +82,7 @@ def test_the_file_of_a_row_is_complete_and_consistent(name):
     assert row.source.startswith(("TPDS 2022, ", "KAISA (SC21)"))
     assert [*row.profiles] == list(PROFILES)
     assert row.notes, "no paper is without a gap"
+    assert row.profiles["smoke"].ran or not row.axes, "a smoke row says what ran"
     for quantity in row.quantities.values():
         assert bool(quantity.measure) != bool(quantity.of)
         assert measures.exists(quantity.measure) or quantity.of in row.quantities
@@ -96,6 +97,10 @@ def test_the_file_of_a_row_is_complete_and_consistent(name):
             low, high = value if isinstance(value, tuple) else (value, value)
             assert low <= high
     assert set(row.figure.quantities) <= set(row.quantities)
+    for known in (known for part in row.computed for known in part.known):
+        assert known.quantity in row.quantities
+        assert known.how in ("fitted", "given")
+        assert all(set(values) <= set(axes[axis]) for axis, values in known.only.items())
     for each in (row, *row.profiles.values(), *row.computed):
         for joined, values in each.each.items():
             known = [" ".join(v) for v in itertools.product(*(axes[a] for a in joined.split(" ")))]
