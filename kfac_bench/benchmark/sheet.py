@@ -145,7 +145,9 @@ def matrix(benchmark: Benchmark, lines: Sequence[Line]) -> Table | None:
         if any(found):
             rows.append([value, *(_pair(line) for line in found)])
     names = [spec.rows, *(f"{quantity}, {value}" for quantity, value in columns)]
-    notes = ["our number, measured or else computed, then the published number in parentheses"]
+    notes = [
+        "our number (measured, projected or else computed), then the published one in parentheses"
+    ]
     return Table(f"{benchmark.title}: as a matrix", names, rows, notes)
 
 
@@ -153,9 +155,11 @@ def _pair(line: Line | None) -> Value:
     """Return our number and the published one as one text."""
     if line is None:
         return None
-    ours = _measured(line.measured)[0] if line.measured else _computed(line)
+    ours = text(_measured(line.measured)[0] if line.measured else line.computed)
+    if line.known and not line.measured:
+        ours += f", {line.known}"
     theirs = published(line.published)
-    return text(ours) if theirs is None else f"{text(ours)} ({text(theirs)})"
+    return ours if theirs is None else f"{ours} ({text(theirs)})"
 
 
 def attempts(found: Sequence[Attempt], folder: Path) -> Table:
