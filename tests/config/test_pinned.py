@@ -89,8 +89,8 @@ def test_a_run_without_an_experiment_needs_the_defaults(no_defaults):
         ("digits/autoencoder_kfac", "c463005b"),
         ("embedded/pydoc_transformer_kfac_eigen", "15d9ee1c"),
         ("lgg/unet_kfac", "b0493273"),
-        ("fig8_resnet_scaling/paper", "44fd9900"),
-        ("table4a_bert_kfac_phase2/paper", "73538462"),
+        ("fig8_resnet_scaling/paper", "d1b97c13"),
+        ("table4a_bert_kfac_phase2/paper", "82d819c1"),
     ],
 )
 def test_experiments_keep_their_run_ids(experiment, id_of_2026):
