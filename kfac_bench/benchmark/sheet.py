@@ -190,9 +190,9 @@ def stands_for(
             if options := options_of_value(benchmark, profile, axis, value):
                 rows.append([axis, value, " ".join(options)])
     for joined in joined_axes(benchmark, profile):
-        for values in itertools.product(*(axes[axis] for axis in joined.split(" "))):
-            if options := options_of_value(benchmark, profile, joined, " ".join(values)):
-                rows.append([joined, " ".join(values), " ".join(options)])
+        for point in itertools.product(*(axes[axis] for axis in joined.split(" "))):
+            if options := options_of_value(benchmark, profile, joined, " ".join(point)):
+                rows.append([joined, " ".join(point), " ".join(options)])
     common = [*benchmark.overrides, *profile.overrides, *overrides]
     if common:
         rows.append(["all", "", " ".join(common)])
