@@ -107,7 +107,8 @@ SECTIONS = (
     ),
     ChartSection(
         "Damping",
-        "The damping of the next step. It changes if it is adaptive, or at the epochs of kfac.damping_decay_epochs.",
+        "The damping of the next step. It changes if it is adaptive, or at the epochs of "
+        "kfac.damping_decay_epochs.",
         (Chart("damping", "line", ("kfac/damping",), x="step", log=True),),
     ),
     ChartSection(
