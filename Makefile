@@ -8,7 +8,7 @@ HOROVOD := .venv/.horovod
 PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install-horovod data demo tune bench bench-gpu test test-all slurm-test browser faults soak support lint format clean
+.PHONY: help docs setup install-horovod data demo tune bench bench-gpu test test-all slurm-test browser faults soak support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -36,7 +36,7 @@ data:  ## Fashion-MNIST for data=fashion_mnist, if it is missing: Debian's packa
 demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report (SEEDS=0: one seed)
 	$(BIN)/kfac-bench run demo $(if $(SEEDS),--seeds $(SEEDS))
 
-tune: setup  ## find the demo's settings anew, one equal budget per optimizer (10 minutes)
+tune: setup  ## find the demo's settings again, one equal budget per optimizer (10 minutes)
 	$(BIN)/kfac-bench tune demo --out conf/experiment
 
 bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their floors (30 minutes)
@@ -58,7 +58,7 @@ test-all: setup install-horovod lint  ## linters and every test, also the slow o
 slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two nodes, here (as root: installs it)
 	$(BIN)/python -m pytest -q -rs tests/slurm
 
-browser: setup  ## a Chromium for the tests of the HTML page, if there is none: Debian's, as root
+browser: setup  ## install Debian's Chromium for the tests of the HTML page, unless there is a Chromium; as root
 	@$(BIN)/python -m tests.support.browser || { apt-get update -qq && \
 	  apt-get install -y -qq --no-install-recommends chromium && $(BIN)/python -m tests.support.browser; }
 
@@ -68,9 +68,12 @@ faults: setup  ## inject faults into real runs; 17 minutes (ARGS="--short", ARGS
 soak: setup  ## train for long; memory, files and threads must not grow (ARGS="--steps 200")
 	$(BIN)/python -m tests.reliability.soak $(ARGS)
 
-support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/distributed.md
+support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/reference/backends.md
 	$(PYTEST) -m supports --support=build/support.json
 	$(BIN)/python scripts/support_table.py build/support.json
+
+docs: setup  ## the documentation site in build/site; each warning, such as a dead link, is an error
+	$(BIN)/mkdocs build
 
 lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -78,7 +81,7 @@ lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: setup  ## let ruff format and mend what it can
+format: setup  ## let ruff format the code and fix what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

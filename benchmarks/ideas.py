@@ -1,4 +1,4 @@
-"""Measure ideas for more speed. docs/performance.md has prediction, result and verdict of each.
+"""Measure ideas for more speed; docs/explanation/what_was_tried.md has results and verdicts.
 
     python benchmarks/ideas.py [--rounds 11]
 

@@ -1,4 +1,4 @@
-"""Write the table of docs/distributed.md: what each backend can do, as shown by tests.
+"""Write the table of docs/reference/backends.md: what each backend can do, as shown by tests.
 
 `pytest --support=build/support.json` writes the outcomes of tests with the marker `supports`. This
 script puts them into the document. With `--check` it only compares the document with the outcomes.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "distributed.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reference" / "backends.md"
 BEGIN, END = "<!-- support: made by scripts/support_table.py -->", "<!-- end of support -->"
 
 BACKENDS = {

@@ -10,6 +10,20 @@ from kfac_bench.errors import printable
 
 def data(arguments: list[str]) -> int:
     """Parse the arguments, run the command and return the exit code."""
+    options = build_parser().parse_args(arguments)
+    if options.command == "prepare":
+        return _prepare(options)
+    if options.command == "make-demo":
+        from kfac_bench.data.demo import demo_folder
+
+        demo_folder.make(options.layout, options.folder)
+        print(f"{options.folder}: made")
+        return 0
+    return _verify(options.folder)
+
+
+def build_parser() -> Parser:
+    """Return the parser of all subcommands."""
     from kfac_bench.data.demo import demo_folder
 
     parser = Parser(prog="kfac-data", description="Make demo datasets, verify data on disk.")
@@ -38,14 +52,7 @@ def data(arguments: list[str]) -> int:
     prepare.add_argument(
         "--eval-share", type=float, default=0.01, help="share of documents to hold out (0.01)"
     )
-    options = parser.parse_args(arguments)
-    if options.command == "prepare":
-        return _prepare(options)
-    if options.command == "make-demo":
-        demo_folder.make(options.layout, options.folder)
-        print(f"{options.folder}: made")
-        return 0
-    return _verify(options.folder)
+    return parser
 
 
 def _verify(folder: Path) -> int:

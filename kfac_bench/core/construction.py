@@ -26,7 +26,7 @@ from kfac_bench.core.schedule import Schedules
 BATCH_NUMEL = 1 << 22
 """Most elements of equally shaped layers that a GPU preconditions, or decomposes, at once.
 
-A CPU gains nothing from batches (docs/performance.md).
+A CPU gains nothing from batches (docs/explanation/what_was_tried.md).
 """
 
 

@@ -57,7 +57,7 @@ class KFAC:
     Gradients may be clipped before K-FAC or after it. Training frameworks clip before
     ``optimizer.step()``, so with :meth:`attach` the clip comes first. A clip before K-FAC limits
     the influence of one batch. A clip after K-FAC limits the length of the step and needs another
-    ``max_norm`` than without K-FAC; docs/preconditioner.md compares both.
+    ``max_norm`` than without K-FAC; docs/how-to/clip_gradients.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
     the mean over the examples of all micro-batches. K-FAC reads the learning rate from
@@ -75,8 +75,8 @@ class KFAC:
             loss_function(model(inputs), targets).backward()
             optimizer.step()
 
-    Certain misuse raises an error, probable misuse gives one warning; docs/preconditioner.md lists
-    what K-FAC checks.
+    Certain misuse raises an error, probable misuse gives one warning;
+    docs/reference/checks.md lists what K-FAC checks.
 
     A *schedule* below is a number, or a function from the step (0 is the first) to a number. On
     several ranks, every rank must pass the same options.
@@ -86,7 +86,7 @@ class KFAC:
             puts hooks on its layers; :meth:`detach` removes them.
         optimizer: The optimizer, which must hold the weights of all covered layers.
         strategy: Which rank computes what. One process does not need this option. The page
-            docs/distributed.md compares the strategies in time, memory and messages.
+            docs/explanation/strategies.md compares the strategies in time, memory and messages.
 
             * ``comm_opt`` (default): every rank preconditions every layer. It sends least per
               step and needs most memory.

@@ -1,6 +1,6 @@
 """All guards of one :class:`KFAC`, in the order in which a step calls them.
 
-A guard never reads from the device at a step without decompositions. docs/preconditioner.md lists
+A guard never reads from the device at a step without decompositions. docs/reference/checks.md lists
 the guards, their thresholds, and what they cannot see.
 """
 

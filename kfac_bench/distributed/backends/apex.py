@@ -34,7 +34,7 @@ class Apex(Backend):
         """See `Backend.wrap`."""
         wrapper = find("apex.parallel", "DistributedDataParallel")
         with warnings.catch_warnings():
-            # Apex warns that this class is deprecated: see docs/distributed.md.
+            # Apex warns that this class is deprecated: see docs/how-to/apex.md.
             warnings.simplefilter("ignore", FutureWarning)
             wrapped: nn.Module = wrapper(model)
         return wrapped, optimizer

@@ -1,4 +1,4 @@
-"""The page docs/reliability.md: one row for each fault and number of ranks, over all methods."""
+"""The page docs/reference/results/faults.md: a row for each fault and number of ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def page(
     versions = ", ".join(f"{k} {about['versions'][k]}" for k in ("kfac_bench", "torch", "python"))
     return f"""# What happens to a run when something goes wrong
 
-`make faults ARGS="--out docs/reliability.md"` wrote this page on {today.isoformat()}:
+`make faults ARGS="--out docs/reference/results/faults.md"` wrote this page on {today.isoformat()}:
 {versions}, commit {about["git_commit"][:12] or "unknown"};
 {hardware["cpu"]}, {hardware["cpu_count"]} cores, {hardware["system"]}.
 
@@ -101,7 +101,7 @@ The fault comes at the seventh step, unless its row says otherwise.
 
 Ranks are started by hand, as `srun` starts them, unless the row says torchrun. A signal comes from
 inside the rank at exactly the named place. An error or a NaN comes from one function, which
-[inject.py](../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
+[inject.py](../../../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
 read-only disks are small tmpfs. The last rank meets the fault, unless the row names another rank.
 
 {_without_title(table(outcomes))}

@@ -1,0 +1,202 @@
+"""Hooks of MkDocs for the documentation site: pages from code, the notebook, links to the code.
+
+`mkdocs.yml` names this file, and `make docs` builds the site. The pages of commands, options and
+configuration groups are made from the code at each build, so they are not stored in docs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from kfac_bench.benchmark.scaling import scaling_options
+from kfac_bench.cli import bench_command, data_command, plan_command, train_command
+from kfac_bench.config import compose
+from kfac_bench.config.options import options
+from kfac_bench.config.registry import TABLES, options_class
+from kfac_bench.simulate import simulate_options
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = "tutorials/hello_kfac"
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)]*)?\)")
+_ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?([^<]*)</code>")
+_OPTIONS_HEAD = "| option | default | allowed | role | meaning |\n| --- | --- | --- | --- | --- |"
+
+
+# ---- the hooks, which MkDocs calls by their names ----
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made from the code and from the notebook."""
+    for path, text in generated_pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Show links to files outside docs/ as paths, because the site does not contain these files."""
+    here = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+
+    def path_of(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(here, link[2]))
+        if path.startswith("docs/"):
+            return link[0]
+        if not (ROOT / path).exists():
+            raise PluginError(f"{page.file.src_uri}: the link {link[2]} leads nowhere")
+        text = link[1].strip("`")
+        return f"`{path}`" if path.endswith(text) else f"{link[1]} (`{path}`)"
+
+    return _LINK.sub(path_of, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show a Sphinx role of a docstring, such as ``:meth:`step```, as code."""
+    return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
+
+
+# ---- the pages ----
+
+
+def generated_pages() -> dict[str, str]:
+    """Return the Markdown of each generated page, by its path below docs/."""
+    pages = {
+        "reference/commands/kfac_train.md": _page(
+            "kfac-train",
+            "`kfac-train` trains a model, with K-FAC or without. "
+            "[The options of a run](../options/run.md), [the options of K-FAC](../options/kfac.md) "
+            "and the configuration groups have pages of their own.",
+            _text(train_command.TRAIN_USAGE),
+        ),
+        "reference/commands/kfac_plan.md": _page(
+            "kfac-plan",
+            "`kfac-plan` prints what K-FAC costs each rank. It trains nothing. "
+            "[Read the plan](../../how-to/read_the_plan.md) explains the output.",
+            _text(plan_command.PLAN_USAGE),
+            "## kfac-plan simulate",
+            _text(simulate_options.USAGE),
+        ),
+        "reference/commands/kfac_bench.md": _page(
+            "kfac-bench",
+            "`kfac-bench` runs benchmarks, tunes optimizers and compares runs.",
+            *_subcommands(bench_command.build_parser(), {"scaling": scaling_options.USAGE}),
+        ),
+        "reference/commands/kfac_data.md": _page(
+            "kfac-data",
+            "`kfac-data` makes demo datasets, verifies datasets and prepares published ones.",
+            *_subcommands(data_command.build_parser(), {}),
+        ),
+        "reference/options/run.md": _run_options(),
+        "reference/options/kfac.md": _kfac_options(),
+        f"{NOTEBOOK}.md": _notebook(ROOT / "docs" / f"{NOTEBOOK}.ipynb"),
+    }
+    return pages | {f"reference/groups/{group}.md": _group(group) for group in TABLES}
+
+
+def _page(title: str, *parts: str) -> str:
+    return "\n\n".join([f"# {title}", *parts]) + "\n"
+
+
+def _text(text: str) -> str:
+    return f"```text\n{text.strip()}\n```"
+
+
+def _subcommands(parser: argparse.ArgumentParser, usages: Mapping[str, str]) -> Iterator[str]:
+    """Yield a heading and the help of each subcommand; ``usages`` replaces the help of some."""
+    (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for name, command in actions.choices.items():
+        yield f"## {parser.prog} {name}"
+        # A fixed width: argparse would use that of the terminal.
+        command.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+        yield _text(usages.get(name) or command.format_help())
+
+
+def _run_options() -> str:
+    intro = (
+        "These options belong to every run. [The roles](../roles.md) of an option decide whether "
+        "another value is another run."
+    )
+    sections: dict[str, list[str]] = {}
+    for found in options(compose.load([])):
+        section = found[0].rpartition(".")[0]
+        if section not in {*TABLES, "kfac"}:
+            sections.setdefault(section, []).append(_option_row(*found))
+    parts = [intro]
+    for section, rows in sections.items():
+        parts += [f"## {section or 'the run'}", "\n".join([_OPTIONS_HEAD, *rows])]
+    return _page("Options of a run", *parts)
+
+
+def _kfac_options() -> str:
+    intro = (
+        "`kfac=NAME` chooses a strategy, `kfac=none` trains without K-FAC. A script passes the "
+        "same options to [`KFAC`](../api.md) as keywords."
+    )
+    rows = [_option_row(*o) for o in options(compose.load([])) if o[0].startswith("kfac.")]
+    choices = ", ".join(f"`{name}`" for name in compose.options_of("kfac"))
+    return _page(
+        "Options of K-FAC",
+        intro,
+        f"Choices of `kfac=`: {choices}.",
+        "\n".join([_OPTIONS_HEAD, *rows]),
+    )
+
+
+def _group(group: str) -> str:
+    """Return the page of one configuration group: its choices, and the options of each."""
+    choices = ["| choice | what it is |", "| --- | --- |"]
+    rows: dict[str, str] = {}
+    owners: dict[str, list[str]] = {}
+    for choice in TABLES[group]:
+        section = options_class(group, choice)
+        first = (inspect.getdoc(section) or "").partition("\n\n")[0].replace("\n", " ")
+        choices.append(f"| `{group}={choice}` | {_cell(first)} |")
+        for found in options(section(), f"{group}."):
+            rows.setdefault(found[0], _option_row(*found))
+            owners.setdefault(found[0], []).append(choice)
+    # Options with the same owners share a table; the options of all choices come first.
+    tables: dict[str, list[str]] = {"all choices": []}
+    for name, own in owners.items():
+        title = "all choices" if len(own) == len(TABLES[group]) else ", ".join(own)
+        tables.setdefault(title, []).append(rows[name])
+    return _page(
+        f"Configuration group {group}",
+        f"`{group}=NAME` on the command line makes a choice. `kfac-train {group}=NAME --cfg job` "
+        "prints the values that the choice sets.",
+        "\n".join(choices),
+        *(
+            f"## Options of {title}\n\n" + "\n".join([_OPTIONS_HEAD, *shown])
+            for title, shown in tables.items()
+            if shown
+        ),
+    )
+
+
+def _option_row(name: str, value: Any, meta: Mapping[str, Any]) -> str:
+    default = "null" if value is None else str(value)
+    bounds = " and ".join(f"{word} {bound:g}" for word, bound in meta["bounds"].items())
+    allowed = ", ".join(meta["choices"]) or bounds
+    role = meta["role"].value
+    return f"| `{name}` | `{default}` | {_cell(allowed)} | {role} | {_cell(meta['help'])} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _notebook(path: Path) -> str:
+    """Return a notebook as a page: its texts, and its code in blocks."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+    return "\n\n".join([*parts, f"[Download this page as a notebook]({path.name})."]) + "\n"
