@@ -138,7 +138,7 @@ def test_links_lead_somewhere():
 
 
 def test_words_that_are_hard_to_understand():
-    """STYLE: these are no words for readers with another first language."""
+    """These are no words for readers with another first language."""
     hard = re.compile(r"\b(anew|mends?|told of|is none|stands? to)\b", re.IGNORECASE)
     texts = PAGES | FRONT | MADE | {"make help": (ROOT / "Makefile").read_text()}
     texts["kfac-train --help"] = compose.describe_options()
