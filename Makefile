@@ -73,7 +73,7 @@ support: setup install-horovod  ## what each backend can do, shown by its tests:
 	$(BIN)/python scripts/support_table.py build/support.json
 
 docs: setup  ## the documentation site in build/site; each warning, such as a dead link, is an error
-	$(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
