@@ -135,7 +135,8 @@ class AblatedSolver(Solver):
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(1e-30)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return norm.clamp_min(1e-30)
 
 
 PLAIN = {"orthogonalize": "none"}

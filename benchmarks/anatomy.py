@@ -93,7 +93,7 @@ def observe(name: str, at: Sequence[int], seed: int) -> dict[str, list[list[floa
             cosines = [_cosine(update, x) for x in (grad, adam, muon)]
             cosines += [_cosine(adam, grad), _cosine(muon, grad)]
             norms = [float(update.norm() / x.norm()) for x in (adam, muon)]
-            spectra = [x for f in "AG" for x in _spectrum(store.factor((layer.name, f)))]  # type: ignore[arg-type]
+            spectra = [x for f in "AG" for x in _spectrum(store.factor((layer.name, f)))]
             rows[_kind(layer, is_last=layer is layers[-1])].append([*cosines, *norms, *spectra])
         if step == max(at):
             break

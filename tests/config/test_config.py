@@ -127,7 +127,7 @@ def other_value(name, value, metadata):
         return next(c for c in metadata["choices"] if c != value)
     if isinstance(value, bool):
         return not value
-    if name == "schedule.milestones":  # they rise
+    if name in ("schedule.milestones", "kfac.damping_decay_epochs"):  # they rise
         return [epoch + 1 for epoch in value]
     if isinstance(value, list):
         return [*value, *value]
