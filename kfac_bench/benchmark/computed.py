@@ -20,14 +20,8 @@ from kfac_bench.benchmark.grid import record_failure
 from kfac_bench.benchmark.schema import Benchmark, fill_in
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import (
-    EVENTS_FILE,
-    Evaluated,
-    EventLog,
-    JsonlSink,
-    RunEnded,
-    RunStarted,
-)
+from kfac_bench.record.event_log import EventLog, JsonlSink
+from kfac_bench.record.events import EVENTS_FILE, Evaluated, RunEnded, RunStarted
 
 KINDS = {"plan": "plan_cells", "simulate": "simulated", "phases": "phases", "fit": "fit"}
 """Module of this package for each kind; its function ``numbers`` computes a cell.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kfac_bench.config import compose, problem_file
 from kfac_bench.errors import UsageError
+from kfac_bench.output import say
 
 PRELOAD = (
     "kfac_bench.training.run",
@@ -59,6 +60,6 @@ def _train(
             problem_file.run_named([f"{problem_file.WORD}{path}"])
         code = run.start(compose.load(overrides))
     except UsageError as error:
-        print(error, flush=True)  # noqa: T201
+        say(str(error))
         code = 2
     sys.exit(code)

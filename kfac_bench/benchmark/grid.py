@@ -29,7 +29,9 @@ from kfac_bench.benchmark.schema import (
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.config.command_options import split_words, whole_number
 from kfac_bench.counted import time_left
+from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
+from kfac_bench.record.own_files import read_own
 from kfac_bench.record.text_file import write_text
 from kfac_bench.training import run_directory
 
@@ -230,9 +232,9 @@ def record_failure(
 def failure(folder: Path) -> str | None:
     """Return why the cell of this directory failed; None if it did not, or has ended well since."""
     try:
-        record = json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))
+        record = json.loads(read_own(folder / FAILED_FILE))
         reason = str(record["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UsageError):
         return None
     return reason if ended(folder) is None else None
 

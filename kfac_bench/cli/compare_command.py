@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser
+from kfac_bench.output import say
 from kfac_bench.record.text_file import write_text
 
 
@@ -27,14 +28,14 @@ def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: boo
 
     comparison = report.compare(runs, html)
     if markdown:
-        print(report.markdown_table(comparison.rows))
+        say(report.markdown_table(comparison.rows))
     else:
         Console().print(report.terminal_table(comparison.rows))
     for note in comparison.notes:
-        print(note)
+        say(note)
     if svg is not None:
         write_text(svg, report.figure_svg(comparison.settings))
-        print(f"figure: {svg}")
+        say(f"figure: {svg}")
     if html is not None:
-        print(f"report: {html.resolve()}")
+        say(f"report: {html.resolve()}")
     return 0

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.entry import Parser, say
+from kfac_bench.cli.entry import Parser
 from kfac_bench.cli.suite_command import add_sitting_options
+from kfac_bench.output import say
 from kfac_bench.record.text_file import write_text
 
 if TYPE_CHECKING:
@@ -90,12 +91,12 @@ def _contest(options: argparse.Namespace) -> int:
     store = ResultStore(options.results, options.benchmark, "table", tasks_of(benchmark))
     result = contest_tables.load(benchmark, store)
     for table in contest_tables.tables(result):
-        print(table.markdown())
+        say(table.markdown())
     if options.svg is not None:
         from kfac_bench.benchmark.profile_figure import profile_svg
         from kfac_bench.benchmark.score_interval import medians
 
         title = "Performance profiles, seconds to target"
         write_text(options.svg, profile_svg(medians(result.times()), title, "seconds"))
-        print(f"figure: {options.svg}")
+        say(f"figure: {options.svg}")
     return 0

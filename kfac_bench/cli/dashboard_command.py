@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kfac_bench.cli.entry import Parser, say
+from kfac_bench.cli.entry import Parser
+from kfac_bench.output import say
 from kfac_bench.record.text_file import write_text
 
 
@@ -40,7 +41,7 @@ def _dashboard(options: argparse.Namespace) -> int:
         return 0
     text = json.dumps(views.as_json(shown), indent=1) + "\n"
     if options.out == "-":
-        print(text, end="")
+        say(text, end="")
         return 0
     write_text(Path(options.out), text, f"--out {options.out}")
     for line in views.describe(shown):

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from kfac_bench.cli.entry import Parser, say
+from kfac_bench.cli.entry import Parser
 from kfac_bench.counted import counted
-from kfac_bench.errors import printable
+from kfac_bench.output import say
 
 
 def data(arguments: list[str]) -> int:
@@ -60,8 +60,8 @@ def _verify(folder: Path) -> int:
 
     content, faults = verify.verify(folder)
     for fault in faults:
-        print(printable(f"{fault.path}: {fault.reason}"))
-    print(f"{content}; {counted(len(faults), 'fault', none='no')}")
+        say(f"{fault.path}: {fault.reason}")
+    say(f"{content}; {counted(len(faults), 'fault', none='no')}")
     return 1 if faults else 0
 
 
@@ -86,5 +86,5 @@ def _prepare(options: argparse.Namespace) -> int:
         about=f"{options.layout}: {options.source}",
         say=say,
     )
-    print(f"{options.folder}: made")
+    say(f"{options.folder}: made")
     return 0

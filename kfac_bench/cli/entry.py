@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from kfac_bench import output
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import LostRanksError, OneRankError, UsageError, WorkerLostError
 
@@ -56,7 +57,7 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
 def say_once(text: str) -> None:
     """Print a line to stderr on rank 0 only: all ranks parse the same command line."""
     if from_launcher("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+        output.say(text, sys.stderr)
     else:
         # Launchers kill all ranks as soon as one ends, so give rank 0 time to print the line.
         time.sleep(RANK_0_SPEAKS_S)
@@ -91,12 +92,7 @@ class Parser(argparse.ArgumentParser):
 
 def _say_as_rank(name: str, text: str) -> None:
     rank = from_launcher("RANK", "")
-    print(f"{name}: rank {rank}: {text}" if rank else f"{name}: {text}", file=sys.stderr)
-
-
-def say(text: str) -> None:
-    """Print a line and flush it."""
-    print(text, flush=True)
+    output.say(f"{name}: rank {rank}: {text}" if rank else f"{name}: {text}", sys.stderr)
 
 
 def check_config_dir(folder: Path | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kfac_bench.cli.entry import Parser, say
+from kfac_bench.cli.entry import Parser
+from kfac_bench.output import say
 
 
 def add_export(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.config.command_options import split_words, whole_number
+from kfac_bench.output import say
 
 PLAN_USAGE = """\
 usage: kfac-plan [world_size=N] [out=FILE.json] [problem=FILE] [GROUP=NAME | OPTION=VALUE]...
@@ -36,7 +37,7 @@ def plan(arguments: list[str]) -> int:
     parser.add_argument("--layers", action="store_true")
     options = parser.parse_args(arguments)
     if options.help:
-        print(PLAN_USAGE, end="")
+        say(PLAN_USAGE, end="")
         return 0
     check_config_dir(options.config_dir)
     own, overrides = split_words(options.words, {"world_size": "1", "out": ""})
@@ -70,14 +71,14 @@ def _print_plan(
 
     run = dry_run.trace(config, world_size)
     if out == "-":
-        print(plan_report.to_json(run), end="")
+        say(plan_report.to_json(run), end="")
         return 0
     path = None if out == "null" else Path(out or plan_report.default_path(run))
     if path is not None:
         plan_report.write(run, path)
-    print(plan_report.describe(run, by_layer=options.layers))
+    say(plan_report.describe(run, by_layer=options.layers))
     if path is not None:
-        print(f"every rank: {path}")
+        say(f"every rank: {path}")
     return 0
 
 
@@ -87,9 +88,9 @@ def _simulate(arguments: list[str]) -> int:
 
     options = _parser("kfac-plan simulate").parse_args(arguments)
     if options.help:
-        print(simulate_options.USAGE, end="")
+        say(simulate_options.USAGE, end="")
         return 0
     check_config_dir(options.config_dir)
     problem_file.run_named(options.words)
-    print("\n".join(simulate_options.simulate(options.words, options.config_dir)))
+    say("\n".join(simulate_options.simulate(options.words, options.config_dir)))
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser
 from kfac_bench.errors import UsageError
+from kfac_bench.output import say
 from kfac_bench.record.text_file import write_text
 
 
@@ -29,14 +30,14 @@ def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
     times = performance_profile.medians(comparison.settings, steps=steps)
     if not times:
         raise UsageError("none of these runs has a target; train with trainer.target=VALUE")
-    print(performance_profile.times_table(comparison.settings).markdown())
+    say(performance_profile.times_table(comparison.settings).markdown())
     title = f"Performance profiles, {unit} to target"
-    print(performance_profile.table(times, title, unit).markdown())
+    say(performance_profile.table(times, title, unit).markdown())
     for note in comparison.notes:
-        print(note)
+        say(note)
     if svg is not None:
         from kfac_bench.benchmark.profile_figure import profile_svg
 
         write_text(svg, profile_svg(times, title, unit))
-        print(f"figure: {svg}")
+        say(f"figure: {svg}")
     return 0

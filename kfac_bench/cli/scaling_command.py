@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kfac_bench.cli.entry import Parser, say
+from kfac_bench.cli.entry import Parser
+from kfac_bench.output import say
 
 
 def add_scaling(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -22,7 +23,7 @@ def _scaling(options: argparse.Namespace) -> int:
     from kfac_bench.config import problem_file
 
     if options.help:
-        print(scaling_options.USAGE, end="")
+        say(scaling_options.USAGE, end="")
         return 0
     problem_file.run_named(options.words)
     return scaling_options.scaling(options.words, say)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.entry import Parser, say
+from kfac_bench.cli.entry import Parser
 from kfac_bench.config.command_options import one_of, split_words
 from kfac_bench.counted import counted
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, printable
+from kfac_bench.output import say
 
 if TYPE_CHECKING:
     import rich.table
@@ -116,10 +117,10 @@ def _list(options: argparse.Namespace) -> int:
         rows.append([name, benchmark.title, benchmark.source, counts])
     table = Table("Benchmarks", ["name", "title", "source", "cells"], rows)
     if options.markdown:
-        print(table.markdown(), end="")
+        say(table.markdown(), end="")
         return 0
     for label, title, source, cells in rows:
-        print(f"{label}: {title}\n    {f'{source}; ' if source else ''}cells: {cells}")
+        say(f"{label}: {title}\n    {f'{source}; ' if source else ''}cells: {cells}")
     return 0
 
 
@@ -194,7 +195,7 @@ def _report(options: argparse.Namespace) -> int:
         from kfac_bench.benchmark import paper
 
         paper.into(options.into, paper.summary([paper.write(rows[0])]))
-        print(f"tables: {options.into}")
+        say(f"tables: {options.into}")
     return 0
 
 
@@ -211,9 +212,9 @@ def _report_row(row: BenchmarkRow, html: Path | None, *, brief: bool = False) ->
 
         Console().print(_terminal(written.tables[0]))
         for note in written.tables[0].notes:
-            print(f"* {note}")
+            say(f"* {note}")
     for file in written.files:
-        print(f"{file.suffix[1:]}: {file}")
+        say(f"{file.suffix[1:]}: {file}")
 
 
 def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
@@ -226,7 +227,7 @@ def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
         except UsageError as error:
             say(str(error))
     for file in paper.write_all(written, into):
-        print(f"all: {file}")
+        say(f"all: {file}")
 
 
 def _compare(row: BenchmarkRow, html: Path | None) -> None:
@@ -254,7 +255,7 @@ def _terminal(table: Table) -> rich.table.Table:
     for column in table.columns:
         shown.add_column(Text(column), overflow="fold")
     for row in table.rows:
-        shown.add_row(*(Text(text(value)) for value in row))
+        shown.add_row(*(Text(printable(text(value))) for value in row))
     return shown
 
 

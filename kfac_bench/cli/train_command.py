@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli import sweep
-from kfac_bench.cli.entry import Parser, check_config_dir, say
+from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
+from kfac_bench.output import say
 from kfac_bench.record.progress import progress
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def train(arguments: list[str]) -> int:
     if options.version:
         from kfac_bench import __version__
 
-        print(__version__)
+        say(__version__)
         return 0
     from kfac_bench.config import compose, problem_file
 
     check_config_dir(options.config_dir)
     if options.help:
-        print(TRAIN_USAGE + compose.describe_options(options.config_dir))
+        say(TRAIN_USAGE + compose.describe_options(options.config_dir))
         return 0
     problem_file.run_named(options.overrides)
     if options.multirun and options.cfg:
@@ -64,7 +65,7 @@ def train(arguments: list[str]) -> int:
         return sweep.run(options.overrides, options.config_dir, train_one)
     config = compose.load(options.overrides, options.config_dir)
     if options.cfg:
-        print(compose.shown(config), end="")
+        say(compose.shown(config), end="")
         return 0
     data_words = ("data=", "experiment=", problem_file.WORD)
     names_data = any(o.startswith(data_words) for o in options.overrides)
@@ -96,7 +97,7 @@ def _train_one(config: "TrainConfig") -> int:
         from kfac_bench.simulate import plan_report
         from kfac_bench.training import dry_run
 
-        print(plan_report.describe(dry_run.trace(config), by_layer=True))
+        say(plan_report.describe(dry_run.trace(config), by_layer=True))
         return 0
     with progress.task("loading PyTorch"):
         from kfac_bench.training import run

@@ -6,7 +6,6 @@ upload continues, and a complete one sends nothing. If W&B's process was killed 
 the lost points are sent, into the same W&B run.
 """
 
-import fcntl
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.errors import UsageError
+from kfac_bench.record import run_lock
 from kfac_bench.record.events import (
     EVENTS_FILE,
+    MOST_BYTES,
     Event,
     Predicted,
     PredictedItem,
@@ -23,6 +24,7 @@ from kfac_bench.record.events import (
     RunStarted,
     parse,
 )
+from kfac_bench.record.own_files import read_own
 from kfac_bench.record.runs import find, number, option, plain
 from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.training import predictions
@@ -81,7 +83,7 @@ def upload(
 def read(file: Path) -> tuple[list[Event], str]:
     """Return the events that count, and a message if the last line is damaged and left out."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        text = read_own(file, MOST_BYTES).decode("utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
     lines = text.rstrip().split("\n")
@@ -134,7 +136,7 @@ def _upload(
 ) -> Iterator[str]:
     from kfac_bench.record.sinks import wandb_history
 
-    if _is_running(directory):
+    if run_lock.is_held(directory):
         raise UsageError("still training; wait until the run has ended")
     events, damage = read(directory / EVENTS_FILE)
     if damage:
@@ -229,15 +231,3 @@ def _trusted(event: Predicted, directory: Path) -> Predicted:
 def _text(started: RunStarted, name: str) -> str | None:
     value = option(started.config, "logger", name)
     return plain(value) if isinstance(value, str) else None
-
-
-def _is_running(directory: Path) -> bool:
-    """Whether a training process holds the run's lock."""
-    try:
-        with (directory / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False

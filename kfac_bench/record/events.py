@@ -2,24 +2,26 @@
 
 ``events.jsonl`` is the record of a run. Each line is a JSON object, is written at once and never
 changes. Tables, figures and reports are computed from event files alone; the console, W&B and
-TensorBoard are views of the same stream (:class:`Sink`). Names of fields end with the unit
-(``_s``, ``_bytes``). Times are seconds of the *training clock*, which is paused during evaluation,
-checkpoints and logging.
+TensorBoard are views of the same stream (:mod:`kfac_bench.record.event_log`). Names of fields end
+with the unit (``_s``, ``_bytes``). Times are seconds of the *training clock*, which is paused
+during evaluation, checkpoints and logging.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_fields import checked
+from kfac_bench.record.own_files import read_own
 
 EVENTS_FILE = "events.jsonl"
+MOST_BYTES = 1 << 30
+"""Limit of an event file, which is read as a whole: about 3 million recorded steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,22 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """The run continues from a checkpoint of ``step``: earlier events after that step are void."""
+    """The run continues from a checkpoint of ``step``: earlier events after that step are void.
+
+    ``environment`` has the versions and the hardware of this start, as in :class:`RunStarted`.
+    ``options`` has the options that this start changed, by their dotted names.
+    """
 
     checkpoint: str
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGap(Event):
+    """Earlier events are missing: the file was cut, changed or deleted before the run continued."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +204,7 @@ EVENTS: dict[str, type[Event]] = {
         RunStarted,
         Resumed,
         DataChanged,
+        RecordGap,
         Trained,
         Evaluated,
         SampleSkipped,
@@ -198,88 +214,6 @@ EVENTS: dict[str, type[Event]] = {
         RunEnded,
     )
 }
-
-
-class Sink(Protocol):
-    """A view of the event stream."""
-
-    def write(self, event: Event) -> None:
-        """Show or store one event."""
-
-    def close(self) -> None:
-        """Close files and connections; called once, also after an error."""
-
-
-class RecordError(Exception):
-    """The record of a run cannot be written; the message says why."""
-
-
-class JsonlSink:
-    """The sink that writes the record: it appends one whole line per event to ``path``.
-
-    Raises:
-        UsageError: The file cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            if path.exists():
-                _drop_torn_line(path)
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
-
-    def write(self, event: Event) -> None:
-        """Append one line.
-
-        Raises:
-            RecordError: The line cannot be written, as on a full disk. No part of it remains.
-        """
-        line = json.dumps({"event": type(event).__name__, **asdict(event)}).encode() + b"\n"
-        # The file is unbuffered, so a full disk may take only a part of the line.
-        before = self._file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(before)
-            raise RecordError(f"{self._path}: cannot be written ({error.strerror})") from None
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove an unfinished last line, which a killed process left behind."""
-    # The next event would otherwise continue the unfinished line.
-    with path.open("r+b") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
-
-
-class EventLog:
-    """The sinks of this rank, which all receive each event; only rank 0 has sinks."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-        self.problem: str | None = None
-        """Why an event is missing in the record; the trainer then stops the run on all ranks."""
-
-    def emit(self, event: Event) -> None:
-        """Write the event to every sink."""
-        for sink in self._sinks:
-            try:
-                sink.write(event)
-            except RecordError as error:
-                self.problem = str(error)
-
-    def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
 
 
 def read(path: Path) -> list[Event]:
@@ -296,7 +230,7 @@ def read(path: Path) -> list[Event]:
     """
     path = path / EVENTS_FILE if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_own(path, MOST_BYTES).decode("utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"{path}: no event file to read ({error.strerror})") from None
     return parse(text, path)

@@ -27,6 +27,7 @@ from kfac_bench.record.event_fields import checked
 from kfac_bench.record.events import (
     Evaluated,
     Event,
+    RecordGap,
     RunEnded,
     RunStarted,
     TargetReached,
@@ -81,6 +82,8 @@ def pack(events: Sequence[Event]) -> tuple[Event, ...]:
         if isinstance(event, RunStarted):
             started = event
             kept.append(_without_details(event))
+        elif isinstance(event, RecordGap):
+            kept.append(replace(event, reason=event.reason[:200]))
         elif isinstance(event, Evaluated):
             evaluations.append(event)
     if started is not None:

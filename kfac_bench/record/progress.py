@@ -8,12 +8,13 @@ or without. `kfac-train` starts the thread; without it, tasks are only noted.
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+
+from kfac_bench.output import say
 
 TICK_S = 0.25
 QUIET_S = 1.5
@@ -150,8 +151,7 @@ progress = Progress()
 def _print(line: str) -> None:
     # Not a stream that was kept: while a bar is shown, sys.stdout prints above the bar.
     with suppress(OSError, ValueError):  # a closed pipe
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        say(line)
 
 
 def _duration(seconds: float) -> str:

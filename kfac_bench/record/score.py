@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_bench.record.events import Evaluated, Event, RunEnded, TargetReached
+from kfac_bench.record.events import Evaluated, Event, RecordGap, RunEnded, TargetReached
 from kfac_bench.record.runs import Run as Run
 from kfac_bench.record.runs import Setting as Setting
 from kfac_bench.record.runs import clock, differences, flatten, number, plain, seed, target
@@ -186,6 +186,10 @@ def notes(settings: Sequence[Setting]) -> list[str]:
             if dead:
                 counts = "" if target(run) is None else ": counts as not reached"
                 found.append(f"{name}: {plain(run.path.parent)} {_ending(run)}{counts}")
+            gaps = [event for event in run.events if isinstance(event, RecordGap)]
+            if gaps:
+                where = f"before step {number(gaps[-1].step):.0f}"
+                found.append(f"{name}: the record of {plain(run.path.parent)} has a gap {where}")
         seeds = Counter(seed(run) for run in setting.runs)
         found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
     if any(clock(run) == "cpu" for setting in settings for run in setting.runs):

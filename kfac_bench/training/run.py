@@ -23,22 +23,16 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import OneRankError, UsageError, WorkerLostError
-from kfac_bench.record.events import (
-    DataChanged,
-    EventLog,
-    JsonlSink,
-    RunEnded,
-    RunStarted,
-    Sink,
-    TargetReached,
-    read,
-)
+from kfac_bench.output import say
+from kfac_bench.record.event_log import EventLog, JsonlSink, Sink
+from kfac_bench.record.events import DataChanged, RunEnded, RunStarted, TargetReached, read
 from kfac_bench.record.progress import progress
 from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.training import build, checkpoint, environment, same_data, weights
 from kfac_bench.training.blueprint import Blueprint
 from kfac_bench.training.checkpoint import Checkpoint
 from kfac_bench.training.course import Course
+from kfac_bench.training.record_check import RecordCheck
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
 from kfac_bench.training.update import least_part
@@ -208,7 +202,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     time_is_up = limit is not None and ended.train_s >= limit
     if not (at_target or time_is_up) and ended.step < trainer.course.max_steps:
         return None
-    print(  # noqa: T201
+    say(
         f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "
         "set seed=N or run_id=NAME, or delete the directory"
     )
@@ -292,7 +286,12 @@ def _start(
     changed = ranks.together(
         lambda: same_data.check(config, trainer, saved, is_own=own) if ranks.is_main else None
     )
-    if not own:
+    check: RecordCheck | None = None
+    changed_options: dict[str, Any] = {}
+    if own and saved is not None:
+        check = ranks.together(lambda: _check_record(trainer, directory, saved))
+        changed_options = ranks.together(lambda: directory.changed_options(config) if check else {})
+    if not own or (check is not None and check.lacks_start):
         task = trainer.task
         trainer.log.emit(
             RunStarted(
@@ -310,7 +309,7 @@ def _start(
     trainer.report_faults()
     if saved is not None:
         try:
-            trainer.restore(saved)
+            trainer.restore(saved, about, changed_options)
         except ValueError as error:
             raise UsageError(f"resume: {error}") from None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -321,6 +320,16 @@ def _start(
         trainer.log.emit(
             DataChanged(trainer.step, trainer.clock.train_s(), changed, trainer.fingerprint)
         )
+    if check is not None:
+        check.complete(trainer.log, trainer.clock.train_s(), about, trainer.say)
+
+
+def _check_record(
+    trainer: Trainer, directory: RunDirectory, saved: Checkpoint
+) -> RecordCheck | None:
+    """Return what the record lacks; None on ranks that have no record."""
+    record = trainer.log.record
+    return None if record is None else RecordCheck(directory.events, record, saved)
 
 
 def _payload_bytes(trainer: Trainer) -> dict[str, dict[str, int]]:

@@ -6,17 +6,15 @@ directory is continued with the options of its run; checkpoints are in
 :mod:`kfac_bench.training.checkpoint`.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -25,11 +23,19 @@ from kfac_bench.config.options import RECORD, RESULT
 from kfac_bench.config.roles import declared
 from kfac_bench.data.problem import ProblemDataConfig
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE
+from kfac_bench.output import say
+from kfac_bench.record import run_lock
+from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
+from kfac_bench.record.own_files import read_own, refuse_links, write_own
+from kfac_bench.training.checkpoint import folder
 
-_PATIENCE_S = 20.0
-"""How long to wait for the lock of a run that torchrun or Slurm restarts. Ranks of the earlier
-start may still live: they notice a lost agent or node only when their next message fails."""
+_PATIENCE_S = 10.0
+"""How long to wait for the lock: the process of an earlier start may be about to end."""
+_RESTART_PATIENCE_S = 20.0
+"""The same for a run that torchrun or Slurm restarts. Ranks of the earlier start may still live:
+they notice a lost agent or node only when their next message fails."""
+
+_CONFIG = "config.yaml"
 
 _LATER_OPTIONS: dict[str, dict[str, Any]] = {
     "data": {"changed": "refuse"},
@@ -133,24 +139,14 @@ class RunDirectory:
                 configuration, or it cannot be made.
         """
         is_new = not self.path.exists()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
-        with lock:
-            may_be_restart = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
-            if not _lock(lock, _PATIENCE_S if may_be_restart else 0.0):
-                raise UsageError(
-                    f"{self.path}: another process is running it; wait, or set run_id=NAME"
-                )
+        may_be_restart = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
+        patience_s = _RESTART_PATIENCE_S if may_be_restart else _PATIENCE_S
+        with run_lock.locked(self.path, patience_s, say):
+            refuse_links(self.path)
             self._check_same_run(config)
             record = {"run_id": self.run_id, **environment}
-            try:
-                (self.path / "config.yaml").write_text(compose.to_yaml(config))
-                (self.path / "run.json").write_text(json.dumps(record, indent=1) + "\n")
-            except OSError as error:
-                raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
+            self._write_once(_CONFIG, compose.to_yaml(config))
+            self._write_once("run.json", json.dumps(record, indent=1) + "\n")
             try:
                 yield
             except UsageError:
@@ -158,9 +154,27 @@ class RunDirectory:
                     self._remove_unless_begun()
                 raise
 
+    def _write_once(self, name: str, text: str) -> None:
+        """Write a file about the first start of the run; later starts leave the file as it is.
+
+        Raises:
+            UsageError: The file cannot be written, and the run has no checkpoint. A run with
+                checkpoints continues on a full disk, because its record has the same content.
+        """
+        path = self.path / name
+        continues = bool(folder.steps(self.path / "checkpoints"))
+        try:
+            # An empty file is what a power cut left of a version that did not sync the file.
+            if continues and path.exists() and path.stat().st_size:
+                return
+            write_own(path, text.encode())
+        except OSError as error:
+            if not continues:
+                raise UsageError(f"{self.path}: cannot write here ({error.strerror})") from None
+
     def _remove_unless_begun(self) -> None:
         """Remove the directory if it has no event and no file of anybody else."""
-        ours = {"config.yaml", "run.json", ".lock", EVENTS_FILE}
+        ours = {_CONFIG, "run.json", run_lock.LOCK_FILE, EVENTS_FILE}
         with suppress(OSError):
             files = list(self.path.iterdir())
             if {path.name for path in files} <= ours and not any(
@@ -184,6 +198,8 @@ class RunDirectory:
             # A reader sees the old line or the new line, never a part, because of the rename.
             partial = Path(f"{file}.partial")
             with suppress(OSError):
+                # Never through a link that somebody has put there.
+                partial.unlink(missing_ok=True)
                 partial.write_text(f"{status} {step} {self.path.absolute()}\n")
                 partial.replace(file)
 
@@ -195,21 +211,52 @@ class RunDirectory:
                 "folder that all nodes share"
             )
 
+    def changed_options(self, config: TrainConfig) -> dict[str, Any]:
+        """Return the options that differ from those of the run's first start, by dotted names."""
+        old = self._first_options()
+        new = {name: value for name, value, _ in options(config)}
+        return {k: v for k, v in new.items() if old.get(k, v) != v}
+
+    def _first_options(self) -> dict[str, Any]:
+        """Return the options of the run's first start, or nothing if no run has begun here.
+
+        They are in config.yaml. If this file is lost or empty, the record has them too.
+        """
+        path = self.path / _CONFIG
+        has_events = self.events.is_file() and self.events.stat().st_size > 0
+        if not has_events and not folder.steps(self.path / "checkpoints"):
+            return {}
+        try:
+            text = read_own(path).decode()
+        except FileNotFoundError:
+            text = ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: cannot be read ({error})") from None
+        if not text.strip("\0 \n"):
+            events = read(self.events) if has_events else []
+            started = next((e for e in events if isinstance(e, RunStarted)), None)
+            return {} if started is None else _flat(started.config)
+        try:
+            found = OmegaConf.to_container(OmegaConf.create(text))
+            return _flat(found) if isinstance(found, dict) else {}
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f"{path}: cannot be read ({reason}). Remove the file: {EVENTS_FILE} has the same "
+                "options, and the next start writes the file again"
+            ) from None
+
     def _check_same_run(self, config: TrainConfig) -> None:
         """Raise :class:`UsageError` if the directory holds a run with other RESULT options.
 
         An option that one of the two configurations lacks is at its original value there: the
         version that wrote it did not have the option, or its choice of a group does not have it.
         """
-        path = self.path / "config.yaml"
-        if not path.exists() or not self.events.exists():
-            return
-        try:
-            old = _flat(OmegaConf.to_container(OmegaConf.load(path)))
-        except Exception as error:
-            raise UsageError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+        old = self._first_options()
         new = {name: value for name, value, _ in options(config)}
         # The name of a group's choice comes first, because it explains the group's other options.
+        if not old:
+            return
         for name in sorted(old.keys() | new.keys(), key=lambda n: (not n.endswith(".name"), n)):
             option = declared(name, old if name in old else new)
             if option.role is not RESULT or option.resumable:
@@ -228,19 +275,6 @@ class RunDirectory:
             raise UsageError(
                 f"{held}{why}. Set another run_id; resume={self.path} starts from its checkpoint"
             )
-
-
-def _lock(file: IO[str], patience_s: float) -> bool:
-    """Lock the file; return whether that worked within ``patience_s`` seconds."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.1)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

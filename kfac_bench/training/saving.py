@@ -1,7 +1,7 @@
 """Saving: when a run writes a checkpoint, and that it ends if a checkpoint cannot be written."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,16 @@ class Saving:
     """
 
     def __init__(
-        self, directory: Path, ranks: Ranks, config: TrainerConfig, steps_per_epoch: int
+        self,
+        directory: Path,
+        ranks: Ranks,
+        config: TrainerConfig,
+        steps_per_epoch: int,
+        before_commit: Callable[[], None],
     ) -> None:
         self._ranks = ranks
         self._freq, self._steps_per_epoch = config.checkpoint_freq, steps_per_epoch
-        self._writer = Writer(directory, ranks, config.keep_last, config.keep_best)
+        self._writer = Writer(directory, ranks, config.keep_last, config.keep_best, before_commit)
         self.step = -1
         """Step of the newest checkpoint, complete or in flight."""
         self._started_s = time.monotonic()

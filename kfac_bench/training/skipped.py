@@ -7,7 +7,8 @@ from kfac_bench.data.base.batch import Batch, size
 from kfac_bench.data.base.unreadable import Faults
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
-from kfac_bench.record.events import EventLog, SampleSkipped
+from kfac_bench.record.event_log import EventLog
+from kfac_bench.record.events import SampleSkipped
 
 
 @dataclass

@@ -6,10 +6,11 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +24,11 @@ from kfac_bench.data.base.fingerprint import Fingerprint
 from kfac_bench.data.base.order import mixed_seed
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import RunFailedError
+from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import (
     Checkpointed,
     Clock,
     Evaluated,
-    EventLog,
     Predicted,
     Resumed,
     RunEnded,
@@ -104,7 +105,12 @@ class Trainer:
         self._skipped = SkippedExamples(self.ranks, self.data.faults, least)
         self._state = State(self.model, self.optimizer, kfac, self._update.scaler, backend)
         self._saving = Saving(
-            self.directory / "checkpoints", self.ranks, config, self.course.steps_per_epoch
+            self.directory / "checkpoints",
+            self.ranks,
+            config,
+            self.course.steps_per_epoch,
+            # A power cut must not leave a checkpoint that is ahead of the record.
+            lambda: self.log.sync(),
         )
         self._watchdog = Watchdog(config.watchdog_s, self.directory, self.ranks.rank)
         self._outcomes = Outcomes(self.ranks)
@@ -426,6 +432,8 @@ class Trainer:
             shard = self._state.shard(self.clock.train_s(), self._owes_evaluation)
             if self.ranks.is_main:
                 shard["data"] = self.fingerprint
+            if self.log.record is not None:
+                shard["record"] = self.log.record.position
             self._saving.start(self.step, shard)
 
     def _finish_saving(self) -> None:
@@ -443,8 +451,18 @@ class Trainer:
                 )
             )
 
-    def restore(self, saved: Checkpoint) -> None:
+    def restore(
+        self,
+        saved: Checkpoint,
+        environment: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Continue from a checkpoint, which any number of ranks may have written.
+
+        Args:
+            saved: The checkpoint.
+            environment: Versions and hardware of this start, for the record.
+            options: The options that this start changed, for the record.
 
         Raises:
             ValueError: The checkpoint does not fit the run.
@@ -452,4 +470,5 @@ class Trainer:
         train_s, self._owes_evaluation = self._state.load(saved)
         self.clock.set(train_s)
         self.step = self._saving.step = saved.step
-        self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path)))
+        about = (environment or {}, options or {})
+        self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path), *about))

@@ -10,14 +10,8 @@ from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import (
-    Evaluated,
-    EventLog,
-    JsonlSink,
-    RunEnded,
-    RunStarted,
-    TargetReached,
-)
+from kfac_bench.record.event_log import EventLog, JsonlSink
+from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached
 
 DEMO = schema.load("demo")
 

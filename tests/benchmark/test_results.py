@@ -19,15 +19,8 @@ from kfac_bench.benchmark.schema import (
     Quantity,
 )
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import (
-    Evaluated,
-    EventLog,
-    JsonlSink,
-    RunEnded,
-    RunStarted,
-    TargetReached,
-    Trained,
-)
+from kfac_bench.record.event_log import EventLog, JsonlSink
+from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
 from kfac_bench.record.runs import load
 
 EVERY = {"optimizer": ["SGD", "K-FAC"], "batch": ["64", "256"]}

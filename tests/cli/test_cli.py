@@ -15,8 +15,10 @@ import yaml
 import kfac_bench
 from kfac_bench import cli
 from kfac_bench.cli import train_command
+from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import LostRanksError, UsageError
+from kfac_bench.output import say
 from kfac_bench.record.events import RunEnded, RunStarted, Trained, read
 from kfac_bench.simulate import plan_report
 from kfac_bench.training import dry_run
@@ -515,3 +517,17 @@ def test_the_wheel_contains_conf_and_the_report_template(command, tmp_path):
     assert not any(n.startswith(("tests/", "conf/")) for n in names)
     assert "kfac-train = kfac_bench.cli:train" in commands
     assert "kfac-bench = kfac_bench.cli:bench" in commands
+
+
+def test_no_line_holds_control_characters(capsys):
+    """Names from files could otherwise move the cursor or change the terminal's title."""
+
+    def fail():
+        raise LostRanksError("\x1b]0;title\x07")
+
+    say("a\x1b[31m\x9b\nb")
+    with pytest.raises(SystemExit):
+        exit_with("kfac-train", fail)
+    said = capsys.readouterr()
+    assert said.out == "a\\x1b[31m\\x9b\nb\n"
+    assert said.err == "kfac-train: lost another rank: \\x1b]0;title\\x07\n"

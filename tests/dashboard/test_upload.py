@@ -14,10 +14,9 @@ from PIL import Image
 
 from kfac_bench import cli
 from kfac_bench.dashboard import upload
+from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import (
     Evaluated,
-    EventLog,
-    JsonlSink,
     Predicted,
     Resumed,
     RunEnded,

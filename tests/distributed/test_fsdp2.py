@@ -16,7 +16,8 @@ from kfac_bench.distributed.backends.fsdp2 import FSDP2, blocks
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
 from kfac_bench.models.networks.cifar_resnet import cifar_resnet
-from kfac_bench.record.events import Evaluated, EventLog, Resumed, Trained
+from kfac_bench.record.event_log import EventLog
+from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if

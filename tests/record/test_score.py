@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs, score
-from kfac_bench.record.events import (
-    Evaluated,
-    Event,
-    EventLog,
-    JsonlSink,
-    Resumed,
-    RunEnded,
-    RunStarted,
-    TargetReached,
-)
+from kfac_bench.record.event_log import EventLog, JsonlSink
+from kfac_bench.record.events import Evaluated, Event, Resumed, RunEnded, RunStarted, TargetReached
 
 INF = math.inf
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kfac_bench import report
-from kfac_bench.record.events import JsonlSink, Predicted, Trained
+from kfac_bench.record.event_log import JsonlSink
+from kfac_bench.record.events import Predicted, Trained
 from kfac_bench.report import album, charts, figure_style, stage_bars
 from kfac_bench.report.tables import Link, Table
 from kfac_bench.tasks.prediction import Prediction

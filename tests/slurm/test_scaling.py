@@ -3,7 +3,7 @@
 import re
 
 from kfac_bench.benchmark.scaling import scaling_options
-from kfac_bench.cli.entry import say
+from kfac_bench.output import say
 from kfac_bench.record.events import RunStarted
 from tests.support.runs import of_kind
 

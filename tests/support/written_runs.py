@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.record.events import (
-    Evaluated,
-    EventLog,
-    JsonlSink,
-    RunEnded,
-    RunStarted,
-    TargetReached,
-    Trained,
-)
+from kfac_bench.record.event_log import EventLog, JsonlSink
+from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{0}$ |]] --> [red]\x1b[31m\ud800 & _"
 

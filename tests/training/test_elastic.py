@@ -182,7 +182,8 @@ def test_the_other_nodes_go_on_after_one_is_lost(tmp_path):
         for pid in lost:
             os.kill(pid, signal.SIGKILL)
         assert exit_code(first) == 0, first.said.read_text()
-    assert json.loads((path / "run.json").read_text())["world_size"] == 1
+    assert json.loads((path / "run.json").read_text())["world_size"] == 2, "of the first start"
+    assert of_kind(path, Resumed)[-1].environment["world_size"] == 1
     assert steps_of(path, Trained) == list(range(1, 401))
     assert steps_of(path, Resumed)
     _, alone = train(tmp_path, *calm, "run_id=alone")

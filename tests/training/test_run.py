@@ -21,10 +21,10 @@ from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record import events, runs, score
+from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import (
     Checkpointed,
     Evaluated,
-    JsonlSink,
     Resumed,
     RunEnded,
     RunStarted,
@@ -34,7 +34,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.tasks.objectives.classification import Classification
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
-from kfac_bench.training import checkpoint, dry_run, run, saving
+from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving
 from kfac_bench.training.run_directory import (
     RunDirectory,
     _run_id_of_old_versions,
@@ -251,7 +251,10 @@ def test_more_steps_with_the_same_run_id_continue_the_run(tmp_path):
     assert len(of_kind(path, RunStarted)) == 1
     _, straight = train(tmp_path, *METHODS["kfac eigen"], "run_id=other", "trainer.max_steps=15")
     assert end(path).weights_sha256 == end(straight).weights_sha256
-    assert "max_steps: 15" in (path / "config.yaml").read_text()
+    assert "max_steps: 5" in (path / "config.yaml").read_text(), "of the first start"
+    (resumed,) = of_kind(path, Resumed)
+    assert resumed.options == {"trainer.max_steps": 15}
+    assert resumed.environment["versions"]["torch"]
 
 
 def test_the_run_id_depends_on_result_and_place_options_alone(tmp_path, monkeypatch):
@@ -441,10 +444,12 @@ def test_nodes_may_differ_in_places_and_processors_alone(tmp_path):
         assert common(must_agree) != common(), must_agree
 
 
-def test_a_directory_in_use_is_refused(tmp_path):
+def test_a_directory_in_use_is_refused(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    monkeypatch.setattr(run_directory, "_PATIENCE_S", 0.3)
     with RunDirectory(config).open(config, {}), pytest.raises(UsageError, match="another process"):
         run.train(config, ALONE)
+    assert "another process still runs it; waits up to 0 s" in capsys.readouterr().out
     assert run.train(config, ALONE)[0] == "finished", "the lock outlived its holder"
 
 

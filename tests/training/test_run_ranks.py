@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Evaluated, EventLog, Resumed, Trained
+from kfac_bench.record.event_log import EventLog
+from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint, run
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.distributed import run_ranks

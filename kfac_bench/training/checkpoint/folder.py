@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.errors import UsageError
+from kfac_bench.record.own_files import read_own
+
 MANIFEST = "manifest.json"
 
 
@@ -37,9 +40,10 @@ def manifest(path: Path) -> dict[str, Any]:
     Raises:
         OSError: If the file cannot be read.
         ValueError: If the file holds no JSON object.
+        UsageError: If the file is a link, no regular file, or too large.
     """
     try:
-        content = json.loads((path / MANIFEST).read_text())
+        content = json.loads(read_own(path / MANIFEST))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(content, dict):
@@ -63,7 +67,7 @@ def best_first(directory: Path) -> list[int]:
                 metrics[step] = ValidationMetric(
                     str(saved["name"]), value, bool(saved["higher_is_better"])
                 )
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, UsageError):
             continue
     if not metrics:
         return []

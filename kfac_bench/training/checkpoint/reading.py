@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from kfac_bench.errors import UsageError
+from kfac_bench.record.own_files import open_own, refuse_special
 from kfac_bench.training.checkpoint import folder
 from kfac_bench.training.checkpoint.folder import MANIFEST
 
@@ -58,15 +59,27 @@ def load(path: Path) -> Checkpoint:
 
 def _read(file: Path, sha256: object) -> dict[str, Any]:
     try:
-        good = file.is_file() and _sha256(file) == sha256
+        descriptor = open_own(file)
+    except FileNotFoundError:
+        raise UsageError(f"{file}: damaged (the file is missing)") from None
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
-    if not good:
+    with open(descriptor, "rb") as content:
+        return _read_shard(file, content, sha256)
+
+
+def _read_shard(file: Path, content: BinaryIO, sha256: object) -> dict[str, Any]:
+    try:
+        is_good = hashlib.file_digest(content, "sha256").hexdigest() == sha256  # type: ignore[arg-type]
+        content.seek(0)
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
+    if not is_good:
         raise UsageError(f"{file}: damaged (its SHA-256 is not the manifest's)")
     # weights_only: a pickle could run code, and the hash protects against damage only, because
     # whoever changes a shard can change the manifest.
     try:
-        shard = torch.load(file, map_location="cpu", weights_only=True)
+        shard = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:
         # torch.load raises nearly any exception type for a file that another program made.
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
@@ -101,6 +114,7 @@ def find_best(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _directory(path: Path) -> Path:
+    refuse_special(path / "checkpoints", folder=True)
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
@@ -108,12 +122,8 @@ def _first_good(directory: Path, steps: Iterable[int]) -> tuple[Checkpoint | Non
     bad: list[str] = []
     for step in steps:
         try:
-            return load(folder.path_of(directory, step)), bad
+            refuse_special(path := folder.path_of(directory, step), folder=True)
+            return load(path), bad
         except UsageError as error:
             bad.append(str(error))
     return None, bad
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

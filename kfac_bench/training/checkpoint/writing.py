@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -75,9 +76,17 @@ class Writer:
     checkpoint is removed only after a newer one is complete.
     """
 
-    def __init__(self, directory: Path, ranks: Ranks, keep_last: int, keep_best: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        ranks: Ranks,
+        keep_last: int,
+        keep_best: int = 0,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
         self._directory, self._ranks = directory, ranks
         self._keep_last, self._keep_best = keep_last, keep_best
+        self._before_commit = before_commit
         # A name that all ranks of this start share: a thread must not take the files that a killed
         # process has left behind for the files of this start.
         self._start_name = ""
@@ -218,6 +227,7 @@ class Writer:
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        self._before_commit()
         # The order is what makes a checkpoint atomic: first the files and their names reach the
         # disk, then the folder gets its name, then this name reaches the disk. A power cut at any
         # point leaves either the whole checkpoint or a folder that does not count.

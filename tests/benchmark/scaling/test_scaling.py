@@ -20,15 +20,8 @@ from kfac_bench.config import check, compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import (
-    EVENTS_FILE,
-    EventLog,
-    JsonlSink,
-    RunEnded,
-    RunStarted,
-    Trained,
-    read,
-)
+from kfac_bench.record.event_log import EventLog, JsonlSink
+from kfac_bench.record.events import EVENTS_FILE, RunEnded, RunStarted, Trained, read
 from kfac_bench.record.runs import load
 from kfac_bench.training import dry_run
 

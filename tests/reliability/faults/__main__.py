@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kfac_bench.cli.entry import Parser, exit_with, say
+from kfac_bench.cli.entry import Parser, exit_with
 from kfac_bench.errors import UsageError
+from kfac_bench.output import say
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,175 @@
+"""The event log of a run: what writes ``events.jsonl`` and passes each event to all views."""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol, TypedDict
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import MOST_BYTES, Event
+from kfac_bench.record.own_files import open_own, sync_folder
+
+BLOCK_BYTES = 1 << 20
+
+
+class Sink(Protocol):
+    """A view of the event stream."""
+
+    def write(self, event: Event) -> None:
+        """Show or store one event."""
+
+    def close(self) -> None:
+        """Close files and connections; called once, also after an error."""
+
+
+class RecordError(Exception):
+    """The record of a run cannot be written; the message says why."""
+
+
+class RecordPosition(TypedDict):
+    """The content of an event file at some moment: its length and its SHA-256.
+
+    Each checkpoint holds one, so that a run that continues notices a cut or changed event file.
+    """
+
+    bytes: int
+    sha256: str
+
+
+class JsonlSink:
+    """The sink that writes the record: it appends one whole line per event to ``path``.
+
+    Raises:
+        UsageError: The file cannot be opened, is no regular file, or is too large.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._file = io.FileIO(descriptor, "a+")
+            size = os.fstat(descriptor).st_size
+            if size > MOST_BYTES:
+                self._file.close()
+                raise UsageError(
+                    f"{path}: has {size:,} bytes, and the limit is {MOST_BYTES:,}. Set another "
+                    "run_id, or remove the file; the run then continues with a gap in its record"
+                )
+            _drop_torn_line(self._file)
+            self._bytes = self._file.seek(0, os.SEEK_END)
+            self._sha256 = _sha256(self._file, self._bytes)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+
+    @property
+    def position(self) -> RecordPosition:
+        """The content so far."""
+        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+
+    def gap(self, position: RecordPosition) -> str | None:
+        """Return why the file does not begin with the content of `position`; None if it does."""
+        if self._bytes < position["bytes"]:
+            return f"it has {self._bytes:,} bytes, and {position['bytes']:,} were written"
+        if _sha256(self._file, position["bytes"]).hexdigest() != position["sha256"]:
+            return f"its first {position['bytes']:,} bytes were changed"
+        return None
+
+    def write(self, event: Event) -> None:
+        """Append one line.
+
+        Raises:
+            RecordError: The line cannot be written, as on a full disk, or another program has
+                changed or removed the file. No part of the line remains.
+        """
+        content = json.dumps({"event": type(event).__name__, **asdict(event)}).encode() + b"\n"
+        self._check_unchanged()
+        line = content
+        # The file is unbuffered, so a full disk may take only a part of the line.
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._bytes)
+            raise RecordError(f"{self._path}: cannot be written ({error.strerror})") from None
+        self._bytes += len(content)
+        self._sha256.update(content)
+
+    def _check_unchanged(self) -> None:
+        ours = os.fstat(self._file.fileno())
+        try:
+            is_there = os.path.samestat(ours, os.lstat(self._path))
+        except OSError:
+            is_there = False
+        if not is_there or ours.st_size != self._bytes:
+            raise RecordError(
+                f"{self._path}: another program has changed or removed it during the run. The "
+                "same command continues the run and marks the gap"
+            )
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._file.fileno())
+        sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _drop_torn_line(file: io.FileIO) -> None:
+    """Remove an unfinished last line, which a killed process left behind."""
+    # The next event would otherwise continue the unfinished line.
+    end = start = file.seek(0, os.SEEK_END)
+    while start > 0:
+        block = min(BLOCK_BYTES, start)
+        start = file.seek(start - block)
+        if (newline := file.read(block).rfind(b"\n")) >= 0:
+            start += newline + 1
+            break
+    if start < end:
+        file.truncate(start)
+
+
+def _sha256(file: io.FileIO, size: int) -> "hashlib._Hash":
+    """Return the hash of the first `size` bytes."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size > 0 and (block := file.read(min(BLOCK_BYTES, size))):
+        digest.update(block)
+        size -= len(block)
+    return digest
+
+
+class EventLog:
+    """The sinks of this rank, which all receive each event; only rank 0 has sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+        self.record = next((sink for sink in sinks if isinstance(sink, JsonlSink)), None)
+        """The sink that writes the record; None on ranks other than rank 0."""
+        self.problem: str | None = None
+        """Why an event is missing in the record; the trainer then stops the run on all ranks."""
+
+    def emit(self, event: Event) -> None:
+        """Write the event to every sink."""
+        for sink in self._sinks:
+            try:
+                sink.write(event)
+            except RecordError as error:
+                self.problem = str(error)
+
+    def sync(self) -> None:
+        """Wait until the record is on the disk."""
+        if self.record is not None:
+            self.record.sync()
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
