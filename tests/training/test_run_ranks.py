@@ -10,7 +10,7 @@ import torch.distributed as dist
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import Evaluated, Resumed, Trained
-from kfac_bench.training import checkpoint, run
+from kfac_bench.training import checkpoint, run, run_directory
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.distributed import run_ranks
 from tests.support.runs import (
@@ -147,6 +147,8 @@ def refused_here(folder, overrides, lock):
     """
     backend, outcome = here(), []
     config = config_of(folder, *overrides)
+
+    run_directory._PATIENCE_S = 0.3  # of this process, a rank of the tests
 
     def attempt():  # signals are for the main thread: fit would not work here
         with contextlib.ExitStack() as stack:
