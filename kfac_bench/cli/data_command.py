@@ -17,7 +17,7 @@ def data(arguments: list[str]) -> int:
         from kfac_bench.data.demo import demo_folder
 
         demo_folder.make(options.layout, options.folder)
-        print(f"{options.folder}: made")
+        say(f"{options.folder}: made")
         return 0
     return _verify(options.folder)
 
