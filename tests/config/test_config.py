@@ -127,7 +127,8 @@ def other_value(name, value, metadata):
         return next(c for c in metadata["choices"] if c != value)
     if isinstance(value, bool):
         return not value
-    if name in ("schedule.milestones", "kfac.damping_decay_epochs"):  # they rise
+    if name == "schedule.milestones" or (name.endswith("_epochs") and isinstance(value, list)):
+        # Epochs rise.
         return [epoch + 1 for epoch in value]
     if isinstance(value, list):
         return [*value, *value]
