@@ -167,5 +167,5 @@ def test_other_packed_data_have_another_fingerprint(name, tmp_path, monkeypatch)
 def test_every_dataset_has_contents():
     """A dataset without `contents` would be compared by its size alone."""
     tested = {*BUILT_IN, "imagefolder", "coco", "lgg", "squad", "cifar10"}
-    assert tested | {"shards", "text", "fashion_mnist"} == set(DATASETS)
+    assert tested | {"shards", "text", "fashion_mnist", "problem"} == set(DATASETS)
     assert all(options_class("data", name) for name in DATASETS)
