@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser
 from kfac_bench.counted import counted
+from kfac_bench.errors import printable
 from kfac_bench.output import say
 
 
@@ -60,7 +61,7 @@ def _verify(folder: Path) -> int:
 
     content, faults = verify.verify(folder)
     for fault in faults:
-        say(f"{fault.path}: {fault.reason}")
+        say(printable(f"{fault.path}: {fault.reason}"))
     say(f"{content}; {counted(len(faults), 'fault', none='no')}")
     return 1 if faults else 0
 
