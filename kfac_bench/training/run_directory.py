@@ -27,7 +27,6 @@ from kfac_bench.output import say
 from kfac_bench.record import run_lock
 from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
 from kfac_bench.record.own_files import read_own, refuse_links, write_own
-from kfac_bench.training.checkpoint import folder
 
 _PATIENCE_S = 10.0
 """How long to wait for the lock: the process of an earlier start may be about to end."""
@@ -162,7 +161,7 @@ class RunDirectory:
                 checkpoints continues on a full disk, because its record has the same content.
         """
         path = self.path / name
-        continues = bool(folder.steps(self.path / "checkpoints"))
+        continues = _has_checkpoints(self.path)
         try:
             # An empty file is what a power cut left of a version that did not sync the file.
             if continues and path.exists() and path.stat().st_size:
@@ -224,7 +223,7 @@ class RunDirectory:
         """
         path = self.path / _CONFIG
         has_events = self.events.is_file() and self.events.stat().st_size > 0
-        if not has_events and not folder.steps(self.path / "checkpoints"):
+        if not has_events and not _has_checkpoints(self.path):
             return {}
         try:
             text = read_own(path).decode()
@@ -286,3 +285,10 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + str(key)] = value
     return flat
+
+
+def _has_checkpoints(path: Path) -> bool:
+    # Not at the top: the package of checkpoints imports torch, which kfac-bench list does not need.
+    from kfac_bench.training.checkpoint import folder
+
+    return bool(folder.steps(path / "checkpoints"))
