@@ -1,4 +1,4 @@
-"""What each part of EigenAdam brings: the ablation of docs/why_eigen_adam.md.
+"""What each part of EigenAdam brings: an ablation.
 
     python benchmarks/ablation.py [--tasks NAME,...] [--seeds 0,1,2] [--rates 0.003,0.01]
 

@@ -21,15 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.errors import WorkerLostError
-
-_NOT_FOR_WORKERS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+from kfac_bench.stop_signals import SIGNALS
 
 Sample = tuple[Any, ...] | Unreadable
 """Tensors or numbers of one example, or the reason why it cannot be read."""
@@ -68,7 +60,7 @@ def load_batches(
     )
     # Workers start inside iter() and inherit the blocked signals. Blocking them only in the worker
     # itself would leave a gap in which a signal could end it.
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         batches = iter(loader)
     finally:
@@ -109,7 +101,7 @@ def _obey_the_parent(worker: int) -> None:
     The DataLoader sends SIGTERM to a worker that hangs.
     """
     # A forked worker inherits the blocked signals; a spawned one must block them here.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     reader = multiprocessing.parent_process()
     assert reader is not None
 

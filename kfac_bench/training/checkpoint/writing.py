@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import torch
 
 from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.record.own_files import sync_folder
 from kfac_bench.training.checkpoint import folder
 from kfac_bench.training.checkpoint.folder import MANIFEST, ValidationMetric
 from kfac_bench.training.checkpoint.snapshot import nbytes, snapshot
@@ -231,11 +232,11 @@ class Writer:
         # The order is what makes a checkpoint atomic: first the files and their names reach the
         # disk, then the folder gets its name, then this name reaches the disk. A power cut at any
         # point leaves either the whole checkpoint or a folder that does not count.
-        _sync_directory(saving.partial)
+        sync_folder(saving.partial)
         # A damaged checkpoint of the same step may be there: the run was continued before it.
         shutil.rmtree(saving.final, ignore_errors=True)
         saving.partial.rename(saving.final)
-        _sync_directory(self._directory)
+        sync_folder(self._directory)
         with suppress(OSError):
             folder.remove_old(self._directory, saving.step, self._keep_last, self._keep_best)
 
@@ -284,11 +285,3 @@ def _line(error: Exception | None) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
