@@ -1,11 +1,13 @@
 """The ranks of a run: a process's place among the others, and small agreements between them."""
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_bench.core.distributed.collective import Collective, SingleProcess, Work
@@ -19,6 +21,17 @@ class _Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+def lost_rank(error: BaseException) -> str | None:
+    """Return one line if the error says that another rank is gone, else None."""
+    # NCCL raises DistError, but gloo raises a plain RuntimeError with its name in the text.
+    is_lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    if not (isinstance(error, RuntimeError) and is_lost):
+        return None
+    line = str(error).splitlines()[0].partition(". This is typically")[0]
+    # gloo begins with the place in its C++ source, which tells a user nothing.
+    return re.sub(r"\[\S*/\S*:\d+\] ", "", line)
 
 
 @dataclass(frozen=True)

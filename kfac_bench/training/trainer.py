@@ -5,7 +5,6 @@
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.fingerprint import Fingerprint
 from kfac_bench.data.base.order import mixed_seed
 from kfac_bench.distributed.backend import Backend
+from kfac_bench.distributed.ranks import lost_rank
 from kfac_bench.errors import RunFailedError
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import (
@@ -150,8 +150,8 @@ class Trainer:
     def _record_error(self, error: BaseException) -> None:
         """End the record of a run that an error ends. It sends no messages to other ranks."""
         self.clock.stop()
-        # gloo begins with the place in its C++ source, which tells a user nothing.
-        text = re.sub(r"\[\S*/\S*:\d+\] ", "", str(error))
+        lost = lost_rank(error)
+        text = f"lost another rank: {lost}" if lost else str(error)
         message = " ".join(text.split())[:300] or type(error).__name__
         status = self.status_after(error)
         # The error that ends the run must reach the user, even if a sink fails too.

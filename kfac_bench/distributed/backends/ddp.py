@@ -4,7 +4,6 @@ torchrun or srun starts the ranks. Messages go through gloo on CPUs and through 
 """
 
 import os
-import re
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from kfac_bench.config import BackendConfig
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend, find_device
-from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.distributed.ranks import Ranks, lost_rank
 from kfac_bench.errors import LostRanksError, OneRankError
 
 SPARE_S = 5.0
@@ -109,11 +108,8 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
                 f"port {os.environ.get('MASTER_PORT')} is in use on this machine, so the ranks "
                 "cannot meet there. Set another MASTER_PORT, the same one for all ranks"
             ) from None
-        # NCCL raises DistError, but gloo raises a plain RuntimeError with its name in the text.
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            line = str(error).splitlines()[0].partition(". This is typically")[0]
-            # gloo begins with the place in its C++ source, which tells a user nothing.
-            raise LostRanksError(re.sub(r"\[\S*/\S*:\d+\] ", "", line)) from error
+        if line := lost_rank(error):
+            raise LostRanksError(line) from error
         raise
     finally:
         # Otherwise gloo's threads outlive the interpreter, and now and then abort the process at
