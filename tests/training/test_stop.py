@@ -7,6 +7,16 @@ import pytest
 from kfac_bench.training.stop import SIGNALS, Stop
 
 
+@pytest.fixture(autouse=True)
+def usual_handlers():
+    """Signals as in a terminal: a shell that starts the tests with & lets them ignore SIGINT."""
+    before = {s: signal.signal(s, signal.SIG_DFL) for s in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_step_to_end():
     stop = Stop()
     with stop.listening():
