@@ -264,11 +264,21 @@ def test_no_update_is_longer_than_the_clip_allows(lr):
         assert sizes == [0, 0, 0, 0]
 
 
-def test_a_resumed_run_is_the_same_bit_by_bit():
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"background": True},
+        {"state_dtype": torch.bfloat16},
+        {"state_dtype": torch.float16, "background": True},
+    ],
+    ids=["default", "background", "bfloat16", "background, float16"],
+)
+def test_a_resumed_run_is_the_same_bit_by_bit(more):
+    """Saved after step 3, when decompositions in the background have begun and are not in use."""
+    options = {"weight_decay": 0.1, "kfac": {"update_freq": 2, "factor_update_freq": 1} | more}
     model = Net()
-    optimizer = eigen_adam(
-        model, LR, weight_decay=0.1, kfac={"update_freq": 2, "factor_update_freq": 1}
-    )
+    optimizer = eigen_adam(model, LR, **options)
     for i in range(3):
         step(model, optimizer, i)
     saved = copy.deepcopy(
@@ -278,15 +288,33 @@ def test_a_resumed_run_is_the_same_bit_by_bit():
         step(model, optimizer, i)
     again = Net()
     again.load_state_dict(saved[0])
-    resumed = eigen_adam(
-        again, LR, weight_decay=0.1, kfac={"update_freq": 2, "factor_update_freq": 1}
-    )
+    resumed = eigen_adam(again, LR, **options)
     resumed.load_state_dict(saved[1])
     resumed.preconditioner.load_state_dict(saved[2])
     for i in range(3, 8):
         step(again, resumed, i)
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_state_changes_updates_little(dtype):
+    """Factors and eigenvectors are stored in 16 bits; the moments stay in 32 bits."""
+    weights_after = []
+    for state in (torch.float32, dtype):
+        model = Net()
+        kfac = {"update_freq": 2, "factor_update_freq": 1, "state_dtype": state}
+        optimizer = eigen_adam(model, LR, kfac=kfac)
+        start = weights(model)
+        for i in range(4):
+            step(model, optimizer, i)
+        weights_after.append({n: w - start[n] for n, w in weights(model).items()})
+        layers = optimizer.preconditioner.state_dict()["layers"]
+        assert layers["tall"]["adam"]["first"].dtype is torch.float32
+    for name, want in weights_after[0].items():
+        cosine = F.cosine_similarity(weights_after[1][name].flatten(), want.flatten(), dim=0)
+        assert cosine > 0.9, name
+        assert not torch.equal(weights_after[1][name], want), name
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

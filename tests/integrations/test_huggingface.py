@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 
 from kfac_bench import KFAC
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
 
@@ -148,6 +149,29 @@ def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
     assert resumed.preconditioner.steps == state["steps"] == 8
     for name, entry in resumed.preconditioner.state_dict()["layers"].items():
         assert torch.equal(entry["G"]["factor"], state["layers"][name]["G"]["factor"])
+
+
+class WithEigenAdam(transformers.Trainer):
+    """A Trainer that makes the optimizer of method eigen_adam."""
+
+    def create_optimizer(self, *args, **kwargs):
+        self.optimizer = EigenAdam(self.model.parameters(), lr=self.args.learning_rate)
+        return self.optimizer
+
+
+def test_eigen_adam_resumes_bit_by_bit_and_needs_no_options(tmp_path):
+    """A checkpoint at step 3 of 8; decompositions in steps 0, 2, 4 and 6."""
+    options = {"update_freq": 2, "factor_update_freq": 1}
+    whole = KFACCallback(**options)
+    trainer = trainer_in(tmp_path, whole, cls=WithEigenAdam)
+    start = weights(trainer)
+    trainer.train()
+    want = weights(trainer)
+    assert whole.preconditioner.plan.method == "eigen_adam"
+    assert not torch.equal(want["lm_head.weight"], start["lm_head.weight"])
+    resumed = trainer_in(tmp_path, KFACCallback(**options), cls=WithEigenAdam)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_equal(weights(resumed), want)
 
 
 def test_a_checkpoint_without_state_is_reported(tmp_path):

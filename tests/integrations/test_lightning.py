@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_bench import KFAC
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
 
@@ -126,15 +127,25 @@ def test_the_trainer_does_what_a_loop_does(name):
     assert_equal(model, want)
 
 
-def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
-    whole = module_of(lightning)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, EigenAdam])
+def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path, optimizer):
+    kfac = OPTIONS
+    if optimizer is EigenAdam:
+        kfac = {"update_freq": 4, "factor_update_freq": 2}
+
+    def module():
+        made = module_of(lightning)
+        made.optimizer_class, made.learning_rate = optimizer, 0.01
+        return made
+
+    whole = module()
     saved = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)
     options = {"enable_checkpointing": True, "max_epochs": 4}
-    trainer_with(KFACCallback(**OPTIONS), saved, **options).fit(whole, loader(7))
+    trainer_with(KFACCallback(**kfac), saved, **options).fit(whole, loader(7))
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) == 4
     for path in paths[:3]:  # at steps 7, 14 and 21; decompositions are due at multiples of 4
-        resumed, callback = module_of(lightning), KFACCallback(**OPTIONS)
+        resumed, callback = module(), KFACCallback(**kfac)
         trainer_with(callback, saved, **options).fit(resumed, loader(7), ckpt_path=path)
         assert callback.preconditioner.steps == 28
         assert_equal(resumed, whole)

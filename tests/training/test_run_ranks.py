@@ -13,9 +13,11 @@ from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint, run, run_directory
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.distributed import run_ranks
+from tests.support.quick import slow
 from tests.support.runs import (
     ALONE,
     KFAC,
+    METHODS,
     RESNET,
     SMALL,
     config_of,
@@ -31,10 +33,12 @@ from tests.support.runs import (
 
 @pytest.mark.ranks
 @pytest.mark.supports("ddp", "kfac-train")
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("method", ["eigen", "inverse", slow("eigen_adam")])
 @pytest.mark.parametrize("strategy", ["comm_opt", "layer_wise"])
 def test_an_interrupted_run_on_two_ranks_ends_with_the_same_weights(tmp_path, strategy, method):
     options = (*KFAC, f"kfac={strategy}", f"kfac.method={method}")
+    if method == "eigen_adam":
+        options = (*METHODS[method], f"kfac.strategy={strategy}")
     options += ("trainer.max_steps=10", "trainer.log_freq=1")
     run_ranks(2, train_here, tmp_path, (*options, "run_id=straight"))
     stopped = run_ranks(2, train_here, tmp_path, (*options, "run_id=stopped"), SMALL, (1, 7))
