@@ -261,7 +261,7 @@ def _say_what_kfac_does(config: KFACConfig, trainer: Trainer) -> None:
         return
     trainer.say(
         f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
-        f"parameters); every {config.kfac.update_freq} steps it decomposes "
+        f"parameters); every {config.update_freq} steps it decomposes "
         f"{2 * len(report.layers)} factors, the largest {largest} x {largest}"
     )
     for change in config.changes():
