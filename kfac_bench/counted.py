@@ -1,4 +1,4 @@
-"""Counts and remaining time in words."""
+"""Counts, sizes and remaining time in words."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,14 @@ def counted(number: int, noun: str, *, none: str = "0") -> str:
         none: The text for the number 0.
     """
     return f"{number or none} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size with its unit, such as `35.2 MB`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f} {unit}"
+    return f"{size_bytes / 1e3:.1f} kB"
 
 
 def time_left(took_s: Sequence[float], left: int) -> str:

@@ -12,6 +12,7 @@ from kfac_bench.cli.dashboard_command import add_dashboard, add_wandb
 from kfac_bench.cli.entry import Parser
 from kfac_bench.cli.export_command import add_export
 from kfac_bench.cli.profile_command import add_profile
+from kfac_bench.cli.runs_command import add_runs
 from kfac_bench.cli.scaling_command import add_scaling
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
 
@@ -41,6 +42,7 @@ def build_parser() -> Parser:
         add_contest,
         add_scaling,
         add_export,
+        add_runs,
         add_dashboard,
         add_wandb,
     ):

@@ -24,7 +24,7 @@ from kfac_bench.config.roles import declared
 from kfac_bench.data.problem import ProblemDataConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
-from kfac_bench.record import run_lock
+from kfac_bench.record import checkpoint_folder, run_lock
 from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
 from kfac_bench.record.own_files import read_own, refuse_links, write_own
 
@@ -288,7 +288,4 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _has_checkpoints(path: Path) -> bool:
-    # Not at the top: the package of checkpoints imports torch, which kfac-bench list does not need.
-    from kfac_bench.training.checkpoint import folder
-
-    return bool(folder.steps(path / "checkpoints"))
+    return bool(checkpoint_folder.steps(path / "checkpoints"))

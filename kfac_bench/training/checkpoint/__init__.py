@@ -6,7 +6,7 @@ SHA-256 of each file. A folder without a fitting manifest does not count. A kill
 flipped bit therefore costs steps, but never the run.
 """
 
-from kfac_bench.training.checkpoint.folder import MANIFEST, ValidationMetric
+from kfac_bench.record.checkpoint_folder import MANIFEST, ValidationMetric
 from kfac_bench.training.checkpoint.reading import Checkpoint, find, find_best, load
 from kfac_bench.training.checkpoint.writing import SavedCheckpoint, Writer
 

@@ -1,18 +1,17 @@
 """Reading: find, verify and load checkpoints, which hold data and never code."""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.own_files import open_own, refuse_special
-from kfac_bench.training.checkpoint import folder
-from kfac_bench.training.checkpoint.folder import MANIFEST
+from kfac_bench.record import checkpoint_folder
+from kfac_bench.record.checkpoint_folder import MANIFEST
+from kfac_bench.record.own_files import refuse_special
 
 
 @dataclass(frozen=True)
@@ -43,47 +42,20 @@ def load(path: Path) -> Checkpoint:
     Raises:
         UsageError: If a file is missing or damaged. The message names the file.
     """
-    try:
-        manifest = folder.manifest(path)
-        step, files = int(manifest["step"]), dict(manifest["sha256"])
-        # A damaged manifest may claim any number of ranks. One file more than the manifest lists is
-        # enough to report a missing file.
-        world_size = min(int(manifest["world_size"]), len(files) + 1)
-        if world_size < 1:
-            raise ValueError("it lists no ranks")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise UsageError(f"{path}: no checkpoint ({MANIFEST}: {error})") from None
-    names = [f"rank{rank}.pt" for rank in range(world_size)]
-    return Checkpoint(path, step, [_read(path / name, files.get(name)) for name in names])
+    step, hashes = checkpoint_folder.shards(path)
+    return Checkpoint(path, step, [_read(file, sha256) for file, sha256 in hashes.items()])
 
 
 def _read(file: Path, sha256: object) -> dict[str, Any]:
-    try:
-        descriptor = open_own(file)
-    except FileNotFoundError:
-        raise UsageError(f"{file}: damaged (the file is missing)") from None
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
-    with open(descriptor, "rb") as content:
-        return _read_shard(file, content, sha256)
-
-
-def _read_shard(file: Path, content: BinaryIO, sha256: object) -> dict[str, Any]:
-    try:
-        is_good = hashlib.file_digest(content, "sha256").hexdigest() == sha256  # type: ignore[arg-type]
-        content.seek(0)
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
-    if not is_good:
-        raise UsageError(f"{file}: damaged (its SHA-256 is not the manifest's)")
     # weights_only: a pickle could run code, and the hash protects against damage only, because
     # whoever changes a shard can change the manifest.
-    try:
-        shard = torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # torch.load raises nearly any exception type for a file that another program made.
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
-        raise UsageError(f"{file}: not a checkpoint of ours ({reason})") from None
+    with checkpoint_folder.open_verified(file, sha256) as content:
+        try:
+            shard = torch.load(content, map_location="cpu", weights_only=True)
+        except Exception as error:
+            # torch.load raises nearly any exception type for a file that another program made.
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
+            raise UsageError(f"{file}: not a checkpoint of ours ({reason})") from None
     if not isinstance(shard, dict):
         raise UsageError(f"{file}: not a checkpoint of ours (it holds no dictionary)")
     return shard
@@ -101,7 +73,7 @@ def find(path: Path) -> tuple[Checkpoint | None, list[str]]:
     if (path / MANIFEST).exists():
         return load(path), []
     directory = _directory(path)
-    return _first_good(directory, reversed(folder.steps(directory)))
+    return _first_good(directory, reversed(checkpoint_folder.steps(directory)))
 
 
 def find_best(path: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -110,7 +82,7 @@ def find_best(path: Path) -> tuple[Checkpoint | None, list[str]]:
     The checkpoint is None if no checkpoint holds evaluated weights.
     """
     directory = _directory(path)
-    return _first_good(directory, folder.best_first(directory))
+    return _first_good(directory, checkpoint_folder.best_first(directory))
 
 
 def _directory(path: Path) -> Path:
@@ -122,7 +94,7 @@ def _first_good(directory: Path, steps: Iterable[int]) -> tuple[Checkpoint | Non
     bad: list[str] = []
     for step in steps:
         try:
-            refuse_special(path := folder.path_of(directory, step), folder=True)
+            refuse_special(path := checkpoint_folder.path_of(directory, step), folder=True)
             return load(path), bad
         except UsageError as error:
             bad.append(str(error))

@@ -28,9 +28,9 @@ from typing import Any, BinaryIO
 import torch
 
 from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.record import checkpoint_folder
+from kfac_bench.record.checkpoint_folder import MANIFEST, ValidationMetric
 from kfac_bench.record.own_files import sync_folder
-from kfac_bench.training.checkpoint import folder
-from kfac_bench.training.checkpoint.folder import MANIFEST, ValidationMetric
 from kfac_bench.training.checkpoint.snapshot import nbytes, snapshot
 
 POLL_S = 0.02
@@ -107,7 +107,7 @@ class Writer:
         """
         self.finish()
         began = time.perf_counter()
-        final, copied = folder.path_of(self._directory, step), snapshot(shard)
+        final, copied = checkpoint_folder.path_of(self._directory, step), snapshot(shard)
         self._check_space(final, nbytes(copied))
         if not self._start_name:
             self._start_name = self._ranks.gather(uuid.uuid4().hex[:8].encode())[0].decode()
@@ -238,7 +238,9 @@ class Writer:
         saving.partial.rename(saving.final)
         sync_folder(self._directory)
         with suppress(OSError):
-            folder.remove_old(self._directory, saving.step, self._keep_last, self._keep_best)
+            checkpoint_folder.remove_old(
+                self._directory, saving.step, self._keep_last, self._keep_best
+            )
 
 
 class _HashingFile:

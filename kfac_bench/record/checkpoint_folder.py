@@ -1,15 +1,20 @@
-"""A folder of checkpoints, seen through file names and manifests: no shard is read here."""
+"""A folder of checkpoints, seen through file names, manifests and hashes.
 
+No shard is decoded here, so this file needs no torch. :mod:`kfac_bench.training.checkpoint` writes
+and loads shards.
+"""
+
+import hashlib
 import json
 import math
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.own_files import read_own
+from kfac_bench.record.own_files import open_own, read_own
 
 MANIFEST = "manifest.json"
 
@@ -49,6 +54,60 @@ def manifest(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     return content
+
+
+def shards(path: Path) -> tuple[int, dict[Path, object]]:
+    """Return the step of one checkpoint, and the hash of each shard in the order of ranks.
+
+    Raises:
+        UsageError: If there is no valid manifest.
+    """
+    try:
+        content = manifest(path)
+        step, hashes = int(content["step"]), dict(content["sha256"])
+        # A damaged manifest may claim any number of ranks. One file more than the manifest lists is
+        # enough to report a missing file.
+        world_size = min(int(content["world_size"]), len(hashes) + 1)
+        if world_size < 1:
+            raise ValueError("it lists no ranks")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise UsageError(f"{path}: no checkpoint ({MANIFEST}: {error})") from None
+    names = [f"rank{rank}.pt" for rank in range(world_size)]
+    return step, {path / name: hashes.get(name) for name in names}
+
+
+def open_verified(file: Path, sha256: object) -> BinaryIO:
+    """Open a shard whose content has this hash.
+
+    Raises:
+        UsageError: If the shard is missing, damaged, or no regular file.
+    """
+    try:
+        content = open(open_own(file), "rb")  # noqa: SIM115 -- the caller closes it.
+    except FileNotFoundError:
+        raise UsageError(f"{file}: damaged (the file is missing)") from None
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
+    try:
+        is_good = hashlib.file_digest(content, "sha256").hexdigest() == sha256
+        content.seek(0)
+    except OSError as error:
+        content.close()
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
+    if not is_good:
+        content.close()
+        raise UsageError(f"{file}: damaged (its SHA-256 is not the manifest's)")
+    return content
+
+
+def is_good(path: Path) -> bool:
+    """Return whether one checkpoint is complete and undamaged. It reads all shards."""
+    try:
+        for file, sha256 in shards(path)[1].items():
+            open_verified(file, sha256).close()
+    except UsageError:
+        return False
+    return True
 
 
 def best_first(directory: Path) -> list[int]:

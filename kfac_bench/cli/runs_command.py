@@ -1,0 +1,89 @@
+"""`kfac-bench runs`: list old runs, and remove the checkpoints that nobody needs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kfac_bench.cli.entry import Parser
+from kfac_bench.counted import counted, size_text
+from kfac_bench.output import say
+
+if TYPE_CHECKING:
+    from kfac_bench.record.run_list import ListedRun
+
+
+def add_runs(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add `kfac-bench runs list|prune`."""
+    command = commands.add_parser("runs", help="list old runs, and remove old checkpoints")
+    actions = command.add_subparsers(dest="action", required=True, parser_class=Parser)
+    shown = actions.add_parser("list", help="list runs with their state, size and age")
+    shown.set_defaults(run_command=_list)
+    pruned = actions.add_parser(
+        "prune", help="remove old checkpoints; the newest good and the best checkpoints stay"
+    )
+    pruned.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    pruned.add_argument(
+        "--keep", type=int, default=1, metavar="N", help="newest good checkpoints that stay (1)"
+    )
+    pruned.add_argument(
+        "--older-than",
+        type=float,
+        default=0.0,
+        metavar="DAYS",
+        help="only runs whose last event is at least so old (0)",
+    )
+    pruned.set_defaults(run_command=_prune)
+    for action in (shown, pruned):
+        action.add_argument(
+            "--runs-dir", type=Path, default=Path("runs"), help="folder of the runs (runs)"
+        )
+
+
+def _list(options: argparse.Namespace) -> int:
+    from kfac_bench.record import run_list
+
+    found = run_list.listed(options.runs_dir)
+    header = ("state", "step", "age", "size", "checkpoints", "task", "optimizer", "run")
+    rows: list[tuple[str, ...]] = [header, *map(_cells, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    total = sum(run.size_bytes for run in found)
+    say(f"{counted(len(found), 'run')}, {size_text(total)}")
+    return 0
+
+
+def _cells(run: ListedRun) -> tuple[str, ...]:
+    return (
+        run.state,
+        str(run.step),
+        _age(run.age_s),
+        size_text(run.size_bytes),
+        str(run.checkpoints),
+        run.task,
+        run.optimizer,
+        str(run.path),
+    )
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from kfac_bench.record import prune
+
+    done = prune.prune(
+        options.runs_dir, options.keep, options.older_than, say, dry_run=options.dry_run
+    )
+    verb = "would free" if options.dry_run else "freed"
+    checkpoints = counted(done.checkpoints, "checkpoint")
+    say(f"{verb} {size_text(done.freed_bytes)}: {checkpoints} of {counted(done.runs, 'run')}")
+    if done.left_alone:
+        say(f"{counted(done.left_alone, 'run')} left alone, as said above")
+    return 0
