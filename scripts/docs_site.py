@@ -92,7 +92,7 @@ def generated_pages() -> dict[str, str]:
         ),
         "reference/commands/kfac_data.md": _page(
             "kfac-data",
-            "`kfac-data` makes demo datasets, verifies datasets and prepares published ones.",
+            "`kfac-data` makes demo datasets; it fetches, verifies and prepares published ones.",
             *_subcommands(data_command.build_parser(), {}),
         ),
         "reference/options/run.md": _run_options(),

@@ -1,4 +1,4 @@
-"""``kfac-data``: makes demo datasets, verifies datasets on disk, prepares published datasets."""
+"""``kfac-data``: makes demo datasets, fetches, verifies and prepares published datasets."""
 
 import argparse
 from pathlib import Path
@@ -20,6 +20,12 @@ def data(arguments: list[str]) -> int:
         demo_folder.make(options.layout, options.folder)
         say(f"{options.folder}: made")
         return 0
+    if options.command == "fetch":
+        from kfac_bench.data.images import fetch_fashion_mnist
+
+        fetch_fashion_mnist.fetch(options.folder, options.url, say)
+        say(f"{options.folder}: complete; use it with data.root={options.folder}")
+        return 0
     return _verify(options.folder)
 
 
@@ -27,10 +33,17 @@ def build_parser() -> Parser:
     """Return the parser of all subcommands."""
     from kfac_bench.data.demo import demo_folder
 
-    parser = Parser(prog="kfac-data", description="Make demo datasets, verify data on disk.")
+    parser = Parser(
+        prog="kfac-data", description="Make demo datasets, fetch, verify and prepare data."
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     make = commands.add_parser("make-demo", help="write a small demo in a published layout")
     make.add_argument("layout", choices=demo_folder.DEMOS)
+    fetch = commands.add_parser(
+        "fetch", help="copy a dataset from an installed package, or download it"
+    )
+    fetch.add_argument("dataset", choices=("fashion_mnist",))
+    fetch.add_argument("--url", help="address of a folder with the files, instead of the authors'")
     verify = commands.add_parser("verify", help="read every file; exit code 1 if one is damaged")
     prepare = commands.add_parser(
         "prepare", help="convert a published dataset to the form that is trained on"
@@ -39,7 +52,7 @@ def build_parser() -> Parser:
     prepare.add_argument(
         "--source", type=Path, required=True, help="folder of ImageNet, or file or folder of text"
     )
-    for command in (make, verify, prepare):
+    for command in (make, fetch, verify, prepare):
         command.add_argument("folder", type=Path)
     prepare.add_argument(
         "--vocab-file", type=Path, help="vocab.txt to use; by default a new vocabulary is trained"

@@ -81,7 +81,7 @@ def load(
 
 def is_at(root: Path) -> bool:
     """Return whether the folder has one of the four files."""
-    return any(_path(root, name).is_file() for name in NAMES)
+    return any(path_of(root, name).is_file() for name in NAMES)
 
 
 def scan(root: Path) -> tuple[str, list[Unreadable]]:
@@ -108,7 +108,7 @@ class _BadFileError(Exception):
 
 def _read_split(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Return the uint8 images [n, 1, 28, 28] and the int64 labels [n] of a split."""
-    images_path, labels_path = (_path(folder, SPLITS[split] + end) for end in ENDS.values())
+    images_path, labels_path = (path_of(folder, SPLITS[split] + end) for end in ENDS.values())
     images = _read(images_path, (SIDE, SIDE))
     labels = _read(labels_path, ())
     if len(images) != len(labels):
@@ -135,7 +135,7 @@ def _read(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         raise _BadFileError(path, f"cannot be read: {error.strerror or error}") from error
 
 
-def _path(folder: Path, name: str) -> Path:
+def path_of(folder: Path, name: str) -> Path:
     """Return the path of a plain file if there is one, else the path of the gzip file."""
     plain = folder / name
     return plain if plain.is_file() else folder / f"{name}.gz"
@@ -155,9 +155,11 @@ def _how_to_get(root: Path | None) -> str:
     if root is None:
         return (
             "Install Debian's package dataset-fashion-mnist, or set data.root to a folder with "
-            f"the files {names} (plain or .gz). data.root=demo makes a small demo"
+            f"the files {names} (plain or .gz). kfac-data fetch fashion_mnist DIR downloads them. "
+            "data.root=demo makes a small demo"
         )
     return (
-        f"data.root must be a folder with the files {names} (plain or .gz). Debian's package "
-        f"dataset-fashion-mnist installs them in {DEBIAN}"
+        f"data.root must be a folder with the files {names} (plain or .gz). kfac-data fetch "
+        f"fashion_mnist DIR gets them; Debian's package dataset-fashion-mnist installs them in "
+        f"{DEBIAN}"
     )
