@@ -7,8 +7,10 @@ caller has at that moment.
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +55,7 @@ def _train(
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    _end_with_caller()
     from kfac_bench.training import run  # Only the server imports torch, not the caller.
 
     try:
@@ -63,3 +66,19 @@ def _train(
         say(str(error))
         code = 2
     sys.exit(code)
+
+
+def _end_with_caller() -> None:
+    """Save and end the run if the process that waits for the run dies.
+
+    Otherwise the run would keep its directory, and a second start of the command could not go on.
+    """
+    caller = multiprocessing.parent_process()
+    if caller is None:
+        return
+
+    def watch() -> None:
+        caller.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,9 +1,15 @@
 """One run of kfac-train as processes of this machine: its command, and what came of it."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+"""The number of this request in linux/prctl.h."""
 
 
 def local_command(overrides: Sequence[str], ranks: int) -> list[str]:
@@ -20,6 +26,9 @@ def rank_command(overrides: Sequence[str]) -> list[str]:
 def run(command: Sequence[str], timeout_s: float | None = None) -> tuple[int, str]:
     """Run the command; return its exit code and the line that names the error.
 
+    On Linux the command gets SIGTERM if this process dies. torchrun passes the signal on to its
+    ranks, which save and end.
+
     Raises :class:`subprocess.TimeoutExpired` after `timeout_s`.
     """
     done = subprocess.run(  # noqa: S603
@@ -28,8 +37,16 @@ def run(command: Sequence[str], timeout_s: float | None = None) -> tuple[int, st
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         timeout=timeout_s,
+        preexec_fn=None if _LIBC is None else _end_with_caller,
     )
     lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"]
     # torchrun prints more lines after the error of kfac-train.
     own = [line for line in lines if line.startswith("kfac-train: ")]
     return done.returncode, f"{(own or lines)[-1]} (exit code {done.returncode})"
+
+
+def _end_with_caller() -> None:
+    """Ask the kernel for SIGTERM when the caller dies; between fork and exec of the command."""
+    # The library is loaded before the fork: this function must take no lock.
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

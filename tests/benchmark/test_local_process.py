@@ -1,0 +1,30 @@
+"""The processes that a benchmark starts for runs of several ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHILD = """
+import sys, time
+with open(sys.argv[1], "w") as fifo:
+    print("ready", file=fifo, flush=True)
+    time.sleep(600)
+"""
+CALLER = """
+import sys
+from kfac_bench.benchmark import local_process
+local_process.run([sys.executable, "-c", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of the death")
+def test_a_command_ends_if_its_caller_is_killed(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    words = [sys.executable, "-c", CALLER, CHILD, str(tmp_path / "fifo")]
+    with subprocess.Popen(words) as caller, (tmp_path / "fifo").open() as fifo:
+        assert fifo.readline() == "ready\n"
+        caller.kill()
+        # The file ends when the child does.
+        assert fifo.read() == ""
