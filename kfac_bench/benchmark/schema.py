@@ -165,6 +165,8 @@ class Tuning:
     ``{choice: [...]}``."""
     experiment: str = MISSING
     """Name of the experiment file of the best trial, with the axes' values filled in."""
+    starts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By optimizer, settings that ``kfac-bench try`` runs before the points of the space."""
     labels: dict[str, str] = field(default_factory=dict)
     """By optimizer, its name in tables; null: the usual name."""
     patience: float = 1.0

@@ -15,6 +15,7 @@ from kfac_bench.cli.profile_command import add_profile
 from kfac_bench.cli.runs_command import add_runs
 from kfac_bench.cli.scaling_command import add_scaling
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
+from kfac_bench.cli.try_command import add_try
 
 
 def bench(arguments: list[str]) -> int:
@@ -32,6 +33,7 @@ def build_parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for add in (
+        add_try,
         add_compare,
         add_profile,
         add_list,

@@ -31,6 +31,7 @@ def compare(
     html_path: Path | None = None,
     tables: Sequence[Table] = (),
     title: str = TITLE,
+    verdict: str = "",
 ) -> Comparison:
     """Read the runs and write their page.
 
@@ -39,6 +40,7 @@ def compare(
         html_path: Where the HTML page goes; None: no page.
         tables: Tables to show on the page above the results of the runs.
         title: The title of the page.
+        verdict: Lines of text that the page shows first.
 
     Raises:
         UsageError: A path does not exist, no run can be read, or the page cannot be written.
@@ -46,5 +48,5 @@ def compare(
     folder = None if html_path is None else folder_of(html_path)
     comparison = read(paths)
     if html_path is not None:
-        write_text(html_path, html(comparison, title, tables, folder))
+        write_text(html_path, html(comparison, title, tables, folder, verdict))
     return comparison

@@ -35,8 +35,9 @@ def html(
     title: str = TITLE,
     tables: Sequence[Table] = (),
     folder: Path | None = None,
+    verdict: str = "",
 ) -> str:
-    """Return the page of a comparison, with ``tables`` above its results.
+    """Return the page of a comparison, with ``verdict`` and ``tables`` above its results.
 
     ``folder`` (resolved) is where the page will be: links to event files are relative to it.
     Without a folder the page shows paths instead of links.
@@ -49,6 +50,7 @@ def html(
     styling, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
     return _template().render(
         title=plain(title),
+        verdict=[plain(line) for line in verdict.splitlines()],
         version=__version__,
         run_count=len(environments),
         tables=[to_html_table(table) for table in tables],

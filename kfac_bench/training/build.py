@@ -65,7 +65,7 @@ def build_kfac(
     """
     if not config.enabled:
         return None
-    keywords = {k: v for k, v in asdict(config).items() if k not in _NOT_KEYWORDS_OF_KFAC}
+    keywords = {k: v for k, v in asdict(config).items() if k not in NOT_KEYWORDS_OF_KFAC}
     keywords["state_dtype"] = DTYPES[config.state_dtype]
     if config.adaptive_damping:
         keywords["damping"] = _adaptive_damping(config)
@@ -79,7 +79,7 @@ def build_kfac(
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes by the names that the options use."""
 
-_NOT_KEYWORDS_OF_KFAC = (
+NOT_KEYWORDS_OF_KFAC = (
     "enabled",
     "adaptive_damping",
     "damping_freq",

@@ -8,10 +8,13 @@ from hydra.core.override_parser.types import OverrideType
 from omegaconf import OmegaConf
 
 from kfac_bench import config
-from kfac_bench.config import compose
+from kfac_bench.config import compose, problem_file
 from kfac_bench.errors import UsageError
 
 GROUPS = ("model", "optimizer", "schedule", "kfac", "data", "task", "backend", "logger")
+OF_A_PROBLEM = ("data.sha256", *(f"{group}.file" for group in problem_file.GROUPS))
+CHOICES = (*GROUPS, "experiment", "profile", *OF_A_PROBLEM)
+"""What Hydra composes. The groups of a problem are refused without its file."""
 DEFAULT = compose.load([])
 
 
@@ -39,7 +42,7 @@ def quick_load(overrides, config_dir=None):
         return _load(overrides, config_dir)
     try:
         parsed = [_parsed(override) for override in overrides]
-        is_choice = [o.key_or_group in (*GROUPS, "experiment", "profile") for o in parsed]
+        is_choice = [o.key_or_group in CHOICES for o in parsed]
         choices = [text for text, choice in zip(overrides, is_choice, strict=True) if choice]
         tree = OmegaConf.structured(_composed(compose.CONF_DIR, *choices))
         for override, choice in zip(parsed, is_choice, strict=True):

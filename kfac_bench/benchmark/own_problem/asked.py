@@ -1,0 +1,37 @@
+"""What a study is about, and the overrides that all its runs share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kfac_bench.benchmark.own_problem.spaces import Settings
+from kfac_bench.benchmark.trials import overrides_of
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the study is about; the command has checked it."""
+
+    file: str
+    """Path of the problem's file."""
+    words: Sequence[str]
+    """The user's overrides of kfac-train."""
+    minutes: float
+    ranks: int
+    seeds: int
+    """How many fresh seeds are planned."""
+    target: float | None
+    candidates: Mapping[str, Sequence[Settings]]
+    """The settings of each optimizer, in the order in which they are tried."""
+
+
+def base_words(asked: Asked, settings: Settings) -> list[str]:
+    """Return the overrides that all runs of a setting share."""
+    # Hydra takes one choice of a group only.
+    is_logged = any(word.startswith("logger=") for word in asked.words)
+    return [
+        f"problem={asked.file}",
+        *([] if is_logged else ["logger=none"]),
+        "trainer.predictions=0",
+        *asked.words,
+        *overrides_of(settings),
+    ]

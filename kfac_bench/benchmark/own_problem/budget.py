@@ -1,0 +1,116 @@
+"""How the minutes of ``kfac-bench try`` are divided.
+
+The unit is the *limit*: the longest that one trial may train. Each optimizer gets two limits of
+training seconds for tuning. The runs on fresh seeds get two limits for each seed, so that at least
+two optimizers can run. The limit follows from the minutes, and from the measured seconds of a step,
+of an evaluation and of a start. All functions are pure.
+"""
+
+import math
+from dataclasses import dataclass
+
+from kfac_bench.errors import UsageError
+
+TRIALS = 2
+"""Tuning of an optimizer, in limits. Trials that end earlier leave room for more of them."""
+FINALISTS = 2
+"""Optimizers that run on fresh seeds, if each needs the whole limit. More run if all are fast."""
+SPARE = 1
+"""For the reference run, and for runs that last until the evaluation after their limit."""
+EVALUATIONS = 50
+"""Evaluations of a trial that lasts for the whole limit, if they are cheap."""
+LEAST_STEPS, LEAST_EVALUATIONS = 50, 10
+"""A shorter trial means nothing: it has fewer steps of AdamW, or fewer evaluations."""
+EVALUATION_SHARE = 0.5
+"""Evaluations take at most this share of the training seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What short runs of AdamW have shown, in seconds of wall time."""
+
+    step_s: float
+    eval_s: float
+    start_s: float
+    """From the start of a process to its first step, without evaluations."""
+    spent_s: float
+    """What the measurement took."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The training seconds of a study."""
+
+    limit_s: float
+    """Longest training of a trial."""
+    tune_s: float
+    """Training seconds of each optimizer in tuning."""
+    confirm_s: float
+    """Training seconds of all runs on fresh seeds."""
+    reference_s: float
+    """Training seconds of AdamW's default setting, which fixes a missing target."""
+    eval_freq: int
+    max_steps: int
+    """More steps than a trial can make in its limit. A schedule of the user's refers to it."""
+    wall_per_s: float
+    """Wall time for each training second, with evaluations."""
+    start_s: float
+    step_s: float
+    """Of AdamW."""
+
+
+def budget_of(minutes: float, measured: Measured, optimizers: int, seeds: int) -> Budget:
+    """Divide the minutes.
+
+    Args:
+        minutes: Wall time of the whole command.
+        measured: What short runs have shown.
+        optimizers: How many optimizers are tuned.
+        seeds: How many fresh seeds are planned.
+
+    Raises:
+        UsageError: The minutes are too few to mean anything. The line says what would be enough.
+    """
+    runs = _full_runs(optimizers, seeds)
+    each_s = (60 * minutes - measured.spent_s) / runs - measured.start_s
+    interval_s = _interval_s(max(each_s, 0.0), measured)
+    wall_per_s = 1 + measured.eval_s / interval_s
+    limit_s = each_s / wall_per_s
+    least_s = max(LEAST_STEPS * measured.step_s, LEAST_EVALUATIONS * _interval_s(0.0, measured))
+    if limit_s < least_s:
+        raise UsageError(_too_small(minutes, measured, runs, least_s, limit_s))
+    return Budget(
+        limit_s=limit_s,
+        tune_s=TRIALS * limit_s,
+        confirm_s=FINALISTS * seeds * limit_s,
+        reference_s=runs * limit_s / optimizers / 10,
+        eval_freq=max(1, round(interval_s / measured.step_s)),
+        max_steps=math.ceil(1.25 * limit_s / measured.step_s),
+        wall_per_s=wall_per_s,
+        start_s=measured.start_s,
+        step_s=measured.step_s,
+    )
+
+
+def _full_runs(optimizers: int, seeds: int) -> int:
+    """Return the number of runs, if each lasts for the whole limit."""
+    return TRIALS * optimizers + FINALISTS * seeds + SPARE
+
+
+def _interval_s(limit_s: float, measured: Measured) -> float:
+    """Return the training seconds between evaluations."""
+    return max(limit_s / EVALUATIONS, measured.eval_s / EVALUATION_SHARE, measured.step_s)
+
+
+def _too_small(
+    minutes: float, measured: Measured, runs: int, least_s: float, limit_s: float
+) -> str:
+    steps = max(0, math.floor(limit_s / measured.step_s))
+    needed_s = measured.spent_s + runs * (measured.start_s + least_s * (1 + EVALUATION_SHARE))
+    # A little more, because the next measurement may be slower.
+    enough = math.ceil(1.2 * needed_s / 60)
+    return (
+        f"--minutes {minutes:g} is too small to mean anything: a trial would have {steps} steps of "
+        f"AdamW (a step takes {measured.step_s:.3g} s, an evaluation {measured.eval_s:.3g} s). "
+        f"--minutes {enough} would be enough"
+    )

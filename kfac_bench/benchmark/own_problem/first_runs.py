@@ -1,0 +1,139 @@
+"""The first runs of a study: they try one batch, measure seconds, and fix a missing target."""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kfac_bench.benchmark import forked, grid, local_process
+from kfac_bench.benchmark.own_problem.asked import Asked, base_words
+from kfac_bench.benchmark.own_problem.budget import Budget, Measured, budget_of
+from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
+from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder
+from kfac_bench.errors import UsageError
+from kfac_bench.record import score
+from kfac_bench.record.events import Trained
+from kfac_bench.record.runs import load
+
+TUNING_SEED = 1000
+"""The seed of the first runs and of all trials. Fresh seeds count from 0."""
+FIRST_STEPS, STEPS = 4, 16
+"""Steps of the runs that measure seconds of a step, of an evaluation and of a start."""
+MANY_EVALUATIONS_S = 10.0
+"""If a run with two evaluations takes longer than this, few evaluations are measured."""
+PHASES = ("speed", "reference")
+"""The folders of these runs."""
+DEFAULT: Settings = {"optimizer": REFERENCE, "kfac": "none"}
+"""AdamW with its defaults: the setting that is measured, and that fixes a missing target."""
+
+
+def make_plan(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> Plan:
+    """Run AdamW a few times; return the budget and the target.
+
+    Raises:
+        UsageError: The problem fails on its first batch, or the minutes are too few.
+        KeyboardInterrupt: A run was interrupted.
+    """
+    for phase in PHASES:
+        folder.remove(phase)
+    say("trying one batch, and measuring the seconds of a step and of an evaluation")
+    budget = _FirstRuns(asked, folder).budget()
+    if asked.target is not None:
+        return Plan(budget, asked.target, is_own_target=False)
+    say(f"the problem has no target: AdamW trains for {budget.reference_s:.3g} s to fix one")
+    return Plan(budget, _FirstRuns(asked, folder).reached(budget), is_own_target=True)
+
+
+class _FirstRuns:
+    def __init__(self, asked: Asked, folder: StudyFolder) -> None:
+        self._asked, self._folder = asked, folder
+
+    def budget(self) -> Budget:
+        """Measure, and divide the minutes."""
+        began = time.monotonic()
+        # The first run tries a batch. It also starts the server of processes, which takes seconds.
+        first_s, first = self._timed("first", FIRST_STEPS, FIRST_STEPS)
+        self._check_target(first)
+        # Minutes that would be too few without evaluations and starts are refused at once.
+        self._divide(Measured(_step_s(first), 0.0, 0.0, time.monotonic() - began))
+        few_s, few = self._timed("few", STEPS, STEPS)
+        # Seconds of starts vary, so the difference of two runs needs many evaluations.
+        eval_freq = 1 if first_s < MANY_EVALUATIONS_S else STEPS // 4
+        many_s, many = self._timed("many", STEPS, eval_freq)
+        trained_s = {path: load(path).events[-1].train_s for path in (few, many)}
+        evaluations = STEPS // eval_freq - 1
+        eval_s = max(0.0, many_s - trained_s[many] - few_s + trained_s[few]) / evaluations
+        start_s = max(0.0, few_s - trained_s[few] - 2 * eval_s)
+        spent_s = time.monotonic() - began
+        return self._divide(Measured(_step_s(many), eval_s, start_s, spent_s))
+
+    def _check_target(self, first: Path) -> None:
+        """Refuse a target that the initial weights meet."""
+        run, target = load(first), self._asked.target
+        begins = score.metric_curve(run)[0][2]
+        if target is None or math.isnan(begins):
+            return
+        if begins >= target if run.started.higher_is_better else begins <= target:
+            raise UsageError(
+                f"{self._asked.file}: the untrained model meets the target {target:g} already: its "
+                f"{run.started.metric} is {begins:.4g}. Set a harder target, or check "
+                "higher_is_better"
+            )
+
+    def _divide(self, measured: Measured) -> Budget:
+        asked = self._asked
+        return budget_of(asked.minutes, measured, len(asked.candidates), asked.seeds)
+
+    def _timed(self, name: str, steps: int, eval_freq: int) -> tuple[float, Path]:
+        """Run AdamW for some steps; return the wall seconds and the run directory."""
+        words = (
+            f"trainer.max_steps={steps}",
+            f"trainer.eval_freq={eval_freq}",
+            "trainer.log_freq=1",
+        )
+        began = time.monotonic()
+        path = self._run("speed", name, words)
+        return time.monotonic() - began, path
+
+    def reached(self, budget: Budget) -> float:
+        """Return the best metric of AdamW's default setting within the reference seconds."""
+        words = (
+            f"trainer.max_train_s={budget.reference_s:.6g}",
+            f"trainer.max_steps={budget.max_steps}",
+            f"trainer.eval_freq={budget.eval_freq}",
+        )
+        run = load(self._run("reference", REFERENCE, words))
+        best, begins = score.best_metric(run), score.metric_curve(run)[0][2]
+        if not math.isfinite(best) or best == begins:
+            raise UsageError(
+                f"{self._asked.file}: AdamW's default setting does not improve the metric within "
+                f"{budget.reference_s:.3g} s, so no target can be fixed. Set target= in "
+                "Problem(...), or use more --minutes"
+            )
+        return float(f"{best:.4g}")
+
+    def _run(self, phase: str, name: str, words: Sequence[str]) -> Path:
+        """Run AdamW with its defaults; a failure ends the study."""
+        folder = self._folder.runs_dir(phase)
+        own = [f"seed={TUNING_SEED}", f"runs_dir={folder}", f"run_id={name}"]
+        overrides = [*base_words(self._asked, DEFAULT), *words, "trainer.target=null", *own]
+        ranks = self._asked.ranks
+        if ranks == 1:
+            code, line = forked.train(overrides)
+        else:
+            code, line = local_process.run(local_process.local_command(overrides, ranks))
+        if code in grid.INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            line = line.removeprefix("kfac-train: ").removesuffix(f" (exit code {code})")
+            prefix = "" if code == 2 else f"{self._asked.file}: AdamW with its defaults fails: "
+            raise UsageError(prefix + line)
+        shutil.rmtree(folder / name / "checkpoints", ignore_errors=True)
+        return folder / name
+
+
+def _step_s(path: Path) -> float:
+    """Return the seconds of a step of a run that recorded each step, without the first one."""
+    trained = [e for e in load(path).events if isinstance(e, Trained)]
+    return max(1e-6, (trained[-1].train_s - trained[0].train_s) / (len(trained) - 1))

@@ -1,0 +1,235 @@
+"""The study of ``kfac-bench try``: tuning in turns, then the winners on fresh seeds.
+
+Each decision follows from the plan and from the event files of the runs before. So a study that was
+killed continues: the same decisions lead to the same run directories, and a finished run is not
+run again.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kfac_bench.benchmark import grid
+from kfac_bench.benchmark.grid import Cell
+from kfac_bench.benchmark.own_problem import spaces
+from kfac_bench.benchmark.own_problem.asked import Asked, base_words
+from kfac_bench.benchmark.own_problem.budget import Budget
+from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
+from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
+from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder, wait_until_free
+from kfac_bench.benchmark.own_problem.trial_result import TrialResult
+
+LEAST_SEEDS = 3
+"""So many fresh seeds run, even if the runs take longer than planned."""
+CRASHES = 2
+"""After so many trials that died before their first step, an optimizer gets no further trial."""
+WORTH = 0.25
+"""Share of the best time (or of the limit) that must be left for one more trial."""
+OVERRUN = 1.25
+"""The runs on fresh seeds may take so many times their planned seconds."""
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """All that came of a study."""
+
+    plan: Plan
+    trials: Mapping[str, Sequence[TrialResult]]
+    winners: Mapping[str, TrialResult]
+    """By optimizer, its best trial."""
+    finals: Mapping[str, Sequence[TrialResult]]
+    """By optimizer, the runs of its winner on fresh seeds."""
+
+
+def run(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> StudyResult:
+    """Run what is left of the study in a folder that this process has locked.
+
+    Args:
+        asked: What the study is about.
+        folder: The folder.
+        say: Prints a line.
+
+    Raises:
+        UsageError: The problem fails on its first batch, or the minutes are too few.
+        KeyboardInterrupt: A run was interrupted; the same call continues.
+    """
+    plan = folder.plan()
+    if plan is None:
+        plan = make_plan(asked, folder, say)
+        folder.write_plan(plan)
+    return Phases(asked, folder, plan, say).run()
+
+
+class Phases:
+    """Tuning, and the runs on fresh seeds."""
+
+    def __init__(
+        self, asked: Asked, folder: StudyFolder, plan: Plan, say: Callable[[str], None]
+    ) -> None:
+        self._asked, self._folder, self._plan, self._say = asked, folder, plan, say
+        self._labels = spaces.tuning().labels
+        self._budget = plan.budget
+        # Of the runs that this process has made: wall time and training time.
+        self._wall_s = self._train_s = 0.0
+
+    def run(self) -> StudyResult:
+        """Run what is left of both phases."""
+        trials = self._tune()
+        winners = best_trials(trials)
+        finals = self._confirm(winners)
+        return StudyResult(self._plan, trials, winners, finals)
+
+    def _tune(self) -> dict[str, list[TrialResult]]:
+        """Let the optimizers try settings in turns, until the seconds of each are spent."""
+        results: dict[str, list[TrialResult]] = {name: [] for name in self._asked.candidates}
+        is_over = False
+        while not is_over:
+            is_over = True
+            for name, own in results.items():
+                limit_s = self._next_limit_s(name, own)
+                if limit_s is None:
+                    continue
+                is_over = False
+                settings = self._asked.candidates[name][len(own)]
+                own.append(self._trial("tuning", name, settings, TUNING_SEED, limit_s))
+                left_s = sum(self._tuning_left_s(*each) for each in results.items())
+                left = self._time_left(left_s + self._confirm_s(results))
+                self._say(f"[tuning] {self._labels[name]} {len(own)}: {own[-1]}; {left}")
+        return results
+
+    def _tuning_left_s(self, name: str, results: Sequence[TrialResult]) -> float:
+        """Return the training seconds that an optimizer will need at most."""
+        limit_s = self._next_limit_s(name, results)
+        if limit_s is None:
+            return 0.0
+        return min(
+            self._left_s(results), limit_s * (len(self._asked.candidates[name]) - len(results))
+        )
+
+    def _confirm_s(self, trials: Mapping[str, Sequence[TrialResult]]) -> float:
+        """Return the training seconds of the fresh seeds, if the best trials so far win."""
+        if not all(trials.values()):
+            return self._budget.confirm_s
+        winners = best_trials(trials)
+        names = finalists(winners, self._budget, self._asked.seeds)
+        limit_s = self._budget.limit_s
+        return self._asked.seeds * sum(min(winners[name].time_s, limit_s) for name in names)
+
+    def _left_s(self, results: Sequence[TrialResult]) -> float:
+        """Return the seconds that an optimizer has left."""
+        return max(0.0, self._budget.tune_s - sum(r.train_s for r in results))
+
+    def _next_limit_s(self, name: str, results: Sequence[TrialResult]) -> float | None:
+        """Return the longest time of the next trial; None if there is no further trial.
+
+        A trial that takes longer than the optimizer's best one cannot win.
+        """
+        if len(results) == len(self._asked.candidates[name]):
+            return None
+        if sum(r.has_crashed for r in results) >= CRASHES:
+            return None
+        best_s = min([self._budget.limit_s, *(r.time_s for r in results)])
+        left_s = self._left_s(results)
+        least_s = max(WORTH * best_s, self._budget.eval_freq * self._budget.step_s)
+        return None if left_s < least_s else min(best_s, left_s)
+
+    def _confirm(self, winners: Mapping[str, TrialResult]) -> dict[str, list[TrialResult]]:
+        """Run the finalists on fresh seeds in turns, as long as the seconds suffice."""
+        names = finalists(winners, self._budget, self._asked.seeds)
+        results: dict[str, list[TrialResult]] = {name: [] for name in names}
+        for seed in range(self._asked.seeds):
+            spent_s = sum(r.train_s for own in results.values() for r in own)
+            # The runs may take longer than in tuning. Fewer seeds than planned are reported.
+            if (
+                seed >= LEAST_SEEDS
+                and spent_s * (seed + 1) / seed > OVERRUN * self._budget.confirm_s
+            ):
+                break
+            for number, name in enumerate(names, start=1):
+                winner = winners[name]
+                limit_s = final_limit_s(winner, self._budget)
+                result = self._trial("final", name, winner.settings, seed, limit_s)
+                results[name].append(result)
+                done = seed + number / len(names)
+                spent_s = sum(r.train_s for own in results.values() for r in own)
+                left = self._time_left(spent_s * (self._asked.seeds - done) / done)
+                self._say(f"[seed {seed}] {self._labels[name]}: {result}; {left}")
+        return results
+
+    def _trial(
+        self, phase: str, name: str, settings: Settings, seed: int, limit_s: float
+    ) -> TrialResult:
+        """Run a trial unless it has ended; a failure is a result like any other."""
+        runs_dir = str(self._folder.runs_dir(phase))
+        cell = self.cell(name, settings, seed, limit_s, runs_dir)
+        path = cell.path()
+        is_new, began = grid.outcome(cell) is None, time.monotonic()
+        if is_new:
+            wait_until_free(path)
+        _, text = grid.run_cell(cell)
+        if text.startswith("interrupted"):
+            raise KeyboardInterrupt
+        # The event file is the result. Checkpoints of so many runs could fill a disk.
+        shutil.rmtree(path / "checkpoints", ignore_errors=True)
+        result = TrialResult.of(path, settings, seed)
+        if is_new:
+            self._wall_s += time.monotonic() - began
+            self._train_s += result.train_s
+        return result
+
+    def cell(self, name: str, settings: Settings, seed: int, limit_s: float, runs_dir: str) -> Cell:
+        """Return a run of the study as a cell of a grid."""
+        made = self._budget
+        overrides = (
+            *base_words(self._asked, settings),
+            f"label='{self._labels[name]}'",
+            f"trainer.target={self._plan.target!r}",
+            f"trainer.max_steps={made.max_steps}",
+            f"trainer.eval_freq={made.eval_freq}",
+            f"trainer.max_train_s={limit_s:.6g}",
+            f"seed={seed}",
+            f"runs_dir={runs_dir}",
+        )
+        return Cell(self._labels[name], overrides, self._asked.ranks, {}, seed)
+
+    def _time_left(self, train_s: float) -> str:
+        made = self._budget
+        # Runs also need starts and evaluations. Short runs need more of them than was planned.
+        wall_per_s = made.wall_per_s + made.start_s / made.limit_s
+        if self._train_s:
+            wall_per_s = self._wall_s / self._train_s
+        wall_s = train_s * wall_per_s
+        return f"about {wall_s / 60:.0f} min left" if wall_s > 90 else f"about {wall_s:.0f} s left"
+
+
+def best_trials(trials: Mapping[str, Sequence[TrialResult]]) -> dict[str, TrialResult]:
+    """Return the best trial of each optimizer that has one."""
+    return {name: min(each, key=lambda r: r.key) for name, each in trials.items() if each}
+
+
+def final_limit_s(winner: TrialResult, made: Budget) -> float:
+    """Return the longest time of a winner on a fresh seed, which may be slower."""
+    if math.isinf(winner.time_s):
+        return made.limit_s
+    return max(winner.time_s, min(3 * winner.time_s, 2 * made.limit_s))
+
+
+def finalists(winners: Mapping[str, TrialResult], made: Budget, seeds: int) -> list[str]:
+    """Return the optimizers that run on fresh seeds: AdamW, and the best others that fit.
+
+    At least one other runs. If some winners have reached the target, only they run beside AdamW.
+    """
+    others = sorted((n for n in winners if n != REFERENCE), key=lambda n: winners[n].key)
+    is_reached = any(math.isfinite(winners[n].time_s) for n in others)
+    chosen = [REFERENCE] if REFERENCE in winners else []
+    planned_s = sum(min(winners[n].time_s, made.limit_s) for n in chosen)
+    for number, name in enumerate(others):
+        own_s = min(winners[name].time_s, made.limit_s)
+        fits = seeds * (planned_s + own_s) <= made.confirm_s
+        if number and (not fits or (is_reached and math.isinf(winners[name].time_s))):
+            break
+        chosen.append(name)
+        planned_s += own_s
+    return chosen

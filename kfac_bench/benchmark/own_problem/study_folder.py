@@ -1,0 +1,147 @@
+"""The folder of a study, ``runs/try-NAME``: what was asked, and how the time was divided.
+
+The folder has a run directory for each run, in ``tuning/`` and ``final/``. The file ``try.json``
+holds the question, the budget and the target. All else follows from the event files.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kfac_bench.benchmark.own_problem.budget import Budget
+from kfac_bench.errors import UsageError
+from kfac_bench.output import say
+from kfac_bench.record import run_lock
+from kfac_bench.record.event_fields import checked
+from kfac_bench.record.own_files import read_own
+from kfac_bench.record.text_file import write_text
+
+PLAN_FILE = "try.json"
+PATIENCE_S = 60.0
+"""How long to wait for a run that outlives a killed command. It saves and ends by itself."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user asked for. A study continues only with the same question."""
+
+    sha256: str
+    """Hash of the problem's file."""
+    words: str
+    """The user's overrides of kfac-train."""
+    optimizers: str
+    minutes: float
+    ranks: int
+    seeds: int
+    starts: Mapping[str, str] = field(default_factory=dict)
+    """Settings of an earlier study by optimizer, as overrides."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was fixed before tuning."""
+
+    budget: Budget
+    target: float
+    is_own_target: bool
+
+
+class StudyFolder:
+    """The folder of a study, locked by this process inside :meth:`locked`."""
+
+    def __init__(self, path: Path, question: Question) -> None:
+        self.path, self.question = path, question
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and lock it, so that no second command runs the same study.
+
+        Raises:
+            UsageError: Another command runs the study, or the folder cannot be made.
+        """
+        if run_lock.is_held(self.path):
+            raise UsageError(f"{self.path}: another command runs this study; wait for it")
+        with run_lock.locked(self.path, 0.0, say):
+            yield
+
+    def plan(self) -> Plan | None:
+        """Return the plan of the study; None if the study has not fixed one yet.
+
+        Raises:
+            UsageError: The folder holds another study, or the file is damaged.
+        """
+        path = self.path / PLAN_FILE
+        try:
+            tree = json.loads(read_own(path))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UsageError(f"{path}: cannot be read ({error}). Delete {self.path}") from None
+        try:
+            question = Question(**checked(Question, tree["question"]))
+            budget = Budget(**checked(Budget, tree["budget"]))
+            target, is_own = float(tree["target"]), tree["is_own_target"] is True
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"{path}: is not a plan of a study ({error}). Delete {self.path}"
+            ) from None
+        self._check_same(question)
+        return Plan(budget, target, is_own)
+
+    def _check_same(self, before: Question) -> None:
+        now = asdict(self.question)
+        for name, value in asdict(before).items():
+            if value != now[name]:
+                what = (
+                    "another version of the file"
+                    if name == "sha256"
+                    else (f"{name}={value!r}, not {now[name]!r}")
+                )
+                raise UsageError(
+                    f"{self.path} holds a study with {what}. Delete the folder, or choose another "
+                    "one with --runs-dir"
+                )
+
+    def write_plan(self, plan: Plan) -> None:
+        """Fix the plan."""
+        tree: dict[str, Any] = {"question": asdict(self.question), **asdict(plan)}
+        write_text(self.path / PLAN_FILE, json.dumps(tree, indent=1) + "\n")
+
+    def runs_dir(self, phase: str) -> Path:
+        """Return the folder of the runs of a phase."""
+        return self.path / phase
+
+    def remove(self, phase: str) -> None:
+        """Remove the runs of a phase, after the end of a run that outlives a killed command."""
+        for directory in self.runs_dir(phase).glob("*"):
+            wait_until_free(directory)
+        shutil.rmtree(self.runs_dir(phase), ignore_errors=True)
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder again if nothing has been fixed, because the input was bad."""
+        if not (self.path / PLAN_FILE).exists():
+            for phase in ("speed", "reference"):
+                self.remove(phase)
+            if {p.name for p in self.path.iterdir()} <= {run_lock.LOCK_FILE}:
+                shutil.rmtree(self.path, ignore_errors=True)
+
+
+def wait_until_free(directory: Path) -> None:
+    """Wait until no process writes to a run directory.
+
+    Raises:
+        UsageError: A process still writes to it after a minute.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while run_lock.is_held(directory):
+        if time.monotonic() >= deadline:
+            raise UsageError(
+                f"{directory}: a process of an earlier command still trains here. End that "
+                "process; the same command then continues"
+            )
+        time.sleep(run_lock.POLL_S)

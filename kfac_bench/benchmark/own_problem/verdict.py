@@ -1,0 +1,243 @@
+"""The verdict of ``kfac-bench try``: from results on fresh seeds to sentences.
+
+:func:`verdict` is pure. It claims that one optimizer is faster than another only if the 95 %
+intervals of their median times do not overlap, over at least :data:`LEAST_SEEDS` seeds.
+"""
+
+import math
+from statistics import median
+
+from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
+from kfac_bench.report.words import metric as shown_metric
+
+LEAST_SEEDS = 3
+"""With fewer seeds nothing is shown: their ranges are too narrow."""
+STAGES = {
+    "Precondition": "preconditioning",
+    "Decompose": "decompositions",
+    "ComputeFactor": "statistics",
+}
+
+
+def verdict(result: TryResult) -> str:
+    """Return the verdict as lines of text without a final line break."""
+    lines = [*_reached(result), *_conclusion(result)]
+    lines += _equal_time(result)
+    lines += [f"Not run on fresh seeds: {name}: {why}" for name, why in result.left_out.items()]
+    lines += _cautions(result)
+    lines += _paste(result)
+    return "\n".join(lines)
+
+
+def _reached(result: TryResult) -> list[str]:
+    """Return the target and who reaches it, the fastest first."""
+    goal = f"{result.problem}: {result.metric} {result.target:.6g}"
+    some = [f for f in result.finalists if math.isfinite(f.times_s[0])]
+    entries = [f"{f.name}  {_seconds(f)}" for f in some]
+    lines = [f"{goal} is reached by", f"  {'   '.join(entries)}"] if some else []
+    for each in (f for f in result.finalists if math.isinf(f.times_s[0])):
+        seeds = f" ({each.reached} of {len(each.runs)} seeds did)" if each.reached else ""
+        where = "" if some else f"{goal}: "
+        lines.append(f"{where}{each.name} does not reach it within {_s(each.limit_s)}{seeds}.")
+    return lines
+
+
+def _conclusion(result: TryResult) -> list[str]:
+    fastest, reference = result.finalists[0], result.reference
+    seeds = min(len(f.runs) for f in result.finalists)
+    if seeds < LEAST_SEEDS:
+        return [
+            f"Nothing is shown: only {seeds} of {result.seeds} seeds finished. Use more --minutes."
+        ]
+    if math.isinf(fastest.times_s[0]):
+        return [
+            "Nothing is shown about the time to the target: no optimizer reaches it. Use more "
+            "--minutes, or set an easier target in the file."
+        ]
+    if fastest is reference:
+        return _reference_first(result)
+    winner = _winner(result)
+    if winner is None:
+        return [
+            f"Nothing is shown: the intervals of {fastest.name} and {reference.name} overlap. Keep "
+            f"{reference.name}, or use more --minutes."
+        ]
+    lines = [_faster(winner, reference), *_cost(winner, reference)]
+    return lines + _against_others(result, winner)
+
+
+def _winner(result: TryResult) -> Finalist | None:
+    """Return the optimizer with the smallest median of those that are shown to beat AdamW.
+
+    The smallest median of all may belong to an optimizer whose seeds differ too much.
+    """
+    finalists, reference = result.finalists, result.reference
+    if min(len(f.runs) for f in finalists) < LEAST_SEEDS:
+        return None
+    return next((f for f in finalists if _is_faster(f, reference)), None)
+
+
+def _reference_first(result: TryResult) -> list[str]:
+    reference, second = result.finalists[:2]
+    if not _is_faster(reference, second):
+        return [
+            f"Nothing is shown: {reference.name} has the smaller median, but the intervals of "
+            f"{reference.name} and {second.name} overlap. Keep {reference.name}."
+        ]
+    if math.isinf(second.times_s[0]):
+        return [
+            f"{reference.name} is better here: of the optimizers that ran on fresh seeds only "
+            f"{reference.name} reaches the target. Keep {reference.name}."
+        ]
+    ratio = second.times_s[0] / reference.times_s[0]
+    return [
+        f"{reference.name} is better here: it is {_ratio(ratio)} faster than {second.name}, the "
+        f"fastest of the others. Keep {reference.name}."
+    ]
+
+
+def _is_faster(one: Finalist, other: Finalist) -> bool:
+    """Return whether the intervals do not overlap, in favour of the first."""
+    return one.times_s[2] < other.least_s
+
+
+def _faster(winner: Finalist, reference: Finalist) -> str:
+    pairs = list(zip(winner.runs, reference.runs, strict=False))
+    wins = sum(own.time_s < other.time_s for own, other in pairs)
+    on = f"on {wins} of {len(pairs)} seeds"
+    if math.isinf(reference.times_s[0]):
+        least = reference.limit_s / winner.times_s[0]
+        more = f", so it is more than {_ratio(least)} faster" if least > 1 else ""
+        return f"{winner.name} reaches the target, and {reference.name} does not{more}, {on}."
+    ratio = reference.times_s[0] / winner.times_s[0]
+    return (
+        f"{winner.name} is {_ratio(ratio)} faster than {reference.name} "
+        f"{_in_steps(winner, reference)}, {on}."
+    )
+
+
+def _in_steps(winner: Finalist, reference: Finalist) -> str:
+    own, other = (median(run.steps for run in f.runs) for f in (winner, reference))
+    if own == other:
+        return "in as many steps"
+    if own < other:
+        return f"in {_ratio(other / own)} fewer steps"
+    return f"in {_ratio(own / other)} more steps"
+
+
+def _cost(winner: Finalist, reference: Finalist) -> list[str]:
+    """Return what a step costs, as far as it was measured."""
+    parts = []
+    if math.isfinite(winner.step_s) and reference.step_s > 0:
+        ratio = winner.step_s / reference.step_s
+        parts.append(f"One step costs {ratio:.2f} steps of {reference.name}")
+    memory = winner.memory_bytes - reference.memory_bytes
+    if parts and math.isfinite(memory):
+        parts[0] += f" and {abs(memory) / 1e6:.0f} MB {'more' if memory >= 0 else 'less'}"
+    total = sum(winner.stages_s.values())
+    if parts and total > 0:
+        name, most = max(winner.stages_s.items(), key=lambda item: item[1])
+        # What K-FAC does in hooks of forward and backward is in no stage.
+        said = STAGES.get(name, name)
+        parts.append(f"{100 * most / total:.0f} % of the time of K-FAC's stages is {said}")
+    return [f"{'; '.join(parts)}."] if parts else []
+
+
+def _against_others(result: TryResult, winner: Finalist) -> list[str]:
+    """Return what is known about the next one, and about K-FAC if the fastest does without."""
+    lines = []
+    others = [f for f in result.finalists if f not in (winner, result.reference)]
+    if others and not _is_faster(winner, others[0]):
+        lines.append(
+            f"The intervals of {winner.name} and {others[0].name} overlap: which of the two is "
+            "faster is not shown."
+        )
+    if winner.uses_kfac:
+        return lines
+    kfac = next((f for f in others if f.uses_kfac), None)
+    if kfac is None:
+        return [*lines, "No optimizer with K-FAC was fast enough in tuning to run on fresh seeds."]
+    if _is_faster(winner, kfac):
+        lines.append(
+            f"K-FAC does not pay here: {kfac.name}, its fastest form, is slower than {winner.name}."
+        )
+    return lines
+
+
+def _equal_time(result: TryResult) -> list[str]:
+    """Return the metrics of AdamW and of its best rival after the same training seconds."""
+    fastest, reference = _winner(result) or result.finalists[0], result.reference
+    at_s = fastest.times_s[0] if math.isfinite(fastest.times_s[0]) else reference.limit_s
+    sign = 1 if result.higher_is_better else -1
+    values = {f.name: [_at(run, at_s) for run in f.runs] for f in result.finalists}
+    known = {n: [v for v in each if math.isfinite(v)] for n, each in values.items()}
+    middle = {name: median(each) for name, each in known.items() if each}
+    if reference.name not in middle:
+        return []
+    ordered = sorted(middle, key=lambda name: -sign * middle[name])
+    best = fastest.name if math.isfinite(fastest.times_s[0]) else ordered[0]
+    names = [best, next((n for n in [reference.name, *ordered] if n != best), best)]
+    said = [
+        f"{n} has {shown_metric(middle[n])} ({shown_metric(min(known[n]))} to "
+        f"{shown_metric(max(known[n]))})"
+        for n in names
+        if n in middle
+    ]
+    return [f"After {_s(at_s)} of training (median {result.metric}, range): {', '.join(said)}."]
+
+
+def _at(run: SeedRun, seconds: float) -> float:
+    """Return the metric at the last evaluation until then; a run that has ended keeps its last."""
+    values = [value for at_s, value in run.curve if at_s <= seconds]
+    return values[-1] if values else math.nan
+
+
+def _cautions(result: TryResult) -> list[str]:
+    lines = []
+    finished = min(len(f.runs) for f in result.finalists)
+    if LEAST_SEEDS <= finished < result.seeds:
+        lines.append(f"Only {finished} of {result.seeds} seeds fit into the budget.")
+    if result.is_own_target:
+        lines.append(
+            "The problem has no target. So this one was fixed before tuning: AdamW's default "
+            "setting reached it."
+        )
+    if result.is_quick:
+        lines.append(
+            f"This was a quick look of {result.minutes:g} minutes. It can only show large "
+            "differences: run again without --quick before you decide."
+        )
+    return lines
+
+
+def _paste(result: TryResult) -> list[str]:
+    winner, name = _winner(result), result.reference.name
+    words = f"The best setting of {name} that was found:" if winner is None else "Paste this:"
+    chosen = winner or result.reference
+    return [words, *(f"  {line}" for line in chosen.paste.splitlines())]
+
+
+def _seconds(finalist: Finalist) -> str:
+    """Return the median with its interval: ``38 s (35-44)``."""
+    middle, low, high = finalist.times_s
+    ends = "-".join("not reached" if math.isinf(x) else _number(x) for x in (low, high))
+    part = (
+        ""
+        if finalist.reached == len(finalist.runs)
+        else (f", {finalist.reached} of {len(finalist.runs)} seeds")
+    )
+    return f"{_s(middle)} ({ends}{part})"
+
+
+def _s(seconds: float) -> str:
+    return f"{_number(seconds)} s"
+
+
+def _number(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
+def _ratio(ratio: float) -> str:
+    if ratio >= 10:
+        return f"{ratio:.0f}x"
+    return f"{ratio:.1f}x" if ratio >= 1.1 else f"{ratio:.2f}x"

@@ -1,0 +1,49 @@
+"""How kfac-bench try divides its minutes."""
+
+import re
+
+import pytest
+
+from kfac_bench.benchmark.own_problem.budget import EVALUATIONS, Measured, budget_of
+from kfac_bench.errors import UsageError
+
+QUICK_STEPS = Measured(step_s=0.01, eval_s=0.05, start_s=2, spent_s=20)
+
+
+@pytest.mark.parametrize("optimizers", [2, 7])
+@pytest.mark.parametrize("minutes", [5, 30, 300])
+def test_all_runs_of_full_length_fit_into_the_minutes(optimizers, minutes):
+    made = budget_of(minutes, QUICK_STEPS, optimizers, 5)
+    trained_s = optimizers * made.tune_s + made.confirm_s
+    runs = trained_s / made.limit_s
+    wall_s = trained_s * made.wall_per_s + runs * made.start_s + QUICK_STEPS.spent_s
+    assert 0.85 * 60 * minutes < wall_s <= 60 * minutes
+
+
+def test_thirty_minutes():
+    made = budget_of(30, QUICK_STEPS, 7, 5)
+    assert made.tune_s == 2 * made.limit_s
+    assert made.confirm_s == 10 * made.limit_s
+    # a tenth of an optimizer's share of all training seconds
+    assert made.reference_s == pytest.approx(25 * made.limit_s / 7 / 10)
+    assert made.limit_s / (made.eval_freq * 0.01) == pytest.approx(EVALUATIONS, rel=0.05)
+    assert made.max_steps > made.limit_s / 0.01
+
+
+def test_slow_evaluations_become_rare():
+    slow = Measured(step_s=0.01, eval_s=2, start_s=2, spent_s=20)
+    made = budget_of(60, slow, 7, 5)
+    assert made.eval_freq * 0.01 == pytest.approx(4)
+    assert made.wall_per_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.2, 3])
+@pytest.mark.parametrize("eval_s", [0.0, 0.5, 20])
+def test_the_minutes_that_would_be_enough_are_enough(step_s, eval_s):
+    measured = Measured(step_s, eval_s, start_s=3, spent_s=30)
+    with pytest.raises(UsageError, match=r"0\.1 is too small to mean anything") as caught:
+        budget_of(0.1, measured, 7, 5)
+    enough = float(re.search(r"--minutes (\d+) would be enough", str(caught.value))[1])
+    assert budget_of(enough, measured, 7, 5).limit_s >= 50 * step_s
+    with pytest.raises(UsageError):
+        budget_of(enough / 3, measured, 7, 5)

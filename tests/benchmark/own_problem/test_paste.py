@@ -1,0 +1,96 @@
+"""The lines that kfac-bench try prints build what the run had, and train."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_bench.benchmark.own_problem import paste, spaces
+from kfac_bench.benchmark.trials import overrides_of
+from kfac_bench.core import KFAC
+from kfac_bench.core.attachment import innermost
+from kfac_bench.training import build
+from tests.support.configs import quick_load
+
+BASE = ("model=autoencoder", "task=reconstruction", "logger=none")
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def configs(optimizer, *words):
+    for settings in spaces.candidates(optimizer, has_likelihood=True):
+        yield quick_load([*BASE, *words, *overrides_of(settings)])
+
+
+def train(net, optimizer, kfac, step):
+    """Train three steps; return the weights."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(32, 6, generator=generator)
+        optimizer.zero_grad()
+        output = net(x)
+        if kfac is not None and kfac.fisher != "empirical":
+            torch.manual_seed(2)
+            kfac.fisher_backward(output, "categorical")
+        nn.functional.cross_entropy(output, x.argmax(1) % 3).backward()
+        step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def pasted(text):
+    """Execute the lines as a user would; return the weights after three steps."""
+    namespace = {"model": model()}
+    exec(text, namespace)
+    optimizer = namespace["optimizer"]
+    assert isinstance(innermost(optimizer), torch.optim.Optimizer)
+    return train(namespace["model"], optimizer, namespace.get("preconditioner"), optimizer.step)
+
+
+def harness(config):
+    """Return the weights after the same steps with the optimizer and K-FAC of the harness."""
+    net = model()
+    optimizer = build.build_optimizer(config.optimizer, net)
+    kfac = build.build_kfac(config.kfac, net, optimizer)
+
+    def step():
+        if kfac is not None:
+            kfac.step()
+        optimizer.step()
+
+    return train(net, optimizer, kfac, step)
+
+
+@pytest.mark.parametrize("optimizer", spaces.choose(None))
+def test_the_lines_train_as_the_run_did(optimizer):
+    for config in itertools.islice(configs(optimizer), 3):
+        text = paste.lines(config, "categorical")
+        torch.testing.assert_close(pasted(text), harness(config), rtol=1e-4, atol=1e-6)
+
+
+def test_the_lines_have_the_words_of_the_user():
+    words = ("optimizer.weight_decay=0.05", "kfac.skip=[Norm,head]", "kfac.state_dtype=bf16")
+    for optimizer in ("kfac_adamw", "eigen_adam"):
+        config = next(configs(optimizer, *words))
+        text = paste.lines(config)
+        assert "weight_decay=0.05" in text
+        assert "skip=['Norm', 'head']" in text
+        assert "state_dtype=torch.bfloat16" in text
+        torch.testing.assert_close(pasted(text), harness(config), rtol=1e-4, atol=1e-6)
+
+
+def test_options_at_their_defaults_are_left_out():
+    text = paste.lines(next(configs("kfac_adamw")))
+    assert text.splitlines()[-1] == (
+        "KFAC(model, optimizer, update_freq=40, kl_clip=None).attach()"
+    )
+    assert "eigen_adam(model, lr=0.01)" in paste.lines(next(configs("eigen_adam")))
+
+
+def test_labels_that_are_drawn_need_a_line_in_the_loop():
+    text = paste.lines(next(configs("kfac")), "gaussian")
+    assert '#   preconditioner.fisher_backward(output, "gaussian")' in text
+    assert KFAC.fisher_backward

@@ -1,0 +1,197 @@
+"""kfac-bench try as users type it: it trains, is killed, continues, and refuses bad input."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kfac_bench import cli
+from kfac_bench.benchmark.own_problem import spaces
+from kfac_bench.cli import try_command
+from kfac_bench.config import problem_file
+from kfac_bench.record.events import RunEnded, RunStarted
+from tests.benchmark.own_problem.problem_text import written
+from tests.support import ROOT
+from tests.support.quick import slow
+from tests.support.runs import of_kind
+
+TRIALS, SEEDS = 2, 3
+"""So few trials of an optimizer and fresh seeds, so that a study is short."""
+COMMAND = f"""
+from kfac_bench.benchmark.own_problem import spaces
+from kfac_bench.cli import bench, try_command
+whole = spaces.candidates
+spaces.candidates = lambda *a, **k: whole(*a, **k)[:{TRIALS}]
+try_command.SEEDS = {SEEDS}
+bench()
+"""
+SMALL = ("--optimizers=adamw,eigen_adam", "trainer.threads=1")
+
+
+def bench(*words):
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["try", *map(str, words)])
+    return caught.value.code
+
+
+def refused(capsys, *words):
+    """Return the one line with which the command ends, with exit code 2."""
+    assert bench(*words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert said.startswith("kfac-bench: ")
+    return said
+
+
+# ---- it trains ----
+
+
+def check_verdict(text):
+    assert "mine: accuracy " in text
+    assert "AdamW" in text
+    assert "EigenAdam" in text
+    assert "Paste this:" in text or "The best setting of AdamW that was found:" in text
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Shorten the studies that this process runs."""
+    whole = spaces.candidates
+    monkeypatch.setattr(spaces, "candidates", lambda *a, **k: whole(*a, **k)[:TRIALS])
+    monkeypatch.setattr(try_command, "SEEDS", SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_a_study_ends_with_a_verdict_and_starts_another_one(tmp_path, capsys):
+    file = written(tmp_path, ("    target=0.93,\n", ""))
+    folder = tmp_path / "try"
+    words = (file, *SMALL, "--minutes=2", f"--runs-dir={folder}")
+    assert bench(*words) == 0
+    text = capsys.readouterr().out
+    check_verdict(text)
+    assert "AdamW trains for" in text
+    assert "left" in text
+    assert "So this one was fixed before tuning" in text
+    assert (folder / "verdict.txt").read_text() in text
+    assert "Verdict" in (folder / "verdict.html").read_text()
+    assert "holds a study with starts={}, not {'adamw': 'optimizer.beta2=" in refused(
+        capsys, *words, f"--from={folder}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.usefixtures("short")
+def test_two_ranks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(globals(), "TRIALS", 1)
+    monkeypatch.setattr(try_command, "SEEDS", 1)
+    words = (*SMALL, "--minutes=4", "--ranks=2", f"--runs-dir={tmp_path / 'try'}")
+    assert bench(written(tmp_path), *words) == 0
+    check_verdict(capsys.readouterr().out)
+    started = [of_kind(p.parent, RunStarted)[-1] for p in tmp_path.rglob("final/*/events.jsonl")]
+    assert {e.environment["world_size"] for e in started} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_study_that_is_killed_twice_continues(tmp_path):
+    words = [sys.executable, "-c", COMMAND, "try", written(tmp_path), *SMALL, "--minutes=2"]
+    words.append(f"--runs-dir={tmp_path / 'try'}")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    finished = {}
+    for mark in ("[tuning] EigenAdam 1", "[seed 1]"):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+        for line in process.stdout:
+            if line.startswith(mark):
+                break
+        else:
+            pytest.fail(f"no line begins with {mark}")
+        # A run is in progress: the next one begins as soon as the line is printed.
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        finished |= ended_at(tmp_path)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr
+    check_verdict(done.stdout)
+    now = ended_at(tmp_path)
+    assert finished.items() <= now.items(), "a finished run was run again"
+    assert len(now) > len(finished) > 2
+
+
+def ended_at(folder):
+    """Return the size of the event file of each finished run."""
+    files = [*folder.rglob("tuning/*/events.jsonl"), *folder.rglob("final/*/events.jsonl")]
+    return {
+        path: path.stat().st_size
+        for path in files
+        if any(e.status in ("reached", "finished") for e in of_kind(path.parent, RunEnded))
+    }
+
+
+# ---- bad input ----
+
+BAD = [
+    (("--minutes=0",), "--minutes 0: must be above 0"),
+    (("--minutes=nan",), "--minutes nan: must be above 0"),
+    (("--minutes=x",), "invalid float value"),
+    (("--quick", "--minutes=3"), "leave out --quick or --minutes"),
+    (("--ranks=0",), "--ranks 0: must be at least 1"),
+    (("--ranks=4096",), "more than the"),
+    (("--optimizers=adam",), "'adam': choose among sgd,adamw,"),
+    (("--optimizers=sgd,muon",), "name adamw, which the others are compared with"),
+    (("--optimizers=adamw",), "at least one other"),
+    (("--from=no_such_folder",), "--from no_such_folder: no study of kfac-bench try"),
+    (("launcher=pbs",), "launcher=pbs: choose one of local, slurm"),
+    (("optimizer.lr=0.1",), "optimizer.lr=0.1: kfac-bench try sets optimizer.lr itself"),
+    (("optimizer=sgd",), "kfac-bench try sets optimizer itself"),
+    (("seed=3",), "kfac-bench try sets seed itself"),
+    (("trainer.max_steps=3",), "kfac-bench try sets trainer.max_steps itself"),
+    (("quick",), "quick: write an override as OPTION=VALUE"),
+    (("trainer.dampign=1",), "trainer.dampign"),
+    (("trainer.batch_size=601",), "is larger than the training set"),
+    (("problem=other.py",), "name one problem"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_bad_input_is_one_line_before_anything_runs(tmp_path, capsys, words, line):
+    folder = tmp_path / "try"
+    assert line in refused(capsys, written(tmp_path), f"--runs-dir={folder}", *words)
+    assert not folder.exists()
+
+
+def test_bad_files_are_one_line(tmp_path, capsys):
+    assert "cannot be read" in refused(capsys, tmp_path / "none.py")
+    broken = written(tmp_path, ("import torch\n", "import torchh\n"))
+    assert "mine.py:1: ModuleNotFoundError" in refused(capsys, broken)
+
+
+@pytest.mark.parametrize(("old", "new", "line"), [
+    ("nn.Linear(8, 32)", "nn.Linear(9, 32)", "mine.py: the model or the loss fails on the first"),
+    slow("target=0.93", "target=0.0", "the untrained model meets the target 0 already"),
+])  # fmt: skip
+def test_one_batch_is_tried_first(tmp_path, capsys, old, new, line):
+    problem_file._files.clear()
+    folder = tmp_path / "try"
+    words = (written(tmp_path, (old, new)), f"--runs-dir={folder}", "trainer.threads=1")
+    assert line in refused(capsys, *words)
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_minutes_that_are_too_few_are_refused(tmp_path, capsys):
+    folder = tmp_path / "try"
+    said = refused(capsys, written(tmp_path), "--minutes=0.01", f"--runs-dir={folder}")
+    assert "--minutes 0.01 is too small to mean anything" in said
+    assert " would be enough" in said
+    assert not folder.exists()
+
+
+def test_slurm_is_missing_here(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = (written(tmp_path), "launcher=slurm", f"--runs-dir={tmp_path / 'try'}")
+    assert "there is no sbatch on this machine" in refused(capsys, *words)
