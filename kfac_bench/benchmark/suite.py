@@ -85,10 +85,12 @@ def row(
         only: Leave out cells whose labels do not begin with this text.
 
     Raises:
-        UsageError: The benchmark or the profile does not exist, the file is not valid, or no label
-            begins with ``only``.
+        UsageError: The benchmark or the profile does not exist, the file is not valid or has no
+            cells, or no label begins with ``only``.
     """
     benchmark = schema.load(name)
+    if not benchmark.overrides and not benchmark.computed:
+        raise UsageError(f"{name} has no cells: it belongs to kfac-bench try FILE")
     label, sized = schema.profile_of(benchmark, profile)
     folder = runs_dir or f"runs/{name}"
     cells = grid.cells(benchmark, folder, seeds, profile, overrides)

@@ -107,8 +107,8 @@ def check(benchmark: Benchmark, out: Path) -> Tuning:
     Raises:
         UsageError: There is no tuning section, or ``out`` is not a folder.
     """
-    if benchmark.tuning is None:
-        raise UsageError(f"{benchmark.title!r} has no tuning section")
+    if benchmark.tuning is None or not benchmark.overrides:
+        raise UsageError(f"{benchmark.title!r} has no tuning section for this command")
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder; create it first")
     return benchmark.tuning

@@ -113,6 +113,8 @@ def _list(options: argparse.Namespace) -> int:
         trained = {size: len(grid.cells(benchmark, "runs", profile=size)) for size in sizes}
         counts = ", ".join(f"{size or 'one size'} {count}" for size, count in trained.items())
         more = len(computed.cells(benchmark, "runs"))
+        if not any(trained.values()) and not more:
+            continue  # kfac-bench try makes the cells
         counts += f" + {more} computed" if more else ""
         rows.append([name, benchmark.title, benchmark.source, counts])
     table = Table("Benchmarks", ["name", "title", "source", "cells"], rows)

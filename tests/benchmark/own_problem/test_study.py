@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from kfac_bench.benchmark import forked
+from kfac_bench.benchmark import forked, schema, suite, tune
 from kfac_bench.benchmark.own_problem import answer, budget, first_runs, spaces, study
 from kfac_bench.benchmark.own_problem.asked import Asked
 from kfac_bench.benchmark.own_problem.budget import Budget, Measured
@@ -291,6 +291,13 @@ def test_every_setting_composes(optimizer):
         words = [f"{k}={'null' if v is None else v}" for k, v in settings.items()]
         config = quick_load(["model=autoencoder", "task=reconstruction", *words])
         assert config.kfac.enabled == ("kfac" in optimizer or optimizer == "eigen_adam")
+
+
+def test_the_spaces_are_no_table_to_run_or_to_tune(tmp_path):
+    with pytest.raises(UsageError, match="try has no cells: it belongs to kfac-bench try FILE"):
+        suite.row("try")
+    with pytest.raises(UsageError, match="no tuning section for this command"):
+        tune.check(schema.load("try"), tmp_path)
 
 
 def test_labels_are_drawn_only_with_a_likelihood():

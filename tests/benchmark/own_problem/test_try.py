@@ -80,7 +80,7 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
     whole = spaces.candidates
     monkeypatch.setattr(spaces, "candidates", lambda *a, **k: whole(*a, **k)[:1])
     monkeypatch.setattr(try_command, "SEEDS", 1)
-    words = (*SMALL, "--ranks=2", f"--runs-dir={tmp_path / 'try'}")
+    words = (*SMALL, "--minutes=20", "--ranks=2", f"--runs-dir={tmp_path / 'try'}")
     assert bench(written(tmp_path), *words) == 0
     check_verdict(capsys.readouterr().out)
     started = [of_kind(p.parent, RunStarted)[-1] for p in tmp_path.rglob("final/*/events.jsonl")]
