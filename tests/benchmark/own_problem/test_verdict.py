@@ -163,7 +163,7 @@ def test_a_fastest_without_kfac():
     muon = finalist("Muon", [10, 11, 12, 13, 14], steps_per_s=100)
     said = text_of(muon, EIGEN)
     assert "Muon is 5.5x faster than AdamW in 1.8x more steps" in said
-    assert "K-FAC does not pay here: EigenAdam, its fastest form, is slower than Muon." in said
+    assert "K-FAC does not help here: EigenAdam, its fastest form, is slower than Muon." in said
     assert "No optimizer with K-FAC was fast enough in tuning" in text_of(muon)
 
 
