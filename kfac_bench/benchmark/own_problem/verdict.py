@@ -159,7 +159,8 @@ def _against_others(result: TryResult, winner: Finalist) -> list[str]:
         return [*lines, "No optimizer with K-FAC was fast enough in tuning to run on fresh seeds."]
     if _is_faster(winner, kfac):
         lines.append(
-            f"K-FAC does not help here: {kfac.name}, its fastest form, is slower than {winner.name}."
+            f"K-FAC does not help here: {kfac.name}, its fastest form, is slower than "
+            f"{winner.name}."
         )
     return lines
 
