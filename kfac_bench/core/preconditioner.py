@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import construction, ownership, state, validation
+from kfac_bench.core import construction, ownership, state, state_check, validation
 from kfac_bench.core.attachment import Attachment, LossScale, Scaler
 from kfac_bench.core.capture import fisher as fishers
 from kfac_bench.core.capture.hooks import Capture
@@ -758,8 +758,8 @@ class KFAC:
         Raises:
             ValueError: A layer is missing, unknown or has another shape. Nothing has changed then.
         """
-        merged, steps = state.merge(states), max(int(s["steps"]) for s in states)
-        state.check(merged, self._executor, steps)
+        merged = state.merge(states)
+        steps = state_check.check(merged, states, self._executor)
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
         self._decompose_now = steps > 0 and not complete

@@ -91,26 +91,6 @@ def merge(states: Sequence[Mapping[str, Any]]) -> LayersState:
     return merged
 
 
-def check(merged: LayersState, run: Executor, steps: int) -> None:
-    """Raise ``ValueError`` if a layer is missing, unknown or of another shape."""
-    unknown = sorted(merged.keys() - run.layers.keys())
-    if unknown:
-        raise ValueError(
-            f"K-FAC state has layers this model lacks: {unknown[:3]}; "
-            "load the state of the same model"
-        )
-    for name, layer in run.layers.items() if run.plan.factors else ():
-        for factor in FACTORS:
-            saved = merged.get(name, {}).get(factor, {}).get("factor")
-            shape = layer.spec.factor_shape(factor)
-            if steps > 0 and (saved is None or tuple(saved.shape) != shape):
-                found = "nothing" if saved is None else list(saved.shape)
-                raise ValueError(
-                    f"K-FAC state of {name}: expected a {list(shape)} {factor}, found {found}; "
-                    "pass the state of every rank that saved one, and the same model"
-                )
-
-
 def take(merged: LayersState, run: Executor, steps: int) -> bool:
     """Replace what the executor holds by copies.
 

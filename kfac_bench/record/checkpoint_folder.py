@@ -17,6 +17,8 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.own_files import open_own, read_own
 
 MANIFEST = "manifest.json"
+STEP_LIMIT = 10**18
+"""Steps are smaller: the name of a folder has at most 18 digits."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def shards(path: Path) -> tuple[int, dict[Path, object]]:
         world_size = min(int(content["world_size"]), len(hashes) + 1)
         if world_size < 1:
             raise ValueError("it lists no ranks")
+        if not 0 <= step < STEP_LIMIT:
+            raise ValueError(f"step {step:.3g} is not between 0 and {STEP_LIMIT:.0e}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UsageError(f"{path}: no checkpoint ({MANIFEST}: {error})") from None
     names = [f"rank{rank}.pt" for rank in range(world_size)]

@@ -312,7 +312,7 @@ def _start(
             trainer.restore(saved, about, changed_options)
         except ValueError as error:
             raise UsageError(f"resume: {error}") from None
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise UsageError(
                 f"resume: {saved.path} does not hold the state of a run ({error!r})"
             ) from None
@@ -348,5 +348,6 @@ def _find(config: TrainConfig, directory: RunDirectory) -> tuple[Checkpoint | No
         saved, more_bad = checkpoint.find(Path(config.resume))
         bad += more_bad
         if saved is None:
-            raise UsageError(f"resume={config.resume}: there is no good checkpoint")
+            reason = f" ({more_bad[0]})" if more_bad else ""
+            raise UsageError(f"resume={config.resume}: there is no good checkpoint{reason}")
     return saved, bad

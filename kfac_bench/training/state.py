@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -16,6 +16,10 @@ from kfac_bench.training.checkpoint import Checkpoint
 
 _NO_SETTINGS = {"params", "step"}
 """Keys of a parameter group that are no settings. Apex's optimizers count their steps there."""
+_LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+"""Keys of an optimizer's state whose tensors have the shape of the parameter."""
+_SAME_NUMEL = {"momentum", "square"}
+"""Keys whose tensors may have another shape than the parameter, but have as many elements."""
 
 
 class State:
@@ -73,9 +77,11 @@ class State:
 
     def _load(self, saved: Checkpoint) -> tuple[float, bool]:
         main = saved.shards[0]
+        train_s = _check_number(f"{saved.path}: the training time", main["train_s"])
         states = [s["kfac"] for s in saved.shards if s["kfac"] is not None]
         if self._kfac is not None and states:
             self._kfac.load_state_dict(*states)
+        self._check_model(main["model"], saved.path)
         self._check_optimizer(main["optimizer"], saved.path)
         settings = [
             {k: v for k, v in g.items() if k not in _NO_SETTINGS}
@@ -91,18 +97,73 @@ class State:
             # Momenta come from the checkpoint, settings from the configuration.
             group.update(before)
         if main.get("scaler") and self._scaler.is_enabled():
+            _check_number(f"{saved.path}: the loss scale", main["scaler"]["scale"])
             self._scaler.load_state_dict(main["scaler"])
         if self._ranks.rank < len(saved.shards):
             own = saved.shards[self._ranks.rank]
             torch.set_rng_state(own["rng"])
             if own["cuda_rng"] is not None and self._ranks.device.type == "cuda":
                 torch.cuda.set_rng_state(own["cuda_rng"])
-        return float(main["train_s"]), bool(main.get("owes_evaluation"))
+        return train_s, bool(main.get("owes_evaluation"))
+
+    def _check_model(self, state: dict[str, Any], path: Path) -> None:
+        # torch would convert a tensor of another type without a word.
+        for name, own in self._backend.bare(self._model).state_dict().items():
+            theirs = state.get(name)
+            if theirs is not None and theirs.is_floating_point() != own.is_floating_point():
+                raise ValueError(
+                    f"{path}: {name} has the type {theirs.dtype}, expected {own.dtype}"
+                )
 
     def _check_optimizer(self, state: dict[str, Any], path: Path) -> None:
         theirs = [set(g) - _NO_SETTINGS for g in state["param_groups"]]
         if [set(g) - _NO_SETTINGS for g in self._optimizer.param_groups] != theirs:
             raise ValueError(f"{path}: another optimizer")
+        for group in state["param_groups"]:
+            _check_number(f"{path}: the optimizer's step", group.get("step", 0))
+        parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
+        for number, entries in state["state"].items():
+            if not isinstance(number, int) or not 0 <= number < len(parameters):
+                raise ValueError(f"{path}: the optimizer's state of an unknown parameter {number}")
+            for key, value in entries.items():
+                try:
+                    _check_entry(key, value, parameters[number])
+                except ValueError as error:
+                    what = f"the optimizer's {key} of parameter {number}"
+                    raise ValueError(f"{path}: {what} {error}") from None
+
+
+def _check_entry(key: str, value: Any, parameter: Tensor) -> None:
+    """Raise ``ValueError`` if an entry of an optimizer's state does not fit its parameter."""
+    if value is None:  # the momentum of SGD without momentum
+        return
+    if key == "step":
+        _check_number("", value)
+        return
+    expected = list(parameter.shape)
+    if key in _LIKE_PARAMETER | _SAME_NUMEL:
+        if not isinstance(value, Tensor):
+            raise ValueError(f"is no tensor ({type(value).__name__})")
+        fits = (
+            list(value.shape) == expected
+            if key in _LIKE_PARAMETER
+            else value.numel() == parameter.numel()
+        )
+        if not fits:
+            raise ValueError(f"has the shape {list(value.shape)}, expected {expected}")
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        raise ValueError(f"has the type {value.dtype}, expected floating-point numbers")
+
+
+def _check_number(what: str, value: Any) -> float:
+    """Return a finite number that is not negative; otherwise raise ``ValueError``."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    is_number = isinstance(value, int | float) and 0 <= value < 1e300
+    if not is_number:
+        shown = list(value.shape) if isinstance(value, Tensor) else str(value)[:50]
+        raise ValueError(f"{what} is {shown}, expected a finite number from 0 on".strip())
+    return float(value)
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -1,5 +1,6 @@
 """Reading: find, verify and load checkpoints, which hold data and never code."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record import checkpoint_folder
 from kfac_bench.record.checkpoint_folder import MANIFEST
 from kfac_bench.record.own_files import refuse_special
+from kfac_bench.training.checkpoint import contents
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,13 @@ def _read(file: Path, sha256: object) -> dict[str, Any]:
     # whoever changes a shard can change the manifest.
     with checkpoint_folder.open_verified(file, sha256) as content:
         try:
-            shard = torch.load(content, map_location="cpu", weights_only=True)
+            contents.check_archive(content)
+            with warnings.catch_warnings(action="ignore"):  # about sparse tensors, which are refused
+                shard = torch.load(content, map_location="cpu", weights_only=True)
+            contents.check_tensors(shard)
         except Exception as error:
             # torch.load raises nearly any exception type for a file that another program made.
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise UsageError(f"{file}: not a checkpoint of ours ({reason})") from None
     if not isinstance(shard, dict):
         raise UsageError(f"{file}: not a checkpoint of ours (it holds no dictionary)")

@@ -1,0 +1,118 @@
+"""Checks of a K-FAC state before anything is taken over: layers, shapes and types.
+
+:class:`KFAC` calls :func:`check` in ``load_state_dict``. A state comes from a file, so it may hold
+anything that torch can load.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kfac_bench.core.execution.executor import Executor
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+
+KINDS = ("eigen", "inverse")
+"""Names of a decomposition on disk."""
+
+
+def check(
+    merged: Mapping[str, Mapping[str, Any]], states: Sequence[Mapping[str, Any]], run: Executor
+) -> int:
+    """Return the number of steps of a state.
+
+    Args:
+        merged: The layers of all shards.
+        states: The shards.
+        run: The executor that takes over the state.
+
+    Raises:
+        ValueError: A layer is missing or unknown, a tensor has another shape or type, or a number
+            is not possible.
+    """
+    steps = max(_count("steps", each["steps"]) for each in states)
+    damping = states[0].get("damping", 1.0)
+    if not isinstance(damping, int | float) or not 0 < damping < math.inf:
+        raise ValueError(f"K-FAC state: the damping is {str(damping)[:50]}, expected more than 0")
+    unknown = sorted(merged.keys() - run.layers.keys())
+    if unknown:
+        raise ValueError(
+            f"K-FAC state has layers this model lacks: {unknown[:3]}; "
+            "load the state of the same model"
+        )
+    for name, layer in run.layers.items():
+        entries = merged.get(name, {})
+        for factor in FACTORS:
+            entry = entries.get(factor, {})
+            _check_factor(layer.spec, factor, entry, is_needed=bool(run.plan.factors and steps))
+        if "second_moment" in entries:
+            _check_tensor(name, "second_moment", entries["second_moment"], layer.spec.grad_shape)
+        _check_adam(layer.spec, entries.get("adam"))
+    return steps
+
+
+def _check_factor(
+    spec: LayerSpec, factor: Factor, entry: Mapping[str, Any], *, is_needed: bool
+) -> None:
+    shape = spec.factor_shape(factor)
+    saved = entry.get("factor")
+    if saved is None and is_needed:
+        raise ValueError(
+            f"K-FAC state of {spec.name}: expected a {list(shape)} {factor}, found nothing; "
+            "pass the state of every rank that saved one, and the same model"
+        )
+    if saved is not None:
+        _check_tensor(spec.name, factor, saved, shape)
+        _check_tensor(spec.name, f"weight of {factor}", entry["weight"], ())
+    pending = entry.get("pending")
+    if pending is not None:
+        _count(f"the step of the pending {factor} of {spec.name}", pending.get("step"))
+    for kind in KINDS:
+        what = f"{kind} of {factor}"
+        if entry.get(kind) is not None:
+            _check_decomposition(spec, factor, what, kind, entry[kind])
+        # A pending decomposition without tensors failed.
+        if pending is not None and pending.get(kind):
+            _check_decomposition(spec, factor, f"pending {what}", kind, pending[kind])
+
+
+def _check_decomposition(
+    spec: LayerSpec, factor: Factor, what: str, kind: str, tensors: Sequence[Any]
+) -> None:
+    shape = spec.factor_shape(factor)
+    has_vectors = kind == "eigen" and not spec.is_diagonal(factor)
+    shapes = [shape[:2], shape] if has_vectors else [shape]
+    if not isinstance(tensors, list | tuple) or len(tensors) != len(shapes):
+        raise ValueError(f"K-FAC state of {spec.name}: {what} is no list of {len(shapes)} tensors")
+    for tensor, expected in zip(tensors, shapes, strict=True):
+        _check_tensor(spec.name, what, tensor, expected)
+
+
+def _check_adam(spec: LayerSpec, moments: Mapping[str, Any] | None) -> None:
+    if moments is None:
+        return
+    for key in ("first", "second"):
+        _check_tensor(spec.name, f"adam {key}", moments[key], spec.grad_shape)
+    _check_tensor(spec.name, "adam skipped", moments["skipped"], (spec.groups, 1, 1))
+    _count(f"the Adam steps of {spec.name}", moments["steps"])
+
+
+def _check_tensor(name: str, what: str, found: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(found, Tensor):
+        raise ValueError(f"K-FAC state of {name}: {what} is no tensor ({type(found).__name__})")
+    if tuple(found.shape) != shape:
+        raise ValueError(
+            f"K-FAC state of {name}: expected a {list(shape)} {what}, found {list(found.shape)}; "
+            "pass the state of every rank that saved one, and the same model"
+        )
+    if not found.is_floating_point():
+        raise ValueError(
+            f"K-FAC state of {name}: {what} has the type {found.dtype}, expected floating point"
+        )
+
+
+def _count(what: str, value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 2**62:
+        raise ValueError(f"K-FAC state: {what} is {str(value)[:50]}, expected a whole number")
+    return value
