@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kfac_bench.config import compose, problem_file
+from kfac_bench.config import compose, named_variables, problem_file
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
@@ -35,7 +35,8 @@ def train(overrides: Sequence[str]) -> tuple[int, str]:
     context.set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
-        arguments = (list(overrides), str(output), {**os.environ}, problem_file.paths())
+        named = (problem_file.paths(), named_variables.allowed())
+        arguments = (list(overrides), str(output), {**os.environ}, *named)
         process = context.Process(target=_train, args=arguments)
         process.start()
         process.join()
@@ -45,7 +46,11 @@ def train(overrides: Sequence[str]) -> tuple[int, str]:
 
 
 def _train(
-    overrides: list[str], output: str, environment: dict[str, str], problems: list[str]
+    overrides: list[str],
+    output: str,
+    environment: dict[str, str],
+    problems: list[str],
+    variables: list[str],
 ) -> None:
     """Train in the fork, with standard output and standard error in the file ``output``."""
     os.environ.clear()
@@ -59,6 +64,7 @@ def _train(
     from kfac_bench.training import run  # Only the server imports torch, not the caller.
 
     try:
+        named_variables.allow(variables)
         for path in problems:
             problem_file.run_named([f"{problem_file.WORD}{path}"])
         code = run.start(compose.load(overrides))

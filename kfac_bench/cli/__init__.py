@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from kfac_bench.cli import bench_command, data_command, plan_command, train_command
 from kfac_bench.cli.entry import exit_with
+from kfac_bench.config import named_variables
 
 
 def train(argv: Sequence[str] | None = None) -> NoReturn:
@@ -34,4 +35,5 @@ def data(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _run(name: str, main: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    named_variables.allow(arguments)
     exit_with(name, lambda: main(arguments))

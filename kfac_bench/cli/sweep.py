@@ -1,51 +1,61 @@
-"""`kfac-train --multirun`: a sweep, whose runs Hydra starts here one after the other."""
+"""`kfac-train --multirun`: a sweep, whose runs start here one after the other."""
 
-import os
-import sys
-import tempfile
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import say_once
 from kfac_bench.errors import UsageError
 
+if TYPE_CHECKING:
+    from kfac_bench.config import TrainConfig
 
-def run(overrides: list[str], config_dir: Path | None, train: Callable[[Any], int]) -> int:
+
+def run(
+    overrides: Sequence[str], config_dir: Path | None, train: Callable[["TrainConfig"], int]
+) -> int:
     """Run each job of the sweep and return the largest exit code.
 
     Args:
         overrides: What the user wrote on the command line. A list of values makes several jobs.
         config_dir: The folder of `--config-dir`.
         train: Trains with one configuration and returns the exit code.
-    """
-    import hydra
-    from omegaconf import DictConfig
 
+    Raises:
+        UsageError: A configuration is not valid. No job has started then.
+    """
     from kfac_bench.config import compose
 
-    overrides = compose.expanded(overrides, config_dir)
+    # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
+    configs = [compose.load(words, config_dir) for words in _jobs(overrides, config_dir)]
     codes: list[int] = []
-
-    @hydra.main(version_base="1.3", config_path=str(compose.CONF_DIR), config_name="train")
-    def job(composed: DictConfig) -> None:
-        # A signal that stops one job stops the whole sweep.
-        if codes and codes[-1] >= 128:
-            return
+    for config in configs:
         try:
-            codes.append(train(compose.from_composed(composed)))
+            codes.append(train(config))
         except UsageError as error:
             say_once(f"kfac-train: {error}")
             codes.append(2)
-
-    extra = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    # Without this variable Hydra prints an error of its own and ends the process.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    # Hydra insists on a folder for its own files. The runs have run directories of their own.
-    with tempfile.TemporaryDirectory() as scratch:
-        sys.argv = ["kfac-train", "--multirun", *extra, *overrides, f"hydra.sweep.dir={scratch}"]
-        try:
-            job()
-        except compose.HYDRA_ERRORS as error:
-            raise compose.usage_error(error, overrides, config_dir) from None
+        # A signal that stops one job stops the whole sweep.
+        if codes[-1] >= 128:
+            break
     return max(codes, default=0)
+
+
+def _jobs(overrides: Sequence[str], config_dir: Path | None) -> list[tuple[str, ...]]:
+    """Return the words of each job: all combinations of the values of all lists."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from kfac_bench.config import compose
+
+    choices = []
+    for word in compose.expanded(overrides, config_dir):
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([word])
+            is_sweep = parsed.is_sweep_override()
+            values = list(parsed.sweep_string_iterator()) if is_sweep else []
+        except Exception as error:  # Hydra raises exceptions of many classes for a wrong word
+            raise compose.usage_error(error, overrides) from None
+        key = parsed.get_key_element()
+        choices.append([f"{key}={value}" for value in values] if is_sweep else [word])
+    return list(itertools.product(*choices))

@@ -16,9 +16,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench.config import problem_file, profiles
+from kfac_bench.config import named_variables, problem_file, profiles
 from kfac_bench.config.checks import check
-from kfac_bench.config.compose_errors import HYDRA_ERRORS, did_you_mean, usage_error, with_key
+from kfac_bench.config.compose_errors import did_you_mean, usage_error, with_key
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.options import options
@@ -29,7 +29,6 @@ from kfac_bench.errors import UsageError
 __all__ = [
     "CONF_DIR",
     "GROUPS",
-    "HYDRA_ERRORS",
     "describe_options",
     "expanded",
     "from_composed",
@@ -59,6 +58,8 @@ class _Schemas(dict[str, ConfigNode]):
         self[file] = ConfigNode(file, schema, f"schema/{self._group}", None, None)
         return self[file]
 
+
+OmegaConf.register_new_resolver("oc.env", named_variables.value_of, replace=True)
 
 _STORE = ConfigStore.instance()
 _STORE.store("train", TrainConfig, group="schema")

@@ -20,9 +20,6 @@ from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.config.train import LoggerConfig, TrainConfig, TrainerConfig
 from kfac_bench.errors import UsageError
 
-HYDRA_ERRORS = (yaml.YAMLError, HydraException, OmegaConfBaseException)
-"""What Hydra raises for mistakes of the user; while it reads a command line, also others."""
-
 
 def usage_error(
     error: Exception, overrides: Sequence[str], config_dir: Path | None = None

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from kfac_bench.config import TrainConfig, compose, options, problem_file
@@ -236,6 +237,12 @@ class RunDirectory:
             started = next((e for e in events if isinstance(e, RunStarted)), None)
             return {} if started is None else _flat(started.config)
         try:
+            # OmegaConf copies what an alias names, and a few lines of aliases name gigabytes.
+            if any(
+                isinstance(token, yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)
+            ):
+                raise ValueError("it has YAML aliases")
+            # Interpolations such as ${oc.env:NAME} are not resolved.
             found = OmegaConf.to_container(OmegaConf.create(text))
             return _flat(found) if isinstance(found, dict) else {}
         except Exception as error:
