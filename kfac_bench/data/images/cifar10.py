@@ -1,5 +1,6 @@
 """Reading CIFAR-10 from the published archives: packed or unpacked, binary or Python version."""
 
+import gzip
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.images import cifar10_pickle
+from kfac_bench.data.unpacked import Unpacked
 from kfac_bench.errors import UsageError
 
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -32,6 +34,8 @@ PIXELS = 3 * 32 * 32
 PADDING = 4
 MAX_FILE_BYTES = 64 * 2**20
 """The published files have 31 MB. A much larger member of an archive is a decompression bomb."""
+MAX_ARCHIVE_BYTES = 256 * 2**20
+"""The published archives unpack to 185 MB."""
 
 CifarPart = tuple[Tensor, Tensor]
 """uint8 images [n, 3, 32, 32] and int64 labels [n]."""
@@ -172,7 +176,11 @@ def _read_archive(archive: Path, folder: str, names: tuple[str, ...]) -> dict[st
     wanted = {f"{folder}/{name}": name for name in names}
     files: dict[str, bytes] = {}
     try:
-        with tarfile.open(archive, "r:gz") as tar:
+        with (
+            gzip.open(archive) as packed,
+            Unpacked(packed, MAX_ARCHIVE_BYTES, "the published one has 185 MB") as plain,
+            tarfile.open(fileobj=plain, mode="r|") as tar,
+        ):
             for member in tar:
                 name = wanted.get(member.name.removeprefix("./"))
                 if name is None or not member.isreg():
@@ -182,5 +190,5 @@ def _read_archive(archive: Path, folder: str, names: tuple[str, ...]) -> dict[st
                 content = tar.extractfile(member)
                 files[name] = content.read() if content else b""
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise UsageError(f"CIFAR-10: {archive} is damaged, download it again: {error}") from error
+        raise UsageError(f"CIFAR-10: {archive} is damaged: {error}. Download it again") from error
     return files

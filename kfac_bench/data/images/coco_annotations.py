@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.images.coco_masks import RLE, BadMaskError, Polygons, read
+from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
 
 LAYOUT = "annotations/instances_{train,val}<year>.json and the folders train<year>, val<year>"
@@ -135,7 +136,7 @@ def load(file: Path, folder: Path) -> AnnotationFile:
 
 def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(regular(file).read_bytes())
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

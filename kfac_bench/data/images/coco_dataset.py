@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Generator, Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -26,6 +25,7 @@ from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
 from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
+from kfac_bench.data.images.opening import open_image
 from kfac_bench.errors import UsageError
 
 Target = dict[str, Tensor]
@@ -116,7 +116,7 @@ def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unre
 def _decode(image: CocoImage) -> NDArray[np.uint8] | Unreadable:
     """Return the pixels [H, W, 3] of an image, or the reason why it cannot be read."""
     try:
-        with Image.open(image.path) as file:
+        with open_image(image.path) as file:
             pixels = np.array(file.convert("RGB"))
     # Pillow raises exceptions of many types for a damaged file.
     except Exception as error:

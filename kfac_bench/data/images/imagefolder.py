@@ -10,6 +10,7 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import reading
+from kfac_bench.data.images.opening import read_file
 from kfac_bench.errors import UsageError
 
 
@@ -40,7 +41,7 @@ class Folder:
 
     def read(self, index: int) -> bytes:
         """Return the content of an image file."""
-        return Path(self.paths[index]).read_bytes()
+        return read_file(Path(self.paths[index]))
 
     def contents(self) -> Iterable[bytes]:
         """Yield names and sizes of the files. The name of a file's folder is its class."""

@@ -26,6 +26,7 @@ from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.images.opening import open_image
 from kfac_bench.errors import UsageError
 
 FOLDERS = ("kaggle_3m", "lgg-mri-segmentation/kaggle_3m", ".")
@@ -161,7 +162,7 @@ def _read(image: Path, mask: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
     decoded = []
     for path, mode in ((image, "RGB"), (mask, "L")):
         try:
-            with Image.open(path) as file:
+            with open_image(path) as file:
                 if file.mode != mode:
                     return Unreadable(str(path), f"its mode is {file.mode}, not {mode}")
                 decoded.append(np.array(file))

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -23,6 +22,7 @@ from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.normalize import Normalize
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.images.opening import open_image
 from kfac_bench.errors import UsageError
 
 MEAN = (0.485, 0.456, 0.406)
@@ -169,11 +169,11 @@ def load(
 def decode(content: bytes) -> Tensor:
     """Return the pixels of an image file, uint8 [3, H, W]. Raise any exception if it is damaged.
 
-    torchvision decodes JPEG files faster than Pillow; the pixels differ only by rounding. Pillow
-    reads the header first, because it refuses images of absurd sizes. Pillow also decodes all files
+    torchvision decodes JPEG files faster than Pillow; the pixels differ only by rounding. The
+    header is read first, because images of absurd sizes are refused. Pillow also decodes all files
     that torchvision cannot decode, and its errors explain what is wrong with a damaged file.
     """
-    with Image.open(io.BytesIO(content)) as image:
+    with open_image(io.BytesIO(content)) as image:
         if image.format == "JPEG":
             with suppress(RuntimeError):
                 encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)

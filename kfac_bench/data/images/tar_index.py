@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.regular_file import regular
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 LABEL = "cls"
@@ -47,7 +48,7 @@ def index_of(shard: Path) -> ShardIndex:
     Raises:
         OSError: The file does not exist or cannot be opened.
     """
-    stat = shard.stat()
+    stat = regular(shard).stat()
     key = f"{shard.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
     cached = _cache() / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.npz"
     try:

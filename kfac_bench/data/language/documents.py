@@ -1,6 +1,7 @@
 """Reading the documents of a corpus: plain text, WikiText, or Wikipedia from WikiExtractor."""
 
 import bz2
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -8,10 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from kfac_bench.data.unpacked import Unpacked
 from kfac_bench.errors import UsageError
 
 KINDS = ("wikipedia", "wikitext", "text")
 SKIPPED = "it has no text"
+MOST_RATIO = 200
+"""A compressed file may unpack to so many times its size. Texts unpack to 3 to 10 times."""
+MOST_BYTES = 64 * 2**20
+"""What a small compressed file may unpack to, whatever the ratio."""
 _HEADING = re.compile(r"^\s*=\s+(?P<title>[^=].*?)\s+=\s*$")
 _SECTION = re.compile(r"^\s*=(\s*=)+.*=\s*$")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[]?[A-Z0-9])")
@@ -62,7 +68,10 @@ def _is_text(path: Path) -> bool:
 
 def _open(path: Path) -> IO[str]:
     if path.suffix == ".bz2":
-        return bz2.open(path, "rt", encoding="utf-8")
+        most = max(MOST_BYTES, MOST_RATIO * path.stat().st_size)
+        packed = bz2.open(path)  # noqa: SIM115 - closed with the text
+        plain = Unpacked(packed, most, f"{MOST_RATIO} times its size")
+        return io.TextIOWrapper(io.BufferedReader(plain), encoding="utf-8")
     return path.open(encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.language.documents import is_unicode
+from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
 
 FILES = {"train": "train-v1.1.json", "eval": "dev-v1.1.json"}
@@ -49,7 +50,7 @@ def read(path: Path) -> tuple[list[SquadQuestion], list[Unreadable]]:
         UsageError: The file cannot be read, or does not have the layout of SQuAD v1.1.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(regular(path).read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.language import wordpiece
+from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
 
 FORMAT = "kfac_bench text 1"
@@ -159,7 +160,7 @@ def open_shard(root: Path, manifest: Manifest, shard: TextShard) -> Rows:
     """
     file = root / shard.file
     try:
-        rows: Rows = np.load(file, mmap_mode="r", allow_pickle=False)
+        rows: Rows = np.load(regular(file), mmap_mode="r", allow_pickle=False)
     # numpy raises exceptions of many types for a damaged header.
     except Exception as error:
         reason = Unreadable.because(file, error).reason[:100]
@@ -206,5 +207,5 @@ def _well_formed(rows: Rows, manifest: Manifest) -> NDArray[np.bool_]:
 
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file."""
-    with file.open("rb") as opened:
+    with regular(file).open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -40,7 +41,7 @@ class Vocabulary:
 def read(path: Path) -> Vocabulary:
     """Read a vocab.txt with one token per line. Raise UsageError if it is invalid."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path}: the vocabulary cannot be read ({str(error).splitlines()[0]})"
