@@ -5,13 +5,12 @@ days.
 """
 
 import io
-from typing import BinaryIO
 
 
 class Unpacked(io.RawIOBase):
     """The unpacked content of a file, as a stream that ends with an error beyond a limit."""
 
-    def __init__(self, packed: BinaryIO, most: int, why: str) -> None:
+    def __init__(self, packed: io.BufferedIOBase, most: int, why: str) -> None:
         """Wrap a stream that unpacks.
 
         Args:

@@ -5,6 +5,7 @@ that training cannot use. A file from somebody else may hold such tensors on pur
 """
 
 import zipfile
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import torch
@@ -55,6 +56,7 @@ def check_tensors(shard: Any) -> None:
             if oddity := _oddity(value):
                 raise ValueError(f"{'.'.join(map(str, keys))} {oddity}")
         elif isinstance(value, dict | list | tuple):
+            parts: Iterable[tuple[Any, Any]]
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             remaining += [((*keys, key), part) for key, part in parts]
 
