@@ -1,6 +1,7 @@
 """Reading CIFAR-10 from the published archives: packed or unpacked, binary or Python version."""
 
 import gzip
+import io
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -35,7 +36,7 @@ PADDING = 4
 MAX_FILE_BYTES = 64 * 2**20
 """The published files have 31 MB. A much larger member of an archive is a decompression bomb."""
 MAX_ARCHIVE_BYTES = 256 * 2**20
-"""The published archives unpack to 185 MB."""
+PUBLISHED = "and the published archives unpack to 185 MB"
 
 CifarPart = tuple[Tensor, Tensor]
 """uint8 images [n, 3, 32, 32] and int64 labels [n]."""
@@ -178,7 +179,7 @@ def _read_archive(archive: Path, folder: str, names: tuple[str, ...]) -> dict[st
     try:
         with (
             gzip.open(archive) as packed,
-            Unpacked(packed, MAX_ARCHIVE_BYTES, "the published one has 185 MB") as plain,
+            io.BufferedReader(Unpacked(packed, MAX_ARCHIVE_BYTES, PUBLISHED)) as plain,
             tarfile.open(fileobj=plain, mode="r|") as tar,
         ):
             for member in tar:
