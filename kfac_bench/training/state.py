@@ -107,13 +107,19 @@ class State:
         return train_s, bool(main.get("owes_evaluation"))
 
     def _check_model(self, state: dict[str, Any], path: Path) -> None:
-        # torch would convert a tensor of another type without a word.
-        for name, own in self._backend.bare(self._model).state_dict().items():
-            theirs = state.get(name)
-            if theirs is not None and theirs.is_floating_point() != own.is_floating_point():
-                raise ValueError(
-                    f"{path}: {name} has the type {theirs.dtype}, expected {own.dtype}"
-                )
+        own = self._backend.bare(self._model).state_dict()
+        names = sorted(own.keys() ^ state.keys())
+        if names:
+            raise ValueError(f"{path}: another model ({names[0]} is only in one of the two)")
+        for name, tensor in own.items():
+            theirs = state[name]
+            if theirs.shape != tensor.shape:
+                shapes = f"{list(theirs.shape)}, expected {list(tensor.shape)}"
+                raise ValueError(f"{path}: another model ({name} has the shape {shapes})")
+            # torch would convert a tensor of another type without a word.
+            if theirs.is_floating_point() != tensor.is_floating_point():
+                types = f"{theirs.dtype}, expected {tensor.dtype}"
+                raise ValueError(f"{path}: {name} has the type {types}")
 
     def _check_optimizer(self, state: dict[str, Any], path: Path) -> None:
         theirs = [set(g) - _NO_SETTINGS for g in state["param_groups"]]

@@ -54,7 +54,8 @@ def _read(file: Path, sha256: object) -> dict[str, Any]:
     with checkpoint_folder.open_verified(file, sha256) as content:
         try:
             contents.check_archive(content)
-            with warnings.catch_warnings(action="ignore"):  # about sparse tensors, which are refused
+            # Sparse tensors, about which torch warns, are refused below.
+            with warnings.catch_warnings(action="ignore"):
                 shard = torch.load(content, map_location="cpu", weights_only=True)
             contents.check_tensors(shard)
         except Exception as error:
