@@ -1,4 +1,6 @@
-"""Steps to a target by learning rate, for AdamW and EigenAdam: the table of docs/eigen_adam.md.
+"""Steps to a target by learning rate, for AdamW and EigenAdam.
+
+The page docs/reference/results/eigen_adam.md shows the table.
 
     python benchmarks/rates.py [--tasks NAME,...] [--seeds 0,1,2] [--rates 0.001,...]
     python benchmarks/rates.py --only EigenAdam --rates 0.003 --options '{"betas": [0.9, 0.95]}'

@@ -1,6 +1,6 @@
 """A user's own problem: what ``kfac-train problem=FILE`` finds in the Python file.
 
-docs/problem.md shows how to write such a file.
+docs/tutorials/your_problem.md shows how to write such a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # The common part of all batch scripts: the environment, and a job that requeues itself.
 #
 # If site.sh exists beside this file, this script reads it. Put there what differs between clusters:
-# modules, the Python environment, NCCL's interface (docs/slurm.md).
+# modules, the Python environment, NCCL's interface (docs/how-to/slurm.md).
 
 # Slurm sends USR1 as a notice before the time limit (--signal) or before a preemption. Handle it
 # from the first line on, because it can arrive while modules load.

@@ -39,7 +39,8 @@ class EigenAdam(AdamW):
         orthogonalize: Which layers get orthogonalized updates, as in Muon (Jordan et al. 2024).
             ``linear`` (default): linear layers but the last one. ``none``: no layer.
         scale: Factor of Adam's direction in the eigenbasis. Steps in the eigenbasis may be longer
-            than those of AdamW; docs/eigen_adam.md shows how the default was chosen.
+            than those of AdamW; docs/reference/results/eigen_adam.md shows how the default
+            was chosen.
         orthogonal_scale: Root mean square of the entries of an orthogonalized update at lr=1, if
             all its singular values are 1.
         orthogonal_steps: Newton-Schulz steps.

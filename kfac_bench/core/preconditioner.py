@@ -2,7 +2,7 @@
 
 ``from kfac_bench import KFAC`` gives the class of this file. The class joins the parts: hooks
 collect statistics (:mod:`.capture`), the executor runs the plan (:mod:`.execution`), and schedules
-say what is due. docs/architecture.md follows one gradient through these files.
+say what is due. docs/explanation/architecture.md follows one gradient through these files.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,8 @@
 """K-FAC in the Trainer of Lightning: ``callbacks=[KFACCallback()]``.
 
 The module works with both import names, ``lightning.pytorch`` and ``pytorch_lightning``.
-docs/integrations.md says what the Trainer does in which order and what is not supported.
+docs/how-to/training_frameworks.md says what the Trainer does in which order
+and what is not supported.
 """
 
 import importlib
@@ -132,7 +133,7 @@ class KFACCallback(Callback):
         if strategy in ENGINES:
             raise ValueError(
                 f"{strategy} keeps the gradients to itself, so K-FAC cannot precondition them: "
-                'use strategy="ddp", or a script without Lightning (docs/distributed.md)'
+                'use strategy="ddp", or a script without Lightning (docs/how-to/several_ranks.md)'
             )
         optimizers = trainer.optimizers
         if len(optimizers) > 1 and not self._module:

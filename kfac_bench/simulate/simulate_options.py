@@ -18,8 +18,8 @@ usage: kfac-plan simulate hardware=NAME [world_size=N,N...] [GROUP=NAME | OPTION
 
 Simulate how long a step, an epoch and a whole training take on many ranks, with SGD and with each
 K-FAC strategy. The simulation runs the plan's operations and messages on a model of the hardware.
-docs/scaling.md says how accurate the model is. Each rank has the same number of examples on any
-world size. All other options are those of kfac-train.
+docs/explanation/scaling.md says how accurate the model is. Each rank has the same number of
+examples on any world size. All other options are those of kfac-train.
 
   kfac-plan simulate model=resnet50 hardware=longhorn_v100 world_size=16,32,64,128,256
 

@@ -1,18 +1,18 @@
-"""docs/architecture.md and its picture name files that exist, and every department."""
+"""docs/explanation/architecture.md and its picture name files that exist, and every department."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
-PICTURE = (ROOT / "docs" / "architecture.svg").read_text()
+PAGE = (ROOT / "docs/explanation" / "architecture.md").read_text()
+PICTURE = (ROOT / "docs/explanation" / "architecture.svg").read_text()
 
 
 def test_every_file_on_the_page_exists():
     links = re.findall(r"\]\(([^)]+)\)", PAGE)
     assert len(links) > 40
     for link in links:
-        assert (ROOT / "docs" / link).exists(), link
+        assert (ROOT / "docs/explanation" / link).exists(), link
 
 
 def test_link_texts_are_the_ends_of_their_targets():
@@ -31,4 +31,4 @@ def test_every_department_is_on_the_page():
     for parent in (ROOT / "kfac_bench", ROOT / "kfac_bench" / "core"):
         for folder in parent.iterdir():
             if (folder / "__init__.py").exists():
-                assert f"](../{folder.relative_to(ROOT)})" in PAGE, folder
+                assert f"](../../{folder.relative_to(ROOT)})" in PAGE, folder

@@ -1,4 +1,4 @@
-"""The page docs/integrations.md shows the files of examples/, and frameworks may be missing."""
+"""docs/how-to/training_frameworks.md shows the files of examples/; frameworks may be missing."""
 
 import importlib
 import os
@@ -10,15 +10,15 @@ import pytest
 
 from tests.support import ROOT
 
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
-SHOWN = re.findall(r"\]\(../examples/(\w+\.py)\):\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+PAGE = (ROOT / "docs/how-to/training_frameworks.md").read_text()
+SHOWN = re.findall(r"\]\(../../examples/(\w+\.py)\):\n\n```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_the_page_shows_the_files():
     assert len(SHOWN) == PAGE.count("```python") == 5
     for name, block in SHOWN:
         text = (ROOT / "examples" / name).read_text()
-        assert block == text, f"{name} and its block in docs/integrations.md differ"
+        assert block == text, f"{name} and its block in docs/how-to/training_frameworks.md differ"
         assert len(text.splitlines()) <= 30, name
 
 
