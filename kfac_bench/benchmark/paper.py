@@ -13,7 +13,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
 from kfac_bench.record.text_file import write_text
 from kfac_bench.report import curves
-from kfac_bench.report.tables import Table, escape_markdown
+from kfac_bench.report.tables import Link, Table, Value, escape_markdown
 
 _MOST_LINES = 20
 BEGIN = "<!-- made by kfac-bench report all --into -->"
@@ -94,7 +94,8 @@ def _markdown(row: BenchmarkRow, tables: Sequence[Table], drawn: bool, stem: str
 def write_all(written: Sequence[RowReport], into_document: Path | None) -> list[Path]:
     """Write the results of all rows to ``runs/all/PROFILE.md`` and ``.html``; return the files.
 
-    ``into_document`` is a document that gets the tables too, between its two marks.
+    ``into_document`` is a document that gets a list of the rows, between its two marks. The tables
+    are pages in the folder ``results`` beside the document.
     """
     if not written:
         raise UsageError("no row was run yet; start with kfac-bench run all")
@@ -107,37 +108,49 @@ def write_all(written: Sequence[RowReport], into_document: Path | None) -> list[
     tables = [each.tables[0] for each in written]
     _page(files[-1], runs, tables, f"Tables and figures of the papers, profile={stem}")
     if into_document is not None:
-        into(into_document, text)
-        files.append(into_document)
+        files += into(into_document, written)
     return files
 
 
 def summary(written: Sequence[RowReport]) -> str:
-    """Return all rows as one Markdown text.
+    """Return all rows as one Markdown text."""
+    return "\n".join(_short(each, f"### {each.row.name}") for each in written)
 
-    The text has the lines with a measured number, and the computed lines with a published number.
-    A row without these lines shows its first lines. The report of a row has all its lines.
+
+def _short(each: RowReport, title: str) -> str:
+    """Return the row's most important lines as Markdown.
+
+    These are the lines with a measured number, and the computed lines with a published number. A
+    row without these lines shows its first lines. The report of a row has all its lines.
     """
-    parts = []
-    for each in written:
-        ours = [line for line in each.lines if line.ours is not None]
-        shown = [line for line in ours if line.measured or line.published is not None]
-        notes = each.tables[0].notes
-        benchmark, ran = each.row.benchmark, each.row.sized.ran
-        in_shape = sheet.matrix(benchmark, each.lines)
-        if in_shape is not None and benchmark.matrix is not None:
-            # The matrix has these numbers; the lines keep seeds and intervals of measured ones.
-            repeated = benchmark.matrix.quantities
-            shown = [line for line in shown if line.measured or line.quantity not in repeated]
-        table = sheet.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
-        tables = [table] if in_shape is None else [in_shape, table]
-        title = f"### {each.row.name}\n\n{escape_markdown(each.row.benchmark.source)}\n"
-        parts.append("\n".join([title, *(table.markdown() for table in tables)]))
-    return "\n".join(parts)
+    ours = [line for line in each.lines if line.ours is not None]
+    shown = [line for line in ours if line.measured or line.published is not None]
+    notes = each.tables[0].notes
+    benchmark, ran = each.row.benchmark, each.row.sized.ran
+    in_shape = sheet.matrix(benchmark, each.lines)
+    if in_shape is not None and benchmark.matrix is not None:
+        # The matrix has these numbers; the lines keep seeds and intervals of measured ones.
+        repeated = benchmark.matrix.quantities
+        shown = [line for line in shown if line.measured or line.quantity not in repeated]
+    table = sheet.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
+    tables = [table] if in_shape is None else [in_shape, table]
+    head = f"{title}\n\n{escape_markdown(benchmark.source)}\n"
+    return "\n".join([head, *(table.markdown() for table in tables)])
 
 
-def into(document: Path, text: str) -> None:
-    """Replace the text between the document's two marks; raise :class:`UsageError` without them."""
+def into(document: Path, written: Sequence[RowReport]) -> list[Path]:
+    """List the rows between the document's two marks, and write a page of tables for each row.
+
+    Args:
+        document: A Markdown file with the lines of :data:`BEGIN` and :data:`END`.
+        written: The rows. Their pages are ``results/PROFILE/ROW.md`` beside the document.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        UsageError: The document cannot be read, or it lacks a mark.
+    """
     try:
         old = document.read_text(encoding="utf-8")
     except OSError as error:
@@ -147,4 +160,15 @@ def into(document: Path, text: str) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise UsageError(f"--into {document}: add the lines {BEGIN} and {END}")
-    write_text(document, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+    rows: list[list[Value]] = []
+    pages = []
+    for each in written:
+        name = each.row.name
+        page = Path("results") / (each.row.profile or "report") / f"{name}.md"
+        title = f"# {name}{_profile(each.row)}"
+        write_text(document.parent / page, _short(each, title), make_folder=True)
+        pages.append(document.parent / page)
+        rows.append([Link(name, page.as_posix()), each.row.benchmark.title])
+    listed = Table("Pages of tables", ["page", "table or figure"], rows).markdown()
+    write_text(document, f"{before}{BEGIN}\n\n{listed}\n{END}{after}")
+    return [*pages, document]

@@ -64,7 +64,10 @@ def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_words(command)
     command.add_argument(
-        "--into", type=Path, help="Markdown document that gets the tables, between its two marks"
+        "--into",
+        type=Path,
+        help="Markdown document that lists the rows, between its two marks; the tables of each row "
+        "are a page in the folder results beside the document",
     )
     command.set_defaults(run_command=_report)
 
@@ -196,8 +199,8 @@ def _report(options: argparse.Namespace) -> int:
     if options.into:
         from kfac_bench.benchmark import paper
 
-        paper.into(options.into, paper.summary([paper.write(rows[0])]))
-        say(f"tables: {options.into}")
+        for file in paper.into(options.into, [paper.write(rows[0])]):
+            say(f"into: {file}")
     return 0
 
 

@@ -177,16 +177,25 @@ def test_a_figure_of_lines_and_no_figure_without_lines(row):
     assert figure.svg(ROW, [x for x in lines if x.quantity == "less"]) is None
 
 
-def test_all_rows_replace_the_text_between_the_marks(row, tmp_path, monkeypatch):
+def test_a_document_lists_all_rows_between_its_marks_and_each_row_has_a_page(
+    row, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     document = tmp_path / "doc.md"
     document.write_text(f"# Mine\n{paper.BEGIN}\nold\n{paper.END}\nafter\n")
     written = [paper.write(row)]
     paper.write_all(written, document)
     text = document.read_text()
-    assert text.startswith(f"# Mine\n{paper.BEGIN}\n\n### made_up")
+    assert text.startswith(f"# Mine\n{paper.BEGIN}\n\n**Pages of tables**\n")
+    assert "| [made_up](<results/smoke/made_up.md>) |" in text
     assert text.endswith(f"{paper.END}\nafter\n")
     assert "old" not in text
+    page = (tmp_path / "results/smoke/made_up.md").read_text()
+    assert page.startswith("# made_up profile=smoke\n")
+    assert "| K-FAC | 64 | seconds (s) |" in page
+    assert (
+        page.removeprefix("# made_up profile=smoke") in (tmp_path / "runs/all/smoke.md").read_text()
+    )
     paper.write_all(written, document)
     assert document.read_text() == text
     document.write_text("no marks")
