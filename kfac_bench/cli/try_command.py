@@ -53,7 +53,9 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "try", help="find out whether K-FAC helps on your own problem, and with which settings"
     )
-    command.add_argument("file", help="Python file of your problem (docs/tutorials/your_problem.md)")
+    command.add_argument(
+        "file", help="Python file of your problem (docs/tutorials/your_problem.md)"
+    )
     command.add_argument(
         "words",
         nargs="*",
