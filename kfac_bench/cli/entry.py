@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from kfac_bench import output
+from kfac_bench import __version__, output
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import LostRanksError, OneRankError, UsageError, WorkerLostError
 
@@ -64,9 +64,17 @@ def say_once(text: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line. Options may stand between words."""
+    """An argument parser that reports errors in one line. Options may stand between words.
+
+    Every command and subcommand has ``--version``; only the help of the command itself lists it.
+    """
 
     _is_intermixed = False
+
+    def __init__(self, *, prog: str, **arguments: Any) -> None:
+        super().__init__(prog=prog, **arguments)
+        about = argparse.SUPPRESS if " " in prog else "print the version and stop"
+        self.add_argument("--version", action="version", version=__version__, help=about)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

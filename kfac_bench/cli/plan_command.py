@@ -23,7 +23,9 @@ no data and no other ranks, only shapes. All other options are those of kfac-tra
   out=FILE.json      where the numbers of every rank go (plans/RUN_ID-N.json); out=- prints them,
                      out=null writes no file
   --layers           list each layer with its factors, also the layers without K-FAC
-  --config-dir DIR   folder with more configuration files, laid out like conf/       --help
+  --config-dir DIR   folder with more configuration files, laid out like conf/
+  --help [WORD]      print this text, or explain a group, a choice or an option, as kfac-train does
+  --version          print the version and stop
 
 kfac-plan simulate --help: how many seconds a step takes on many ranks of a machine.
 """
@@ -36,10 +38,13 @@ def plan(arguments: list[str]) -> int:
     parser = _parser("kfac-plan")
     parser.add_argument("--layers", action="store_true")
     options = parser.parse_args(arguments)
-    if options.help:
-        say(PLAN_USAGE, end="")
-        return 0
     check_config_dir(options.config_dir)
+    if options.help:
+        from kfac_bench.config import option_help
+
+        about = option_help.describe(options.words, options.config_dir) if options.words else ""
+        say(about or PLAN_USAGE.rstrip())
+        return 0
     own, overrides = split_words(options.words, {"world_size": "1", "out": ""})
     world_size = whole_number("world_size", own["world_size"])
     # Garbage collection takes a fifth of the imports' time, and the imports leave no garbage.

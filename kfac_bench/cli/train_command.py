@@ -31,7 +31,9 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   dry_run=true       print memory, messages and FLOPs of the run and stop
   --config-dir DIR   read more configuration files, laid out as in conf/: DIR/experiment/NAME.yaml
   --multirun, -m     run each of seed=0,1,2 ... one after the other (Hydra)
-  --version, --help
+  --help             print this text, all groups and all options
+  --help WORD        explain a group (kfac), a choice (optimizer=adam) or an option (kfac.damping)
+  --version          print the version and stop
 """
 
 
@@ -41,22 +43,17 @@ def train(arguments: list[str]) -> int:
     slurm_rank.adopt()
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
     parser.add_argument("--config-dir", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
-    if options.version:
-        from kfac_bench import __version__
-
-        say(__version__)
-        return 0
-    from kfac_bench.config import compose, problem_file
+    from kfac_bench.config import compose, option_help, problem_file
 
     check_config_dir(options.config_dir)
     if options.help:
-        say(TRAIN_USAGE + compose.describe_options(options.config_dir))
+        about = option_help.describe(options.overrides, options.config_dir)
+        say(about if options.overrides else TRAIN_USAGE + about)
         return 0
     problem_file.run_named(options.overrides)
     if options.multirun and options.cfg:

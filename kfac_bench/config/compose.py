@@ -5,7 +5,6 @@ result. All commands call :func:`load`, and nothing past :func:`from_composed` s
 """
 
 import dataclasses
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from kfac_bench.errors import UsageError
 __all__ = [
     "CONF_DIR",
     "GROUPS",
-    "describe_options",
     "expanded",
     "from_composed",
     "load",
@@ -143,33 +141,3 @@ def shown(found: TrainConfig) -> str:
             group, _, option = name.rpartition(".")
             del OmegaConf.select(tree, group)[option]
     return OmegaConf.to_yaml(tree)
-
-
-def describe_options(config_dir: Path | None = None) -> str:
-    """Return every group with its choices, and every option with its meaning and default."""
-    lines = ["groups:"]
-    for folder in sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir()):
-        if folder in (*GROUPS, "experiment"):
-            # A blank after each bar lets textwrap end a line there.
-            choices = "| ".join(options_of(folder, config_dir))
-            wrapped = textwrap.wrap(f"  {folder}={choices}", 110, subsequent_indent=" " * 6)
-            lines += [line.replace("| ", "|") for line in wrapped]
-    lines.append("options:")
-    defaults = list(options(load([])))
-    lines += [_describe_option(*found) for found in defaults]
-    shown = {name for name, *_ in defaults}
-    # The options that only another choice of a group has.
-    for group, table in TABLES.items():
-        for choice in table:
-            for name, value, meta in options(options_class(group, choice)(), f"{group}."):
-                if name not in shown:
-                    shown.add(name)
-                    lines.append(_describe_option(name, value, meta))
-    return "\n".join(lines)
-
-
-def _describe_option(name: str, value: Any, meta: dict[str, Any]) -> str:
-    bounds = " and ".join(f"{word} {bound:g}" for word, bound in meta["bounds"].items())
-    extra = "|".join(meta["choices"]) or bounds
-    shown = "null" if value is None else str(value)
-    return f"  {name}={shown}\n      {meta['help']}{f' ({extra})' if extra else ''}"

@@ -68,9 +68,37 @@ def refused(done, fragment):
 # ---- help and configuration ----
 
 
-def test_version(command):
-    done = command(BIN / "kfac-train", "--version")
-    assert (done.returncode, done.stdout.strip()) == (0, kfac_bench.__version__)
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (cli.train, []),
+        (cli.train, ["model=resnet50"]),
+        (cli.plan, []),
+        (cli.plan, ["simulate"]),
+        (cli.bench, []),
+        (cli.bench, ["run"]),
+        (cli.bench, ["scaling"]),
+        (cli.data, []),
+        (cli.data, ["verify"]),
+    ],
+)
+def test_every_command_has_a_version(main, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr() == (f"{kfac_bench.__version__}\n", "")
+
+
+@pytest.mark.parametrize("main", [cli.train, cli.plan])
+def test_help_explains_a_group_or_an_option(main, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help", "kfac.damping"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("kfac.damping\n  Tikhonov damping")
+    with pytest.raises(SystemExit) as stop:
+        main(["--help", "kfac.dampin"])
+    assert stop.value.code == 2
+    assert "did you mean kfac.damping?" in capsys.readouterr().err
 
 
 def test_help_needs_no_torch(command):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from kfac_bench.benchmark import grid, schema
-from kfac_bench.config import compose, options, problem_file
+from kfac_bench.config import compose, option_help, options, problem_file
 from kfac_bench.errors import UsageError
 from tests.support import ROOT
 from tests.support.configs import DEFAULT, GROUPS, Own, quick_load, refused
@@ -253,8 +253,8 @@ def test_own_choices_of_a_group_are_found_and_listed(own):
     assert own.load("kfac=strong").kfac.damping == 0.5
     assert "strong" in own.refused("kfac=weak")
     assert "mine" in own.refused("experiment=mines")
-    assert "kfac=comm_opt" in compose.describe_options(own.path)
-    assert "strong" in compose.describe_options(own.path)
+    assert "kfac=comm_opt" in option_help.describe([], own.path)
+    assert "strong" in option_help.describe([], own.path)
 
 
 def test_a_run_does_not_remember_the_folder_of_the_one_before(own):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
 from kfac_bench import config
-from kfac_bench.config import KFACConfig, TrainConfig, compose, registry, roles
+from kfac_bench.config import KFACConfig, TrainConfig, compose, option_help, registry, roles
 from kfac_bench.config.options import Role
 from kfac_bench.core import KFAC, validation
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
@@ -21,6 +21,7 @@ from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.kernels import conventions
 from kfac_bench.core.layers import coverage
+from kfac_bench.errors import UsageError
 from kfac_bench.training import build, update
 from tests.support.configs import DEFAULT, GROUPS
 
@@ -141,15 +142,64 @@ def test_an_unknown_option_is_part_of_the_result():
 
 
 def test_help_lists_every_option_and_choice():
-    text = compose.describe_options()
+    text = option_help.describe([])
+    unbroken = " ".join(text.split())
     for name, _, meta in config.options(DEFAULT):
         assert f"  {name}=" in text
-        assert meta["help"] in text
+        assert meta["help"].replace("|", "| ") in unbroken.replace("|", "| ")
     unwrapped = "".join(line.strip() for line in text.splitlines())
     for group in GROUPS:
         assert f"{group}={'|'.join(compose.options_of(group))}" in unwrapped
     assert "kfac.update_freq=100" in text
     assert "at least 1" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_of_one_option_says_default_type_and_range():
+    text = option_help.describe(["kfac.damping"])
+    meaning = next(f for f in fields(KFACConfig) if f.name == "damping").metadata["help"]
+    assert meaning in " ".join(text.split())
+    for line in ("default: null", "type:    number or null", "allowed: above 0"):
+        assert f"  {line}" in text.splitlines()
+
+
+def test_help_of_an_option_says_the_defaults_of_each_choice():
+    lines = option_help.describe(["optimizer.beta2"]).splitlines()
+    assert not [line for line in lines if "sgd" in line]
+    for choice in ("adam", "kl_soap"):
+        value = option_help.of_choice("optimizer", choice)
+        (beta2,) = (o.default for o in value if o.name == "optimizer.beta2")
+        assert any(str(beta2) in line and choice in line for line in lines), choice
+
+
+def test_help_of_a_group_and_of_a_choice():
+    group = option_help.describe(["optimizer"])
+    assert group.startswith("  optimizer=adam|adamw|")
+    assert "optimizer.beta2=" in group
+    assert "kfac." not in group
+    choice = option_help.describe(["optimizer=sgd"])
+    assert choice.startswith("optimizer=sgd: ")
+    assert "optimizer.beta2" not in choice
+    assert "lgg/unet" in option_help.describe(["experiment"])
+    assert "model.hidden=" in option_help.describe(["model=autoencoder"])
+    two = option_help.describe(["trainer", "seed"])
+    assert "trainer.batch_size=256" in two
+    assert "seed\n" in two
+
+
+def test_default_values_in_the_help_are_those_of_a_run():
+    shown = {name: found[0][1].default for name, found in option_help.every_option().items()}
+    run = {name: value for name, value, _ in config.options(DEFAULT)}
+    assert {name: shown[name] for name in run} == run
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("kfac.dampin", "kfac.damping"), ("optimiser", "optimizer"), ("model=unets", "unet")],
+)
+def test_help_of_an_unknown_word_is_one_line(word, meant):
+    with pytest.raises(UsageError, match=rf"^--help {word}: no such .*did you mean {meant}\?$"):
+        option_help.describe([word])
 
 
 def round_trip(found):

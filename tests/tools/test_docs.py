@@ -13,7 +13,7 @@ import yaml
 
 from kfac_bench.cli.bench_command import build_parser as bench_parser
 from kfac_bench.cli.data_command import build_parser as data_parser
-from kfac_bench.config import compose
+from kfac_bench.config import compose, option_help
 from scripts import docs_site
 from tests.support import ROOT
 from tests.support.configs import quick_load
@@ -148,7 +148,7 @@ def test_words_that_are_hard_to_understand():
     """These are no words for readers with another first language."""
     hard = re.compile(r"\b(anew|mends?|told of|is none|stands? to)\b", re.IGNORECASE)
     texts = PAGES | FRONT | MADE | {"make help": (ROOT / "Makefile").read_text()}
-    texts["kfac-train --help"] = compose.describe_options()
+    texts["kfac-train --help"] = option_help.describe([])
     for page, text in texts.items():
         found = hard.search(text)
         assert not found, f"{page}: {text[max(0, found.start() - 40) : found.end() + 40]}"
