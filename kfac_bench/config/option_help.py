@@ -152,9 +152,8 @@ def _of_group(
 ) -> list[str]:
     lines = [] if group == "trainer" else _choices(group, config_dir)
     if group == EXPERIMENT:
-        return [*lines, "", "An experiment sets options of all groups. Print its options with:"] + [
-            "  kfac-train experiment=NAME --cfg job"
-        ]
+        print_options = "  kfac-train experiment=NAME --cfg job"
+        return [*lines, "An experiment sets options of all groups. Print them with:", print_options]
     lines.append("options:")
     for name, found in known.items():
         if name.startswith(f"{group}."):

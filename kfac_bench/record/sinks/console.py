@@ -40,9 +40,7 @@ class ConsoleSink:
     """The view of the run on ``stream``, by default standard output.
 
     A terminal shows a progress bar. Elsewhere training gets at most one line per ``interval_s``
-    seconds of wall time. An evaluation gets a line if it is the first, if it improves ``metric``,
-    or if the last such line is ``interval_s`` seconds ago. Checkpoints are shown only if
-    ``verbose``.
+    seconds of wall time. Each evaluation gets a line. Checkpoints are shown only if ``verbose``.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class ConsoleSink:
         self._stream = stream if stream is not None else sys.stdout
         self._encoding = self._stream.encoding or "utf-8"
         self._trained_lines = _Interval(interval_s)
-        self._evaluated_lines = _Interval(interval_s)
         self._best: float | None = None
         self._latest: float | None = None
         self._first: Trained | None = None
@@ -135,12 +132,15 @@ class ConsoleSink:
         self._first = self._first or event
         self._last = event
         # The most important parts come first, because a narrow terminal cuts off the end.
-        parts = [f"loss {event.loss:.4g}"]
+        place = [f"epoch {event.epoch:.2f}"]
+        if self._total_steps and event.step:
+            total_epochs = event.epoch / event.step * self._total_steps
+            place = [f"epoch {event.epoch:.1f}/{total_epochs:.3g}"]
+            left_s = (self._total_steps - event.step) * self._step_s(event)
+            place.append(f"{_duration(max(left_s, 0.0))} left")
+        parts = [*place, f"loss {event.loss:.4g}"]
         if self._latest is not None:
             parts.append(f"{self._metric} {self._latest:.4g}")
-        if self._total_steps and event.step:
-            left_s = (self._total_steps - event.step) * self._step_s(event)
-            parts.append(f"eta {_duration(max(left_s, 0.0))}")
         share = event.data_wait_share
         waiting = "" if share is None else f" ({share:.0%} waiting for data)"
         parts += [
@@ -154,7 +154,7 @@ class ConsoleSink:
             progress.note_line()
         elif self._trained_lines.is_due():
             total = f"/{self._total_steps}" if self._total_steps else ""
-            self.say("  ".join([f"step {event.step}{total}", f"epoch {event.epoch:.2f}", *parts]))
+            self.say("  ".join([f"step {event.step}{total}", *parts]))
 
     def _step_s(self, event: Trained) -> float:
         """Return the mean seconds of a step since the first event, if there is an earlier one.
@@ -176,15 +176,17 @@ class ConsoleSink:
         self._latest = value
         if self._bar is not None and self._last is not None:
             self._trained(self._last)  # redraw, because the bar shows the metric too
-        if self._evaluated_lines.is_due(always=improved):
-            names = sorted(event.metrics, key=lambda name: (name != self._metric, name))
-            values = "  ".join(f"{name} {event.metrics[name]:.4g}" for name in names)
-            if event.left_out:
-                values += f"  left out {event.left_out}"
-            self.say(
-                f"step {event.step}  epoch {event.epoch:.2f}  validation: {values}  "
-                f"train {_duration(event.train_s)}"
-            )
+        values = {name: f"{name} {event.metrics[name]:.4g}" for name in sorted(event.metrics)}
+        parts = [values.pop(self._metric)] if self._metric in values else []
+        if not improved and self._best is not None:
+            parts.append(f"(best {self._best:.4g})")
+        parts += values.values()
+        if event.left_out:
+            parts.append(f"left out {event.left_out}")
+        self.say(
+            f"step {event.step}  epoch {event.epoch:.2f}  validation: {'  '.join(parts)}  "
+            f"train {_duration(event.train_s)}"
+        )
 
     def _print(self, line: str) -> None:
         progress.note_line()
@@ -209,7 +211,7 @@ class _Bar:
     def __init__(self, stream: TextIO, total_steps: int | None) -> None:
         self._console = Console(file=stream, force_terminal=True, highlight=False)
         self._progress = Progress(
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=8),
             TextColumn("{task.fields[steps]}", markup=False),
             TextColumn(
                 "{task.fields[status]}",
@@ -235,7 +237,9 @@ class _Bar:
             atexit.register(self.stop)  # in case the training fails before close()
             # rich hides the cursor, and a process that is killed could not show it again.
             self._console.show_cursor(True)
-        steps = str(step) if self._total is None else f"{step}/{self._total}"
+        steps = str(step)
+        if self._total is not None:
+            steps = f"{step / max(self._total, 1):4.0%} {step}/{self._total}"
         self._progress.update(self._task, completed=step, steps=steps, status=status)
         if self._redraws.is_due() or step == self._total:
             self._progress.refresh()
@@ -257,10 +261,10 @@ class _Interval:
         self._seconds = seconds
         self._last: float | None = None
 
-    def is_due(self, *, always: bool = False) -> bool:
-        """Return whether the interval has passed or ``always``; if so, start a new interval."""
+    def is_due(self) -> bool:
+        """Return whether the interval has passed; if so, start a new interval."""
         now = time.monotonic()
-        due = always or self._last is None or now - self._last >= self._seconds
+        due = self._last is None or now - self._last >= self._seconds
         if due:
             self._last = now
         return due

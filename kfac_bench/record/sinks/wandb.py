@@ -36,6 +36,7 @@ INIT_S = 30.0
 FINISH_S = 30.0
 QUEUED_EVENTS = 1000
 ID_LENGTH = 64
+NO_KEY = "no API key is configured, see `wandb login`"
 ModeName = Literal["online", "offline", "disabled"]
 _MODES: dict[str, ModeName] = {
     "online": "online",
@@ -74,7 +75,7 @@ def decide_mode(requested: str = "auto") -> Mode:
         if settings.mode != "online":
             return Mode(_MODES.get(settings.mode, "offline"), "set in wandb's settings file")
         if not _has_key(settings):
-            return Mode("offline", "no API key is configured, see `wandb login`")
+            return Mode("offline", NO_KEY)
         https = settings.base_url.startswith("https:")
         proxy = settings.https_proxy if https else settings.http_proxy
         host, port = first_hop(settings.base_url, proxy)
@@ -104,7 +105,7 @@ class WandbSink:
     """The view in W&B; its files are in ``<run_directory>/wandb``.
 
     ``metric`` is the main validation metric, whose best value W&B keeps in the run's summary.
-    ``hint`` is one line that says where the run is, how to look at it and how to upload it. ``say``
+    ``hint`` is one line that says where the run is or how to upload it. ``say``
     prints that line at the start and at most one line about a failure, always on the thread that
     calls the sink. A training cannot wait for W&B, but an upload can: with ``patience_s`` the sink
     waits that long, so that nothing is lost if W&B is slow.
@@ -251,10 +252,15 @@ class WandbSink:
     def _hint(self) -> str:
         if self._run is None:
             return f"W&B is off ({self.reason})"
-        look = f"wandb leet {shlex.quote(str(self._run.settings.sync_dir))}"
         if self.mode == "online":
-            return f"W&B: {self._run.url} (also: {look})"
-        return f"W&B is offline ({self.reason}); look: {look}; upload: {self._upload}"
+            return f"W&B: {self._run.url}"
+        # One line of 80 columns has no room for the path of a run, so the command takes all runs.
+        folder = self._directory.parent
+        if folder.is_relative_to(Path.cwd()):
+            folder = folder.relative_to(Path.cwd())
+        reason = "no API key" if self.reason == NO_KEY else self.reason
+        command = f"kfac-bench wandb upload {shlex.quote(str(folder))}"
+        return f"W&B is offline ({reason}); to upload all runs: {command}"
 
     @property
     def _upload(self) -> str:

@@ -76,8 +76,7 @@ def test_terminal_shows_a_bar_with_lines_above():
     output, status = on_terminal(RUN + "    sink.close()\n    print('after')")
     assert status == 0
     text = plain(output)
-    assert "40/40" in text
-    assert "loss 0.025  acc[red] 1  eta 0.0 s  123 ex/s  lr 0.1  train 1:20" in text
+    assert "100% 40/40 epoch 4.0/4  0.0 s left  loss 0.025  acc[red] 1  123 ex/s" in text
     for line in (
         "decomposing 108 factors, largest 4608",
         "step 10  epoch 1.00  validation: acc[red] 0.25  loss 1  train 20.0 s",
@@ -113,8 +112,27 @@ def test_bar_stays_on_one_line_of_a_narrow_terminal():
     bars = [line for line in re.split(r"[\r\n]+", plain(output)) if "/40 " in line]
     assert bars
     assert all(len(line) <= 50 for line in bars)
-    assert "loss 0.025" in bars[-1]
+    assert "100% 40/40 epoch 4.0/4  0.0 s left" in bars[-1]
     assert "lr 0.1" not in plain(output)  # cut off, not wrapped to a second line
+
+
+def test_a_long_run_fits_a_terminal_of_80_columns():
+    script = """
+        import sys
+        from kfac_bench.record.events import Evaluated, Trained
+        from kfac_bench.record.sinks.console import ConsoleSink
+        sink = ConsoleSink(metric="accuracy", higher_is_better=True, total_steps=450000)
+        sink.write(Evaluated(0, 0.0, 0.0, {"accuracy": 0.7123}))
+        for step in (10, 123450):
+            sink.write(Trained(step, 0.5 * step, step / 5000, 0.01234, 0.1, 51234.5))
+        sink.close()
+    """
+    output, status = on_terminal(script, columns=80)
+    assert status == 0
+    bar = [line for line in re.split(r"[\r\n]+", plain(output)) if "/450000" in line][-1]
+    assert len(bar) <= 80
+    for part in (" 27%", "epoch 24.7/90", "45:21:15 left", "loss 0.01234"):
+        assert part in bar
 
 
 def test_terminal_without_utf8():
@@ -128,8 +146,8 @@ def test_pipe_gets_few_plain_lines():
     lines = in_pipe(RUN + "    sink.close()")
     assert not any("\x1b" in line for line in lines)
     trained = [line for line in lines if "  lr " in line]
-    assert trained == ["step 1/40  epoch 0.10  loss 1  eta 1:18  123 ex/s  lr 0.1  train 2.0 s"]
-    assert len([line for line in lines if "validation" in line]) == 4  # each improves
+    assert trained == ["step 1/40  epoch 0.1/4  1:18 left  loss 1  123 ex/s  lr 0.1  train 2.0 s"]
+    assert len([line for line in lines if "validation" in line]) == 4
     assert lines[-2:] == [
         "target reached: acc[red] 1 >= 0.9 at step 40 after 1:20 of training",
         "reached at step 40 after 1:20 of training, acc[red] 1",
@@ -162,7 +180,7 @@ def test_the_time_left_does_not_count_the_steps_before_the_first_line():
     )
     for step, train_s in ((10, 80.0), (20, 100.0)):
         sink.write(Trained(step, train_s, 1.0, 1.0, 0.1, 1.0))
-    assert re.findall(r"eta (\S+)", stream.text) == ["12:00", "2:40"]
+    assert re.findall(r"(\S+) left", stream.text) == ["12:00", "2:40"]
 
 
 class Stream:
@@ -184,19 +202,17 @@ class Stream:
 
 
 @pytest.mark.parametrize(
-    ("higher_is_better", "shown"), [(True, [1.0, 2.0, 3.0]), (False, [1.0, 0.5, 3.0])]
+    ("higher_is_better", "best"),
+    [(True, ["", "1", "1", "", "2"]), (False, ["", "", "0.5", "0.5", "0.5"])],
 )
-def test_evaluations_first_improvements_and_now_and_then(monkeypatch, higher_is_better, shown):
-    now = 0.0
-    monkeypatch.setattr("kfac_bench.record.sinks.console.time.monotonic", lambda: now)
+def test_each_evaluation_is_shown_and_beside_a_worse_value_the_best(higher_is_better, best):
     stream = Stream()
     sink = ConsoleSink(metric="m", higher_is_better=higher_is_better, stream=stream)
-    for value in (1.0, 0.5, 0.5, 2.0, 1.0):
-        now += 1.0
-        sink.write(Evaluated(1, 1.0, 1.0, {"m": value}))
-    now += 6.0
-    sink.write(Evaluated(1, 1.0, 1.0, {"m": 3.0}))
-    assert [float(v) for v in re.findall(r"validation: m (\S+)", stream.text)] == shown
+    values = (1.0, 0.5, 0.5, 2.0, 1.0)
+    for value in values:
+        sink.write(Evaluated(1, 1.0, 1.0, {"a": 7.0, "m": value}))
+    shown = re.findall(r"validation: m (\S+)(?:  \(best (\S+)\))?  a 7 ", stream.text)
+    assert [(float(value), text) for value, text in shown] == [*zip(values, best, strict=True)]
 
 
 def test_training_lines_are_rate_limited(monkeypatch):

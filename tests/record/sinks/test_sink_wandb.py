@@ -104,10 +104,8 @@ def test_run_is_written_and_read_back(tmp_path, capfd):
     assert summary["summary"]["train/loss"] == {"last": 1 / 3, "min": 1 / 3}
     assert summary["summary"]["target/time_to_target_s"] == 1.5
 
-    (directory,) = tmp_path.glob("wandb/offline-run-*")
     assert said == [sink.hint]
-    assert f"wandb leet {directory}" in sink.hint
-    assert f"wandb sync {tmp_path / 'wandb'}" in sink.hint
+    assert sink.hint.endswith(f"kfac-bench wandb upload {tmp_path.parent}")
     assert capfd.readouterr() == ("", "")
 
 
@@ -264,11 +262,17 @@ def test_the_proxy_is_what_must_be_reachable(monkeypatch, server_url):
     assert decide_mode().mode == "offline"
 
 
-def test_no_key_means_offline(monkeypatch, server_url):
+def test_no_key_means_offline_in_one_line_of_80_columns(monkeypatch, server_url, tmp_path):
     monkeypatch.setenv("WANDB_BASE_URL", server_url)
     mode, reason = decide_mode()
     assert mode == "offline"
     assert "no API key" in reason
+    monkeypatch.chdir(tmp_path)
+    sink = new_sink(tmp_path / "runs" / ("digits-resnet8-" + "x" * 40), mode="auto")
+    sink.close()
+    assert sink.hint.startswith("W&B is offline (no API key); ")
+    assert sink.hint.endswith(": kfac-bench wandb upload runs")
+    assert len(sink.hint) <= 80
 
 
 @pytest.mark.parametrize(
