@@ -28,7 +28,8 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (two ranks)
 
   --cfg job          print the configuration and stop
-  dry_run=true       print memory, messages and FLOPs of the run and stop
+  dry_run=true       print what K-FAC adds in FLOPs and memory, with the parts, and stop
+  --layers           with dry_run=true: list each layer, also the layers without K-FAC
   --config-dir DIR   read more configuration files, laid out as in conf/: DIR/experiment/NAME.yaml
   --multirun, -m     run each of seed=0,1,2 ... one after the other (Hydra)
   --help             print this text, all groups and all options
@@ -46,6 +47,7 @@ def train(arguments: list[str]) -> int:
     parser.add_argument("--cfg", "-c", choices=("job",))
     parser.add_argument("--config-dir", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--layers", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
     from kfac_bench.config import compose, option_help, problem_file
@@ -58,9 +60,13 @@ def train(arguments: list[str]) -> int:
     problem_file.run_named(options.overrides)
     if options.multirun and options.cfg:
         raise UsageError("--cfg prints one configuration: use it without --multirun")
+    if options.multirun and options.layers:
+        raise UsageError("--layers lists the layers of one dry run: use it without --multirun")
     if options.multirun:
         return sweep.run(options.overrides, options.config_dir, train_one)
     config = compose.load(options.overrides, options.config_dir)
+    if options.layers and not config.dry_run:
+        raise UsageError("--layers lists the layers of a dry run: add dry_run=true")
     if options.cfg:
         say(compose.shown(config), end="")
         return 0
@@ -68,7 +74,7 @@ def train(arguments: list[str]) -> int:
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
-    return train_one(config)
+    return train_one(config, by_layer=options.layers)
 
 
 def _say_what_data(config: "TrainConfig") -> None:
@@ -80,21 +86,26 @@ def _say_what_data(config: "TrainConfig") -> None:
         )
 
 
-def train_one(config: "TrainConfig") -> int:
-    """Train, or print what training would cost, and return the exit code."""
+def train_one(config: "TrainConfig", *, by_layer: bool = False) -> int:
+    """Train, or print what training would cost, and return the exit code.
+
+    Args:
+        config: The configuration.
+        by_layer: List the layers in a dry run.
+    """
     # The other ranks do the same at the same time.
     is_main = slurm_rank.from_launcher("RANK", "0") == "0"
     is_main_thread = threading.current_thread() is threading.main_thread()
     with progress.showing() if is_main and is_main_thread else nullcontext():
-        return _train_one(config)
+        return _train_one(config, by_layer)
 
 
-def _train_one(config: "TrainConfig") -> int:
+def _train_one(config: "TrainConfig", by_layer: bool) -> int:
     if config.dry_run:
         from kfac_bench.simulate import plan_report
         from kfac_bench.training import dry_run
 
-        say(plan_report.describe(dry_run.trace(config), by_layer=True))
+        say(plan_report.describe(dry_run.trace(config), by_layer=by_layer))
         return 0
     with progress.task("loading PyTorch"):
         from kfac_bench.training import run

@@ -138,11 +138,16 @@ def to_json(run: DryRun) -> str:
 
 
 def describe(run: DryRun, *, by_layer: bool = False) -> str:
-    """Return the text to print. ``by_layer`` lists each layer, also those without K-FAC."""
+    """Return the text to print: what K-FAC adds comes first, then what this follows from.
+
+    ``by_layer`` lists each layer at the end, also those without K-FAC.
+    """
     config, report = run.config, run.report
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     ranks = f" over {run.world_size} ranks" if run.world_size > 1 else ""
     lines = [
+        "K-FAC: off (kfac=none)" if report is None else _verdict(run),
+        "",
         f"run {run_id(config)}: {config.model.name} on {config.data.name} {list(run.shape)}, "
         f"task {config.task.name}, optimizer {config.optimizer.name}, batch {batch}{ranks}"
         f"{f' in {parts} parts' if parts > 1 else ''}, {config.trainer.precision}",
@@ -150,19 +155,19 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
         f"forward and backward: {_flop(run.step_flops)} per step{' and rank' if ranks else ''}",
     ]
     if report is None:
-        return "\n".join([*lines, "K-FAC: off (kfac=none)"])
+        return "\n".join(lines)
     workers = len(report.plan.placements[0].grad_workers)
     lines += [
-        report.coverage(by_layer=by_layer),
+        report.coverage(by_layer=False),
         f"strategy {report.plan.strategy}, method {report.plan.method}, "
         f"{run.world_size} rank(s), {workers} gradient worker(s) per layer, "
         f"factors in {config.kfac.state_dtype}",
         *config.kfac.changes(),
         "",
         *_table(run),
-        "",
-        _verdict(run),
     ]
+    if by_layer:
+        lines += ["", *report.coverage().splitlines()]
     return "\n".join(lines)
 
 

@@ -159,6 +159,7 @@ def test_a_closed_pipe_is_no_error(command, script, arguments):
         (["kfac.update_freq=-3"], "must be at least 1"),
         (["model=resnet51"], "choose one of autoencoder"),
         (["--cfg", "all"], "--cfg"),
+        (["--layers"], "add dry_run=true"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--config-dir", "/nowhere"], "/nowhere: no such folder"),
     ],
@@ -258,7 +259,7 @@ def test_only_rank_0_prints_an_error(monkeypatch, capsys):
     ],
 )
 def test_a_command_without_data_says_what_it_trains_on(overrides, is_said, monkeypatch, capsys):
-    monkeypatch.setattr(train_command, "train_one", lambda config: 0)
+    monkeypatch.setattr(train_command, "train_one", lambda config, by_layer: 0)
     assert train_command.train(overrides) == 0
     said = capsys.readouterr().out
     assert said.startswith("The command names no data") == is_said
@@ -279,10 +280,12 @@ def test_a_dry_run_prints_the_cost_of_the_papers_model(command, tmp_path):
         "kfac.update_freq=500",
         "trainer.batch_size=32",
         "dry_run=true",
+        "--layers",
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(tmp_path.iterdir()) == [], "a dry run leaves nothing behind"
     text = done.stdout
+    assert text.startswith("K-FAC adds ")
     assert "imagefolder [3, 224, 224]" in text
     assert "parameters 25,557,032 (102.23 MB in fp32)" in text
     assert "K-FAC covers 54 layers" in text  # 53 convolutions and the last layer
@@ -354,7 +357,7 @@ def test_a_dry_run_works_for_every_model(model, options):
 
 def test_a_dry_run_works_without_kfac():
     text = dry_run_of("kfac=none", "kfac.fisher=mc")
-    assert text.endswith("K-FAC: off (kfac=none)")
+    assert text.startswith("K-FAC: off (kfac=none)\n")
     assert "forward and backward" in text
 
 
@@ -364,6 +367,8 @@ A, G = (65, 5), (4, 64)  # 64-4-64, and a bias each
 
 def test_a_dry_run_derives_flops_from_the_layer_shapes():
     text = dry_run_of(*AUTOENCODER)
+    assert text.startswith("K-FAC adds ")
+    assert "A 65, G 4" not in text, "only --layers lists the layers"
     squares = sum(n * n for n in (*A, *G))
     assert flop_of(text, "factors") == (pytest.approx(2 * 32 * squares, rel=0.01), 10)
     cubes = sum(n**3 for n in (*A, *G))
