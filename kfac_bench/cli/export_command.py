@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser
+from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
 
@@ -21,6 +22,8 @@ def add_export(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
+    if not options.run.exists():  # before the import of torch
+        raise UsageError(f"{options.run} does not exist; give a run directory or a checkpoint")
     from kfac_bench.training import export
 
     for line in export.export(options.run, options.out, best=options.best):

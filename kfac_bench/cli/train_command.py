@@ -107,6 +107,10 @@ def _train_one(config: "TrainConfig", by_layer: bool) -> int:
 
         say(plan_report.describe(dry_run.trace(config), by_layer=by_layer))
         return 0
+    from kfac_bench.training import early_answer
+
+    if early_answer.answer(config):
+        return 0
     with progress.task("loading PyTorch"):
         from kfac_bench.training import run
 

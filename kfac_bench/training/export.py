@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kfac_bench.errors import UsageError
@@ -30,10 +31,8 @@ def export(run: Path, out: Path | None = None, *, best: bool = False) -> list[st
         Lines for the user: damaged checkpoints that were passed over, and what the file holds.
 
     Raises:
-        UsageError: If the run or a good checkpoint is missing, or the file cannot be written.
+        UsageError: If a good checkpoint is missing, or the file cannot be written.
     """
-    if not run.exists():
-        raise UsageError(f"{run} does not exist; give a run directory or a checkpoint")
     saved, bad = checkpoint.find_best(run) if best else checkpoint.find(run)
     if saved is None:
         what = "checkpoint of evaluated weights" if best else "checkpoint"
@@ -63,12 +62,6 @@ def _about(run: Path, saved: Checkpoint) -> dict[str, str]:
 
 
 def _write(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UsageError(
-            "kfac-bench export needs safetensors: pip install 'kfac-bench[language]'"
-        ) from None
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(dict(weights), partial, metadata=dict(metadata))

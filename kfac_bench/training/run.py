@@ -23,12 +23,18 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import OneRankError, UsageError, WorkerLostError
-from kfac_bench.output import say
 from kfac_bench.record.event_log import EventLog, JsonlSink, Sink
 from kfac_bench.record.events import DataChanged, RunEnded, RunStarted, TargetReached, read
 from kfac_bench.record.progress import progress
 from kfac_bench.record.sinks.console import ConsoleSink
-from kfac_bench.training import build, checkpoint, environment, same_data, weights
+from kfac_bench.training import (
+    build,
+    checkpoint,
+    early_answer,
+    environment,
+    same_data,
+    weights,
+)
 from kfac_bench.training.blueprint import Blueprint
 from kfac_bench.training.checkpoint import Checkpoint
 from kfac_bench.training.course import Course
@@ -202,10 +208,7 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     time_is_up = limit is not None and ended.train_s >= limit
     if not (at_target or time_is_up) and ended.step < trainer.course.max_steps:
         return None
-    say(
-        f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "
-        "set seed=N or run_id=NAME, or delete the directory"
-    )
+    early_answer.say_complete(directory, ended)
     return ended.status
 
 

@@ -85,12 +85,9 @@ def _read(path: Path) -> tuple[str, Mapping[str, Tensor]]:
 
 
 def _safetensors(file: Path) -> Mapping[str, Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise UsageError(
-            f"{file}: reading it needs safetensors: pip install 'kfac-bench[language]'"
-        ) from None
+    # Imported here, because most runs start from no weights.
+    from safetensors.torch import load_file
+
     try:
         tensors: Mapping[str, Tensor] = load_file(file)
     except Exception as error:

@@ -58,6 +58,25 @@ def test_verify_names_each_damaged_image(capsys, tmp_path):
     assert lines[-1] == "imagefolder: 2 images in train, 2 images in val; 2 faults"
 
 
+def test_verify_has_the_exit_codes_that_its_help_names(capsys, tmp_path):
+    code, said, _ = run(capsys, "verify", "--help")
+    assert code == 0
+    for meaning in ("0 no faults", "1 some files are damaged or missing", "2 nothing can be used"):
+        assert meaning in " ".join(said.split())
+    images = [tmp_path / split / "class" / "a.JPEG" for split in ("train", "val")]
+    for image in images:
+        image.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(image)
+    assert run(capsys, "verify", tmp_path)[0] == 0
+    more = images[0].with_name("b.JPEG")
+    more.write_text("no image")
+    assert run(capsys, "verify", tmp_path)[0] == 1
+    for image in images:
+        image.write_text("no image")
+    code, _, line = run(capsys, "verify", tmp_path)
+    assert (code, len(line.splitlines())) == (2, 1)
+
+
 def test_verify_reads_the_lgg_demo(capsys, tmp_path):
     assert run(capsys, "make-demo", "lgg", tmp_path)[0] == 0
     code, out, _ = run(capsys, "verify", tmp_path)

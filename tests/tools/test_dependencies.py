@@ -13,10 +13,10 @@ BUILT_BY_SCRIPT = {"horovod", "apex"}
 """Installed by `make install-horovod`, or by the user on a GPU machine."""
 
 
-def imported():
-    """Return the top-level packages that a file of kfac_bench imports, with one of the files."""
+def imported(folder="kfac_bench"):
+    """Return the top-level packages that a file of the folder imports, with one of the files."""
     packages = {}
-    for path in (ROOT / "kfac_bench").rglob("*.py"):
+    for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
@@ -27,11 +27,12 @@ def imported():
     return packages
 
 
-def declared():
-    """Return the names of all dependencies and extras, normalized."""
-    extras = PROJECT["optional-dependencies"]
+def declared(*, extras=True):
+    """Return the names of all dependencies, with those of extras if wanted, normalized."""
     requirements = [*PROJECT["dependencies"]]
-    requirements += [r for extra, listed in extras.items() if extra != "dev" for r in listed]
+    if extras:
+        optional = PROJECT["optional-dependencies"]
+        requirements += [r for extra, listed in optional.items() if extra != "dev" for r in listed]
     return {re.match(r"[\w.-]+", r)[0].lower().replace("_", "-") for r in requirements}
 
 
@@ -42,6 +43,15 @@ def test_every_imported_package_is_declared():
             continue
         names = {name.lower().replace("_", "-") for name in distributions[package]}
         assert names & declared(), f"{path.relative_to(ROOT)} imports {package}: declare {names}"
+
+
+def test_training_and_export_need_only_the_base_install():
+    distributions, base = packages_distributions(), declared(extras=False)
+    packages = imported("kfac_bench/training")
+    assert "safetensors" in packages
+    for package in packages.keys() - sys.stdlib_module_names - {"kfac_bench"}:
+        names = {name.lower().replace("_", "-") for name in distributions[package]}
+        assert names & base, f"{packages[package].relative_to(ROOT)} imports {package}"
 
 
 def test_the_development_extra_repeats_no_other_extra():

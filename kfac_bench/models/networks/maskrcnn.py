@@ -134,10 +134,6 @@ def _load(body: nn.Module, path: Path) -> None:
         if not isinstance(state, Mapping):
             raise ValueError("it holds no state dict")
         body.load_state_dict({k: v for k, v in state.items() if not k.startswith("fc.")})
-    except ImportError:
-        raise UsageError(
-            f"model.backbone_weights={path}: .safetensors needs pip install safetensors"
-        ) from None
     except OSError as error:
         raise UsageError(
             f"model.backbone_weights={path}: cannot be read ({error.strerror or error})"
