@@ -14,6 +14,7 @@ from kfac_bench.cli.export_command import add_export
 from kfac_bench.cli.profile_command import add_profile
 from kfac_bench.cli.runs_command import add_runs
 from kfac_bench.cli.scaling_command import add_scaling
+from kfac_bench.cli.slurm_command import add_slurm
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
 from kfac_bench.cli.try_command import add_try
 
@@ -45,6 +46,7 @@ def build_parser() -> Parser:
         add_scaling,
         add_export,
         add_runs,
+        add_slurm,
         add_dashboard,
         add_wandb,
     ):
