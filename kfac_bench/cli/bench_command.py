@@ -7,6 +7,7 @@ that runs the subcommand.
 from __future__ import annotations
 
 from kfac_bench.cli.compare_command import add_compare
+from kfac_bench.cli.completion_command import add_completion
 from kfac_bench.cli.contest_command import add_contest, add_self_tune, add_tune
 from kfac_bench.cli.dashboard_command import add_dashboard, add_wandb
 from kfac_bench.cli.entry import Parser
@@ -47,6 +48,7 @@ def build_parser() -> Parser:
         add_export,
         add_runs,
         add_slurm,
+        add_completion,
         add_dashboard,
         add_wandb,
     ):

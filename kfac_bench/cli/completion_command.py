@@ -1,0 +1,150 @@
+"""``kfac-bench completion``: the bash function that completes all commands, and what it asks.
+
+The function gives the line up to the cursor to ``kfac-bench completion --line``, which prints one
+candidate per line. Groups, choices and options come from the files and dataclasses themselves, so
+the function needs no update. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kfac_bench.cli.entry import Parser
+from kfac_bench.output import say
+
+if TYPE_CHECKING:
+    from kfac_bench.config.option_help import HelpedOption
+
+SCRIPT = """\
+# Completion of kfac-train, kfac-plan, kfac-bench and kfac-data in bash.
+_kfac_bench_complete() {
+  local line=${COMP_LINE:0:COMP_POINT} word
+  mapfile -t COMPREPLY < <(kfac-bench completion --line "$line" 2>/dev/null)
+  word=${line##* }
+  # bash takes "=" for the end of a word: drop what stands before it.
+  if [[ $word == *=* && $COMP_WORDBREAKS == *=* ]]; then
+    COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
+  fi
+  # No blank after a part of a word.
+  if [[ ${COMPREPLY[0]-} == *[=./] ]]; then compopt -o nospace 2>/dev/null; fi
+}
+complete -o default -F _kfac_bench_complete kfac-train kfac-plan kfac-bench kfac-data
+"""
+OWN_WORDS: Mapping[str, Sequence[str]] = {
+    "kfac-train": ("--cfg", "--config-dir", "--help", "--layers", "--multirun", "--version"),
+    "kfac-plan": ("--config-dir", "--help", "--layers", "--version", "out=", "world_size="),
+}
+"""The words of the commands whose parsers print no help of their own."""
+WITH_OVERRIDES = ("run", "report", "scaling")
+WITH_BENCHMARK = ("run", "report", "tune", "self-tune", "contest")
+
+
+def add_completion(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench completion``."""
+    command = commands.add_parser(
+        "completion",
+        help="print the completion for bash: kfac-bench completion >> ~/.bashrc",
+        description="Complete commands, groups, choices and options in bash. Install with: "
+        "kfac-bench completion >> ~/.bashrc",
+    )
+    # The bash function passes --line; users do not need it.
+    command.add_argument("--line", help=argparse.SUPPRESS)
+    command.set_defaults(run_command=_completion)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    if options.line is None:
+        say(SCRIPT, end="")
+    else:
+        for candidate in candidates(options.line):
+            say(candidate)
+    return 0
+
+
+def candidates(line: str) -> list[str]:
+    """Return what the last word of a command line may be completed to."""
+    *before, word = line.split(" ")
+    before = [part for part in before if part]
+    if not before:
+        return []
+    command = Path(before[0]).name
+    if command in OWN_WORDS:
+        words = [*OWN_WORDS[command], *_overrides(word)]
+        if command == "kfac-plan":
+            words += ["simulate"] * (len(before) == 1)
+        words += ["job"] * (before[-1] in ("--cfg", "-c"))
+    else:
+        words = _of_parser(command, before[1:], word)
+    return sorted({found for found in words if found.startswith(word)})
+
+
+def _of_parser(command: str, before: Sequence[str], word: str) -> list[str]:
+    """Return the subcommands of a command, or the words that a subcommand takes."""
+    # Imported here: kfac-bench's parser has this file's command too.
+    from kfac_bench.cli import bench_command, data_command
+
+    module = data_command if command == "kfac-data" else bench_command
+    parser: argparse.ArgumentParser = module.build_parser()
+    path: list[str] = []
+    for part in before:
+        inner = _subparsers(parser)
+        if part in inner:
+            parser = inner[part]
+            path.append(part)
+    words: list[str] = list(_subparsers(parser))
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS:
+            words += action.option_strings
+            words += [] if action.option_strings else [str(c) for c in action.choices or ()]
+    if command == "kfac-bench" and path:
+        words += _benchmarks() if path[0] in WITH_BENCHMARK and len(before) == 1 else []
+        words += _overrides(word) if path[0] in WITH_OVERRIDES else []
+    return words
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices
+    return {}
+
+
+def _benchmarks() -> list[str]:
+    from kfac_bench.config.conf_files import CONF_DIR
+
+    return ["all", *(path.stem for path in (CONF_DIR / "benchmark").glob("*.yaml"))]
+
+
+def _overrides(word: str) -> Iterable[str]:
+    """Return groups and options; after "=" their values, after a dot the options of the group."""
+    from kfac_bench.config import option_help, profiles
+    from kfac_bench.config.conf_files import options_of
+
+    groups = option_help.groups()
+    name, equals, _ = word.partition("=")
+    if equals and name in groups:
+        return [f"{name}={choice}" for choice in options_of(name)]
+    if equals and name == "profile":
+        return [f"profile={profile}" for profile in profiles.PROFILES]
+    if not equals and "." not in word:
+        single = [name for name in option_help.every_option() if "." not in name]
+        return [
+            *(f"{group}=" for group in (*groups, "profile", "problem", *single)),
+            *(f"{group}." for group in (*groups, "trainer") if group != option_help.EXPERIMENT),
+        ]
+    known = option_help.every_option()
+    if not equals:
+        return [f"{name}=" for name in known]
+    return [f"{name}={value}" for value in _values(known, name)]
+
+
+def _values(known: Mapping[str, Sequence[tuple[str, HelpedOption]]], name: str) -> Iterable[str]:
+    for _, option in known.get(name, ()):
+        yield from option.declared["choices"]
+        if isinstance(option.default, bool):
+            yield from ("true", "false")
+        if option.default is None:
+            yield "null"
