@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     )
     fetch.add_argument("dataset", choices=("fashion_mnist",))
     fetch.add_argument("--url", help="address of a folder with the files, instead of the authors'")
-    codes = "exit codes: 0 no faults, 1 some files are damaged or missing, 2 nothing can be used"
+    codes = "exit codes: 0 no faults, 1 damaged or missing files, 2 no dataset that can be read"
     verify = commands.add_parser("verify", help=f"read every file; {codes}", description=codes)
     prepare = commands.add_parser(
         "prepare", help="convert a published dataset to the form that is trained on"

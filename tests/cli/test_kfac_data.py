@@ -61,7 +61,7 @@ def test_verify_names_each_damaged_image(capsys, tmp_path):
 def test_verify_has_the_exit_codes_that_its_help_names(capsys, tmp_path):
     code, said, _ = run(capsys, "verify", "--help")
     assert code == 0
-    for meaning in ("0 no faults", "1 some files are damaged or missing", "2 nothing can be used"):
+    for meaning in ("0 no faults", "1 damaged or missing files", "2 no dataset that can be read"):
         assert meaning in " ".join(said.split())
     images = [tmp_path / split / "class" / "a.JPEG" for split in ("train", "val")]
     for image in images:
@@ -73,8 +73,10 @@ def test_verify_has_the_exit_codes_that_its_help_names(capsys, tmp_path):
     assert run(capsys, "verify", tmp_path)[0] == 1
     for image in images:
         image.write_text("no image")
-    code, _, line = run(capsys, "verify", tmp_path)
-    assert (code, len(line.splitlines())) == (2, 1)
+    assert run(capsys, "verify", tmp_path)[0] == 1
+    for nothing in (tmp_path / "typo", images[0].parent):
+        code, _, line = run(capsys, "verify", nothing)
+        assert (code, len(line.splitlines())) == (2, 1)
 
 
 def test_verify_reads_the_lgg_demo(capsys, tmp_path):
