@@ -207,8 +207,9 @@ def test_the_report_package_imports_no_torch(command):
 @pytest.mark.parametrize(
     ("overrides", "fragments"),
     [
-        (["data=imagefolder", "data.root=/nowhere"], ["/nowhere/train", "<class>/<image>.JPEG"]),
-        (["data=cifar10", "data.root=/nowhere"], ["/nowhere", "cifar-10"]),
+        (["data=imagefolder", "data.root=/var"], ["/var/train", "<class>/<image>.JPEG"]),
+        (["data=cifar10", "data.root=/var"], ["/var", "cifar-10"]),
+        (["data=cifar10", "data.root=/nowhere"], ["data.root=/nowhere: no such file or folder"]),
         (["data=cifar10"], ["data.root"]),
         (["trainer.batch_size=5000"], ["5000", "1347"]),
         (["model=autoencoder", "model.hidden=[0]"], ["positive"]),
