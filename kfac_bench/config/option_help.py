@@ -59,7 +59,9 @@ def of_choice(group: str, choice: str) -> list[HelpedOption]:
     """Return the options of one choice of a group, with the defaults of its file in conf/."""
     owner = _class_of(group, choice)
     file = CONF_DIR / group / f"{choice}.yaml"
-    values = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    values: dict[str, Any] = {}
+    if file.is_file():
+        values = yaml.safe_load(file.read_text()) or {}
     # The file of a model that also chooses its task and data has the model's options one deeper.
     values = values.get(group, values)
     return [
