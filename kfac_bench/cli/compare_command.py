@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser
 from kfac_bench.output import say
+from kfac_bench.record.runs import refuse_missing
 from kfac_bench.record.text_file import write_text
 
 
@@ -22,6 +23,7 @@ def add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bool) -> int:
     """Print the table of the runs, and write the page and the figure if they have a path."""
+    refuse_missing(runs)  # before the imports, which take a second
     from rich.console import Console
 
     from kfac_bench import report

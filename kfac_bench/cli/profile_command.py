@@ -8,6 +8,7 @@ from pathlib import Path
 from kfac_bench.cli.entry import Parser
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
+from kfac_bench.record.runs import refuse_missing
 from kfac_bench.record.text_file import write_text
 
 
@@ -22,6 +23,7 @@ def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
     """Print the tables of the runs as Markdown, and write the figure if it has a path."""
+    refuse_missing(runs)  # before the imports, which take a second
     from kfac_bench import report
     from kfac_bench.benchmark import performance_profile
 

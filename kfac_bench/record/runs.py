@@ -63,6 +63,13 @@ def was_computed(run: Run) -> bool:
     return "computed" in run.started.config
 
 
+def refuse_missing(paths: Iterable[Path]) -> None:
+    """Raise :class:`UsageError` for a path that does not exist. No file is read."""
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path}: no such run; give run directories or a folder of runs")
+
+
 def find(path: Path) -> list[Path]:
     """Return the event files at ``path``: an event file, a run directory or a folder of runs.
 
@@ -74,8 +81,7 @@ def find(path: Path) -> list[Path]:
         if not found:
             raise UsageError(f"{path}: no runs here (looked for {EVENTS_FILE} in all folders)")
         return found
-    if not path.exists():
-        raise UsageError(f"{path}: no such run; give run directories or a folder of runs")
+    refuse_missing([path])
     return [path / EVENTS_FILE if path.is_dir() else path]
 
 

@@ -16,12 +16,12 @@ from kfac_bench import cli
 try:
     getattr(cli, sys.argv[1])(sys.argv[2:])
 except SystemExit as stop:
-    print(stop.code, "torch" in sys.modules)
+    print(stop.code, bool({"torch", "numpy"} & {*sys.modules}))
 """
 
 
 def in_new_process(command, *arguments):
-    """Return what a command prints, and at the end its exit code and whether torch is there."""
+    """Return what a command prints, then its exit code, and whether torch or numpy is there."""
     words = [sys.executable, "-c", COMMAND, command, *map(str, arguments)]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
@@ -65,9 +65,15 @@ def test_a_path_that_does_not_exist_is_one_line(tmp_path, word):
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [("train", ["data=imagefolder", "data.root=/none/here"]), ("bench", ["export", "/none/here"])],
+    [
+        ("train", ["data=imagefolder", "data.root=/none/here"]),
+        ("bench", ["export", "/none/here"]),
+        ("bench", ["compare", "/none/here"]),
+        ("bench", ["profile", "/none/here"]),
+        ("data", ["verify", "/none/here"]),
+    ],
 )
-def test_a_wrong_path_is_refused_before_torch_is_imported(command, arguments):
+def test_a_wrong_path_is_refused_before_slow_imports(command, arguments):
     done = in_new_process(command, *arguments)
     assert done.stdout == "2 False\n"
     assert "/none/here" in done.stderr
