@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 def local_command(overrides: Sequence[str], ranks: int) -> list[str]:
     """Return the command that trains on so many ranks of this machine."""
-    several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    return [sys.executable, "-m", *(several if ranks > 1 else []), "kfac_bench", *overrides]
+    program = ["kfac_bench.benchmark.local_ranks", str(ranks)] if ranks > 1 else ["kfac_bench"]
+    return [sys.executable, "-m", *program, *overrides]
 
 
 def rank_command(overrides: Sequence[str]) -> list[str]:

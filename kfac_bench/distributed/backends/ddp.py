@@ -3,6 +3,7 @@
 torchrun or srun starts the ranks. Messages go through gloo on CPUs and through NCCL on GPUs.
 """
 
+import errno
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from kfac_bench.config import BackendConfig
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend, find_device
+from kfac_bench.distributed.backends import loopback
 from kfac_bench.distributed.ranks import Ranks, lost_rank
 from kfac_bench.errors import LostRanksError, OneRankError
 
@@ -92,7 +94,7 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
     timeout = timedelta(seconds=timeout_s)
     try:
         with _ending_after(timeout_s):
-            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store, rank, world_size = _meet(timeout)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=_of_this_start(store, rank, world_size, timeout_s),
@@ -103,11 +105,6 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
         )
         yield Ranks(device, TorchCollective())
     except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise OneRankError(
-                f"port {os.environ.get('MASTER_PORT')} is in use on this machine, so the ranks "
-                "cannot meet there. Set another MASTER_PORT, the same one for all ranks"
-            ) from None
         if line := lost_rank(error):
             raise LostRanksError(line) from error
         raise
@@ -116,6 +113,32 @@ def process_group(device: torch.device, timeout_s: float) -> Iterator[Ranks]:
         # exit, after its work is done.
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store in which the ranks find each other, this rank, and the number of ranks.
+
+    Raises:
+        OneRankError: The port of rank 0 is in use.
+    """
+    host = os.environ.get("MASTER_ADDR", "")
+    try:
+        # torchrun may have opened the store before, at all addresses.
+        if loopback.is_loopback(host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            loopback.confine()
+            port, rank, world_size = (
+                int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE")
+            )
+            return loopback.store(host, port, rank, world_size, timeout), rank, world_size
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        return store, rank, world_size
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
+            raise
+        raise OneRankError(
+            f"port {os.environ.get('MASTER_PORT')} is in use on this machine, so the ranks "
+            "cannot meet there. Set another MASTER_PORT, the same one for all ranks"
+        ) from None
 
 
 @contextmanager

@@ -87,14 +87,8 @@ def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
 def test_commands_start_the_right_number_of_ranks():
     one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").runs
     assert one.local_command[1:3] == ["-m", "kfac_bench"]
-    assert two.local_command[1:6] == [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-    ]
-    assert two.local_command[6:] == ["kfac_bench", *two.overrides]
+    assert two.local_command[1:4] == ["-m", "kfac_bench.benchmark.local_ranks", "2"]
+    assert two.local_command[4:] == [*two.overrides]
     assert two.rank_command[1:] == ["-m", "kfac_bench", *two.overrides]
 
 
