@@ -168,7 +168,8 @@ def _against_others(result: TryResult, winner: Finalist) -> list[str]:
 def _equal_time(result: TryResult) -> list[str]:
     """Return the metrics of AdamW and of its best rival after the same training seconds."""
     fastest, reference = _winner(result) or result.finalists[0], result.reference
-    at_s = fastest.times_s[0] if math.isfinite(fastest.times_s[0]) else reference.limit_s
+    # AdamW stops at its limit, and the winner of the tuning may have more time.
+    at_s = min(fastest.times_s[0], reference.limit_s)
     sign = 1 if result.higher_is_better else -1
     values = {f.name: [_at(run, at_s) for run in f.runs] for f in result.finalists}
     known = {n: [v for v in each if math.isfinite(v)] for n, each in values.items()}

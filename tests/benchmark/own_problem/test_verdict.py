@@ -112,6 +112,12 @@ def test_only_a_rival_reaches_the_target(rival, line):
     assert "Paste this" in said
 
 
+def test_the_metric_at_equal_time_is_not_after_the_limit_of_adamw():
+    missed = replace(ADAMW, runs=finalist("AdamW", [INF] * 5).runs)
+    said = text_of(finalist("SOAP", [110, 120, 130, 140, 150]), reference=missed)
+    assert "After 100 s of training" in said
+
+
 def test_a_miss_is_slower_only_than_its_limit():
     """AdamW had 100 s. Nobody knows whether it would have been slower than 120 s."""
     missed = replace(ADAMW, runs=finalist("AdamW", [INF] * 5).runs)
