@@ -106,11 +106,13 @@ def _too_small(
     minutes: float, measured: Measured, runs: int, least_s: float, limit_s: float
 ) -> str:
     steps = max(0, math.floor(limit_s / measured.step_s))
+    evaluations = max(0, math.floor(limit_s / _interval_s(0.0, measured)))
     needed_s = measured.spent_s + runs * (measured.start_s + least_s * (1 + EVALUATION_SHARE))
     # A little more, because the next measurement may be slower.
     enough = math.ceil(1.2 * needed_s / 60)
     return (
         f"--minutes {minutes:g} is too small to mean anything: a trial would have {steps} steps of "
-        f"AdamW (a step takes {measured.step_s:.3g} s, an evaluation {measured.eval_s:.3g} s). "
+        f"AdamW and {evaluations} evaluations, and it needs {LEAST_STEPS} and {LEAST_EVALUATIONS} "
+        f"(a step takes {measured.step_s:.3g} s, an evaluation {measured.eval_s:.3g} s). "
         f"--minutes {enough} would be enough"
     )

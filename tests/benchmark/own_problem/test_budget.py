@@ -47,3 +47,9 @@ def test_the_minutes_that_would_be_enough_are_enough(step_s, eval_s):
     assert budget_of(enough, measured, 7, 5).limit_s >= 50 * step_s
     with pytest.raises(UsageError):
         budget_of(enough / 3, measured, 7, 5)
+
+
+def test_the_line_says_that_evaluations_are_slow():
+    slow = Measured(step_s=0.01, eval_s=2, start_s=2, spent_s=20)
+    with pytest.raises(UsageError, match=r"have \d{4} steps of AdamW and 7 evaluations, and it"):
+        budget_of(20, slow, 7, 5)
