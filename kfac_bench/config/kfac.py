@@ -173,6 +173,13 @@ class KFACConfig(Section):
         RESULT,
         at_least=1,
     )
+    block_size: int | None = option(
+        None,
+        "divide larger factors into diagonal blocks of at most this number of rows, which ranks "
+        "decompose in parallel; null: never",
+        RESULT,
+        at_least=1,
+    )
 
     def check(self, config: Any) -> None:
         """See :meth:`Section.check`."""
@@ -225,6 +232,12 @@ class KFACConfig(Section):
             raise UsageError(
                 f"kfac.method=eigen_adam with optimizer={config.optimizer.name}: another optimizer "
                 "would apply a second momentum or a second scale; write optimizer=eigen_adam"
+            )
+        if self.block_size is not None:
+            raise UsageError(
+                f"kfac.block_size={self.block_size} does not fit kfac.method=eigen_adam, which "
+                "needs whole eigenvectors; write kfac.block_size=null, and limit factors by "
+                "kfac.max_dim"
             )
         unused = [
             name

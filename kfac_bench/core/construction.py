@@ -101,6 +101,12 @@ def orthogonalize_hidden(layers: Sequence[Layer], steps: int, *, has_output: boo
             layer.spec = replace(layer.spec, orthogonal_steps=steps)
 
 
+def divide_factors(layers: Sequence[Layer], block_size: int) -> None:
+    """Divide the dense factors of the layers into blocks of at most ``block_size`` rows."""
+    for layer in layers:
+        layer.spec = layer.spec.divided(block_size, layer.taps)
+
+
 def connect_ranks(
     plan: Plan,
     collective: Collective,

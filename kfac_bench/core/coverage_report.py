@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
-from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
 from kfac_bench.core.planning.plan import Plan, Stage
 
 
@@ -31,9 +31,9 @@ class Report:
 
     @property
     def largest_factor(self) -> int:
-        """Rows of the largest factor that is decomposed; diagonal factors do not count."""
+        """Rows of the largest matrix that is decomposed: a block counts, a diagonal does not."""
         specs = [layer.spec for layer in self.layers]
-        dims = [spec.dim(f) for spec in specs for f in FACTORS if not spec.is_diagonal(f)]
+        dims = [spec.dim(f) for spec in specs for f in spec.factors if not spec.is_diagonal(f)]
         return max(dims, default=1)
 
     def payload_bytes(self) -> dict[str, dict[str, int]]:
@@ -77,8 +77,15 @@ class Report:
 
 
 def _factors(spec: LayerSpec) -> str:
-    each = [f"{f} {spec.dim(f)}{' (diagonal)' if spec.is_diagonal(f) else ''}" for f in FACTORS]
+    each = [f"{side} {spec.dim(side)}{_form(spec, side)}" for side in FACTORS]
     return ", ".join(each) + (f", {spec.groups} groups" if spec.groups > 1 else "")
+
+
+def _form(spec: LayerSpec, side: Factor) -> str:
+    if spec.is_diagonal(side):
+        return " (diagonal)"
+    blocks = spec.blocks(side)
+    return f" ({len(blocks)} blocks of at most {max(blocks)})" if blocks else ""
 
 
 def _megabytes(n: float) -> str:

@@ -20,7 +20,7 @@ from kfac_bench.core.distributed.collective import Collective
 from kfac_bench.core.distributed.dtensor import full
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.layer_spec import Factor
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor
 
 
 @dataclass
@@ -136,10 +136,14 @@ class Trial:
             for layer in layers:
                 # All ranks call get_grad(): it sends a message if ranks hold parts.
                 delta_matrix = layer.get_grad()
-                if delta_matrix is None or (layer.name, "A") not in factors:
+                if delta_matrix is None or (layer.name, layer.spec.factors[0]) not in factors:
                     continue
+                a, g = (
+                    tuple(factors[layer.name, f] for f in layer.spec.factors_of(side))
+                    for side in FACTORS
+                )
                 product = linalg.precondition_inverse(
-                    delta_matrix, factors[layer.name, "A"], factors[layer.name, "G"]
+                    delta_matrix, a if len(a) > 1 else a[0], g if len(g) > 1 else g[0]
                 )
                 product = product + self._damping.value * delta_matrix
                 total = total + (product * delta_matrix).sum().float()

@@ -103,8 +103,10 @@ class KFAC:
             ``hybrid_opt`` (default 0.5), ``owner_reduce`` and ``local_factors`` (default: one
             rank) use it. A larger share sends fewer gradients and needs more memory.
         colocate_factors: Whether one rank decomposes both factors of a layer. By default
-            ``comm_opt`` gives them to two ranks, and the other strategies to one. Set True if an
-            option needs both factors on one rank; K-FAC raises an error that says so.
+            ``comm_opt`` gives them to two ranks, and the other strategies to one. The blocks of
+            ``block_size`` go to several ranks, but with ``inverse`` in ``owner_reduce`` and
+            ``local_factors`` to one. Set True if an option needs both factors on one rank; K-FAC
+            raises an error that says so.
         balance: What ranks get equal shares of: ``compute`` (default) is the measured time of
             the decompositions (core/planning/cost.py), ``memory`` is bytes.
         overlap: Whether to send statistics while backward still runs. Default False. Results are
@@ -199,6 +201,15 @@ class KFAC:
             ``[]`` covers them too.
         max_dim: Largest number of rows of a factor (default 8192). Of a larger factor only the
             diagonal is kept. The G of a vocabulary head would need gigabytes otherwise.
+        block_size: Divide a larger dense factor into diagonal blocks of at most this number of rows
+            (default None: never). The fewest blocks are taken, of about equal size. A block of A
+            has all kernel taps of its input channels, if ``block_size`` allows one channel. The
+            rest of the factor counts as zero, and is neither computed nor kept nor sent. n/N blocks
+            of N rows take about (N/n)^2 of the time of n rows, and the gradient workers of a layer
+            share them. So try 512 to 2048 if ``report()`` or ``kfac-plan`` says that one factor
+            bounds the decompositions. The step has another direction then, and training may need
+            more steps. ``max_dim`` still makes a diagonal of what it limits.
+            ``eigen_adam`` cannot be combined with it.
         layer_types: Classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
         collective: The communication backend. By default it is torch.distributed or Horovod if
             one of them is initialized, else this process alone. It spans the ranks that hold the
@@ -252,6 +263,7 @@ class KFAC:
         state_dtype: torch.dtype = torch.float32,
         skip: Sequence[str] = DEFAULT_SKIP,
         max_dim: int = MAX_DIM,
+        block_size: int | None = None,
         layer_types: LayerTypes | None = None,
         collective: Collective | None = None,
         model_parallel: Collective | None = None,
@@ -266,6 +278,7 @@ class KFAC:
         )
         validation.check_model(model)
         validation.check_optimizer(optimizer)
+        validation.check_block_size(block_size, method)
         adam = find_eigen_adam(optimizer)
         validation.check_eigen_adam(
             method,
@@ -291,6 +304,8 @@ class KFAC:
         self._layers, self._skipped = find_layers(
             self._model, skip, layer_types=layer_types, max_dim=max_dim
         )
+        if block_size is not None:
+            construction.divide_factors(self._layers, block_size)
         if adam is not None and adam.orthogonalize == "linear":
             has_output = model_parallel is None or (
                 model_parallel.rank == model_parallel.world_size - 1

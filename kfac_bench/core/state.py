@@ -10,12 +10,13 @@ from kfac_bench.core.execution.adam import AdamMoments
 from kfac_bench.core.execution.background_slices import factors_of
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
-from kfac_bench.core.planning.layer_spec import FACTORS
+from kfac_bench.core.planning.layer_spec import FACTORS, side_of
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import first_step
 
 LayersState = dict[str, dict[str, Any]]
-"""By layer: entries "A" and "G", and "second_moment" if EKFAC has one.
+"""By layer: entries "A" and "G", and "second_moment" if EKFAC has one. A factor that is divided
+into blocks has entries "A.0", "A.1" and so on.
 
 An entry of a factor has the running "factor", its "weight", and its decomposition under "eigen"
 (values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor). With
@@ -29,14 +30,14 @@ the "step" in which it comes into use. It has no tensors if the factor could not
 def layers_state(run: Executor, *, shard: bool) -> LayersState:
     """Return what this rank holds, or with ``shard`` only what it decomposes.
 
-    The rank that decomposes A has the layer's second moments in its shard.
+    The rank that decomposes A, or its first block, has the layer's second moments in its shard.
     """
     layers: LayersState = {}
     pending = _pending(run)
     for placement in run.plan.placements:
         name = placement.layer.name
         layers[name] = {}
-        for factor in FACTORS:
+        for factor in placement.layer.factors:
             key = (name, factor)
             if shard and placement.worker(factor) != run.collective.rank:
                 continue
@@ -49,9 +50,10 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
                 entry["pending"] = pending[key]
             if entry:
                 layers[name][factor] = entry
-            if factor == "A" and name in run.store.second_moments:
+            is_first = factor == placement.layer.factors[0]
+            if is_first and name in run.store.second_moments:
                 layers[name]["second_moment"] = run.store.second_moments[name]
-            if factor == "A" and name in run.store.adam:
+            if is_first and name in run.store.adam:
                 moments = run.store.adam[name]
                 layers[name]["adam"] = {
                     "first": moments.first,
@@ -83,7 +85,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> LayersState:
     for state in states:
         for name, entries in state["layers"].items():
             for key, entry in entries.items():
-                if key in FACTORS:
+                if side_of(key) in FACTORS:
                     # A rank may hold the factor and another rank the decomposition.
                     merged.setdefault(name, {}).setdefault(key, {}).update(entry)
                 else:
@@ -103,7 +105,7 @@ def take(merged: LayersState, run: Executor, steps: int) -> bool:
         name = placement.layer.name
         device = run.layers[name].weight.device
         entries = merged.get(name, {})
-        for factor in FACTORS:
+        for factor in placement.layer.factors:
             if factor not in entries:
                 continue
             key: FactorKey = (name, factor)

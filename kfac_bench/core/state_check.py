@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kfac_bench.core.execution.executor import Executor
-from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
 KINDS = ("eigen", "inverse")
 """Names of a decomposition on disk."""
@@ -43,7 +43,7 @@ def check(
         )
     for name, layer in run.layers.items():
         entries = merged.get(name, {})
-        for factor in FACTORS:
+        for factor in layer.spec.factors:
             entry = entries.get(factor, {})
             _check_factor(layer.spec, factor, entry, is_needed=bool(run.plan.factors and steps))
         if "second_moment" in entries:
@@ -60,7 +60,7 @@ def _check_factor(
     if saved is None and is_needed:
         raise ValueError(
             f"K-FAC state of {spec.name}: expected a {list(shape)} {factor}, found nothing; "
-            "pass the state of every rank that saved one, and the same model"
+            "pass the state of every rank that saved one, and the same model and block_size"
         )
     if saved is not None:
         _check_tensor(spec.name, factor, saved, shape)
@@ -104,7 +104,7 @@ def _check_tensor(name: str, what: str, found: Any, shape: tuple[int, ...]) -> N
     if tuple(found.shape) != shape:
         raise ValueError(
             f"K-FAC state of {name}: expected a {list(shape)} {what}, found {list(found.shape)}; "
-            "pass the state of every rank that saved one, and the same model"
+            "pass the state of every rank that saved one, and the same model and block_size"
         )
     if not found.is_floating_point():
         raise ValueError(

@@ -102,6 +102,21 @@ def check_eigen_adam(
         )
 
 
+def check_block_size(block_size: object, method: str) -> None:
+    """Check the rows of the largest block, None if factors are not divided."""
+    if block_size is None:
+        return
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
+        raise ValueError(
+            f"block_size={block_size!r}: choose a number of rows of at least 1, or None"
+        )
+    if method == EIGEN_ADAM:
+        raise ValueError(
+            f"block_size={block_size} with method=eigen_adam, which needs whole eigenvectors: "
+            "leave block_size=None; max_dim limits the size of its factors"
+        )
+
+
 def check_layers(
     layers: Sequence[Layer],
     skipped: Sequence[SkippedModule],
@@ -179,5 +194,12 @@ def check_damping(
     if not plan.colocated and (splits or is_adaptive):
         name = "factored_damping" if splits else "an adaptive damping"
         raise ValueError(
-            f"{name} needs both factors of a layer on one rank: leave colocate_factors=True"
+            f"{name} needs both factors of a layer on one rank: set colocate_factors=True"
+        )
+    is_relative = damping is None and plan.method == "inverse"
+    is_divided = any(p.layer.is_divided for p in plan.placements)
+    if not plan.colocated and is_relative and is_divided:
+        raise ValueError(
+            f"strategy={plan.strategy}: block_size with method=inverse and damping=None needs all "
+            "blocks of a factor on one rank: set colocate_factors=True, or damping to a number"
         )

@@ -161,7 +161,7 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
         report.coverage(by_layer=False),
         f"strategy {report.plan.strategy}, method {report.plan.method}, "
         f"{run.world_size} rank(s), {workers} gradient worker(s) per layer, "
-        f"factors in {config.kfac.state_dtype}",
+        f"factors in {config.kfac.state_dtype}{_blocks(config)}",
         *config.kfac.changes(),
         "",
         *_table(run),
@@ -169,6 +169,11 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
     if by_layer:
         lines += ["", *report.coverage().splitlines()]
     return "\n".join(lines)
+
+
+def _blocks(config: TrainConfig) -> str:
+    size = config.kfac.block_size
+    return "" if size is None else f", in blocks of at most {size} rows"
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,8 @@ def _heading(request: SimulationRequest) -> list[str]:
     config, at = request.config, request.intervals.at
     each = f"factors every {config.kfac.factor_update_freq}, {config.kfac.method} decompositions "
     each += f"every {config.kfac.update_freq} steps{f' at {at} ranks' if at else ''}"
+    if config.kfac.block_size is not None:
+        each += f", factors in blocks of at most {config.kfac.block_size} rows"
     return [
         f"simulated: {config.model.name} on {config.data.name}, "
         f"{config.trainer.batch_size} examples per rank, hardware {request.machine.name}",

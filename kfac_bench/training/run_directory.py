@@ -41,6 +41,7 @@ _LATER_OPTIONS: dict[str, dict[str, Any]] = {
     "data": {"changed": "refuse"},
     "kfac": {
         "background": False,
+        "block_size": None,
         "damping_decay": 0.5,
         "damping_decay_epochs": [],
         "early_updates": False,

@@ -202,11 +202,12 @@ CASES = [
     (2, *AUTOENCODER, "kfac.method=ekfac"),
     (4, *AUTOENCODER, "kfac.spread=true", "kfac.update_freq=1"),
     (2, *AUTOENCODER, "kfac=layer_wise", "kfac.max_dim=30", "trainer.accumulate=2"),
+    (2, *AUTOENCODER, "kfac.block_size=10"),
 ]
 QUICK = [
     *((2, *AUTOENCODER, *form) for form in FORMS),
     *(case for case in CASES if case[1] == RESNET[0]),
-    *CASES[-6:],
+    *CASES[-7:],
 ]
 
 

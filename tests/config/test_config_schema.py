@@ -67,6 +67,7 @@ def test_choices_are_equal_to_those_of_the_core():
         ("skip=[]", "skip", []),
         ("skip=[fc]", "skip", ["fc"]),
         ("max_dim=7", "max_dim", 7),
+        ("block_size=7", "block_size", 7),
         ("damping=0.5", "damping", 0.5),
         ("strategy=owner_reduce", "strategy", "owner_reduce"),
         ("grad_worker_fraction=0.25", "grad_worker_fraction", 0.25),

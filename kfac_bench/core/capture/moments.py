@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from kfac_bench.core.kernels.blocks import Blocks, flat_blocks
 from kfac_bench.core.kernels.conventions import Number, Scale
-from kfac_bench.core.layers.base import Layer, moment
+from kfac_bench.core.layers.base import Layer
 
-Eigenbasis = Callable[[str], tuple[Tensor, Tensor] | None]
+Eigenbasis = Callable[[str], tuple[Tensor | Blocks, Tensor | Blocks] | None]
 """From a layer's name to the eigenvectors of its A and G (EKFAC), or None if there are none yet."""
 
 
@@ -22,9 +23,10 @@ class Collected:
     """What one layer collected since the last :meth:`Moments.pop`."""
 
     a: Tensor
-    """Sum of a a^T, [groups, a_dim, a_dim], or [groups, a_dim] if A is diagonal."""
+    """Sum of a a^T, [groups, a_dim, a_dim], or [groups, a_dim] if A is diagonal. The blocks of a
+    divided A are side by side (:func:`.blocks.flat_blocks`)."""
     g: Tensor
-    """Sum of g g^T, [groups, g_dim, g_dim], or [groups, g_dim] if G is diagonal."""
+    """Sum of g g^T, in the same way."""
     samples: Number
     rows: Number
     """Samples times shared positions: the number of terms in ``a``."""
@@ -117,8 +119,10 @@ class Moments:
         if self._reduce:
             self._add_sums(layer, x, g, _PositionSums(x, g, samples, positions, forward), first)
         else:
-            a = layer.moment_a(x, g) if first else None
-            self._count(layer, a, layer.moment_g(x, g), samples, samples * positions, forward)
+            # A layer may return whole matrices although only their blocks are kept.
+            a = flat_blocks(layer.moment_a(x, g), layer.spec.a_blocks) if first else None
+            of_g = flat_blocks(layer.moment_g(x, g), layer.spec.g_blocks)
+            self._count(layer, a, of_g, samples, samples * positions, forward)
         if self._eigenbasis(layer.name) is not None:
             self._add_call(_Calls(layer, samples, forward, [(x, g)]), alone)
 
@@ -180,8 +184,8 @@ class Moments:
     def _close(self, name: str, first: bool = True) -> None:
         """Compute the moments of a mean and a sum over all positions of a forward."""
         layer, sums = self._sums.pop(name)
-        a = moment(sums.a / sums.positions, diagonal=layer.spec.a_diagonal) if first else None
-        g = moment(sums.g, diagonal=layer.spec.g_diagonal)
+        a = layer.moment_of_a(sums.a / sums.positions) if first else None
+        g = layer.moment_of_g(sums.g)
         self._count(layer, a, g, sums.samples, sums.samples, sums.forward)
 
     def take(self, name: str) -> Collected | None:

@@ -6,9 +6,10 @@ from torch import Tensor
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.execution.messages import SecondMoments, Statistics
 from kfac_bench.core.execution.store import Store, identity_like
+from kfac_bench.core.kernels.blocks import block_of
 from kfac_bench.core.kernels.conventions import Number, Scale
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.layer_spec import FACTORS, Factor
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, side_of
 
 
 class BatchStatistics:
@@ -43,10 +44,13 @@ class BatchStatistics:
             zeros = _zeros(layer.spec.factor_shape(factor), layer.weight)
             self.factors[layer.name, factor] = zeros, zeros.new_zeros(())
             return
-        moment = new.a if factor == "A" else new.g
+        side, _, block = factor.partition(".")
+        moment = new.a if side == "A" else new.g
+        if block:
+            moment = block_of(moment, layer.spec.blocks(side), int(block))
         scales = new.scales(self._scale, is_conv=layer.is_conv)
-        moment *= scales[FACTORS.index(factor)]
-        if factor == "G":
+        moment *= scales[FACTORS.index(side)]
+        if side == "G":
             moment *= self._per_sample(new.samples)
         self.factors[layer.name, factor] = self._only_finite(moment, new.samples)
 
@@ -94,7 +98,7 @@ class BatchStatistics:
             loss_scale: What multiplied the loss of every rank before backward.
         """
         for key, (statistic, samples) in self.factors.items():
-            if key[1] == "G":
+            if side_of(key[1]) == "G":
                 samples = _unscale(statistic, samples, loss_scale)
             if key not in store.factors:
                 is_diagonal = layers[key[0]].spec.is_diagonal(key[1])

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kfac_bench.core.execution.decomposition import AnyEigen, AnyInverse, Decomposition
+from kfac_bench.core.execution.decomposition import (
+    AnyInverse,
+    Whole,
+    basis_of,
+    inverse_of,
+    values_of,
+)
 from kfac_bench.core.kernels import linalg
 
 
@@ -12,16 +18,16 @@ from kfac_bench.core.kernels import linalg
 class EigenCurvature:
     """Eigendecompositions of A and G (eq. 11-13)."""
 
-    a: AnyEigen
-    g: AnyEigen
+    a: Whole
+    g: Whole
     has_factored_damping: bool
 
     def precondition(self, grad: Tensor, damping: float | None) -> Tensor:
         """Divide a gradient [groups, g_dim, a_dim] by the damped eigenvalues of G kron A."""
         values = linalg.damped_eigenvalues(
-            self.a.values, self.g.values, damping, factored=self.has_factored_damping
+            values_of(self.a), values_of(self.g), damping, factored=self.has_factored_damping
         )
-        return linalg.precondition_eigen(grad, self.a.basis, self.g.basis, values)
+        return linalg.precondition_eigen(grad, basis_of(self.a), basis_of(self.g), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,43 +37,42 @@ class EkfacCurvature:
     The ``second_moments`` [groups, g_dim, a_dim] are those in the eigenbasis (George et al. 2018).
     """
 
-    a: AnyEigen
-    g: AnyEigen
+    a: Whole
+    g: Whole
     second_moments: Tensor
 
     def precondition(self, grad: Tensor, damping: float | None) -> Tensor:
         """Divide a gradient [groups, g_dim, a_dim] by the damped second moments."""
         values = linalg.damped_second_moments(self.second_moments, damping)
-        return linalg.precondition_eigen(grad, self.a.basis, self.g.basis, values)
+        return linalg.precondition_eigen(grad, basis_of(self.a), basis_of(self.g), values)
 
 
 @dataclass(frozen=True, slots=True)
 class InverseCurvature:
     """Inverses of A and G (eq. 9-10), made with the damping of the step that decomposed."""
 
-    a: AnyInverse
-    g: AnyInverse
+    a: Whole
+    g: Whole
 
     def precondition(self, grad: Tensor, damping: float | None) -> Tensor:
         """Multiply a gradient [groups, g_dim, a_dim] by both inverses; ignore ``damping``."""
-        return linalg.precondition_inverse(grad, self.a.dense(), self.g.dense())
+        return linalg.precondition_inverse(grad, inverse_of(self.a), inverse_of(self.g))
 
 
 Curvature = EigenCurvature | EkfacCurvature | InverseCurvature
 
 
 def join(
-    a: Decomposition,
-    g: Decomposition,
+    a: Whole,
+    g: Whole,
     second_moments: Tensor | None,
     *,
     has_factored_damping: bool,
 ) -> Curvature:
     """Join the decompositions of A and G; ``second_moments`` are None but for EKFAC."""
-    if isinstance(a, AnyInverse) and isinstance(g, AnyInverse):
+    first = a[0] if isinstance(a, tuple) else a
+    if isinstance(first, AnyInverse):
         return InverseCurvature(a, g)
-    if isinstance(a, AnyEigen) and isinstance(g, AnyEigen):
-        if second_moments is None:
-            return EigenCurvature(a, g, has_factored_damping)
-        return EkfacCurvature(a, g, second_moments)
-    raise TypeError(f"A is a {type(a).__name__} and G a {type(g).__name__}: not of one method")
+    if second_moments is None:
+        return EigenCurvature(a, g, has_factored_damping)
+    return EkfacCurvature(a, g, second_moments)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.kernels import linalg
+from kfac_bench.core.kernels.blocks import Blocks
 from kfac_bench.core.planning.layer_spec import Factor
 
 FactorKey = tuple[str, Factor]
@@ -178,6 +179,32 @@ class DiagonalInverse(Diagonal):
 AnyEigen = Eigen | DiagonalEigen
 AnyInverse = Inverse | DiagonalInverse
 Decomposition = AnyEigen | AnyInverse
+Whole = Decomposition | tuple[Decomposition, ...]
+"""The decomposition of A or of G; of a divided factor those of its blocks, in order."""
+
+
+def values_of(whole: Whole) -> Tensor:
+    """Return the eigenvalues of A or G, [groups, n]."""
+    if isinstance(whole, tuple):
+        return torch.cat([values_of(block) for block in whole], -1)
+    assert isinstance(whole, AnyEigen)
+    return whole.values
+
+
+def basis_of(whole: Whole) -> Tensor | Blocks | None:
+    """Return the eigenvectors of A or G; None if it is a diagonal."""
+    if isinstance(whole, tuple):
+        return tuple(block.basis for block in whole if isinstance(block, Eigen))
+    assert isinstance(whole, AnyEigen)
+    return whole.basis
+
+
+def inverse_of(whole: Whole) -> Tensor | Blocks:
+    """Return the inverse of A or G, [groups, n, n]; of a diagonal [groups, n]."""
+    if isinstance(whole, tuple):
+        return tuple(block.dense() for block in whole if isinstance(block, Inverse))
+    assert isinstance(whole, AnyInverse)
+    return whole.dense()
 
 
 def type_of(method: str, *, is_diagonal: bool) -> type[Decomposition]:

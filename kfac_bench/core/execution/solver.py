@@ -10,17 +10,17 @@ from torch import Tensor
 from kfac_bench.core.execution import adam, curvature
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.decomposition import (
-    AnyEigen,
     Decomposition,
     DiagonalEigen,
     DiagonalInverse,
     Eigen,
     FactorKey,
     Inverse,
+    basis_of,
 )
 from kfac_bench.core.execution.store import Store, identity_like
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec, side_of
 from kfac_bench.core.planning.plan import IDENTITY
 
 log = logging.getLogger(__name__)
@@ -174,8 +174,8 @@ class Solver:
         if not self._has_factored_damping:
             # The weight only says on which device, and of which dtype, the number must be.
             return self._store.weights[key].new_full((), damping)
-        means = [self._store.mean_eigenvalue((name, f)) for f in FACTORS]
-        return linalg.split_damping(means[0], means[1], damping)[FACTORS.index(factor)]
+        means = [self._store.mean_eigenvalue((name, side)) for side in FACTORS]
+        return linalg.split_damping(means[0], means[1], damping)[FACTORS.index(side_of(factor))]
 
     def precondition(
         self,
@@ -249,10 +249,11 @@ class Solver:
         """Return the eigenvectors of A and G; None stands for the identity."""
         if not self._store.is_decomposed(specs[0]):
             return None, None
-        a, g = self._store.stacked(specs)
-        assert isinstance(a, AnyEigen)
-        assert isinstance(g, AnyEigen)
-        return a.basis, g.basis
+        a, g = (basis_of(whole) for whole in self._store.stacked(specs))
+        # Method eigen_adam refuses divided factors.
+        assert not isinstance(a, tuple)
+        assert not isinstance(g, tuple)
+        return a, g
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -11,14 +11,18 @@ from kfac_bench.core.execution.decomposition import (
     Eigen,
     FactorKey,
     ScaledMatrix,
+    Whole,
+    basis_of,
     cat,
     type_of,
+    values_of,
 )
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.kernels.blocks import Blocks
+from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec, side_of
 from kfac_bench.core.planning.sizes import has_second_moment
 
-Pair = tuple[Decomposition, Decomposition]
+Pair = tuple[Whole, Whole]
 """Of A and of G."""
 
 
@@ -70,11 +74,16 @@ class Store:
         self.factors[key] = ScaledMatrix.keep(factor, self.half)
 
     def mean_eigenvalue(self, key: FactorKey) -> Tensor:
-        """Return the mean eigenvalue of a running factor, [groups]: its trace over its size."""
-        matrix = self.factor(key)
-        if self._specs[key[0]].is_diagonal(key[1]):
-            return matrix.mean(-1)
-        return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+        """Return the mean eigenvalue of a running factor, [groups]: its trace over its size.
+
+        That of a block is the one of the whole factor, of which this rank must keep all blocks.
+        """
+        name, side = key[0], side_of(key[1])
+        spec = self._specs[name]
+        if spec.is_diagonal(side):
+            return self.factor(key).mean(-1)
+        parts = [self.factor((name, f)).diagonal(dim1=-2, dim2=-1) for f in spec.factors_of(side)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mean(-1)
 
     def load_decomposition(self, key: FactorKey, saved: Sequence[Tensor]) -> None:
         """Store a decomposition that :meth:`Decomposition.saved` returned."""
@@ -176,22 +185,27 @@ class Store:
         for name, spec in self._specs.items():
             if not has_second_moment(spec, self.method) or name in self.second_moments:
                 continue
-            a, g = (self.decompositions.get((name, f)) for f in FACTORS)
-            if isinstance(a, Eigen) and isinstance(g, Eigen):
-                self.second_moments[name] = linalg.damped_eigenvalues(a.values, g.values, 0.0)
+            if self.is_decomposed(spec):
+                a, g = (values_of(self.whole(spec, side)) for side in FACTORS)
+                self.second_moments[name] = linalg.damped_eigenvalues(a, g, 0.0)
 
     def is_decomposed(self, spec: LayerSpec) -> bool:
         """Return whether there are decompositions of A and of G."""
-        return all((spec.name, factor) in self.decompositions for factor in FACTORS)
+        return all((spec.name, factor) in self.decompositions for factor in spec.factors)
 
-    def eigenbasis(self, name: str) -> tuple[Tensor, Tensor] | None:
+    def whole(self, spec: LayerSpec, side: Factor) -> Whole:
+        """Return the decomposition of A or of G, or those of all its blocks."""
+        blocks = tuple(self.decompositions[spec.name, f] for f in spec.factors_of(side))
+        return blocks if len(blocks) > 1 else blocks[0]
+
+    def eigenbasis(self, name: str) -> tuple[Tensor | Blocks, Tensor | Blocks] | None:
         """Return the eigenvectors of A and G, or None if the layer has no second moments."""
         if name not in self.second_moments:
             return None
-        a, g = (self.decompositions[name, f] for f in FACTORS)
-        assert isinstance(a, Eigen)
-        assert isinstance(g, Eigen)
-        return a.basis, g.basis
+        a, g = (basis_of(self.whole(self._specs[name], side)) for side in FACTORS)
+        assert a is not None
+        assert g is not None
+        return a, g
 
     def stacked(self, specs: Sequence[LayerSpec]) -> Pair:
         """Return the decompositions of a batch of layers of one shape, each as one tensor.
@@ -201,20 +215,23 @@ class Store:
         """
         names = tuple(spec.name for spec in specs)
         if len(names) == 1 and not self._stacks:
-            return self.decompositions[names[0], "A"], self.decompositions[names[0], "G"]
+            return self.whole(specs[0], "A"), self.whole(specs[0], "G")
         # If there are batches, a single layer is copied as well: it may be a view of what was
         # decomposed or sent together with others, and would keep all of their memory.
         if names not in self._stacks:
-            a, g = (self._stack(specs, [(name, f) for name in names]) for f in FACTORS)
+            a, g = (self._stack(specs, side) for side in FACTORS)
             self._stacks[names] = a, g
         return self._stacks[names]
 
-    def _stack(self, specs: Sequence[LayerSpec], keys: Sequence[FactorKey]) -> Decomposition:
-        each = [self.decompositions[key] for key in keys]
-        stacked = cat(each)
-        views = stacked.split([spec.groups for spec in specs])
-        self.decompositions.update(zip(keys, views, strict=True))
-        return stacked
+    def _stack(self, specs: Sequence[LayerSpec], side: Factor) -> Whole:
+        blocks = []
+        for factor in specs[0].factors_of(side):
+            keys = [(spec.name, factor) for spec in specs]
+            stacked = cat([self.decompositions[key] for key in keys])
+            views = stacked.split([spec.groups for spec in specs])
+            self.decompositions.update(zip(keys, views, strict=True))
+            blocks.append(stacked)
+        return tuple(blocks) if len(blocks) > 1 else blocks[0]
 
 
 def identity_like(factor: Tensor, *, is_diagonal: bool) -> Tensor:

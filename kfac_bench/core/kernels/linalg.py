@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kfac_bench.core.kernels.blocks import Blocks, left_times, times, transposed
+
 SHIFT = 1e-6
 """Part of the mean eigenvalue that a second try of eigh adds to the diagonal."""
 
@@ -167,12 +169,16 @@ def relative_damping(mean_eigenvalue: Tensor) -> Tensor:
     return torch.where(mean_eigenvalue > 0, mean_eigenvalue, ones)
 
 
-def rotate(x: Tensor, a: Tensor | None, g: Tensor | None) -> Tensor:
+def rotate(x: Tensor, a: Tensor | Blocks | None, g: Tensor | Blocks | None) -> Tensor:
     """Return g^T x a of x [batch, g_dim, a_dim]. None stands for the identity."""
     # Not ``@``: bmm has less overhead, which counts in small layers.
-    if g is not None:
+    if isinstance(g, Tensor):
         x = torch.bmm(g.mT, x)
-    return x if a is None else torch.bmm(x, a)
+    elif g is not None:
+        x = left_times(transposed(g), x)
+    if isinstance(a, Tensor):
+        return torch.bmm(x, a)
+    return x if a is None else times(x, a)
 
 
 def orthogonal_iteration(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +252,7 @@ def clip_root_mean_square(x: Tensor, limit: float) -> Tensor:
 
 
 def precondition_eigen(
-    grad: Tensor, a: Tensor | None, g: Tensor | None, eigenvalues: Tensor
+    grad: Tensor, a: Tensor | Blocks | None, g: Tensor | Blocks | None, eigenvalues: Tensor
 ) -> Tensor:
     """Rotate ``grad`` [..., g_dim, a_dim] into the eigenbasis, divide, rotate back (eq. 11-13).
 
@@ -255,14 +261,29 @@ def precondition_eigen(
     rotated = rotate(grad, a, g)
     # Not in place: without eigenvectors, ``rotated`` is still the gradient of the caller.
     scaled = rotated / eigenvalues
-    return rotate(scaled, None if a is None else a.mT, None if g is None else g.mT)
+    back_a, back_g = (_transpose(basis) for basis in (a, g))
+    return rotate(scaled, back_a, back_g)
 
 
-def precondition_inverse(grad: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> Tensor:
+def _transpose(basis: Tensor | Blocks | None) -> Tensor | Blocks | None:
+    if basis is None:
+        return None
+    return basis.mT if isinstance(basis, Tensor) else transposed(basis)
+
+
+def precondition_inverse(
+    grad: Tensor, a_inverse: Tensor | Blocks, g_inverse: Tensor | Blocks
+) -> Tensor:
     """Return (G + damping I)^-1 grad (A + damping I)^-1, eq. 10; a diagonal inverse is [..., n]."""
-    dense_a, dense_g = a_inverse.ndim == grad.ndim, g_inverse.ndim == grad.ndim
-    out = g_inverse @ grad if dense_g else grad * g_inverse.unsqueeze(-1)
-    return out @ a_inverse if dense_a else out * a_inverse.unsqueeze(-2)
+    if not isinstance(g_inverse, Tensor):
+        out = left_times(g_inverse, grad)
+    elif g_inverse.ndim == grad.ndim:
+        out = g_inverse @ grad
+    else:
+        out = grad * g_inverse.unsqueeze(-1)
+    if not isinstance(a_inverse, Tensor):
+        return times(out, a_inverse)
+    return out @ a_inverse if a_inverse.ndim == grad.ndim else out * a_inverse.unsqueeze(-2)
 
 
 def grafting_scale(new_square: Tensor, old_square: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kfac_bench.core.distributed.dtensor import full, local
+from kfac_bench.core.kernels.blocks import Blocks, join_flat, times
 from kfac_bench.core.kernels.gram import at_least_float32, gram
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -76,6 +77,11 @@ class Layer(ABC):
         self.bias: Tensor | None = own_bias if has_bias else None
         self.spec = self.make_spec(max_dim)
 
+    @property
+    def taps(self) -> int:
+        """The columns of A that belong to one input channel; blocks of A keep them together."""
+        return 1
+
     @classmethod
     def reason_to_skip(cls, module: nn.Module) -> str | None:
         """Return why this module cannot be covered, or None if it can."""
@@ -125,12 +131,24 @@ class Layer(ABC):
         return a_rows.shape[1], a_rows.shape[2]
 
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the sum of a a^T over samples and positions, in the shape of A."""
-        return moment(self.rows(x, g)[0].flatten(1, 2), diagonal=self.spec.a_diagonal)
+        """Return the sum of a a^T over samples and positions, in the shape of A.
+
+        If A is divided, its blocks are enough: side by side, as :func:`.blocks.flat_blocks`
+        returns them.
+        """
+        return self.moment_of_a(self.rows(x, g)[0].flatten(1, 2))
 
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the sum of g g^T over samples and positions, in the shape of G."""
-        return moment(self.rows(x, g)[1].flatten(1, 2), diagonal=self.spec.g_diagonal)
+        """Return the sum of g g^T over samples and positions, as :meth:`moment_a`."""
+        return self.moment_of_g(self.rows(x, g)[1].flatten(1, 2))
+
+    def moment_of_a(self, rows: Tensor) -> Tensor:
+        """Return the sum of a a^T of rows [groups, R, a_dim], as :meth:`moment_a`."""
+        return moment(rows, diagonal=self.spec.a_diagonal, blocks=self.spec.a_blocks)
+
+    def moment_of_g(self, rows: Tensor) -> Tensor:
+        """Return the sum of g g^T of rows [groups, R, g_dim], as :meth:`moment_a`."""
+        return moment(rows, diagonal=self.spec.g_diagonal, blocks=self.spec.g_blocks)
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return sums over positions: a [groups, N, a_dim] and g [groups, N, g_dim]."""
@@ -145,7 +163,7 @@ class Layer(ABC):
         return torch.cat([a, a.new_full((*a.shape[:-1], 1), positions)], dim=-1)
 
     def second_moment(
-        self, calls: Sequence[tuple[Tensor, Tensor]], qa: Tensor, qg: Tensor
+        self, calls: Sequence[tuple[Tensor, Tensor]], qa: Tensor | Blocks, qg: Tensor | Blocks
     ) -> Tensor:
         """Return the squared gradients in the eigenbasis, summed over samples.
 
@@ -153,19 +171,19 @@ class Layer(ABC):
 
         Args:
             calls: All (x, g) of one forward. The gradient of a sample is the sum over them.
-            qa: Eigenvectors of A, [groups, a_dim, a_dim].
-            qg: Eigenvectors of G, [groups, g_dim, g_dim].
+            qa: Eigenvectors of A, [groups, a_dim, a_dim], or those of its blocks.
+            qg: Eigenvectors of G, [groups, g_dim, g_dim], or those of its blocks.
 
         Returns:
             [groups, g_dim, a_dim].
         """
         rows = [self.rows(x, g) for x, g in calls]
-        a_rows = at_least_float32(torch.cat([a for a, _ in rows], 2)) @ qa.unsqueeze(1)
-        g_rows = at_least_float32(torch.cat([g for _, g in rows], 2)) @ qg.unsqueeze(1)
+        a_rows = _rotated(torch.cat([a for a, _ in rows], 2), qa)
+        g_rows = _rotated(torch.cat([g for _, g in rows], 2), qg)
         if a_rows.shape[2] == 1:
             # With one position, the square of g a^T is the product of the squares: no loop needed.
             return g_rows.squeeze(2).square().mT @ a_rows.squeeze(2).square()
-        out = qa.new_zeros(self.spec.grad_shape)
+        out = a_rows.new_zeros(self.spec.grad_shape)
         # Per-sample gradients are large, so only some samples are in memory at once.
         step = max(1, SECOND_MOMENT_NUMEL // self.spec.grad_numel)
         for some_a, some_g in zip(
@@ -233,9 +251,24 @@ def _edge_of(output: Tensor) -> tuple[GradientEdge, Callable[[Tensor], Tensor] |
     return get_gradient_edge(base), lambda g: g.reshape(shape)
 
 
-def moment(rows: Tensor, *, diagonal: bool = False) -> Tensor:
-    """Return rows^T rows of [groups, R, d], or only its diagonal [groups, d]."""
-    return at_least_float32(rows).square().sum(1) if diagonal else gram(rows)
+def moment(rows: Tensor, *, diagonal: bool = False, blocks: Sequence[int] = ()) -> Tensor:
+    """Return rows^T rows of [groups, R, d], or only its diagonal [groups, d], or its ``blocks``.
+
+    The blocks are side by side, as :func:`.blocks.flat_blocks` returns them.
+    """
+    if diagonal:
+        return at_least_float32(rows).square().sum(1)
+    if blocks:
+        return join_flat([gram(part) for part in torch.split(rows, list(blocks), -1)])
+    return gram(rows)
+
+
+def _rotated(rows: Tensor, basis: Tensor | Blocks) -> Tensor:
+    """Return rows [groups, N, s, d] in an eigenbasis."""
+    rows = at_least_float32(rows)
+    if isinstance(basis, Tensor):
+        return rows @ basis.unsqueeze(1)
+    return times(rows, tuple(block.unsqueeze(1) for block in basis))
 
 
 def with_ones(a_rows: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 import math
 
+import torch
 from torch import Tensor, nn
 
+from kfac_bench.core.kernels.blocks import join_flat
 from kfac_bench.core.kernels.gram import FEW_CHANNELS, at_least_float32, channel_gram
 from kfac_bench.core.kernels.patches import input_moment, pad_input, patch_rows, patch_sum
-from kfac_bench.core.layers.base import Layer, moment, with_ones
+from kfac_bench.core.layers.base import Layer, with_ones
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -19,6 +21,11 @@ class ConvLayer(Layer):
     """
 
     is_conv = True
+
+    @property
+    def taps(self) -> int:
+        """See :attr:`Layer.taps`: the kernel offsets."""
+        return math.prod(self.weight.shape[2:])
 
     def is_same_map(self, other: Layer) -> bool:
         """See :meth:`Layer.is_same_map`. Atrous convolutions may share a weight only."""
@@ -61,7 +68,29 @@ class ConvLayer(Layer):
         """See :meth:`Layer.moment_a`. Fast ways need no explicit patches."""
         if self.spec.a_diagonal:
             return super().moment_a(x, g)
-        conv, (x, _) = self._conv, self._batched(x, g)
+        has_bias, (x, _) = self.bias is not None, self._batched(x, g)
+        channels = self._channels_of_blocks()
+        if not channels:
+            return self._input_moment(x, has_bias=has_bias)
+        # A block needs only its own channels, and the last block the bias.
+        last = len(channels) - 1
+        return join_flat(
+            [
+                self._input_moment(part, has_bias=has_bias and i == last)
+                for i, part in enumerate(torch.split(x, channels, 1))
+            ]
+        )
+
+    def _channels_of_blocks(self) -> list[int]:
+        """Return how many input channels each block of A has; [] if A has no such blocks."""
+        blocks = list(self.spec.a_blocks)
+        if not blocks or self.spec.groups > 1:
+            return []
+        blocks[-1] -= self.bias is not None
+        return [] if any(n % self.taps for n in blocks) else [n // self.taps for n in blocks]
+
+    def _input_moment(self, x: Tensor, *, has_bias: bool) -> Tensor:
+        conv = self._conv
         return input_moment(
             x,
             conv.kernel_size,
@@ -70,7 +99,7 @@ class ConvLayer(Layer):
             conv.padding_mode,
             conv.dilation,
             conv.groups,
-            bias=self.bias is not None,
+            bias=has_bias,
         )
 
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
@@ -79,7 +108,7 @@ class ConvLayer(Layer):
         # One small product per image saves moving the channels of g into rows.
         if g.is_contiguous() and self.spec.g_dim <= FEW_CHANNELS and not self.spec.g_diagonal:
             return channel_gram(g.view(len(g), self.spec.groups, self.spec.g_dim, -1))
-        return moment(self._output_rows(g).flatten(1, 2), diagonal=self.spec.g_diagonal)
+        return self.moment_of_g(self._output_rows(g).flatten(1, 2))
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.sums`."""

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from kfac_bench.core.kernels.gram import at_least_float32
-from kfac_bench.core.layers.base import Layer, moment
+from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 
@@ -47,7 +47,7 @@ class EmbeddingLayer(Layer):
 
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_g`."""
-        return moment(self._output_rows(x, g).flatten(1, 2), diagonal=self.spec.g_diagonal)
+        return self.moment_of_g(self._output_rows(x, g).flatten(1, 2))
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.sums`. It counts how often each sample has each token."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.kernels.gram import at_least_float32, gram
-from kfac_bench.core.layers.base import Layer, moment, with_ones
+from kfac_bench.core.layers.base import Layer, with_ones
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 
@@ -25,14 +25,14 @@ class LinearLayer(Layer):
 
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_a`. The bias adds a sum, not a column of ones."""
-        if self.spec.a_diagonal:
+        if self.spec.a_diagonal or self.spec.a_blocks:
             return super().moment_a(x, g)
         # Samples and positions count alike in "expand", so all leading dimensions become rows.
         return gram(x.reshape(1, -1, x.shape[-1]), bias=self.bias is not None)
 
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_g`."""
-        return moment(g.reshape(1, -1, g.shape[-1]), diagonal=self.spec.g_diagonal)
+        return self.moment_of_g(g.reshape(1, -1, g.shape[-1]))
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.sums`."""

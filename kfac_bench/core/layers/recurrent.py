@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from kfac_bench.core.kernels.gram import at_least_float32, gram
-from kfac_bench.core.layers.base import Call, Layer, moment, with_ones
+from kfac_bench.core.layers.base import Call, Layer, with_ones
 from kfac_bench.core.layers.unrolled import UnrolledForward
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -66,13 +66,13 @@ class RecurrentLayer(Layer):
 
     def moment_a(self, x: Any, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_a`."""
-        if self.spec.a_diagonal:
+        if self.spec.a_diagonal or self.spec.a_blocks:
             return super().moment_a(x, g)
         return gram(x.data.unsqueeze(0), bias=self.bias is not None)
 
     def moment_g(self, x: Any, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_g`."""
-        return moment(g.unsqueeze(0), diagonal=self.spec.g_diagonal)
+        return self.moment_of_g(g.unsqueeze(0))
 
     def sums(self, x: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.sums`. Each sample's sum of a is its own mean times the positions."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.layer_spec import Factor, LayerSpec, side_of
 from kfac_bench.core.planning.ops import (
     ComputeFactor,
     ComputeSecondMoment,
@@ -54,7 +54,7 @@ def _kept(plan: Plan) -> Iterator[tuple[str, tuple[int, ...], int]]:
     # Without statistics (method identity) nothing is decomposed or kept.
     for placement in plan.placements if plan.factors else ():
         spec = placement.layer
-        for f in FACTORS:
+        for f in spec.factors:
             factor, decomposition = kept_bytes(spec, f, plan.method, plan.itemsize)
             yield "factors", holders[spec, f], factor
             yield "decompositions", placement.grad_workers, decomposition
@@ -115,11 +115,12 @@ def flops(
     match op:
         case ComputeFactor(_, layer, factor):
             n, each = layer.dim(factor), (rows if reduced is None else reduced)[layer.name]
-            times = seeds if factor == "G" else 1
+            times = seeds if side_of(factor) == "G" else 1
             return 2.0 * times * each * layer.groups * n * (1 if layer.is_diagonal(factor) else n)
         case ComputeSecondMoment(_, layer):
-            a, g = layer.a_dim, layer.g_dim
-            return 2.0 * seeds * rows[layer.name] * layer.groups * (a * a + g * g + a * g)
+            squares = _squares(layer, "A") + _squares(layer, "G")
+            products = squares + layer.a_dim * layer.g_dim
+            return 2.0 * seeds * rows[layer.name] * layer.groups * products
         case Decompose(_, members):
             cubes = sum(s.groups * s.dim(f) ** 3 for s, f in members if not s.is_diagonal(f))
             return (1.0 if method == "inverse" else 14 / 3) * cubes
@@ -131,8 +132,15 @@ def flops(
 
 def _two_sided_product(spec: LayerSpec) -> float:
     """Return the FLOPs of [g, g] @ [g, a] @ [a, a] in each group."""
-    inner = (0 if spec.g_diagonal else spec.g_dim) + (0 if spec.a_diagonal else spec.a_dim)
-    return 2.0 * spec.grad_numel * inner
+    of_a, of_g = spec.g_dim * _squares(spec, "A"), spec.a_dim * _squares(spec, "G")
+    return 2.0 * spec.groups * (of_a + of_g)
+
+
+def _squares(spec: LayerSpec, side: Factor) -> int:
+    """Return the elements of A or G in one group, 0 for a diagonal."""
+    if spec.is_diagonal(side):
+        return 0
+    return sum(spec.dim(f) ** 2 for f in spec.factors_of(side))
 
 
 def _newton_schulz(spec: LayerSpec) -> float:

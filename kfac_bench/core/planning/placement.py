@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kfac_bench.core.planning.cost import Cost
-from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 from kfac_bench.core.planning.plan import Placement, Strategy
 from kfac_bench.core.planning.sizes import kept_bytes, moments_bytes
 
@@ -58,28 +58,28 @@ def weigh(
         return kept_bytes(spec, factor, method, itemsize)[0]
 
     def kept_by_column(spec: LayerSpec) -> float:
-        both = [kept_bytes(spec, f, method, itemsize) for f in FACTORS]
+        each = [kept_bytes(spec, f, method, itemsize) for f in spec.factors]
         # Each gradient worker keeps the decompositions and Adam's moments, one of them the factor:
         # so on average a worker keeps 1 / workers of it.
         moments = moments_bytes(spec, method)
-        return moments + sum(d + (f / workers if owned else 0) for f, d in both)
+        return moments + sum(d + (f / workers if owned else 0) for f, d in each)
 
     if balance == "compute":
-        return lambda spec: sum(work(spec, f) for f in FACTORS), work
+        return lambda spec: sum(work(spec, f) for f in spec.factors), work
     return kept_by_column, kept if owned else work
 
 
 def place(
     layers: Sequence[LayerSpec],
     columns: Sequence[tuple[int, ...]],
-    colocate: bool,
+    is_colocated: Callable[[LayerSpec], bool],
     on_column: Callable[[LayerSpec], float],
     on_worker: FactorWeight,
 ) -> tuple[Placement, ...]:
     """Give each layer a column of the grid, and each factor a worker in it, the heaviest first.
 
     Each goes to the column or rank with the smallest load so far (longest processing time first).
-    With ``colocate``, one worker decomposes both factors of a layer.
+    If a layer ``is_colocated``, one worker decomposes all its factors.
     """
     column_load = [0.0] * len(columns)
     load = dict.fromkeys((r for column in columns for r in column), 0.0)
@@ -88,18 +88,20 @@ def place(
     for spec in sorted(layers, key=lambda s: (-on_column(s), s.name)):
         c = column_load.index(min(column_load))
         column_load[c] += on_column(spec)
-        weight = {f: on_worker(spec, f) for f in FACTORS}
-        heavy_first = sorted(FACTORS, key=lambda f: -weight[f])
+        weight = {f: on_worker(spec, f) for f in spec.factors}
+        heavy_first = sorted(spec.factors, key=lambda f: -weight[f])
         worker: dict[Factor, int] = {}
-        for factors in [FACTORS] if colocate else [(f,) for f in heavy_first]:
+        for factors in [spec.factors] if is_colocated(spec) else [(f,) for f in heavy_first]:
             rank = min(columns[c], key=lambda r: (load[r], r))
             load[rank] += sum(weight[f] for f in factors)
             worker |= dict.fromkeys(factors, rank)
-        placed[spec.name] = Placement(spec, worker["A"], worker["G"], columns[c])
+        placed[spec.name] = Placement(spec, tuple(worker[f] for f in spec.factors), columns[c])
     return tuple(placed[s.name] for s in layers)
 
 
 def place_in_turn(layers: Sequence[LayerSpec], world_size: int) -> tuple[Placement, ...]:
     """Give layers to ranks in turn, whatever the layers weigh."""
     turns = [i % world_size for i in range(len(layers))]
-    return tuple(Placement(s, r, r, (r,)) for s, r in zip(layers, turns, strict=True))
+    return tuple(
+        Placement(s, (r,) * len(s.factors), (r,)) for s, r in zip(layers, turns, strict=True)
+    )

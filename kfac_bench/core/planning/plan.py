@@ -52,7 +52,8 @@ class Strategy:
     adjustable: bool = False
     """Whether the option ``grad_worker_fraction`` may replace the fraction."""
     colocate: bool = True
-    """Whether one rank decomposes both factors of a layer; ``colocate_factors`` may replace it."""
+    """Whether one rank decomposes both factors of a layer; ``colocate_factors`` may replace it.
+    Layers with a divided factor are an exception."""
     factors: FactorsOn = "all"
     in_turn: bool = False
     """Whether layers go to ranks in turn, whatever the layers weigh."""
@@ -82,13 +83,28 @@ class Placement:
     """Where the work of one layer is done."""
 
     layer: LayerSpec
-    a_worker: int  # decomposes A
-    g_worker: int  # decomposes G
+    workers: tuple[int, ...]
+    """The rank that decomposes each of ``layer.factors``."""
     grad_workers: tuple[int, ...]
 
     def worker(self, factor: Factor) -> int:
         """Return the rank that decomposes the factor."""
-        return self.a_worker if factor == "A" else self.g_worker
+        return self.workers[self.layer.factors.index(factor)]
+
+    @property
+    def a_worker(self) -> int:
+        """The rank that decomposes A, or the first block of A."""
+        return self.workers[0]
+
+    @property
+    def g_worker(self) -> int:
+        """The rank that decomposes G, or the last block of G."""
+        return self.workers[-1]
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether one rank decomposes all factors of the layer."""
+        return len(set(self.workers)) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +140,8 @@ class Plan:
 
     @property
     def colocated(self) -> bool:
-        """Whether the rank that decomposes a factor also keeps the other factor of the layer."""
-        return self.factors_on == "all" or all(p.a_worker == p.g_worker for p in self.placements)
+        """Whether the rank that decomposes a factor also keeps the other factors of the layer."""
+        return self.factors_on == "all" or all(p.is_colocated for p in self.placements)
 
     @property
     def decompose(self) -> tuple[Op, ...]:

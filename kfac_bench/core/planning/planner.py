@@ -54,7 +54,7 @@ def make_plan(
         grad_worker_fraction: share of the ranks that precondition a layer. The strategy's own
             value holds where this is None, and where the strategy does not let it change.
         colocate_factors: whether one rank decomposes both factors of a layer. None leaves the
-            choice to the strategy.
+            choice to the strategy, but the blocks of a divided factor go to several ranks.
         balance: what ranks share evenly: ``compute``, the ``cost`` of decompositions, or
             ``memory``, the bytes that they keep.
         method: how factors are decomposed, one of :data:`METHODS`.
@@ -87,8 +87,15 @@ def make_plan(
         placements = place_in_turn(layers, world_size)
     else:
         weights = weigh(balance, row.factors != "all", workers, cost, method, itemsize)
-        colocate = row.colocate if colocate_factors is None else colocate_factors
-        placements = place(layers, columns(world_size, workers), colocate, *weights)
+
+        def is_colocated(spec: LayerSpec) -> bool:
+            # A factor is divided so that ranks share its work. But the damping of an inverse
+            # depends on all blocks, and an owner has no blocks of other owners.
+            needs_blocks = method == "inverse" and row.factors != "all"
+            default = row.colocate and (needs_blocks or not spec.is_divided)
+            return default if colocate_factors is None else colocate_factors
+
+        placements = place(layers, columns(world_size, workers), is_colocated, *weights)
     ops = StageOps(placements, row, world_size, method, bucket_numel, batch_numel, itemsize)
     # Sharded gradients become whole before they are preconditioned, and the clip needs products.
     precondition = list(ops.precondition())

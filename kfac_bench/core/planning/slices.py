@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from kfac_bench.core.planning.cost import Cost
-from kfac_bench.core.planning.layer_spec import FACTORS, Factor
+from kfac_bench.core.planning.layer_spec import Factor
 from kfac_bench.core.planning.placement import work_of
 from kfac_bench.core.planning.plan import Placement
 
@@ -22,8 +22,11 @@ def divide(
     decomposed at the same step on any number of ranks.
     """
     # EKFAC measures second moments in the eigenbasis of A and G: both must change at one step.
-    together: list[tuple[Factor, ...]] = [FACTORS] if method == "ekfac" else [("A",), ("G",)]
-    units: list[Unit] = [(p, factors) for p in reversed(placements) for factors in together]
+    units: list[Unit] = [
+        (p, factors)
+        for p in reversed(placements)
+        for factors in ([p.layer.factors] if method == "ekfac" else [(f,) for f in p.layer.factors])
+    ]
     work = [sum(work_of(p.layer, f, cost) for f in factors) for p, factors in units]
     positive = [w for w in work if w > 0]
     count = min(spread, len(positive), math.ceil(sum(positive) / max(positive))) if positive else 1

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kfac_bench.core.planning.buckets import Buckets, batches
-from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
+from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 from kfac_bench.core.planning.ops import (
     ComputeFactor,
     ComputeSecondMoment,
@@ -59,7 +59,7 @@ class StageOps:
         if self.itemsize == 4 or not any(isinstance(op, Message) for op in ops):
             return ops
         # In half precision all ranks must agree on scales first, or sums overflow or vanish.
-        members = tuple((p.layer, f) for p in reversed(self.placements) for f in FACTORS)
+        members = tuple((p.layer, f) for p in reversed(self.placements) for f in p.layer.factors)
         return [
             *(op for op in ops if not isinstance(op, Message)),
             ReduceScales(self._world, 0, 2 * len(members), members),
@@ -78,7 +78,7 @@ class StageOps:
         for placement in reversed(self.placements):
             spec = placement.layer
             members_of: dict[int | None, list[FactorMember]] = {}
-            for f in FACTORS:
+            for f in spec.factors:
                 worker = placement.worker(f)
                 yield ComputeFactor((worker,) if local else self._world, spec, f)
                 root = None if self.strategy.factors == "all" else worker
@@ -155,6 +155,7 @@ class StageOps:
                 p.grad_workers,
                 p.layer.factor_shape("A"),
                 p.layer.factor_shape("G"),
+                p.layer.a_blocks,  # divided by channels, so equal shapes may have other blocks
                 p.layer.orthogonal_steps,
                 p.layer.is_lookup,
             ),
