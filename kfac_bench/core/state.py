@@ -85,7 +85,8 @@ def merge(states: Sequence[Mapping[str, Any]]) -> LayersState:
     for state in states:
         for name, entries in state["layers"].items():
             for key, entry in entries.items():
-                if side_of(key) in FACTORS:
+                # The keys come from a file, so they may be anything.
+                if isinstance(key, str) and side_of(key) in FACTORS:
                     # A rank may hold the factor and another rank the decomposition.
                     merged.setdefault(name, {}).setdefault(key, {}).update(entry)
                 else:
