@@ -53,4 +53,4 @@ def join_flat(blocks: Sequence[Tensor]) -> Tensor:
 def block_of(flat: Tensor, sizes: Sequence[int], index: int) -> Tensor:
     """Return one block [groups, b, b] of what :func:`flat_blocks` returned: a view."""
     first, size = sum(n * n for n in sizes[:index]), sizes[index]
-    return flat[:, first : first + size * size].unflatten(1, (size, size))
+    return flat[:, first : first + size * size].view(len(flat), size, size)
