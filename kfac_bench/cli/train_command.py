@@ -114,4 +114,16 @@ def _train_one(config: "TrainConfig", by_layer: bool) -> int:
     with progress.task("loading PyTorch"):
         from kfac_bench.training import run
 
-    return run.start(config)
+    code = run.start(config)
+    if config.logger.name == "wandb" and slurm_rank.from_launcher("RANK", "0") == "0":
+        _offer_upload(config)
+    return code
+
+
+def _offer_upload(config: "TrainConfig") -> None:
+    """Say as the last line how to complete W&B's offline files, if they lack points."""
+    from kfac_bench.dashboard import upload
+    from kfac_bench.training.run_directory import RunDirectory
+
+    if line := upload.offer(RunDirectory(config).path):
+        say(line)

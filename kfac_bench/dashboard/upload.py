@@ -6,6 +6,7 @@ upload continues, and a complete one sends nothing. If W&B's process was killed 
 the lost points are sent, into the same W&B run.
 """
 
+import shlex
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from kfac_bench.record.events import (
     Event,
     Predicted,
     PredictedItem,
+    Resumed,
     RunEnded,
     RunStarted,
     parse,
@@ -129,6 +131,34 @@ def identity(row: Mapping[str, Any]) -> Hashable:
     """Return what a row measures and when, without W&B's own ``_step`` and time."""
     kinds = frozenset(kind for kind in _KINDS if any(str(key).startswith(kind) for key in row))
     return kinds, *(number(row.get(key, 0)) for key in ("step", "train_s", "data/skipped_files"))
+
+
+def offer(directory: Path) -> str | None:
+    """Return a line that offers the upload, if a killed process left points out; None otherwise.
+
+    Only offline files are read: they are here, and a server may be slow. A run that was never
+    started again has no such points, so its files are not read.
+
+    Args:
+        directory: The directory of a run that has ended.
+    """
+    from kfac_bench.record.sinks import wandb_history
+
+    has_all_files = not any(directory.glob("wandb/run-*"))
+    try:
+        events, _ = read(directory / EVENTS_FILE)
+        if not has_all_files or not any(isinstance(event, Resumed) for event in events):
+            return None
+        wanted = points(events, directory)
+        lacking = len(missing(wanted, wandb_history.offline(directory)))
+    except UsageError as error:
+        return f"cannot tell whether W&B's offline files are complete: {error}"
+    if not lacking:
+        return None
+    return (
+        f"W&B's offline files lack {lacking} of {len(wanted)} points, because a process was "
+        f"killed; add them: kfac-bench wandb upload --offline {shlex.quote(str(directory))}"
+    )
 
 
 def _upload(

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -29,7 +30,7 @@ from kfac_bench.record.sinks import wandb_history
 from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.record.sinks.wandb import WandbSink
 from tests.support import ROOT
-from tests.support.runs import KFAC, train
+from tests.support.runs import KFAC, SMALL, before_step, kill, train
 
 pytestmark = pytest.mark.usefixtures("fresh_wandb")
 
@@ -125,18 +126,40 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_only_the_points_that_a_killed_wandb_lost_are_sent(tmp_path, capsys):
-    path = write(tmp_path / "killed", *map(trained, range(1, 301)), RunEnded(300, 150.0, "reached"))
+    end = (Resumed(300, 150.0, "x"), RunEnded(300, 150.0, "reached"))
+    path = write(tmp_path / "killed", *map(trained, range(1, 301)), *end)
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), path], cwd=ROOT)
     assert done.returncode == -9
     there = len(rows_of(path))
     assert 0 < there < 200
+    assert upload.offer(path) == (
+        f"W&B's offline files lack {300 - there} of 300 points, because a process was killed; "
+        f"add them: kfac-bench wandb upload --offline {path}"
+    )
     assert call(path, "--offline") == 0
+    assert upload.offer(path) is None
     assert f"{300 - there} of 300 points sent" in capsys.readouterr().out
     check_all_is_there(path)
     assert {log.name for log in path.glob("wandb/offline-run-*/*.wandb")} == {
         "run-killed.wandb"
     }  # one id
     assert len(list(path.glob("wandb/offline-run-*/*.wandb"))) == 2
+
+
+@pytest.mark.slow
+def test_the_last_line_of_a_run_that_was_killed_offers_the_upload(tmp_path, capsys):
+    options = ("run_id=run", "logger=wandb", "logger.mode=offline", "trainer.max_steps=10")
+    with before_step(8, kill), pytest.raises(RuntimeError):
+        train(tmp_path, *options)
+    # A process that is killed takes with it what W&B had not written.
+    shutil.rmtree(tmp_path / "run/wandb")
+    own = [o for o in SMALL if o != "logger=none"]
+    with pytest.raises(SystemExit):
+        cli.train([*own, f"runs_dir={tmp_path}", *options])
+    *_, last = capsys.readouterr().out.splitlines()
+    assert "add them: kfac-bench wandb upload --offline" in last
+    assert call(tmp_path / "run", "--offline") == 0
+    assert upload.offer(tmp_path / "run") is None
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
