@@ -1,5 +1,46 @@
 """Exceptions that a user reads as one line, because the program itself is not wrong."""
 
+import errno
+
+_SHORTAGES = (
+    (
+        errno.ENOMEM,
+        ("can't allocate memory", "cannot allocate memory", "out of memory", "not enough memory"),
+        "the machine or a limit (ulimit -v, a cgroup) gives no more memory. Use a smaller "
+        "trainer.batch_size, a larger trainer.accumulate, or fewer data.workers",
+    ),
+    (
+        errno.EAGAIN,
+        ("can't start new thread", "resource temporarily unavailable"),
+        "the machine or a limit (ulimit -u, a cgroup) allows no more threads or processes. Use "
+        "fewer trainer.threads or data.workers, or raise the limit",
+    ),
+    (
+        errno.EMFILE,
+        ("too many open files",),
+        "too many files are open. Raise the limit (ulimit -n), or use fewer data.workers",
+    ),
+    (
+        errno.ENOSPC,
+        ("no space left on device",),
+        "a disk or /dev/shm has no space or no inodes left. df and df -i show which one",
+    ),
+)
+"""What can run out: the error number, texts of torch, which has no types for them, and a line."""
+
+
+def shortage(error: BaseException) -> str | None:
+    """Return one line if the error says that memory, threads, files or space ran out, else None."""
+    if isinstance(error, MemoryError):
+        return _SHORTAGES[0][2]
+    text = str(error).lower()
+    for number, texts, line in _SHORTAGES:
+        if isinstance(error, OSError) and error.errno == number:
+            return line
+        if isinstance(error, RuntimeError) and any(each in text for each in texts):
+            return line
+    return None
+
 
 class UsageError(Exception):
     """An error in the input. Its message is one line: what is wrong and what to do. Exit code 2."""

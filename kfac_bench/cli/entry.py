@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from kfac_bench import __version__, output
 from kfac_bench.distributed.slurm_rank import from_launcher
-from kfac_bench.errors import LostRanksError, OneRankError, UsageError, WorkerLostError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError, WorkerLostError, shortage
 
 RANK_0_SPEAKS_S = 10
 
@@ -39,6 +39,11 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         code = int(stop.code or 0)
     except BrokenPipeError:
         code = 0
+    except (MemoryError, OSError, RuntimeError) as error:
+        if (line := shortage(error)) is None:
+            raise
+        _say_as_rank(name, line)
+        code = 1
     try:
         sys.stdout.flush()
     except BrokenPipeError:

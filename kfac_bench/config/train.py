@@ -79,7 +79,7 @@ class TrainerConfig(Section):
     watchdog_s: float | None = option(
         None,
         "seconds without a step or an evaluated batch after which a rank writes its stacks to the "
-        "run directory and ends; null: never",
+        "run directory and ends; null: never on one rank, soon after backend.timeout_s on several",
         RECORD,
         above=0,
     )

@@ -9,6 +9,7 @@ import platform
 import resource
 import subprocess
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,27 @@ def keep_freed_memory() -> bool:
     # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     trim_threshold, mmap_threshold = -1, -3
     return bool(mallopt(trim_threshold, 1 << 30) and mallopt(mmap_threshold, 1 << 30))
+
+
+def try_threads(count: int) -> None:
+    """Start so many threads at once, and end them.
+
+    If the threads of OpenMP cannot start, its library ends the process without a clear line.
+
+    Raises:
+        RuntimeError: If a limit does not allow so many threads.
+    """
+    may_end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=may_end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    finally:
+        may_end.set()
+        for thread in started:
+            thread.join()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -70,6 +70,7 @@ def train(
     ranks = backend.ranks
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
+    environment.try_threads(torch.get_num_threads())
     if config.trainer.clock == "cpu" and (ranks.world_size > 1 or ranks.device.type != "cpu"):
         raise UsageError(
             f"trainer.clock=cpu does not fit {ranks.world_size} rank(s) on {ranks.device.type}: it "
@@ -192,6 +193,7 @@ def _build_trainer(
         EventLog([]),
         directory.path,
         notes,
+        timeout_s=config.backend.timeout_s,
     )
 
 

@@ -23,7 +23,7 @@ from kfac_bench.data.base.fingerprint import Fingerprint
 from kfac_bench.data.base.order import mixed_seed
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import lost_rank
-from kfac_bench.errors import RunFailedError
+from kfac_bench.errors import RunFailedError, shortage
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import (
     Checkpointed,
@@ -78,6 +78,8 @@ class Trainer:
     """Mean loss over all ranks, of the newest step whose outcome has been read."""
     fingerprint: Fingerprint = field(default_factory=dict)
     """What identifies the data, on rank 0 only; each checkpoint holds it."""
+    timeout_s: float = 600.0
+    """How long a rank waits for the others (backend.timeout_s)."""
     clock: Clock = field(init=False)
     stop: Stop = field(default_factory=Stop)
 
@@ -112,7 +114,12 @@ class Trainer:
             # A power cut must not leave a checkpoint that is ahead of the record.
             lambda: self.log.sync(),
         )
-        self._watchdog = Watchdog(config.watchdog_s, self.directory, self.ranks.rank)
+        several = self.ranks.world_size > 1
+        watchdog_s = config.watchdog_s
+        if watchdog_s is None and several:
+            # Ranks that wait for a rank that hangs end first: their own error says more.
+            watchdog_s = 1.1 * self.timeout_s + 5.0
+        self._watchdog = Watchdog(watchdog_s, self.directory, self.ranks.rank, in_c_code=several)
         self._outcomes = Outcomes(self.ranks)
         self._cannot_write = False  # some rank cannot write a checkpoint or the record
         self._stopping = False  # some rank was told to stop, and all ranks know
@@ -151,7 +158,7 @@ class Trainer:
         """End the record of a run that an error ends. It sends no messages to other ranks."""
         self.clock.stop()
         lost = lost_rank(error)
-        text = f"lost another rank: {lost}" if lost else str(error)
+        text = f"lost another rank: {lost}" if lost else shortage(error) or str(error)
         message = " ".join(text.split())[:300] or type(error).__name__
         status = self.status_after(error)
         # The error that ends the run must reach the user, even if a sink fails too.

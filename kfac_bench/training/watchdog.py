@@ -19,10 +19,16 @@ class Watchdog:
 
     Before the end it writes the stacks of all threads into `folder`. With `seconds=None` it does
     nothing. Time in which the process was suspended does not count.
+
+    C code that holds the interpreter stops the thread, too. With `in_c_code` Python's faulthandler
+    then prints the stacks to stderr and ends the process. It counts the time of a suspension: use
+    it only where other ranks would have given up meanwhile.
     """
 
-    def __init__(self, seconds: float | None, folder: Path, rank: int) -> None:
-        self._seconds, self._rank = seconds, rank
+    def __init__(
+        self, seconds: float | None, folder: Path, rank: int, *, in_c_code: bool = False
+    ) -> None:
+        self._seconds, self._rank, self._in_c_code = seconds, rank, in_c_code
         self._path = folder / f"stacks-rank{rank}.txt"
         self._beats = 0
 
@@ -43,15 +49,27 @@ class Watchdog:
             yield
         finally:
             done.set()
+            if self._in_c_code:
+                # Otherwise the thread might set the timer once more.
+                thread.join()
+                faulthandler.cancel_dump_traceback_later()
 
     def _watch(self, done: threading.Event, seconds: float) -> None:
         beats, quiet = self._beats, 0
+        self._delay_faulthandler(seconds)
         # Count ticks instead of reading the clock: the clock runs on while a job is suspended.
         while not done.wait(seconds / TICKS):
             quiet = quiet + 1 if beats == self._beats else 0
             beats = self._beats
+            self._delay_faulthandler(seconds)
             if quiet >= TICKS:
                 self._end(seconds)
+
+    def _delay_faulthandler(self, seconds: float) -> None:
+        """Let faulthandler end the process if this thread does not run for somewhat longer."""
+        if self._in_c_code:
+            # Standard error by number: a test or a notebook may have replaced sys.stderr.
+            faulthandler.dump_traceback_later(seconds * (1 + 2 / TICKS), exit=True, file=2)
 
     def _end(self, seconds: float) -> None:
         where = f"; the stacks of its threads: {self._path}"

@@ -1,17 +1,24 @@
 """Whatever ends a run, its record and the file `state` end too."""
 
+import contextlib
+import errno
+import io
 import multiprocessing
 import os
+import resource
 import signal
 import socket
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.distributed.backends.ddp import process_group
-from kfac_bench.errors import OneRankError, WorkerLostError
+from kfac_bench.errors import OneRankError, WorkerLostError, shortage
 from tests.support import forks
 from tests.support.runs import CPU, before_step, end, train
 
@@ -107,3 +114,67 @@ def _meet(rank, port):
             return 0
 
     exit_with("kfac-train", meet)
+
+
+def _limit_memory():
+    """Leave this process 64 MB of new memory, as ulimit -v does."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+
+
+def _use_memory(_):
+    _limit_memory()
+    torch.zeros(1 << 28)
+
+
+def _refuse_threads(_):
+    # A thread needs more memory for its stack now than the limit leaves.
+    threading.stack_size(1 << 28)
+    _limit_memory()
+
+
+SHORT_OF = {"memory": _use_memory, "threads": _refuse_threads}
+
+
+def _with_a_shortage(folder, root, what, workers):
+    said = io.StringIO()
+    options = (f"data.root={root}", f"data.workers={workers}")
+    with (
+        contextlib.redirect_stderr(said),
+        before_step(3, SHORT_OF[what]),
+        pytest.raises(SystemExit) as caught,
+    ):
+        exit_with("kfac-train", lambda: train(folder, *options, base=BASE))
+    return caught.value.code, said.getvalue()
+
+
+@pytest.mark.parametrize(("what", "workers"), [("memory", 0), ("memory", 2), ("threads", 0)])
+def test_a_shortage_is_one_line_and_ends_the_record(tmp_path, root, what, workers):
+    code, said = forks.call(_with_a_shortage, tmp_path, root, what, workers)
+    assert code == 1
+    # torch may warn about more workers than cores.
+    (line,) = (each for each in said.splitlines() if each.startswith("kfac-train: "))
+    assert line.startswith("kfac-train: the machine or a limit")
+    assert what in line
+    assert "Traceback" not in said
+    ended = end(tmp_path / "run")
+    assert (ended.status, state(tmp_path)) == ("failed", "failed")
+    assert what in ended.message
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (MemoryError(), "more memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "more memory"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "threads or processes"),
+        (OSError(errno.EMFILE, "Too many open files"), "files are open"),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "df -i"),
+        (RuntimeError("an error of the program"), None),
+        (OSError(errno.ENOENT, "No such file or directory"), None),
+    ],
+)
+def test_what_counts_as_a_shortage(error, what):
+    line = shortage(error)
+    assert (line is None) == (what is None)
+    assert what is None or what in line

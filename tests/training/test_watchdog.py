@@ -9,16 +9,21 @@ import time
 from tests.support import ROOT
 
 PROGRAM = """
-import sys, time
+import ctypes, sys, time
 from pathlib import Path
 from kfac_bench.training.watchdog import Watchdog
 
 def waits_for_a_message():
     time.sleep(60)
 
-dog = Watchdog(float(sys.argv[2]), Path(sys.argv[1]), 3)
+def holds_the_interpreter():
+    ctypes.PyDLL(None).sleep(60)  # unlike CDLL, it keeps the interpreter while C code runs
+
+dog = Watchdog(float(sys.argv[2]), Path(sys.argv[1]), 3, in_c_code=sys.argv[3] == "hold")
 with dog.watching():
     print("began", flush=True)
+    if sys.argv[3] == "hold":
+        holds_the_interpreter()
     for _ in range(40) if sys.argv[3] == "hang" else sys.stdin:
         time.sleep(0.05)
         dog.beat()
@@ -50,6 +55,14 @@ def test_a_process_that_hangs_reports_where_and_ends(tmp_path):
         f"{stacks}\n"
     )
     assert "in waits_for_a_message" in stacks.read_text()
+
+
+def test_c_code_that_holds_the_interpreter_is_ended(tmp_path):
+    process = start(tmp_path, 1, "hold")
+    out, said = process.communicate(timeout=30)
+    assert (process.returncode, out) == (1, "began\n")
+    assert said.startswith("Timeout (0:00:01.2")
+    assert "in holds_the_interpreter" in said
 
 
 def test_a_process_that_was_suspended_goes_on(tmp_path):

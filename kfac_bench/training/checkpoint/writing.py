@@ -9,6 +9,7 @@ training sends its own at the same time. Threads see each other's files instead.
 failures in `Writer.start` and `Writer.finish`, where all of them meet.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -114,7 +115,12 @@ class Writer:
         partial = self._directory / f".{final.name}.{self._start_name}.partial"
         saving = self._in_flight = _InFlight(step, final, partial, metric, copied)
         self._thread = threading.Thread(target=self._write, args=(saving,), daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # No thread can be started, so nothing may wait for this one.
+            self._in_flight = None
+            raise
         saving.waited_s = time.perf_counter() - began
 
     @property
@@ -152,7 +158,7 @@ class Writer:
             self._complete.clear()
             if self._ranks.is_main:
                 shutil.rmtree(saving.partial, ignore_errors=True)
-            lines = self._ranks.gather(_line(saving.error).encode())
+            lines = self._ranks.gather(_line(saving.error, self._directory).encode())
             rank, line = next((r, line.decode()) for r, line in enumerate(lines) if line)
             raise OSError(f"checkpoint {saving.final}: {f'rank {rank}: ' if rank else ''}{line}")
 
@@ -173,8 +179,7 @@ class Writer:
         needed, free = self._ranks.sum(mine).item(), math.inf
         # If the disk cannot be asked, writing will report what is wrong with it.
         with suppress(OSError):
-            existing = next(p for p in (self._directory, *self._directory.parents) if p.exists())
-            free = shutil.disk_usage(existing).free
+            free = shutil.disk_usage(_existing(self._directory)).free
         if self._ranks.any(self._ranks.is_main and free < needed):
             raise OSError(
                 f"checkpoint {final}: it needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"
@@ -283,7 +288,23 @@ def _write_synced(path: Path, state: dict[str, Any] | None) -> None:
     path.rename(f"{path}.{file.sha256.hexdigest()}")
 
 
-def _line(error: Exception | None) -> str:
+def _existing(directory: Path) -> Path:
+    """Return the directory, or the nearest folder above that exists."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
+def _has_no_inodes(directory: Path) -> bool:
+    """Return whether a disk with free bytes is full all the same: each file needs an inode."""
+    try:
+        disk = os.statvfs(_existing(directory))
+    except OSError:
+        return False
+    # Some file systems have no fixed number of inodes and report 0 of 0.
+    return disk.f_files > 0 and disk.f_favail == 0
+
+
+def _line(error: Exception | None, directory: Path) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        is_full = error.errno == errno.ENOSPC and _has_no_inodes(directory)
+        return error.strerror + (" (no inodes are left, see df -i)" if is_full else "")
     return "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
