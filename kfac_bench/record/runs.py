@@ -163,7 +163,7 @@ def group(runs: Iterable[Run]) -> list[Setting]:
         for setting in alike:
             suffix = f" ({_shown(setting.options, keys)})" if keys else ""
             settings.append(replace(setting, optimizer=setting.optimizer + suffix))
-    return sorted(settings, key=lambda s: (s.task, _has_kfac(s.runs[0]), s.optimizer))
+    return sorted(settings, key=lambda s: (s.task, has_kfac(s.runs[0]), s.optimizer))
 
 
 def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
@@ -172,7 +172,8 @@ def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
     return [key for key in keys if len({flat.get(key) for flat in options}) > 1]
 
 
-def _has_kfac(run: Run) -> bool:
+def has_kfac(run: Run) -> bool:
+    """Whether the run trained with K-FAC."""
     return bool(option(run.started.config, "kfac", "enabled"))
 
 
@@ -188,7 +189,7 @@ def _identity(run: Run) -> dict[str, str]:
     options = {name: _text(value) for name, value in original_results(given)} | options
     options.pop("seed", None)
     options["world_size"] = plain(option(run.started.environment, "world_size"))
-    if _has_kfac(run):
+    if has_kfac(run):
         return options
     return {k: v for k, v in options.items() if not k.startswith("kfac.") or k == "kfac.enabled"}
 
@@ -213,7 +214,7 @@ def _optimizer_label(run: Run) -> str:
         return own
     name = _name(run, "optimizer")
     label = OPTIMIZERS.get(name, name)
-    return f"K-FAC + {label}" if _has_kfac(run) else label
+    return f"K-FAC + {label}" if has_kfac(run) else label
 
 
 def _shown(options: Mapping[str, str], keys: Sequence[str]) -> str:

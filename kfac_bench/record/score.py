@@ -185,11 +185,13 @@ def notes(settings: Sequence[Setting]) -> list[str]:
             dead = status(run) not in ("reached", "finished") and target_reached(run) is None
             if dead:
                 counts = "" if target(run) is None else ": counts as not reached"
-                found.append(f"{name}: {plain(run.path.parent)} {_ending(run)}{counts}")
+                found.append(f"{name}: {plain(run.path.parent.name)} {_ending(run)}{counts}")
             gaps = [event for event in run.events if isinstance(event, RecordGap)]
             if gaps:
                 where = f"before step {number(gaps[-1].step):.0f}"
-                found.append(f"{name}: the record of {plain(run.path.parent)} has a gap {where}")
+                found.append(
+                    f"{name}: the record of {plain(run.path.parent.name)} has a gap {where}"
+                )
         seeds = Counter(seed(run) for run in setting.runs)
         found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
     if any(clock(run) == "cpu" for setting in settings for run in setting.runs):

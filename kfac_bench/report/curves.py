@@ -4,6 +4,7 @@ Equal events give equal bytes.
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +23,7 @@ from kfac_bench.report.figure_style import (
     to_svg,
     use_log_heights,
 )
+from kfac_bench.report.finding import finding
 
 MAX_POINTS = 400
 """Points of a curve; a reader cannot see more in a panel."""
@@ -35,6 +37,8 @@ class Panel:
     seconds: bool
 
 
+_TITLE_LETTERS = 48
+"""Letters in a line of a panel's title."""
 MARGIN = 0.1
 """Margin of the y axis, which leaves room for the target's label."""
 PANELS = (Panel(True, True), Panel(True, False), Panel(False, True), Panel(False, False))
@@ -76,12 +80,18 @@ def figure_svg(settings: Sequence[Setting]) -> str:
         figure = Figure(figsize=(4.8 * columns, 3.3 * rows + 0.4), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flat
         for axes, (task, of_task) in zip(grid, tasks, strict=False):
-            axes.set_title(plain(task), loc="left")
+            axes.set_title(_title(task, of_task), loc="left")
             _draw(axes, of_task, PANELS[0], drawn)
         for axes in list(figure.axes)[len(tasks) :]:
             axes.remove()
         _legend(figure, drawn, columns=2 * columns)
         return to_svg(figure)
+
+
+def _title(task: str, settings: Sequence[Setting]) -> str:
+    """Return the title of a panel: what it shows, and below it the task."""
+    lines = [finding(settings), plain(task)]
+    return "\n".join(textwrap.fill(line, _TITLE_LETTERS) for line in lines if line)
 
 
 def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str, Style]) -> None:
@@ -110,9 +120,24 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
         use_log_heights(axes)
     # A run that diverges leaves the panel: otherwise the other curves would be one flat line.
     worst = worst_shown(curves, higher_is_better=better_up)
+    if goals and better_up:
+        worst = max(worst, _share_floor(curves, goals[0]))
     shown = [y for y in heights if (y >= worst if better_up else y <= worst)]
     if len(shown) < len(heights):
         _fit(axes, min(shown + goals), max(shown + goals))
+
+
+def _share_floor(curves: Sequence[Sequence[float]], goal: float) -> float:
+    """Return the lowest value that the axis shows, for shares such as an accuracy.
+
+    A share of 0.1 at the start would leave no room to tell 0.96 from 0.97. So the axis begins at
+    four times the target's distance from 1, or lower if a run would not be seen at all.
+    """
+    drawn = [curve for curve in curves if curve]
+    is_share = all(0 <= y <= 1 for curve in drawn for y in curve)
+    if not drawn or not is_share or not 0 < goal < 1:
+        return -math.inf
+    return min(1 - 4 * (1 - goal), *(max(curve) for curve in drawn))
 
 
 def _fit(axes: Axes, low: float, high: float) -> None:

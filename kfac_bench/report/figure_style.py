@@ -17,7 +17,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """The palette of Okabe and Ito, darkest first. Colour-blind readers can tell its colours apart."""
 DASHES: tuple[tuple[float, ...], ...] = ((), (4.0, 1.0), (1.0, 1.0), (5.0, 1.0, 1.0, 1.0))
-INK, GRID, PAPER = "#24292f", "#d8dee5", "#ffffff"
+INK, GRID = "#24292f", "#d8dee5"
+IN_THE_DARK = {
+    INK: "#e6edf3",
+    GRID: "#30363d",
+    "#0072b2": "#58aee8",
+    "#d55e00": "#f5894a",
+    "#009e73": "#3ecf9f",
+    "#cc79a7": "#e79bc5",
+    "#e69f00": "#f0b93a",
+    "#56b4e9": "#8fd3f7",
+}
+"""The colours of a figure on a dark page. The background of a figure is transparent."""
 LOOK: Any = {
     # Labels come from event files and are not trusted: a $ is a dollar sign, no formula.
     "text.parse_math": False,
@@ -38,7 +49,8 @@ LOOK: Any = {
     "ytick.color": INK,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "figure.facecolor": PAPER,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
     "savefig.facecolor": "auto",
     "figure.constrained_layout.w_pad": 0.1,
     "figure.constrained_layout.h_pad": 0.1,
@@ -107,12 +119,28 @@ def our_look() -> Iterator[None]:
 
 
 def to_svg(figure: Figure) -> str:
-    """Return the figure as one ``<svg>`` element that refers to nothing outside of itself."""
+    """Return the figure as one ``<svg>`` element that refers to nothing outside of itself.
+
+    The figure is transparent, and its colours follow the light or dark mode of the page.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     text = buffer.getvalue()
     # The document type and the metadata name URLs, and the metadata also the date.
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    text = text.replace("</style>", f"{dark_rules()}</style>", 1)
     # Ids would repeat on a page with several figures. Nothing refers to the ids of groups.
     return re.sub(r'<g id="[^"<>]*">', "<g>", text)
+
+
+def dark_rules() -> str:
+    """Return the style rules by which a figure changes its colours in dark mode."""
+    # matplotlib writes colours into style attributes, and only !important wins over these. Viewers
+    # that do not know the rules show the figure in its light colours.
+    rules = [
+        f'[style*="{part}: {light}"]{{{part}: {dark} !important}}'
+        for light, dark in IN_THE_DARK.items()
+        for part in ("fill", "stroke")
+    ]
+    return f"@media (prefers-color-scheme: dark){{{''.join(rules)}}}"

@@ -20,6 +20,7 @@ from kfac_bench.report.charts import chart, content_hash, embed, most_points
 from kfac_bench.report.comparison import Comparison
 from kfac_bench.report.curves import by_task, styles
 from kfac_bench.report.figure_style import Style
+from kfac_bench.report.finding import finding
 from kfac_bench.report.html_table import HtmlCell, HtmlTable, cell, link_from, to_html_table
 from kfac_bench.report.stage_bars import stage_bars
 from kfac_bench.report.tables import DASH, Table
@@ -79,6 +80,7 @@ def _tasks(
     for label, settings in by_task(comparison.settings):
         task = {
             "label": label,
+            "finding": finding(settings),
             "results": _results(settings, [rows[id(s)] for s in settings], drawn),
             "styles": {s.optimizer: drawn[s.optimizer] for s in settings},
             "chart": chart(settings, drawn, most),

@@ -1,6 +1,7 @@
 """curves.py and series.py: the points of a run, how they are thinned, and the SVG figures."""
 
 import math
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kfac_bench import report
 from kfac_bench.record import score, series
 from kfac_bench.report import curves
+from kfac_bench.report.finding import finding
 from tests.support.written_runs import EVIL, two_optimizers, write_run
 
 
@@ -39,11 +41,14 @@ def test_equal_events_give_equal_bytes_in_any_order(folder: Path) -> None:
     assert report.figure_svg(one.settings) != report.figure_svg(slower.settings)
 
 
-def test_the_figure_has_a_white_background_and_one_panel_per_task(tmp_path: Path) -> None:
+def test_the_figure_follows_dark_mode_and_has_one_panel_per_task(tmp_path: Path) -> None:
     for i, text in enumerate(("digits", "faces", "moons", "stars")):
         write_run(tmp_path / str(i), text=text)
     svg = report.figure_svg(report.compare([tmp_path]).settings)
-    assert "fill: #ffffff" in svg
+    assert "fill: #ffffff" not in svg, "transparent"
+    dark = svg.partition("@media (prefers-color-scheme: dark){")[2].partition("</style>")[0]
+    for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg.partition("</style>")[2])):
+        assert f'[style*="stroke: {colour}"]{{stroke: #' in dark, colour
     assert svg.count("training time (seconds)</text>") == 4
     assert svg.count("target 0.9</text>") == 4
 
@@ -82,6 +87,55 @@ def test_points_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
     found = series.points(loaded, metric=False)
     assert [(step, loss) for step, _, loss in found] == [(10.0, 2.0), (60.0, -1.0)]
     assert not any(series.drawable((x, 1.0, 1.0)) or series.drawable((1.0, x, 1.0)) for x in bad)
+
+
+def test_the_axis_of_a_share_shows_values_near_the_target(tmp_path: Path) -> None:
+    def ticks(name: str, shares: tuple[float, ...], goal: float | None) -> set[str]:
+        path = write_run(tmp_path / name, shares=shares, seconds=None, target=goal)
+        svg = report.figure_svg(report.compare([path]).settings)
+        return {text.strip() for text in ET.fromstring(svg).itertext()}
+
+    near = ticks("near", (0.1, 0.9, 0.975), 0.97)
+    assert {"0.90", "0.96", "0.98"} <= near
+    assert not near & {"0.2", "0.4", "0.6"}
+    assert {"0.2", "0.8"} <= ticks("low", (0.1, 0.15, 0.2), 0.97), "the run stays on the panel"
+    assert {"0.2", "0.8"} <= ticks("without", (0.1, 0.9, 0.975), None)
+    assert {"2", "4"} <= ticks("no_share", (0.1, 5.0, 0.975), 0.97)
+
+
+@pytest.mark.parametrize(
+    ("kfac_s", "sgd_s", "words"),
+    [
+        (1.0, 3.4, "K-FAC reaches 0.9 3.4x faster than SGD"),
+        (3.0, 1.5, "SGD reaches 0.9 2.0x faster than K-FAC"),
+        (1.0, 1.04, "K-FAC and SGD need about the same time to 0.9"),
+        (1.0, None, "Only K-FAC reaches 0.9"),
+        (None, 1.0, "SGD reaches 0.9, K-FAC does not"),
+        (None, None, "No optimizer reaches 0.9"),
+    ],
+)
+def test_the_finding(tmp_path: Path, kfac_s: float | None, sgd_s: float | None, words: str) -> None:
+    write_run(tmp_path / "kfac", kfac=True, seconds=kfac_s)
+    write_run(tmp_path / "sgd", seconds=sgd_s)
+    write_run(tmp_path / "slow", optimizer="adam", seconds=None if sgd_s is None else 9.0)
+    settings = report.compare([tmp_path]).settings
+    assert finding(settings) == words
+    assert words in " ".join(
+        " ".join(ET.fromstring(report.figure_svg(settings)).itertext()).split()
+    )
+    assert f'<p class="finding">{words}</p>' in report.html(report.compare([tmp_path]))
+
+
+def test_the_finding_needs_a_target_a_rival_and_seeds_that_agree(tmp_path: Path) -> None:
+    write_run(tmp_path / "a" / "kfac", kfac=True)
+    assert finding(report.compare([tmp_path / "a"]).settings) == ""
+    write_run(tmp_path / "b" / "kfac", kfac=True, target=None)
+    write_run(tmp_path / "b" / "sgd", target=None)
+    assert finding(report.compare([tmp_path / "b"]).settings) == ""
+    for seed, (ours, theirs) in enumerate(((1.0, 1.1), (2.0, 2.6), (2.7, 2.8))):
+        write_run(tmp_path / "c" / f"kfac{seed}", kfac=True, seed=seed, seconds=ours)
+        write_run(tmp_path / "c" / f"sgd{seed}", seed=seed, seconds=theirs)
+    assert "about the same time" in finding(report.compare([tmp_path / "c"]).settings)
 
 
 def test_an_error_has_a_log_axis_unless_it_falls_below_zero(tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ def write_run(
     target: float | None = 0.9,
     losses: tuple[float, ...] = (2.0, 1.0, 0.5),
     errors: tuple[float, ...] = (),
+    shares: tuple[float, ...] = (),
     text: str = "digits",
     environment: dict[str, Any] | None = None,
 ) -> Path:
     """A run of 30 steps; it reaches its target at step 30 after ``seconds``, if given.
 
-    Its metric is an accuracy of 0.31, 0.62, 0.93, or what ``errors`` says (less is better).
+    Its metric is an accuracy of 0.31, 0.62, 0.93, or what ``shares`` says, or what ``errors`` says
+    (less is better).
     """
     folder.mkdir(parents=True)
     log = EventLog([JsonlSink(folder / "events.jsonl")])
@@ -43,11 +45,12 @@ def write_run(
     )
     log.emit(started)
     last_s = 4.0 if seconds is None else seconds
+    values = errors or shares
     for i, loss in enumerate(losses, start=1):
         log.emit(Trained(10 * i, last_s * i / 3, 0.1 * i, loss, 0.1, 100.0))
         log.emit(
             Evaluated(
-                10 * i, last_s * i / 3, 0.1 * i, {"accuracy": errors[i - 1] if errors else 0.31 * i}
+                10 * i, last_s * i / 3, 0.1 * i, {"accuracy": values[i - 1] if values else 0.31 * i}
             )
         )
     if seconds is not None:
