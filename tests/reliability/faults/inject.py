@@ -95,7 +95,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "evaluation": (Reconstruction, "totals"),
     "decomposition": (linalg, "eigendecompose"),
     "checkpoint": (writing, "_write_synced"),
-    "commit": (writing, "_sync_directory"),
+    "commit": (writing, "sync_folder"),
 }
 """Functions in which a fault can happen, by name."""
 
