@@ -8,7 +8,7 @@ HOROVOD := .venv/.horovod
 PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup install-horovod data demo tune bench bench-gpu test test-all slurm-test browser faults soak support lint format clean
+.PHONY: help docs setup install-horovod data demo tune bench bench-gpu test test-all slurm-test browser faults soak mutants support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -67,6 +67,9 @@ faults: setup  ## inject faults into real runs; 17 minutes (ARGS="--short", ARGS
 
 soak: setup  ## train for long; memory, files and threads must not grow (ARGS="--steps 200")
 	$(BIN)/python -m tests.reliability.soak $(ARGS)
+
+mutants: setup  ## make small changes in a copy; tests must notice each (ARGS="--part 1/4", ARGS=--help)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 support: setup install-horovod  ## what each backend can do, shown by its tests: the table of docs/reference/backends.md
 	$(PYTEST) -m supports --support=build/support.json

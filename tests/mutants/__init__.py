@@ -1,0 +1,1 @@
+"""Small semantic changes of the package, and the command that checks that tests notice them."""

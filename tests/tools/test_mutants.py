@@ -1,0 +1,59 @@
+"""The list of `make mutants` fits the code, and its runner tells noticed changes from survivors."""
+
+from pathlib import Path
+
+import pytest
+
+from kfac_bench.errors import UsageError
+from tests.mutants import judge, rows
+from tests.mutants.rows import ROOT, Mutant
+
+MUTANTS = rows.load()
+
+
+def test_each_old_text_occurs_once_and_the_change_is_a_change():
+    assert len(MUTANTS) >= 120
+    assert len({(m.file, m.old, m.new) for m in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        text = (ROOT / mutant.file).read_text()
+        changed = mutant.apply(text)
+        assert changed != text
+        compile(changed, mutant.file, "exec")  # a change that does not compile proves nothing
+
+
+def test_the_tests_of_each_change_exist():
+    for mutant in MUTANTS:
+        for path in mutant.tests:
+            assert (ROOT / path).exists(), f"{mutant}: {path}"
+
+
+def test_an_old_text_that_is_gone_is_named():
+    mutant = Mutant(Path("kfac_bench/errors.py"), "no such text", "", ("tests/core",))
+    with pytest.raises(UsageError, match=r"kfac_bench/errors.py has .* 0 times .*'no such text'"):
+        mutant.apply((ROOT / mutant.file).read_text())
+
+
+@pytest.mark.slow
+def test_the_runner_judges_in_a_copy(tmp_path):
+    """One change that no test can notice, one that a test notices, and tests that take too long."""
+    judge.copy_to(tmp_path)
+    file, tests = Path("kfac_bench/counted.py"), ("tests/test_it.py",)
+    before = (ROOT / file).read_text()
+    (tmp_path / "tests" / "test_it.py").write_text(
+        "from kfac_bench.counted import counted\n"
+        "def test_it(): assert counted(2, 'file') == '2 files'\n"
+    )
+    (tmp_path / "tests" / "test_slow.py").write_text("import time\ndef test_it(): time.sleep(99)\n")
+    first_line = before.splitlines()[0]
+    changes = {
+        (first_line, first_line.replace("a", "e", 1), tests): judge.SURVIVED,
+        ("def counted(", "def miscounted(", tests): judge.NOTICED,
+        (first_line, first_line, ("tests/test_slow.py",)): judge.TIMEOUT,
+    }
+    for change, outcome in changes.items():
+        limit_s = 5 if outcome == judge.TIMEOUT else 30
+        assert judge.judge(Mutant(file, *change), tmp_path, limit_s)[0] == outcome
+        assert (tmp_path / file).read_text() == before
+    assert (ROOT / file).read_text() == before
+    with pytest.raises(UsageError, match="there are no tests"):
+        judge.judge(Mutant(file, first_line, first_line, ("tests/none.py",)), tmp_path, 20)
