@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
+from kfac_bench.record.events import EVENTS_FILE, Checkpointed, RunEnded, read
 from tests.reliability.faults import inject, launch
 from tests.reliability.faults.launch import Ended
 
@@ -118,6 +118,11 @@ class Case:
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints in the order of their steps."""
         return sorted(p.parent for p in self.path.glob("checkpoints/step-*/manifest.json"))
+
+    def without_event(self) -> list[int]:
+        """Return the steps of the complete checkpoints that the record does not name."""
+        named = {e.step for e in read(self.events) if isinstance(e, Checkpointed)}
+        return [s for p in self.checkpoints() if (s := int(p.name[len("step-") :])) not in named]
 
     def weights(self) -> str | None:
         """Return the hash of the final weights, if the run has reached its end."""

@@ -5,14 +5,17 @@ Usage: `python -m tests.reliability.faults.inject '{"kind": "kill", ...}' OPTION
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import resource
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -253,9 +256,84 @@ def fill(path: Path, leave: int) -> None:
         file.truncate(max(0, path.stat().st_size - leave))
 
 
+def _kill_before_event(step: int) -> None:
+    """Kill this process when a checkpoint is complete and its event is not written yet."""
+    original = Trainer._report_checkpoint
+
+    def report(self: Trainer) -> None:
+        if _now["step"] >= step and self._saving._writer._complete:
+            _happens()
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self)
+
+    Trainer._report_checkpoint = report  # type: ignore[method-assign]
+
+
+SPARE_BYTES = 64 << 20
+STACK_BYTES = 4 * SPARE_BYTES
+
+
+def _at(step: int, action: Callable[[Trainer], None]) -> None:
+    """Call `action` before this update."""
+
+    def act(trainer: Trainer, now: int) -> None:
+        if now == step:
+            _happens()
+            action(trainer)
+
+    _each_step(act)
+
+
+def _limit_memory() -> None:
+    """Leave this process little new memory, as `ulimit -v` does."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
+
+
+def _no_memory(step: int) -> None:
+    def action(_: Trainer) -> None:
+        _limit_memory()
+        torch.zeros(4 * SPARE_BYTES)
+
+    _at(step, action)
+
+
+def _no_threads(step: int) -> None:
+    """Refuse new threads: the limit leaves no memory for their stacks."""
+
+    def action(_: Trainer) -> None:
+        threading.stack_size(STACK_BYTES)
+        _limit_memory()
+
+    _at(step, action)
+
+
+def _no_inodes(step: int) -> None:
+    """Make empty files until the disk has no room for another name."""
+
+    def action(trainer: Trainer) -> None:
+        folder = trainer.directory.parent / FILLER
+        folder.mkdir()
+        with suppress(OSError):
+            for number in range(1_000_000):
+                (folder / str(number)).touch()
+
+    _at(step, action)
+
+
+def _hold_interpreter(step: int) -> None:
+    """Hang in C code that does not release Python's interpreter."""
+    _at(step, lambda _: ctypes.PyDLL(None).sleep(600))
+
+
 INJECT: dict[str, Callable[[int], None]] = {
     "kill": _send(signal.SIGKILL),
     "kill in commit": _send(signal.SIGKILL, here="commit"),
+    "kill before event": _kill_before_event,
+    "no memory": _no_memory,
+    "no threads": _no_threads,
+    "no inodes": _no_inodes,
+    "hold": _hold_interpreter,
     "term": _send(signal.SIGTERM),
     "term to all": _send(signal.SIGTERM, group=True),
     "term in evaluation": _send(signal.SIGTERM, here="evaluation"),

@@ -189,6 +189,8 @@ def _judged(outcome: Outcome, case: Case, reference: str | None) -> Outcome:
         wrong.append(f"{outcome.lost_steps} steps lost")
     if fault.exact and not outcome.identical:
         wrong.append("other weights")
+    if missing := case.without_event():
+        wrong.append(f"no event of the checkpoint of step {missing[0]}")
     hung = any(None in ended.codes for ended in case.launches)
     if hung and "SIGSTOP" not in fault.name:
         wrong.append("a rank hung")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from tests.reliability.faults.inject import FILLER
 AT = 7
 """The update at which most faults happen, a few steps after a checkpoint."""
 WATCHDOG_S = 4.0
+INODES = 200
 
 
 class NotHereError(Exception):
@@ -121,6 +123,12 @@ def _full(kind: str) -> Callable[[Case], None]:
         (case.path.parent / FILLER).unlink()
 
     return act
+
+
+def _no_inodes(case: Case) -> None:
+    _mount(case, [f"nr_inodes={INODES}"])
+    case.start("no inodes", 6)
+    shutil.rmtree(case.path.parent / FILLER)
 
 
 def _read_only(case: Case) -> None:
@@ -230,6 +238,10 @@ ROWS = (
         # The checkpoint that was being written is lost too.
         lost=2 * CHECKPOINT_FREQ,
     ),
+    Fault(
+        "SIGKILL between a checkpoint's commit and its event",
+        _starts("kill before event", at=4, last=False),
+    ),
     Fault("SIGTERM in a step", _starts("term"), lost=0),
     Fault(
         "SIGTERM to all processes, the loader's too",
@@ -248,6 +260,13 @@ ROWS = (
         _stopped,
         options=(f"trainer.watchdog_s={WATCHDOG_S:g}",),
     ),
+    Fault(
+        "C code holds the interpreter",
+        _starts("hold"),
+        ranks=(2,),
+        # The watchdog is on by default. It waits somewhat longer than other ranks do.
+        options=("backend.timeout_s=5",),
+    ),
     Fault("an exception in one rank", _starts("raise"), crash=True),
     Fault("NaN in the loss", _starts("nan loss")),
     Fault("NaN in one gradient", _starts("nan gradient")),
@@ -261,6 +280,15 @@ ROWS = (
     Fault("disk full", _full("fill disk")),
     Fault("disk full but for a little", _full("fill disk but for little")),
     Fault("a quota, met while a checkpoint is written", _full("quota")),
+    Fault("no inodes left", _no_inodes),
+    Fault("memory runs out", _starts("no memory")),
+    Fault(
+        "memory runs out beside two loader workers",
+        _starts("no memory"),
+        pictures=True,
+        options=("data.workers=2",),
+    ),
+    Fault("no thread can start", _starts("no threads")),
     Fault("a read-only directory", _read_only, lost=0),
     Fault("a corrupt sample", _corrupt, pictures=True),
     Fault(
