@@ -74,7 +74,7 @@ def test_kfac_data_names_the_image_and_the_number(tmp_path, capfd):
     assert said.err == ""
     assert said.out.splitlines() == [
         f"{bomb}: it has 10000 x 10000 pixels (100 megapixels), allowed are 64 megapixels",
-        "imagefolder: 1 images in train, 1 images in val; 1 fault",
+        "imagefolder: 1 image in train, 1 image in val; 1 fault",
     ]
 
 
