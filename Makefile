@@ -8,7 +8,7 @@ HOROVOD := .venv/.horovod
 PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup install-horovod data demo tune bench bench-gpu test test-all slurm-test browser faults soak mutants support lint format clean
+.PHONY: help docs setup install-horovod data demo tune tune-cpu bench bench-gpu test test-all slurm-test browser faults soak mutants support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -38,6 +38,10 @@ demo: setup  ## the main job: SGD, Adam and K-FAC on real data, table and report
 
 tune: setup  ## find the demo's settings again, one equal budget per optimizer (10 minutes)
 	$(BIN)/kfac-bench tune demo --out conf/experiment
+
+tune-cpu: setup data  ## find the settings of profile=cpu, one equal budget per optimizer (105 minutes)
+	$(BIN)/kfac-bench tune claim1_epochs --out conf/experiment
+	$(BIN)/kfac-bench tune classic_autoencoder --out conf/experiment
 
 bench: setup  ## step time, stages and memory of K-FAC over SGD, beside their floors (30 minutes)
 	$(BIN)/python benchmarks/speed.py --models resnet32,encoder --real

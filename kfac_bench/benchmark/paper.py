@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench import report
-from kfac_bench.benchmark import figure, sheet, suite
+from kfac_bench.benchmark import figure, sheet, suite, verdict
 from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.sheet import Attempt, AttemptState
 from kfac_bench.benchmark.suite import BenchmarkRow
@@ -16,7 +16,6 @@ from kfac_bench.report import curves
 from kfac_bench.report.tables import Link, Table, Value, escape_markdown
 
 _MOST_LINES = 20
-BEGIN = "<!-- made by kfac-bench report all --into -->"
 END = "<!-- end of what kfac-bench report made -->"
 
 
@@ -69,7 +68,11 @@ def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str)
 
 
 def _profile(row: BenchmarkRow) -> str:
-    return f" profile={row.profile}" if row.profile else ""
+    return _word(row.profile)
+
+
+def _word(profile: str) -> str:
+    return f" profile={profile}" if profile else ""
 
 
 def _tables(row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt]) -> list[Table]:
@@ -78,7 +81,8 @@ def _tables(row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt]) 
     tables = [sheet.compared(row.benchmark, lines, notes, row.sized.ran)]
     in_shape = sheet.matrix(row.benchmark, lines)
     meant = sheet.stands_for(row.benchmark, row.sized, row.overrides)
-    more = [table for table in (in_shape, meant) if table is not None]
+    judged = verdict.table([row])
+    more = [table for table in (judged, in_shape, meant) if table is not None]
     return [*tables, *more, sheet.attempts(found, row.folder)]
 
 
@@ -91,24 +95,37 @@ def _markdown(row: BenchmarkRow, tables: Sequence[Table], drawn: bool, stem: str
     return "\n".join([head, first + picture, *rest])
 
 
-def write_all(written: Sequence[RowReport], into_document: Path | None) -> list[Path]:
+def write_all(
+    written: Sequence[RowReport],
+    into_document: Path | None,
+    verdicts: Table | None = None,
+    profile: str = "",
+) -> list[Path]:
     """Write the results of all rows to ``runs/all/PROFILE.md`` and ``.html``; return the files.
 
-    ``into_document`` is a document that gets a list of the rows, between its two marks. The tables
-    are pages in the folder ``results`` beside the document.
+    Args:
+        written: The rows that have results.
+        into_document: A document that gets the verdicts and a list of the rows, between its two
+            marks. The tables are pages in the folder ``results`` beside the document.
+        verdicts: The verdicts on claims, which come first. Claims that were not run have one, too.
+        profile: The size of the rows.
     """
-    if not written:
+    if not written and verdicts is None:
         raise UsageError("no row was run yet; start with kfac-bench run all")
     text = summary(written)
-    folder, stem = Path("runs/all"), written[0].row.profile or "report"
+    if verdicts is not None:
+        text = "\n".join([verdicts.markdown(), text])
+    folder, stem = Path("runs/all"), profile or "report"
     files = [folder / f"{stem}.md"]
     write_text(files[0], text, make_folder=True)
     runs = [run.path for each in written for run in suite.runs_of(suite.attempts(each.row))]
     files.append(folder / f"{stem}.html")
     tables = [each.tables[0] for each in written]
+    if verdicts is not None:
+        tables = [verdicts, *tables]
     _page(files[-1], runs, tables, f"Tables and figures of the papers, profile={stem}")
     if into_document is not None:
-        files += into(into_document, written)
+        files += into(into_document, written, verdicts, profile)
     return files
 
 
@@ -138,12 +155,21 @@ def _short(each: RowReport, title: str) -> str:
     return "\n".join([head, *(table.markdown() for table in tables)])
 
 
-def into(document: Path, written: Sequence[RowReport]) -> list[Path]:
+def begin_mark(profile: str) -> str:
+    """Return the line of a document after which the results of a profile stand."""
+    return f"<!-- made by kfac-bench report all{_word(profile)} --into -->"
+
+
+def into(
+    document: Path, written: Sequence[RowReport], verdicts: Table | None, profile: str
+) -> list[Path]:
     """List the rows between the document's two marks, and write a page of tables for each row.
 
     Args:
-        document: A Markdown file with the lines of :data:`BEGIN` and :data:`END`.
+        document: A Markdown file with the lines of :func:`begin_mark` and :data:`END`.
         written: The rows. Their pages are ``results/PROFILE/ROW.md`` beside the document.
+        verdicts: The verdicts on claims, which stand over the list; None: there are no claims.
+        profile: The size of the rows.
 
     Returns:
         The files that were written.
@@ -151,15 +177,16 @@ def into(document: Path, written: Sequence[RowReport]) -> list[Path]:
     Raises:
         UsageError: The document cannot be read, or it lacks a mark.
     """
+    begin_line = begin_mark(profile)
     try:
         old = document.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--into {document}: cannot be read ({error.strerror})") from None
     # Everything outside of the two marks is the user's own text.
-    before, begin, rest = old.partition(BEGIN)
+    before, begin, rest = old.partition(begin_line)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UsageError(f"--into {document}: add the lines {BEGIN} and {END}")
+        raise UsageError(f"--into {document}: add the lines {begin_line} and {END}")
     rows: list[list[Value]] = []
     pages = []
     for each in written:
@@ -169,6 +196,8 @@ def into(document: Path, written: Sequence[RowReport]) -> list[Path]:
         write_text(document.parent / page, _short(each, title), make_folder=True)
         pages.append(document.parent / page)
         rows.append([Link(name, page.as_posix()), each.row.benchmark.title])
-    listed = Table("Pages of tables", ["page", "table or figure"], rows).markdown()
-    write_text(document, f"{before}{BEGIN}\n\n{listed}\n{END}{after}")
+    tables = [] if verdicts is None else [verdicts]
+    tables += [Table("Pages of tables", ["page", "table or figure"], rows)] if rows else []
+    text = "\n".join(table.markdown() for table in tables)
+    write_text(document, f"{before}{begin_line}\n\n{text}\n{END}{after}")
     return [*pages, document]

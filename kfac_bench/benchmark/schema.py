@@ -15,8 +15,8 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kfac_bench.benchmark.claim import Claim
 from kfac_bench.config import compose
-from kfac_bench.config.profiles import PROFILES
 from kfac_bench.errors import UsageError
 
 Each = dict[str, dict[str, list[str]]]
@@ -38,7 +38,7 @@ class Before:
 
 @dataclass
 class BenchmarkProfile:
-    """What one size of the row changes: ``smoke``, ``one_gpu`` or ``paper``."""
+    """What one size of the row changes: ``smoke``, ``cpu``, ``one_gpu`` or ``paper``."""
 
     ran: str = ""
     """Model and data of the cells, if they are not those of the paper. Tables then name them over
@@ -96,6 +96,9 @@ class Quantity:
     """A name of :mod:`kfac_bench.benchmark.measures`."""
     of: str = ""
     against: dict[str, str] = field(default_factory=dict)
+    level_of: dict[str, str] = field(default_factory=dict)
+    """For the measures ``..._to_level``: the values of the axes of another point. Its final metric,
+    with the same seed, is the level."""
     how: str = ""
     """How two points are compared: ``less`` (percent less), ``percent`` (the share in percent),
     ``ratio`` or ``difference``."""
@@ -208,6 +211,8 @@ class Benchmark:
     curves: bool = False
     """Whether the report has a second figure: the curves of the runs."""
     notes: list[str] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    """Claims of a paper that the numbers of this table test."""
 
 
 def load(name: str) -> Benchmark:
@@ -252,7 +257,7 @@ def may_run(benchmark: Benchmark, point: Mapping[str, str]) -> bool:
 
 
 def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkProfile]:
-    """Return the name of the profile and what it changes; None stands for the smallest profile.
+    """Return the name of the profile and what it changes; None stands for the first profile.
 
     Raises :class:`UsageError` if the benchmark does not have the profile.
     """
@@ -260,7 +265,7 @@ def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkPr
         if name is not None:
             raise UsageError(f"profile={name}: {benchmark.title!r} has no profiles")
         return "", BenchmarkProfile()
-    name = name or PROFILES[0]
+    name = name or next(iter(benchmark.profiles))
     if name not in benchmark.profiles:
         raise UsageError(f"profile={name}: choose one of {', '.join(benchmark.profiles)}")
     return name, benchmark.profiles[name]

@@ -38,6 +38,14 @@ ORDER = (
     "table4c_bert_kfac_both",
 )
 """The papers' tables and figures. Cheap rows come first, so that results appear early."""
+CLAIMS = (
+    "classic_autoencoder",
+    "claim3_distribution",
+    "claim4_memory",
+    "claim2_intervals",
+    "claim1_epochs",
+)
+"""The papers' claims as small experiments: the rows of ``profile=cpu``, cheap rows first."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,10 @@ class BenchmarkRow:
         return [*self.cells, *self.computed]
 
 
-def names(wanted: str) -> list[str]:
-    """Return the rows that ``all`` stands for, or the one row that is wanted."""
-    return list(ORDER) if wanted == "all" else [wanted]
+def names(wanted: str, profile: str | None) -> list[str]:
+    """Return the rows that ``all`` stands for at this size, or the one row that is wanted."""
+    every = CLAIMS if profile == "cpu" else ORDER
+    return list(every) if wanted == "all" else [wanted]
 
 
 def row(
@@ -184,6 +193,6 @@ def runs_of(found: Sequence[Attempt]) -> list[Run]:
 
 
 def all_names() -> list[str]:
-    """Return the names of all benchmarks: first the papers' rows, in the order of ``all``."""
-    others = [name for name in compose.options_of("benchmark") if name not in ORDER]
-    return [*ORDER, *others]
+    """Return the names of all benchmarks: first the papers' rows and claims, as in ``all``."""
+    first = (*ORDER, *CLAIMS)
+    return [*first, *(name for name in compose.options_of("benchmark") if name not in first)]

@@ -80,7 +80,7 @@ def _add_words(command: Parser) -> None:
         "words",
         nargs="*",
         metavar="WORD",
-        help="profile=smoke|one_gpu|paper, launcher=local|slurm, or an override of kfac-train",
+        help="profile=smoke|cpu|one_gpu|paper, launcher=local|slurm, or an override of kfac-train",
     )
     command.add_argument(
         "--seeds", type=_seed, nargs="+", default=[], help="replace the benchmark's own seeds"
@@ -136,10 +136,10 @@ def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str]:
     _separate_seeds(options)
     own, overrides = split_words(options.words, {"profile": "", "launcher": "local"})
     launcher = one_of("launcher", own["launcher"], ("local", "slurm"))
-    names = suite.names(options.benchmark)
+    profile, seeds = own["profile"] or None, options.seeds or None
+    names = suite.names(options.benchmark, profile)
     if len(names) > 1 and options.runs_dir:
         raise UsageError(f"--runs-dir {options.runs_dir}: name one benchmark instead of {ALL}")
-    profile, seeds = own["profile"] or None, options.seeds or None
     rows = [suite.row(n, profile, overrides, options.runs_dir, seeds, options.only) for n in names]
     for row in rows:
         if overrides and row.cells:
@@ -197,9 +197,10 @@ def _report(options: argparse.Namespace) -> int:
         return 0
     _report_row(rows[0], None)
     if options.into:
-        from kfac_bench.benchmark import paper
+        from kfac_bench.benchmark import paper, verdict
 
-        for file in paper.into(options.into, [paper.write(rows[0])]):
+        judged = verdict.table(rows)
+        for file in paper.into(options.into, [paper.write(rows[0])], judged, rows[0].profile):
             say(f"into: {file}")
     return 0
 
@@ -223,7 +224,7 @@ def _report_row(row: BenchmarkRow, html: Path | None, *, brief: bool = False) ->
 
 
 def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
-    from kfac_bench.benchmark import paper
+    from kfac_bench.benchmark import paper, verdict
 
     written = []
     for row in rows:
@@ -231,7 +232,10 @@ def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
             written.append(paper.write(row))
         except UsageError as error:
             say(str(error))
-    for file in paper.write_all(written, into):
+    verdicts = verdict.table(rows)
+    if verdicts is not None:
+        say(verdicts.markdown())
+    for file in paper.write_all(written, into, verdicts, rows[0].profile):
         say(f"all: {file}")
 
 

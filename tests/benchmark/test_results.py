@@ -23,6 +23,7 @@ from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
 from kfac_bench.record.runs import load
 
+BEGIN = "<!-- made by kfac-bench report all profile=smoke --into -->"
 EVERY = {"optimizer": ["SGD", "K-FAC"], "batch": ["64", "256"]}
 ROW = Benchmark(
     "Made up",
@@ -182,11 +183,11 @@ def test_a_document_lists_all_rows_between_its_marks_and_each_row_has_a_page(
 ):
     monkeypatch.chdir(tmp_path)
     document = tmp_path / "doc.md"
-    document.write_text(f"# Mine\n{paper.BEGIN}\nold\n{paper.END}\nafter\n")
+    document.write_text(f"# Mine\n{BEGIN}\nold\n{paper.END}\nafter\n")
     written = [paper.write(row)]
-    paper.write_all(written, document)
+    paper.write_all(written, document, profile="smoke")
     text = document.read_text()
-    assert text.startswith(f"# Mine\n{paper.BEGIN}\n\n**Pages of tables**\n")
+    assert text.startswith(f"# Mine\n{BEGIN}\n\n**Pages of tables**\n")
     assert "| [made_up](<results/smoke/made_up.md>) |" in text
     assert text.endswith(f"{paper.END}\nafter\n")
     assert "old" not in text
@@ -196,11 +197,11 @@ def test_a_document_lists_all_rows_between_its_marks_and_each_row_has_a_page(
     assert (
         page.removeprefix("# made_up profile=smoke") in (tmp_path / "runs/all/smoke.md").read_text()
     )
-    paper.write_all(written, document)
+    paper.write_all(written, document, profile="smoke")
     assert document.read_text() == text
     document.write_text("no marks")
     with pytest.raises(UsageError, match="add the lines"):
-        paper.write_all(written, document)
+        paper.write_all(written, document, profile="smoke")
     with pytest.raises(UsageError, match="no row was run yet"):
         paper.write_all([], None)
 

@@ -73,7 +73,9 @@ def test_run_all_includes_every_row_with_profiles():
     there = set(compose.options_of("benchmark"))
     assert there >= set(ROWS)
     with_profiles = {name for name in there if schema.load(name).profiles}
-    assert with_profiles == set(ROWS), "a row that run all leaves out"
+    assert with_profiles == {*ROWS, *suite.CLAIMS}, "a row that run all leaves out"
+    assert suite.names("all", None) == suite.names("all", "smoke") == ROWS
+    assert suite.names("all", "cpu") == list(suite.CLAIMS)
 
 
 @pytest.mark.parametrize("name", ROWS)

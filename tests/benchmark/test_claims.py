@@ -1,0 +1,65 @@
+"""The rows of profile=cpu: their files are complete, and their cells and trials are valid runs."""
+
+import pytest
+
+from kfac_bench.benchmark import grid, measures, schema, suite, trials
+from kfac_bench.benchmark.result import axes_of
+from kfac_bench.config import compose
+from kfac_bench.config.options import options
+from tests.support.quick import quick_if
+
+
+@pytest.mark.parametrize("name", suite.CLAIMS)
+def test_claims_name_quantities_and_points_of_their_table(name):
+    row = schema.load(name)
+    assert list(row.profiles) == ["cpu"]
+    assert row.claims
+    axes = axes_of(row)
+    for quantity in row.quantities.values():
+        assert bool(quantity.measure) != bool(quantity.of)
+        assert measures.exists(quantity.measure) or quantity.of in row.quantities
+        assert all(value in axes[axis] for axis, value in quantity.level_of.items())
+        assert all(value in axes[axis] for axis, value in quantity.against.items())
+    for claim in row.claims:
+        assert bool(claim.checks) != bool(claim.not_testable)
+        for check in claim.checks:
+            assert check.quantity in row.quantities
+            assert {*check.at} == {*axes}
+            assert all(value in axes[axis] for axis, value in check.at.items())
+            assert (check.at_most is None) != (check.at_least is None)
+    text = (compose.CONF_DIR.parent / "docs" / "benchmarks.md").read_text()
+    assert all(claim.text in text for claim in row.claims), "report all profile=cpu --into docs/..."
+
+
+@pytest.mark.parametrize("name", quick_if("classic_autoencoder".__eq__, suite.CLAIMS))
+def test_cells_of_claims_are_valid_runs_on_two_cores(name):
+    row = schema.load(name)
+    for cell in grid.cells(row, "runs/x", [0], "cpu"):
+        config = cell.config()
+        assert config.data.name == "fashion_mnist"
+        assert cell.ranks * config.trainer.threads <= 2
+        assert config.logger.name == "none"
+    assert row.seeds == [0, 1, 2]
+    assert row.tuning is None or not {*row.tuning.seeds} & {*row.seeds}
+
+
+@pytest.mark.parametrize(
+    "name", ["classic_autoencoder", pytest.param("claim1_epochs", marks=pytest.mark.slow)]
+)
+def test_the_tuning_gives_each_optimizer_the_same_trials(name):
+    row = schema.load(name)
+    tuning = row.tuning
+    assert tuning.space.keys() == tuning.labels.keys() == {*row.axes["optimizer"]}
+    for point in schema.points(row):
+        settings = trials.trial_settings(tuning, point["optimizer"])
+        assert len(settings) == tuning.trials
+        base = [schema.fill_in(text, point) for text in tuning.overrides]
+        trial = compose.load([*base, *trials.overrides_of(settings[0])])
+        assert trial.trainer.target is not None
+        # The file of the winner, or the guess before the tuning, has all values that are fixed.
+        name = schema.fill_in(tuning.experiment, point)
+        found = {k: v for k, v, _ in options(compose.load([f"experiment={name}"]))}
+        fixed = {k: v for k, v in tuning.space[point["optimizer"]].items() if "." in k}
+        assert {k: found[k] for k, v in fixed.items() if not isinstance(v, dict)} == {
+            k: v for k, v in fixed.items() if not isinstance(v, dict)
+        }

@@ -1,0 +1,117 @@
+"""Verdicts on claims: from constructed lines, and from a row with constructed runs."""
+
+import math
+
+import pytest
+
+from kfac_bench.benchmark import grid, paper, schema, suite, verdict
+from kfac_bench.benchmark.claim import Check, Claim
+from kfac_bench.benchmark.result import Line, Measured
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Quantity
+from kfac_bench.benchmark.verdict import Verdict, judge
+from tests.benchmark.test_results import write
+
+AT = {"optimizer": "K-FAC"}
+FASTER = Check("seconds over SGD's", AT, at_most=0.6)
+AS_GOOD = Check("more than SGD", AT, at_least=-0.5)
+
+
+def measured(check, median, low, high, seeds=3, missed=0):
+    return Line(check.at, check.quantity, "", Measured(median, low, high, seeds, missed))
+
+
+GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([measured(FASTER, 0.5, 0.4, 0.6), GOOD], Verdict.SUPPORTED),
+        ([measured(FASTER, 0.8, 0.61, 0.9), GOOD], Verdict.NOT_SUPPORTED),
+        ([measured(FASTER, 0.5, 0.4, 0.7), GOOD], Verdict.NOT_TESTABLE),
+        ([measured(FASTER, math.inf, math.inf, math.inf, missed=3), GOOD], Verdict.NOT_SUPPORTED),
+        ([measured(FASTER, 0.5, 0.4, math.inf, missed=1), GOOD], Verdict.NOT_TESTABLE),
+        ([measured(FASTER, 0.5, 0.4, 0.6, seeds=2), GOOD], Verdict.NOT_TESTABLE),
+        ([GOOD], Verdict.NOT_TESTABLE),
+        ([measured(FASTER, 0.5, 0.4, 0.6), measured(AS_GOOD, -2, -3, -1)], Verdict.NOT_SUPPORTED),
+        (
+            [
+                measured(FASTER, 0.5, 0.4, 0.6),
+                measured(AS_GOOD, -math.inf, -math.inf, -math.inf, missed=3),
+            ],
+            Verdict.NOT_SUPPORTED,
+        ),
+        ([measured(FASTER, 0.9, 0.7, 1), measured(AS_GOOD, 0, -1, 1)], Verdict.NOT_SUPPORTED),
+    ],
+)
+def test_a_claim_is_supported_if_whole_intervals_are_within_the_limits(lines, expected):
+    assert judge(Claim("Faster.", [FASTER, AS_GOOD]), lines, 3).verdict is expected
+
+
+def test_the_numbers_are_those_of_the_lines():
+    lines = [measured(FASTER, 0.5, 0.41, math.inf, missed=1), GOOD]
+    assert judge(Claim("Faster.", [FASTER, AS_GOOD]), lines, 3).numbers == (
+        "seconds over SGD's (K-FAC): 0.5 (0.41 \u2013 missed), at most 0.6: "
+        "the interval contains the limit; "
+        "more than SGD (K-FAC): 0.1 (-0.2 \u2013 0.4), at least -0.5: holds"
+    )
+    exact = Line(AT, "bytes", "kB", computed=12.0)
+    said = judge(Claim("Small.", [Check("bytes", AT, at_most=10)]), [exact], 3)
+    assert said.verdict is Verdict.NOT_SUPPORTED
+    assert said.numbers == "bytes (K-FAC): 12 kB, at most 10: fails"
+
+
+def test_a_claim_that_cannot_be_tested_or_has_not_run_says_so():
+    never = judge(Claim("Scales.", not_testable="two ranks"), [], 3)
+    assert (never.verdict, never.numbers) == (Verdict.NOT_TESTABLE, "two ranks")
+    early = verdict.without_numbers(Claim("Faster.", [FASTER]))
+    assert early.verdict is Verdict.NOT_RUN
+    assert early.numbers == "seconds over SGD's (K-FAC): at most 0.6"
+
+
+ROW = Benchmark(
+    "Made up",
+    {"optimizer": ["SGD", "K-FAC"]},
+    ["model=resnet8", "logger=none"],
+    [0, 1, 2],
+    each={"optimizer": {"SGD": ["kfac=none"]}},
+    profiles={"cpu": BenchmarkProfile()},
+    quantities={
+        "seconds": Quantity("seconds_to_level", level_of={"optimizer": "SGD"}),
+        "seconds over SGD's": Quantity(of="seconds", against={"optimizer": "SGD"}, how="ratio"),
+    },
+    claims=[Claim("K-FAC is faster.", [FASTER]), Claim("It scales.", not_testable="one rank")],
+)
+
+
+def verdicts(row):
+    return [line[1] for line in verdict.table([row]).rows]
+
+
+def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(schema, "load", lambda name: ROW)
+    monkeypatch.chdir(tmp_path)
+    row = suite.row("made_up", "cpu", runs_dir=str(tmp_path / "runs"))
+    document = tmp_path / "doc.md"
+    document.write_text(f"{paper.begin_mark('cpu')}\n{paper.END}\n")
+    assert verdicts(row) == ["not run yet", "not testable here"]
+    paper.write_all([], document, verdict.table([row]), "cpu")
+    assert "| K-FAC is faster. | not run yet |" in document.read_text()
+    cells = {(c.point["optimizer"], c.seed): c.path() for c in row.cells}
+    for seed in range(3):
+        # SGD is at 0.5 after 9 s, its final metric, and so K-FAC's 0.5 after 4 s is enough.
+        write(cells["SGD", seed], 0.5)
+        write(cells["K-FAC", seed], 0.6, reached_s=4.0 + seed / 10)
+        assert verdicts(row)[0] == ("supported" if seed == 2 else "not run yet")
+    paper.write_all([paper.write(row)], document, verdict.table([row]), "cpu")
+    assert "| K-FAC is faster. | supported |" in document.read_text()
+    assert "0.4556" in document.read_text()
+    write(cells["SGD", 2], 0.7)  # a level that K-FAC does not reach
+    assert verdicts(row)[0] == "not testable here"
+    (cells["SGD", 2] / "events.jsonl").unlink()
+    grid.record_failure(cells["SGD", 2], "x", "out of memory")
+    judged = verdict.table([row]).rows[0]
+    assert judged[1:] == [
+        "not testable here",
+        "1 cell failed, the first: out of memory. Use --retry",
+    ]
