@@ -140,7 +140,7 @@ def test_smoke_cells_replace_those_of_the_paper():
     assert smoke[2].config().kfac.update_freq == 20
     assert len(smoke) == 4
     assert "run_id=" in smoke[0].rank_command()[-1]
-    assert paper[0].command()[3:5] == ["--standalone", "--nproc-per-node=64"]
+    assert paper[0].command()[2:4] == ["kfac_bench.benchmark.local_ranks", "64"]
 
 
 def test_earlier_phases_run_first_and_are_shared():
