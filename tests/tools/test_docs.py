@@ -103,6 +103,8 @@ def test_commands_have_options_that_exist():
         if "problem" in named or "--help" in words:
             continue  # a file of the user; the usage
         own = ("world_size=", "out=", "--")
+        if "--multirun" in words:
+            words = [word.partition(",")[0] for word in words]  # the first of several values
         overrides = tuple(w for w in words if not w.startswith(own))
         if words[:1] != ["simulate"] and overrides not in seen:
             seen[overrides] = page
