@@ -36,6 +36,7 @@ def test_every_optimizer_has_the_same_budget(name):
     assert min(ranges) >= 2, "nothing to tune"
 
 
+@pytest.mark.slow
 def test_labels_of_the_embedded_optimizers_are_correct():
     """Files may be written by hand or by the tuning. The files of K-FAC have its options."""
     embedded = schema.load("embedded")
@@ -282,6 +283,7 @@ def test_tuning_refuses_wrong_requests(tmp_path, monkeypatch):
 # ---- real trials ----
 
 
+@pytest.mark.slow
 def test_real_trials_run_in_forks_and_write_an_experiment(tmp_path):
     """Train two trials of two studies, and their winners on the other seed."""
     easy = ["experiment=digits/{task}", "logger=none", "model.hidden=[16]", "trainer.target=8"]

@@ -172,7 +172,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fra
     [
         ([], "command"),
         (["lst"], "choose from"),
-        (["run", "no_such"], "no such benchmark; choose one of contest, demo"),
+        (["run", "no_such"], "no such benchmark; choose one of claim1_epochs"),
         (["run", "demo", "--seeds", "x"], "--seeds: 'x' is not a whole number"),
         (["run", "demo", "--seeds", "0", "kfac.dampign=1"], "did you mean damping?"),
         (["report", "demo", "--retry", "profile=smoke"], "unrecognized arguments: --retry"),
@@ -237,6 +237,7 @@ def test_bad_input_that_only_the_run_detects_is_one_line(tmp_path, capsys, overr
     assert list(tmp_path.iterdir()) == []  # kfac-bench compare runs/* must find complete runs only
 
 
+@pytest.mark.slow
 def test_only_rank_0_prints_an_error(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as caught:
@@ -271,6 +272,7 @@ def test_a_command_without_data_says_what_it_trains_on(overrides, is_said, monke
 # ---- the dry run ----
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_cost_of_the_papers_model(command, tmp_path):
     done = command(
         BIN / "kfac-train",

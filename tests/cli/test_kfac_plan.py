@@ -323,6 +323,7 @@ def plan_here(capsys, *arguments):
     return caught.value.code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_resnet50_on_64_ranks_is_planned(tmp_path):
     """The command runs in its own process, which sees neither GPU nor data."""
     command = [sys.executable, "-c", "from kfac_bench.cli import plan; plan()"]

@@ -61,7 +61,7 @@ def test_list_shows_each_run(runs, capsys):
     columns = "state step age size checkpoints task optimizer run"
     assert header.split() == columns.split()
     assert re.match(
-        r"killed +0 +\d+ s +\d+\.\d kB +1 +digits autoencoder, squared_error +SGD +/", first
+        r"killed +\d+ +\d+ s +\d+\.\d kB +1 +digits autoencoder, squared_error +SGD +/", first
     )
     assert re.match(r"finished +12 +20\d\d\d d +\d+\.\d kB +4 +digits autoencoder", second)
     assert second.endswith("runs/whole")

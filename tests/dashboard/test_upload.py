@@ -125,6 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_only_the_points_that_a_killed_wandb_lost_are_sent(tmp_path, capsys):
     end = (Resumed(300, 150.0, "x"), RunEnded(300, 150.0, "reached"))
     path = write(tmp_path / "killed", *map(trained, range(1, 301)), *end)

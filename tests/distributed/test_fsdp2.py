@@ -72,6 +72,7 @@ def test_a_run_equals_one_process(tmp_path, strategy):
 
 
 @pytest.mark.supports("fsdp2", "resume on another world size")
+@pytest.mark.slow
 def test_a_run_continues_on_other_ranks_with_another_backend(tmp_path):
     adam = ("optimizer=adam", "optimizer.lr=0.002")
     options = (*STABLE, *adam, "run_id=r")

@@ -345,6 +345,7 @@ def run_here(folder, overrides):
 
 
 @pytest.mark.supports("horovod", "resume on another world size")
+@pytest.mark.slow
 def test_a_run_continues_without_horovod_and_back(tmp_path):
     _, alone = train(tmp_path, *RUN, "run_id=alone", "trainer.max_steps=15")
     # Horovod, then one process, then Horovod again.

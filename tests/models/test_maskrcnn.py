@@ -340,6 +340,7 @@ def test_files_without_weights_are_refused_in_one_line(tmp_path, capsys):
     assert "must not run" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_other_models_do_not_import_detection():
     code = (
         "import sys; from kfac_bench.config import compose;"

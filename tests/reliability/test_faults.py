@@ -85,6 +85,7 @@ def test_a_reserved_port_goes_to_nobody_else():
 TINY = ("model=autoencoder", "model.hidden=[16,6]", "trainer.max_steps=12", "optimizer.lr=0.05")
 
 
+@pytest.mark.slow
 def test_the_cost_of_checkpoints_is_measured_on_real_runs(monkeypatch, capsys):
     monkeypatch.setattr(smoke, "EXPERIMENTS", {"tiny": TINY})
     without = smoke._spent([*TINY, *smoke.DEFAULT], saving=False)

@@ -619,6 +619,7 @@ def test_background_prints_a_row_for_each_variant(capsys, monkeypatch):
     assert "one had 50 % left" in note
 
 
+@pytest.mark.slow
 def test_the_thread_has_ended_when_another_variant_has_its_turn(monkeypatch):
     working, block = [], Variant.block
 

@@ -68,6 +68,7 @@ def kfac_train(repository, arguments):
     ("title", "option"),
     [("A new model", ("model", "width", 32)), ("A new dataset", ("data", "contrast", 1.0))],
 )
+@pytest.mark.slow
 def test_the_example_trains_and_learns(repository, title, option):
     files, (train, show) = follow(section(title), repository)
     assert train[0] == show[0] == "kfac-train"

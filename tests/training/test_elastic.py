@@ -209,6 +209,7 @@ def by_hand(folder, *options, env=()):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_with_different_options_end_with_one_line(tmp_path):
     with started(*by_hand(tmp_path, "seed=${oc.env:RANK}")) as ranks:
         assert [rank.wait(PATIENCE_S) for rank in ranks] == [2, 2]

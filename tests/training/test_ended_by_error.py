@@ -94,6 +94,7 @@ def test_a_lost_worker_is_exit_code_1(capsys):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_port_in_use_ends_every_rank_within_the_timeout(rank):
     with socket.socket() as stranger:
         stranger.bind(("", 0))

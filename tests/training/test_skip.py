@@ -202,6 +202,7 @@ def test_a_rank_without_examples_keeps_pace_in_lockstep(root, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow
 def test_a_run_with_left_out_examples_resumes_exactly(root, tmp_path, workers):
     spoil(root, [*in_epoch(0)[:3], *in_epoch(2)[1:3]])
     options = (*BASE, f"data.root={root}", f"data.workers={workers}")

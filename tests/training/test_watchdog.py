@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.support import ROOT
 
 PROGRAM = """
@@ -65,6 +67,7 @@ def test_c_code_that_holds_the_interpreter_is_ended(tmp_path):
     assert "in holds_the_interpreter" in said
 
 
+@pytest.mark.slow
 def test_a_process_that_was_suspended_goes_on(tmp_path):
     process = start(tmp_path, 3, "progress at each line")
     # Now the process is being watched. A process that is suspended earlier would show nothing.

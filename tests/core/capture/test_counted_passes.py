@@ -177,6 +177,7 @@ def test_an_adversarial_example_with_other_options(net, method):
     assert_same(got, train(copy.deepcopy(net), lambda *_: None, "before", **options), 1e-12)
 
 
+@pytest.mark.slow
 def test_an_adversarial_example_through_torch_compile(net):
     model = copy.deepcopy(net)
     compiled = torch.compile(model, backend="aot_eager")

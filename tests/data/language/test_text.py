@@ -574,6 +574,7 @@ def test_a_rank_without_an_example_gets_an_empty_batch_of_the_same_structure(dat
 # ---- demo ----
 
 
+@pytest.mark.slow
 def test_the_demo_is_the_documentation_of_python():
     found = {d.where: d.text for d in demo_text.documents()}
     assert "topic if" in found
