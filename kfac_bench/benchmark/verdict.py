@@ -57,7 +57,8 @@ def table(rows: Sequence[BenchmarkRow]) -> Table | None:
         return None
     note = (
         "Medians over seeds with their 95 % interval. A claim is supported if each whole interval "
-        "is within its limit, and not supported if one whole interval is outside"
+        "is within its limit, and not supported if one whole interval is outside. Before a row has "
+        "run, only the limits are shown"
     )
     return Table("Verdicts on the claims", ["claim", "verdict", "numbers"], shown, [note])
 

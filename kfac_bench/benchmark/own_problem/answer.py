@@ -1,4 +1,4 @@
-"""From the runs of a study to its verdict, as text and as a page."""
+"""Turn the finished runs of a study into its verdict, as text and as a page."""
 
 import math
 from collections.abc import Sequence

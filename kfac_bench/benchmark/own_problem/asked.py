@@ -1,4 +1,4 @@
-"""What a study is about, and the overrides that all its runs share."""
+"""The checked input of a study, and the overrides that all its runs share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from kfac_bench.benchmark.trials import overrides_of
 
 @dataclass(frozen=True)
 class Asked:
-    """What the study is about; the command has checked it."""
+    """The input of ``kfac-bench try``, which the command has checked."""
 
     file: str
     """Path of the problem's file."""

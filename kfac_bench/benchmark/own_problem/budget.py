@@ -27,14 +27,14 @@ EVALUATION_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Measured:
-    """What short runs of AdamW have shown, in seconds of wall time."""
+    """Seconds of wall time, measured in short runs of AdamW."""
 
     step_s: float
     eval_s: float
     start_s: float
-    """From the start of a process to its first step, without evaluations."""
+    """Start of a process until its first step, without evaluations."""
     spent_s: float
-    """What the measurement took."""
+    """Duration of these short runs."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Budget:
     """Wall time for each training second, with evaluations."""
     start_s: float
     step_s: float
-    """Of AdamW."""
+    """Seconds of a step of AdamW."""
 
 
 def budget_of(minutes: float, measured: Measured, optimizers: int, seeds: int) -> Budget:

@@ -1,4 +1,4 @@
-"""What ``kfac-bench try`` tries: the settings of conf/benchmark/try.yaml, in their order.
+"""The settings of conf/benchmark/try.yaml, in the order in which ``kfac-bench try`` runs them.
 
 Settings may also come from an earlier study (``--from RUN``). They are read from the event files of
 its runs, which are not trusted.

@@ -38,9 +38,9 @@ class StudyResult:
     plan: Plan
     trials: Mapping[str, Sequence[TrialResult]]
     winners: Mapping[str, TrialResult]
-    """By optimizer, its best trial."""
+    """The best trial of each optimizer."""
     finals: Mapping[str, Sequence[TrialResult]]
-    """By optimizer, the runs of its winner on fresh seeds."""
+    """The runs of each winner on fresh seeds."""
 
 
 def run(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> StudyResult:

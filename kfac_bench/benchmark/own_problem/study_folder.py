@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Question:
-    """What the user asked for. A study continues only with the same question."""
+    """The user's input. A study continues only with the same input."""
 
     sha256: str
     """Hash of the problem's file."""

@@ -1,4 +1,4 @@
-"""What came of one run of a study, from its event file alone."""
+"""The result of one run of a study, read from its event file."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the verdict of a study is computed from: the winners' runs on fresh seeds."""
+"""The input of a study's verdict: the winners' runs on fresh seeds."""
 
 import math
 from collections.abc import Mapping, Sequence
