@@ -21,13 +21,12 @@ from kfac_bench.benchmark.plan_cells import MB
 from kfac_bench.config import compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.conduct import OURS, PAPERS_CODE, SC20_CODE
+from kfac_bench.simulate.conduct import LW_CODE, OURS, PAPERS_CODE, SC20_CODE, Conduct
 from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
 
 IMAGENET = 1_281_167
 """Images of ImageNet's training set."""
-_CONDUCT = {"paper": PAPERS_CODE, "sc20": SC20_CODE}
 
 
 @functools.cache
@@ -45,6 +44,14 @@ def _work(words: Mapping[str, str], ranks: int) -> Workload:
         return _of_model(words["model"], examples)
     work = workload.of_file(compose.CONF_DIR / "simulation" / f"{words['file']}.yaml", examples)
     return replace(work, layers=[s for s in work.layers if s.name != words.get("without")])
+
+
+def _conduct(words: Mapping[str, str]) -> Conduct:
+    if "conduct" not in words:
+        return OURS
+    if words["conduct"] == "paper":
+        return PAPERS_CODE
+    return LW_CODE if words["strategy"] == "layer_wise" else SC20_CODE
 
 
 def in_whole_parts(batch: int, ranks: int, part: int) -> int:
@@ -73,8 +80,7 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     work, each = _work(words, ranks), variant(words["strategy"])
     at = int(words["at"]) if "at" in words else None
     intervals = Intervals(float(words.get("factors", 1)), float(words.get("decompose", 1)), at)
-    conduct = _CONDUCT[words["conduct"]] if "conduct" in words else OURS
-    (cell,) = sweep(work, machine, [each], [ranks], intervals, conduct=conduct)
+    (cell,) = sweep(work, machine, [each], [ranks], intervals, conduct=_conduct(words))
     result = times_of(cell) | {"steps_per_s_per_rank": 1 / cell.step_s / ranks}
     if "steps" in words:
         train_s = int(words["steps"]) * cell.step_s

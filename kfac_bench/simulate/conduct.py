@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 class Conduct:
     """The habits of one implementation; the defaults are those of this package on torch 2.
 
-    Calls are counted in the code: each kernel launch, each message that is started or awaited, and
-    each scalar that is read. Their seconds are :attr:`.Rates.op_s`.
+    A call is a kernel launch, a message that is started or awaited, or a scalar that is read. The
+    calls of this package are those of a step on one rank with default options, which a test counts.
+    Those of the paper are counted in its code. Their seconds are :attr:`.Rates.op_s`.
     """
 
     factor_traffic: float = 1.0
@@ -22,14 +23,20 @@ class Conduct:
     waits: bool = False
     """Whether the host waits for the device in each layer, so that the time of calls adds to the
     time of the work. Otherwise calls run ahead, and the longer of both counts."""
+    sends_in_backward: bool = True
+    """Whether gradients are sent during backward with K-FAC, as they are without it."""
     tensor_calls: int = 0
     """Calls for each parameter tensor in a step, after its gradient has been reduced."""
-    factor_calls: int = 6
+    factor_calls: int = 25
     """Calls to compute one factor and to update its running average."""
-    decomposition_calls: int = 6
+    decomposition_calls: int = 23
     """Calls to decompose one factor."""
-    precondition_calls: int = 12
+    precondition_calls: int = 25
     """Calls to precondition, clip and write the gradient of one layer."""
+    write_calls: int = 12
+    """Calls to clip and write one gradient that another rank preconditioned."""
+    share_calls: int = 0
+    """Calls to send or receive one preconditioned gradient, if each is a message of its own."""
 
 
 OURS = Conduct()
@@ -40,10 +47,15 @@ PAPERS_CODE = Conduct(
     factor_calls=10,
     decomposition_calls=10,
     precondition_calls=13,
+    write_calls=6,
 )
 """The code that Pauloski et al. released: four products, three elementwise operations, a KL clip
 that reads a scalar in each layer (four calls), and two calls to write the gradient."""
 
 SC20_CODE = replace(PAPERS_CODE, sums_shares=True, places_in_turn=True, tensor_calls=6)
-"""The code of the ResNet experiments (branches kfac-opt and kfac-lw), with Horovod. For each tensor
+"""The code of the ResNet experiments (branch kfac-opt) with Horovod, also for SGD. For each tensor
 it waits for the all-reduce, and SGD and ``zero_grad`` launch five kernels."""
+
+LW_CODE = replace(SC20_CODE, sends_in_backward=False, tensor_calls=7, share_calls=3)
+"""The code of K-FAC-lw (branch kfac-lw). It starts the all-reduce of gradients in its own step. For
+each layer it makes zeros, starts a message and awaits it."""

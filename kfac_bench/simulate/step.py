@@ -85,7 +85,8 @@ def step_time(
     computed = slowdown * rates.step(work.step_flops, work.family)
     # Only the FLOPs of backward hide messages; the constant part of a step does not.
     hidden = hardware.overlap * BACKWARD * (computed - slowdown * rates.step_s)
-    # The gradients' all-reduce is the same with and without K-FAC.
+    if plan is not None and not conduct.sends_in_backward:
+        hidden = 0.0
     size = work.parameters * work.gradient_bytes
     sent = hardware.network.all_reduce_s(size, range(world_size))
     calls_s = slowdown * conduct.tensor_calls * work.tensors * rates.op_s
@@ -103,6 +104,8 @@ def _run(
     """Return the seconds of a stage, and how long each kind of op keeps its busiest rank."""
     # When each rank's compute lane and network lane are free again.
     compute, network = [0.0] * plan.world_size, [0.0] * plan.world_size
+    # The calls of each rank for gradients that it receives: they follow at the end of the stage.
+    received = [0.0] * plan.world_size
     busy: dict[str, list[float]] = defaultdict(lambda: [0.0] * plan.world_size)
     for op in plan.ops(stage):
         seconds = op_seconds(op, plan.method, work, hardware, conduct)
@@ -117,12 +120,17 @@ def _run(
             for rank in op.ranks:
                 network[rank] = end
                 lane[rank] += seconds
+            if isinstance(op, ShareGradients):
+                calls_s = len(op.members) * conduct.write_calls * hardware.rates.op_s
+                for rank in op.ranks:
+                    received[rank] += 0.0 if rank == op.root else calls_s
         else:
             seconds *= hardware.slowdown(plan.world_size)
             for rank in op.ranks:
                 compute[rank] += seconds
                 lane[rank] += seconds
-    return max(0.0, *compute, *network), {kind: max(each) for kind, each in busy.items()}
+    ends = [max(c, n) + r for c, n, r in zip(compute, network, received, strict=True)]
+    return max(ends), {kind: max(each) for kind, each in busy.items()}
 
 
 def op_seconds(
@@ -130,7 +138,10 @@ def op_seconds(
 ) -> float:
     """Return the seconds of one op on each of its ranks."""
     if isinstance(op, Message):
-        return _message_seconds(op, hardware, conduct)
+        seconds = _message_seconds(op, hardware, conduct)
+        if isinstance(op, ShareGradients):
+            seconds += conduct.share_calls * len(op.members) * hardware.rates.op_s
+        return seconds
     rates = hardware.rates
     if isinstance(op, Decompose):
         # A diagonal factor needs no decomposition.

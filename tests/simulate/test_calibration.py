@@ -11,17 +11,17 @@ import pytest
 from benchmarks.simulation_folds import BEGIN, END, folds, time_errors
 from kfac_bench.config import compose
 from kfac_bench.core.planning.layer_spec import LayerSpec
-from kfac_bench.core.planning.ops import Decompose, Message
+from kfac_bench.core.planning.ops import Message
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.calibration import Constants, Observation, fit, predict, split_epoch_s
-from kfac_bench.simulate.conduct import OURS, SC20_CODE, Conduct
+from kfac_bench.simulate.conduct import SC20_CODE
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.network import Network, NetworkLink
 from kfac_bench.simulate.rates import Rates
 from kfac_bench.simulate.released_plan import released_plan
 from kfac_bench.simulate.step import Workload, step_time
-from kfac_bench.simulate.sweep import SGD, Intervals, Variant, plan_of, sweep
+from kfac_bench.simulate.sweep import SGD, Intervals, Variant, sweep
 from scripts.calibrate import RANKS, minutes_of
 
 BETA = 1e10
@@ -80,21 +80,6 @@ def test_the_released_codes_stage_is_its_slowest_rank_and_one_sum():
     elements = sum(n * n + n for spec in work.layers for n in (spec.a_dim, spec.g_dim))
     summed = 2 * 1 / 2 * 4 * elements / BETA
     assert time.stages_s[Stage.DECOMPOSE] == pytest.approx(slowest + summed, abs=2e-5)
-
-
-def test_calls_add_to_the_work_only_where_the_host_waits():
-    work = work_of(1)
-    machine = replace(MACHINE, rates=replace(RATES, op_s=1e-3))
-    plan = plan_of(work, Variant("comm_opt"), 1, "eigen")
-    bare = step_time(work, 1, MACHINE, plan)
-    for waits in (True, False):
-        conduct = Conduct(waits=waits, precondition_calls=5, tensor_calls=2)
-        time = step_time(work, 1, machine, plan, conduct)
-        assert time.forward_backward_s == pytest.approx(bare.forward_backward_s + 2 * 3 * 1e-3)
-        work_s = bare.stages_s[Stage.PRECONDITION] if waits else 0.0
-        assert time.stages_s[Stage.PRECONDITION] == pytest.approx(work_s + 2 * 5 * 1e-3)
-    assert OURS.tensor_calls == 0
-    assert any(isinstance(op, Decompose) for op in plan.decompose)
 
 
 # ---- the fit ----
