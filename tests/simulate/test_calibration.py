@@ -10,33 +10,18 @@ import pytest
 
 from benchmarks.simulation_folds import BEGIN, END, folds, time_errors
 from kfac_bench.config import compose
-from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.core.planning.ops import Message
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.calibration import Constants, Observation, fit, predict, split_epoch_s
 from kfac_bench.simulate.conduct import SC20_CODE
-from kfac_bench.simulate.hardware import Hardware
-from kfac_bench.simulate.network import Network, NetworkLink
-from kfac_bench.simulate.rates import Rates
 from kfac_bench.simulate.released_plan import released_plan
 from kfac_bench.simulate.step import Workload, step_time
 from kfac_bench.simulate.sweep import SGD, Intervals, Variant, sweep
 from scripts.calibrate import RANKS, minutes_of
+from tests.support.made_up_machine import BETA, MACHINE, work_of
 
-BETA = 1e10
-LINK = NetworkLink(1e-6, BETA)
-RATES = Rates({"default": 1e12}, 1e13, 1e13, {64: 0.01, 256: 0.2, 4608: 1.0}, {64: 0.001})
-MACHINE = Hardware("made up", Network(4, LINK, LINK, "ring"), RATES, overlap=1.0)
 TRUE = Constants(step_s=0.02, op_s=5e-5, eigen_scale=0.7)
-
-
-def work_of(depth: int) -> Workload:
-    """Return a model of `depth` equal layers and a wide one."""
-    layers = [LayerSpec(f"layer{i}", 64, 256) for i in range(depth)]
-    layers.append(LayerSpec("wide", 512, 64))
-    rows = {spec.name: 100 for spec in layers}
-    return Workload(f"net{depth}", layers, rows, depth * 1e10, depth * 10_000, 3 * depth, 8)
 
 
 def observe(work: Workload, ranks: int = 8) -> list[Observation]:
