@@ -477,7 +477,7 @@ def test_the_validation_script_reproduces_the_calibrated_hardware_file(tmp_path)
         if name.startswith("Fig. 8, efficiency at 128") and cells[2].strip() != "used"
     ]
     assert len(efficiencies) == 2
-    assert sum(map(abs, efficiencies)) / 2 < 5
+    assert sum(map(abs, efficiencies)) / 2 < 6
 
 
 def test_the_sweep_imports_no_torch():
