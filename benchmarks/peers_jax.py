@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# jax reads both when it is imported: one thread, as the other competitors have.
-os.environ["NPROC"] = "1"
+# jax reads these when it is imported: one thread, as the other competitors have.
+os.environ["NPROC"] = os.environ["PJRT_NPROC"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 
 import jax

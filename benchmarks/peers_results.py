@@ -208,6 +208,8 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
         found.append(f"**Other programs used the core: one process had only {share} of it.**")
     if shares and max(shares) > MORE_THAN_A_CORE:
         found.append(f"**One process used {max(shares):.2f} cores instead of one thread.**")
+    failed = [run for run in runs if run["end"] == "failed"]
+    found += [f"Failed: {run['competitor']}, seed {run['seed']}: `{run['why']}`" for run in failed]
     return found
 
 

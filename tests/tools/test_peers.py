@@ -99,6 +99,7 @@ def test_a_run_that_diverges_ends(work):
 # ---- both libraries compute the same model ----
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not JAX.exists(), reason=f"needs {JAX}; see benchmarks/peers.py")
 def test_the_jax_model_is_the_torch_model(work, tmp_path):
     layers = {f"weight_{i}": weight for i, (weight, _) in enumerate(work.layers)}
@@ -259,9 +260,9 @@ def test_a_failed_run_is_a_miss():
     settings = run_of("soap")["settings"]
     failed = {"kind": "final", "competitor": "soap", "seed": 0, "settings": settings}
     row = Row(COMPETITORS["soap"], [run_of("soap")], [failed | {"end": "failed", "why": "no"}])
-    assert cells(peers_results.render([row], ""), "SOAP")[1:3] == [
-        "0 of 1", "missed (missed to missed)",
-    ]  # fmt: skip
+    text = peers_results.render([row], "")
+    assert cells(text, "SOAP")[1:3] == ["0 of 1", "missed (missed to missed)"]
+    assert "Failed: soap, seed 0: `no`" in text
 
 
 # ---- the page and the options ----
