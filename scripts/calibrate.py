@@ -1,100 +1,93 @@
-"""Calibration: the rates that no data sheet states, from published times on one number of ranks."""
+"""The paper's times as observations, and the constants of Longhorn that are fitted to them.
+
+``validate_simulation.py`` and ``benchmarks/simulation_folds.py`` use this module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from statistics import fmean
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from kfac_bench.core.planning.estimate import flops
-from kfac_bench.core.planning.ops import Precondition
+import yaml
+
+from kfac_bench.config import compose
+from kfac_bench.simulate import hardware, workload
+from kfac_bench.simulate.calibration import Constants, Observation, fit, split_epoch_s
+from kfac_bench.simulate.conduct import SC20_CODE, Conduct
 from kfac_bench.simulate.hardware import Hardware
-from kfac_bench.simulate.step import Conduct, Workload, step_time
-from kfac_bench.simulate.sweep import Variant, plan_of
+from kfac_bench.simulate.step import Workload, step_time
+from kfac_bench.simulate.sweep import SGD, Intervals, Variant
 
+FOLDER = compose.CONF_DIR / "simulation"
+MACHINE = compose.CONF_DIR / "hardware" / "longhorn_v100.yaml"
+RANKS = 64
+"""GPUs of Table 5."""
 LARGEST = 4608
-"""Size of ResNet-50's largest factor. The times of other sizes follow from its time by n^3."""
+"""Size of the ResNets' largest factor."""
+Paper = Mapping[str, Any]
+Works = Mapping[str, Workload]
+"""The work of one rank in a step, by model."""
 
 
-@dataclass(frozen=True)
-class StepMeasurement:
-    """Published seconds of a mean step of one workload on ``world_size`` ranks."""
-
-    world_size: int
-    sgd_s: float
-    kfac_s: Mapping[int, float]
-    """Seconds of comm_opt by the steps between decompositions. Factors run ten times as often."""
-    efficiency: tuple[int, int, float]
-    """Scaling efficiency of SGD: the fewer ranks, the more ranks, the efficiency."""
+def published() -> Paper:
+    """Read the paper's numbers."""
+    numbers: Paper = yaml.safe_load((FOLDER / "tpds2022.yaml").read_text(encoding="utf-8"))
+    return numbers
 
 
-def calibrate(
-    known: Hardware, work: Workload, found: StepMeasurement, conduct: Conduct
-) -> Hardware:
-    """Return ``known`` with four rates that explain the published times ``found``.
-
-    * ``coordination_s`` follows from the efficiency of SGD.
-    * ``step_s`` is the part of SGD's seconds that its FLOPs and messages do not explain.
-    * K-FAC's seconds are a straight line over 1 / interval. The line starts with preconditioning,
-      whose FLOPs give the rate of matrix products, also of factors.
-    * The line's slope is the time of an interval's factors and decompositions. What the factors do
-      not take is left to the decompositions.
-
-    Raises ValueError if no rates explain the times.
-    """
-
-    def sgd(coordination: float) -> Hardware:
-        """Return the hardware whose step without K-FAC takes as long as published."""
-        net = replace(known.network, coordination_s=coordination)
-        bare = replace(known, network=net, rates=replace(known.rates, step_s=0.0))
-        left = found.sgd_s - step_time(work, found.world_size, bare).sgd_s
-        return replace(bare, rates=replace(bare.rates, step_s=left))
-
-    def lost(coordination: float) -> float:
-        """Return the share of throughput per rank that SGD loses on more ranks."""
-        hardware = sgd(coordination)
-        few, many = (step_time(work, n, hardware).sgd_s for n in found.efficiency[:2])
-        return 1 - few / many
-
-    hardware = sgd(_root(lambda c: lost(c) - (1 - found.efficiency[2]), 1e-9, 1e-3))
-    if hardware.rates.step_s < 0:
-        raise ValueError("the FLOPs and messages of a step take longer than the step")
-    slope, start = _line([(1 / k, s) for k, s in found.kfac_s.items()])
-    plan = plan_of(work, Variant("comm_opt"), found.world_size, "eigen")
-    done = sum(flops(op, "eigen", {}) for op in plan.precondition if isinstance(op, Precondition))
-    rate = done / (start - found.sgd_s)
-
-    def with_eigen(seconds: float) -> Hardware:
-        # An eigendecomposition has 14/3 times the FLOPs of an inverse.
-        inverse = seconds / (14 / 3)
-        rates = replace(
-            hardware.rates,
-            factor_flops_per_s=rate,
-            precondition_flops_per_s=rate,
-            eigen_s={LARGEST: seconds},
-            inverse_s={LARGEST: inverse},
-        )
-        return replace(hardware, rates=rates)
-
-    def interval(seconds: float) -> float:
-        time = step_time(work, found.world_size, with_eigen(seconds), plan, conduct)
-        return time.average_s(0.1, 1) - time.average_s(float("inf"), float("inf"))
-
-    return with_eigen(_root(lambda s: interval(s) - slope, 1e-4, 1e4))
+def resnets(paper: Paper) -> dict[str, Workload]:
+    """Return the workload of each ResNet of Table 5 on ImageNet, from dry runs."""
+    batch = f"trainer.batch_size={paper['per_rank_batch']}"
+    return {
+        name: workload.of_config(compose.load([f"model={name}", "data=imagefolder", batch]))
+        for name in paper["table5_minutes"]
+    }
 
 
-def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the slope and the start of the least-squares line through the points."""
-    x0, y0 = (fmean(each) for each in zip(*points, strict=True))
-    slope = sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
-    return slope, y0 - slope * x0
+def observations(paper: Paper, name: str, work: Workload) -> dict[str | int, Observation]:
+    """Return the mean steps of one model in Table 5, by ``sgd`` or K-FAC's interval."""
+    found: dict[str | int, Observation] = {}
+    for key, minutes in paper["table5_minutes"][name].items():
+        each = Variant(SGD if key == SGD else "comm_opt")
+        intervals = Intervals(1, 1) if key == SGD else Intervals(key / 10, key)
+        seconds = minutes / minutes_of(paper, key, 1.0)
+        found[key] = Observation(work, RANKS, each, intervals, seconds)
+    return found
 
 
-def _root(f: Callable[[float], float], low: float, high: float) -> float:
-    """Find where a rising function of a positive number is 0, by bisection of its logarithm."""
-    if not f(low) <= 0 <= f(high):
-        raise ValueError(f"no value from {low:g} to {high:g} explains the published times")
-    for _ in range(100):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if f(middle) > 0 else (middle, high)
-    return low
+def minutes_of(paper: Paper, key: str | int, step_s: float) -> float:
+    """Return the minutes of a training on the ranks of Table 5, from the seconds of its steps."""
+    epochs = paper["epochs"]["sgd" if key == SGD else "kfac"]
+    return float(epochs * steps_of(paper, RANKS) * step_s / 60)
+
+
+def steps_of(paper: Paper, ranks: int) -> int:
+    """Return the steps of an epoch."""
+    return int(paper["images"] // (ranks * paper["per_rank_batch"]))
+
+
+def blank() -> Hardware:
+    """Return Longhorn without its fitted constants: one decomposition of LARGEST rows takes 1 s."""
+    known = hardware.load(MACHINE)
+    scale = 1 / known.rates.decompose(LARGEST, "eigen")
+    return replace(Constants(0.0, 0.0, scale).of(known), epoch_s=0.0)
+
+
+def fit_table5(
+    paper: Paper, works: Works, known: Hardware, conduct: Conduct = SC20_CODE
+) -> Constants:
+    """Fit three constants to those rows of Table 5 that ``works`` has, and to nothing else."""
+    rows = [observations(paper, name, work) for name, work in works.items()]
+    return fit(known, [each for row in rows for each in row.values()], conduct)
+
+
+def fit_machine(paper: Paper, works: Works) -> Hardware:
+    """Fit Longhorn to all of Table 5, and its overhead per epoch to an efficiency of Fig. 8."""
+    known = blank()
+    fitted = fit_table5(paper, works, known).of(known)
+    share, work = paper["fig8_efficiency"], works["resnet50"]
+    ends = (share["from"], share["at"])
+    times = {n: step_time(work, n, fitted, conduct=SC20_CODE) for n in ends}
+    steps = {n: steps_of(paper, n) for n in (*ends, RANKS)}
+    return split_epoch_s(fitted, times, steps, RANKS, share["sgd"] / 100)

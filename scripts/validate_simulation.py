@@ -1,32 +1,43 @@
-"""Calibrate the simulation on ResNet-50's row at 64 GPUs, predict the rest of the paper's numbers.
+"""Fit the simulation to Table 5 and to one efficiency, predict the rest of the paper's numbers.
 
     python scripts/validate_simulation.py [FILE.md]
 
 The script prints a Markdown table of predicted numbers, published numbers (from
-conf/simulation/tpds2022.yaml) and errors. The paper's efficiencies are relative to ResNet-50 at 16
-GPUs, for which the paper prints no time. The calibration therefore uses SGD's efficiency, which is
-then no prediction.
+conf/simulation/tpds2022.yaml) and errors. Numbers that the fit uses are no predictions:
+benchmarks/simulation_folds.py predicts each ResNet of Table 5 from the other two.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import yaml
-from calibrate import StepMeasurement, calibrate
+from calibrate import (
+    FOLDER,
+    LARGEST,
+    MACHINE,
+    RANKS,
+    Paper,
+    Works,
+    fit_machine,
+    minutes_of,
+    observations,
+    published,
+    resnets,
+    steps_of,
+)
 
 from kfac_bench.config import compose
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.simulate import hardware, workload
+from kfac_bench.simulate.calibration import predict
+from kfac_bench.simulate.conduct import LW_CODE, PAPERS_CODE, SC20_CODE
 from kfac_bench.simulate.hardware import Hardware
-from kfac_bench.simulate.step import Conduct, StepTime, Workload, step_time
+from kfac_bench.simulate.step import StepTime, Workload, step_time
 from kfac_bench.simulate.sweep import (
     SGD,
     Intervals,
@@ -37,9 +48,6 @@ from kfac_bench.simulate.sweep import (
     sweep,
 )
 
-FOLDER = compose.CONF_DIR / "simulation"
-PAPERS_CODE = Conduct(factor_traffic=2.0, tensors_per_decomposition=2)
-"""The paper's code sends full factors, not triangles, and eigenvectors and -values separately."""
 OPT, LW, FIRST = Variant("comm_opt"), Variant("layer_wise"), Variant(SGD)
 SIZES = (16, 32, 64, 128, 256)
 
@@ -66,66 +74,33 @@ class PaperNumber:
         return gap if self.unit == "%" else 100 * gap / self.published
 
 
-def published() -> dict[str, Any]:
-    """Read the paper's numbers."""
-    numbers: dict[str, Any] = yaml.safe_load((FOLDER / "tpds2022.yaml").read_text(encoding="utf-8"))
-    return numbers
-
-
-@cache
-def resnet(name: str, batch: int) -> Workload:
-    """Return the workload of a ResNet on ImageNet, from a dry run."""
-    overrides = [f"model={name}", "data=imagefolder", f"trainer.batch_size={batch}"]
-    return workload.of_config(compose.load(overrides))
-
-
-def fit(paper: Mapping[str, Any]) -> Hardware:
-    """Fit five rates of the cluster Longhorn to Table 5's ResNet-50 and one efficiency."""
-    known = hardware.load(compose.CONF_DIR / "hardware" / "longhorn_v100.yaml")
-    minutes, epochs = paper["table5_minutes"]["resnet50"], paper["epochs"]
-    steps = paper["images"] // (64 * paper["per_rank_batch"])
-    seconds = {
-        k: 60 * m / steps / epochs["sgd" if k == "sgd" else "kfac"] for k, m in minutes.items()
-    }
-    share = paper["fig8_efficiency"]
-    measured = StepMeasurement(
-        64,
-        seconds.pop("sgd"),
-        seconds,
-        (share["from"], share["at"], share["sgd"] / 100),
-    )
-    return calibrate(known, resnet("resnet50", paper["per_rank_batch"]), measured, PAPERS_CODE)
-
-
-def table5(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
-    """Predict Table 5: minutes to the last epoch on 64 GPUs."""
+def table5(paper: Paper, works: Works, machine: Hardware) -> Iterator[PaperNumber]:
+    """Compute Table 5, minutes to the last epoch on 64 GPUs: the fit uses all of them."""
     for name, row in paper["table5_minutes"].items():
-        work = resnet(name, paper["per_rank_batch"])
-        for key, minutes in row.items():
-            first = key == "sgd"
-            intervals = Intervals(1 if first else key / 10, 1 if first else key)
-            each = FIRST if first else OPT
-            (cell,) = sweep(work, machine, [each], [64], intervals, conduct=PAPERS_CODE)
-            predicted = _minutes(cell, paper)
-            label = f"Table 5, {name}, {'SGD' if first else f'K-FAC every {key}'}"
-            yield PaperNumber(label, predicted, minutes, "min", used=name == "resnet50")
+        found = observations(paper, name, works[name])
+        steps_s = predict(machine, list(found.values()), SC20_CODE)
+        overhead = machine.epoch_s / steps_of(paper, RANKS)
+        for (key, minutes), step_s in zip(row.items(), steps_s, strict=True):
+            computed = minutes_of(paper, key, step_s + overhead)
+            label = f"Table 5, {name}, {'SGD' if key == SGD else f'K-FAC every {key}'}"
+            yield PaperNumber(label, computed, minutes, "min", used=True)
 
 
-def _minutes(cell: SimulatedCell, paper: Mapping[str, Any]) -> float:
+def _minutes(cell: SimulatedCell, paper: Paper) -> float:
     epochs = paper["epochs"]["sgd" if cell.variant == FIRST else "kfac"]
     return float(epochs * cell.epoch_s(paper["images"]) / 60)
 
 
-def fig8(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
+def fig8(paper: Paper, work: Workload, machine: Hardware) -> Iterator[PaperNumber]:
     """Predict Fig. 8 and a number of Fig. 7: ResNet-50 on 16 to 256 GPUs."""
-    work = resnet("resnet50", paper["per_rank_batch"])
     every = paper["fig8_update_freq"]
     intervals = Intervals(every["decompose"] / 10, every["decompose"], every["at"])
-    cells = sweep(work, machine, [FIRST, LW, OPT], SIZES, intervals, conduct=PAPERS_CODE)
+    cells = sweep(work, machine, [FIRST, OPT], SIZES, intervals, conduct=SC20_CODE)
+    cells += sweep(work, machine, [LW], SIZES, intervals, conduct=LW_CODE)
     of = {(c.variant, c.world_size): c for c in cells}
     share = paper["fig8_efficiency"]
     for each, key in ((FIRST, "sgd"), (LW, "layer_wise"), (OPT, "comm_opt")):
-        predicted = 100 * efficiency(cells, of[each, share["at"]])
+        predicted = 100 * efficiency(cells, of[each, share["at"]], paper["images"])
         yield PaperNumber(
             f"Fig. 8, efficiency at 128, {key}", predicted, share[key], "%", key == "sgd"
         )
@@ -140,7 +115,7 @@ def fig8(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
         if at_256 != low:
             yield PaperNumber(f"Fig. 8, {name}, less time at 256", less[256], at_256, "%")
     for each in (FIRST, LW, OPT):
-        predicted = 100 * efficiency(cells, of[each, 256])
+        predicted = 100 * efficiency(cells, of[each, 256], paper["images"])
         limit = float(paper["fig8_efficiency_at_256"]["below"])
         yield PaperNumber(
             f"Fig. 8, efficiency at 256, {each.label}", predicted, limit, "%", below=True
@@ -150,7 +125,7 @@ def fig8(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
     yield PaperNumber("Fig. 7, share ratio", ratio, paper["fig7_share_ratio"], "times")
 
 
-def maskrcnn(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
+def maskrcnn(paper: Paper, machine: Hardware) -> Iterator[PaperNumber]:
     """Predict Mask R-CNN with K-FAC on the heads. The numbers of steps are the paper's."""
     facts = paper["maskrcnn"]
     whole = workload.of_file(FOLDER / "maskrcnn_heads.yaml", facts["per_rank_batch"])
@@ -160,7 +135,7 @@ def maskrcnn(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumbe
 
 
 def _maskrcnn(
-    facts: Mapping[str, Any], work: Workload, machine: Hardware, name: str, aside: bool
+    facts: Paper, work: Workload, machine: Hardware, name: str, aside: bool
 ) -> Iterator[PaperNumber]:
     intervals = Intervals(**facts["intervals"])
     cells = sweep(work, machine, [FIRST, OPT], list(facts["steps"]), intervals, conduct=PAPERS_CODE)
@@ -189,12 +164,7 @@ def _maskrcnn(
     yield PaperNumber(what, predicted, share["kfac"], "%", aside=aside)
 
 
-def without_coordinator(fitted: Hardware) -> Hardware:
-    """Return the hardware without coordination: Apex and DDP know the order of their messages."""
-    return replace(fitted, network=replace(fitted.network, coordination_s=0.0))
-
-
-def bert(paper: Mapping[str, Any], machine: Hardware) -> Iterator[PaperNumber]:
+def bert(paper: Paper, machine: Hardware) -> Iterator[PaperNumber]:
     """Predict both phases of BERT: a global batch is split into complete local parts."""
     facts = paper["bert"]
     share, intervals = facts["efficiency"], facts["intervals"]
@@ -259,8 +229,7 @@ def means(rows: list[PaperNumber]) -> Iterator[str]:
     """Yield the mean absolute errors of the predictions, by sort."""
     predicted = [row for row in rows if not (row.used or row.below or row.aside)]
     for title, chosen in (
-        ("times, ResNet", [r for r in predicted if r.unit == "min" and "resnet" in r.what]),
-        ("times, all", [r for r in predicted if r.unit in ("min", "s")]),
+        ("times, without ResNets", [r for r in predicted if r.unit in ("min", "s")]),
         ("efficiencies, ResNet", [r for r in predicted if "efficiency at 128, " in r.what]),
         ("efficiencies, all at 128", [r for r in predicted if "efficiency at 128" in r.what]),
         (
@@ -276,17 +245,12 @@ def means(rows: list[PaperNumber]) -> Iterator[str]:
 
 def outdated(fitted: Hardware) -> list[str]:
     """Return the values of conf/hardware/longhorn_v100.yaml that differ from the fit."""
-    kept = hardware.load(compose.CONF_DIR / "hardware" / "longhorn_v100.yaml")
+    kept = hardware.load(MACHINE)
     pairs = {
-        "coordination_s": (kept.network.coordination_s, fitted.network.coordination_s),
         "step_s": (kept.rates.step_s, fitted.rates.step_s),
-        "factor_flops_per_s": (kept.rates.factor_flops_per_s, fitted.rates.factor_flops_per_s),
-        "precondition_flops_per_s": (
-            kept.rates.precondition_flops_per_s,
-            fitted.rates.precondition_flops_per_s,
-        ),
-        "eigen_s": tuple(h.rates.decompose(4608, "eigen") for h in (kept, fitted)),
-        "inverse_s": tuple(h.rates.decompose(4608, "inverse") for h in (kept, fitted)),
+        "op_s": (kept.rates.op_s, fitted.rates.op_s),
+        "epoch_s": (kept.epoch_s, fitted.epoch_s),
+        "eigen_s": tuple(h.rates.decompose(LARGEST, "eigen") for h in (kept, fitted)),
     }
     return [
         f"{k}: file {a:.6g}, fit {b:.6g}" for k, (a, b) in pairs.items() if abs(a / b - 1) > 0.01
@@ -296,12 +260,13 @@ def outdated(fitted: Hardware) -> list[str]:
 def main() -> int:
     """Print the table, and write it to a file if one is named."""
     paper = published()
-    fitted = fit(paper)
+    works = resnets(paper)
+    fitted = fit_machine(paper, works)
     a100 = hardware.load(compose.CONF_DIR / "hardware" / "theta_a100.yaml")
     rows = [
-        *table5(paper, fitted),
-        *fig8(paper, fitted),
-        *maskrcnn(paper, without_coordinator(fitted)),
+        *table5(paper, works, fitted),
+        *fig8(paper, works["resnet50"], fitted),
+        *maskrcnn(paper, fitted),
         *bert(paper, a100),
     ]
     text = table(rows)

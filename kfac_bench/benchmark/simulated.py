@@ -2,15 +2,14 @@
 
 Words of a cell:
 
-* ``hardware=NAME``: the machine, and ``coordination_s=0`` to replace a value of its file
+* ``hardware=NAME``: the machine, and ``epoch_s=0`` to replace a value of its file
 * ``model=NAME`` on ImageNet, or ``file=NAME`` of conf/simulation: the work
 * ``without=LAYER``: a layer of the file that K-FAC leaves out
 * ``examples=N``: examples of a rank; or ``global=N part=N``: a global batch in whole parts
 * ``strategy=sgd|comm_opt|hybrid_opt@1/2...`` and ``ranks=N``
 * ``factors=N decompose=N``: intervals in steps, which belong to ``at=N`` ranks
 * ``steps=N``: the steps of a training, for the seconds to target
-* ``conduct=paper``: send messages as the paper's code, with full factors, and with eigenvectors and
-  eigenvalues in separate messages
+* ``conduct=paper|sc20``: use the machine as the paper's code, or as that of its ResNets
 """
 
 import functools
@@ -22,12 +21,12 @@ from kfac_bench.benchmark.plan_cells import MB
 from kfac_bench.config import compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.step import Conduct, Workload
+from kfac_bench.simulate.conduct import LW_CODE, OURS, PAPERS_CODE, SC20_CODE, Conduct
+from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
 
 IMAGENET = 1_281_167
 """Images of ImageNet's training set."""
-PAPERS_CODE = Conduct(factor_traffic=2.0, tensors_per_decomposition=2)
 
 
 @functools.cache
@@ -47,6 +46,14 @@ def _work(words: Mapping[str, str], ranks: int) -> Workload:
     return replace(work, layers=[s for s in work.layers if s.name != words.get("without")])
 
 
+def _conduct(words: Mapping[str, str]) -> Conduct:
+    if "conduct" not in words:
+        return OURS
+    if words["conduct"] == "paper":
+        return PAPERS_CODE
+    return LW_CODE if words["strategy"] == "layer_wise" else SC20_CODE
+
+
 def in_whole_parts(batch: int, ranks: int, part: int) -> int:
     """Return a rank's examples of a global batch, rounded up to whole parts of `part` examples."""
     return math.ceil(batch / ranks / part) * part
@@ -56,7 +63,7 @@ def times_of(cell: SimulatedCell) -> dict[str, float]:
     """Return the times of a simulated step, by the names of the measures of runs."""
     return {
         "ms_per_step": 1e3 * cell.step_s,
-        "examples_per_s_per_rank": cell.examples_per_s / cell.world_size,
+        "examples_per_s_per_rank": cell.epoch_rate(IMAGENET) / cell.world_size,
         "epoch_s": cell.epoch_s(IMAGENET),
     }
 
@@ -68,14 +75,12 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     """
     ranks = int(words["ranks"])
     machine = hardware.load(compose.CONF_DIR / "hardware" / f"{words['hardware']}.yaml")
-    if "coordination_s" in words:
-        network = replace(machine.network, coordination_s=float(words["coordination_s"]))
-        machine = replace(machine, network=network)
+    if "epoch_s" in words:
+        machine = replace(machine, epoch_s=float(words["epoch_s"]))
     work, each = _work(words, ranks), variant(words["strategy"])
     at = int(words["at"]) if "at" in words else None
     intervals = Intervals(float(words.get("factors", 1)), float(words.get("decompose", 1)), at)
-    conduct = PAPERS_CODE if words.get("conduct") == "paper" else None
-    (cell,) = sweep(work, machine, [each], [ranks], intervals, conduct=conduct)
+    (cell,) = sweep(work, machine, [each], [ranks], intervals, conduct=_conduct(words))
     result = times_of(cell) | {"steps_per_s_per_rank": 1 / cell.step_s / ranks}
     if "steps" in words:
         train_s = int(words["steps"]) * cell.step_s

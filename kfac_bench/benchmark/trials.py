@@ -32,6 +32,8 @@ class TuningTrial:
     target. The seconds are those of the first sitting's machine."""
     here_s: float = math.inf
     """Training seconds to target on this machine; inf if missed or trained in another sitting."""
+    is_new: bool = True
+    """Whether this command ran the trial, and no earlier one."""
 
     @property
     def time_s(self) -> float:
@@ -139,7 +141,8 @@ class TrialRunner:
         # Without the job's number, because jobs of a cluster share the directory.
         name = directory_name(config, job="", suffix=suffix)
         path = Path(config.runs_dir) / name
-        if not _has_ended(path):
+        is_new = not _has_ended(path)
+        if is_new:
             self.sitting.begin(run.task, run.turn)
             if run.limit_s < (config.trainer.max_train_s or math.inf):
                 overrides.append(f"trainer.max_train_s={run.limit_s}")
@@ -152,7 +155,7 @@ class TrialRunner:
         time_s, gap = _judge(path, config.trainer.target)
         comparable_s = time_s * self.sitting.factor(run.task, run.kind, path)
         here_s = time_s if self.sitting.is_own(run.task, run.kind, path) else math.inf
-        return TuningTrial(run.settings, (comparable_s, gap), here_s)
+        return TuningTrial(run.settings, (comparable_s, gap), here_s, is_new)
 
     def _overrides(self, run: PlannedTrial) -> list[str]:
         texts = [*self._tuning.overrides]

@@ -134,6 +134,7 @@ def _run_studies(
 ) -> None:
     """Run the trials of all experiments in turn, so that a slow hour slows every optimizer."""
     total = len(tuning.seeds) * tuning.trials
+    before: int | None = 0  # finished trials ahead of the first new one; None: it has run
     for study, seed in enumerate(tuning.seeds):
         for number in range(tuning.trials):
             done = study * tuning.trials + number + 1
@@ -142,7 +143,15 @@ def _run_studies(
                 trials = search.studies.setdefault(seed, [])
                 limit_s = tuning.patience * min((t.here_s for t in trials), default=math.inf)
                 trials.append(runner.trial(search.point, settings, seed, limit_s, f"turn {done}"))
+                if before is not None and not trials[-1].is_new:
+                    before += 1
+                    continue
+                if before:
+                    say(f"{before} trials had finished before")
+                before = None
                 say(f"[{done}/{total}] {search.name} seed {seed} {trials[-1]}")
+    if before:
+        say(f"all {before} trials had finished before")
 
 
 def _final(tuning: Tuning, search: Search, runner: TrialRunner) -> tuple[TuningTrial, list[float]]:

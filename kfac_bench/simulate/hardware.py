@@ -12,7 +12,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.simulate.network import ALGORITHMS, Network, NetworkLink
 from kfac_bench.simulate.rates import DEFAULT, Rates
 
-KEYS = ("network", "rates", "overlap", "crowding")
+KEYS = ("network", "rates", "overlap", "crowding", "epoch_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,9 @@ class Hardware:
     crowding: Mapping[int, float] = field(default_factory=dict)
     """By ranks on a node: how many times as long each rank then computes, because ranks share
     cores, caches and memory. Empty if each rank has a device of its own, such as a GPU."""
+    epoch_s: float = 0.0
+    """Seconds of each epoch beside its steps, such as the start of the processes that read data.
+    The number of ranks does not change them."""
 
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long a rank computes as a rank that is alone on its node.
@@ -77,7 +80,8 @@ def parse(content: Any, name: str, where: str) -> Hardware:
     place = f"{where}: crowding"
     expected = "expected numbers of ranks above 1, and a factor for each"
     crowding = _table(top.get("crowding", {}), place, lambda n: _is_size(n) and n > 1, expected)
-    return Hardware(name, network, rates, overlap, crowding)
+    epoch_s = _number(top.get("epoch_s", 0.0), f"{where}: epoch_s", allow_zero=True)
+    return Hardware(name, network, rates, overlap, crowding, epoch_s)
 
 
 def _network(content: Any, where: str) -> Network:
@@ -91,8 +95,6 @@ def _network(content: Any, where: str) -> Network:
     each = values["ranks_per_node"]
     if not _is_size(each):
         raise UsageError(f"{where}: network.ranks_per_node={each!r}: expected a whole number >= 1")
-    place = f"{where}: network.coordination_s"
-    values["coordination_s"] = _number(values.get("coordination_s", 0.0), place, allow_zero=True)
     return Network(**values)
 
 

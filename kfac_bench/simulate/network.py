@@ -38,10 +38,6 @@ class Network:
     inter: NetworkLink
     algorithm: str = "best"
     """``ring``, ``tree``, or ``best``: the faster of both for each message."""
-    coordination_s: float = 0.0
-    """Seconds per tensor and rank before a message is sent. Horovod's coordinator hears from every
-    rank about every tensor. 0 if the order of messages is fixed, as in DDP and in K-FAC's plan.
-    """
 
     def link(self, ranks: Sequence[int]) -> NetworkLink:
         """Return the link of each hop of a message among ``ranks``.
@@ -56,17 +52,15 @@ class Network:
         share = min(1.0, len(ranks) / nodes / self.ranks_per_node)
         return NetworkLink(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share)
 
-    def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
+    def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds until all of ``ranks`` have the sum of a message."""
-        return self._seconds(2, payload_bytes, ranks, tensors)
+        return self._seconds(2, payload_bytes, ranks)
 
-    def rooted_s(self, payload_bytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
+    def rooted_s(self, payload_bytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds of a broadcast from one of ``ranks``, or of a reduction to it."""
-        return self._seconds(1, payload_bytes, ranks, tensors)
+        return self._seconds(1, payload_bytes, ranks)
 
-    def _seconds(
-        self, passes: int, payload_bytes: float, ranks: Sequence[int], tensors: int
-    ) -> float:
+    def _seconds(self, passes: int, payload_bytes: float, ranks: Sequence[int]) -> float:
         p = len(ranks)
         if p == 1:
             return 0.0
@@ -76,5 +70,4 @@ class Network:
         share = (p - 1) / p if passes == 2 else 1.0
         ring = passes * ((p - 1) * link.latency_s + share * wire)
         tree = passes * (math.ceil(math.log2(p)) * link.latency_s + wire)
-        moved = {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.algorithm]
-        return self.coordination_s * tensors * p + moved
+        return {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.algorithm]

@@ -15,7 +15,7 @@ class Rates:
     """The sustained rates of one rank."""
 
     step_flops_per_s: Mapping[str, float]
-    """Rate of forward and backward, by family of models; ``default`` holds for all others."""
+    """Rate of forward and backward, by model; ``default`` holds for all others."""
     factor_flops_per_s: float
     precondition_flops_per_s: float
     eigen_s: Mapping[int, float]
@@ -26,9 +26,10 @@ class Rates:
     """Seconds of one QR step from the last eigenvectors, by n. None: ``eigen_s``, because both
     take about 14/3 n^3 FLOPs. Then eigen_adam's decompositions may be simulated too long."""
     step_s: float = 0.0
-    """Seconds of each step beside its FLOPs: input, kernel launches, Python."""
+    """Seconds of each step beside its FLOPs and its calls, such as waiting for images."""
     op_s: float = 0.0
-    """Seconds of each K-FAC operation of a layer beside its FLOPs."""
+    """Seconds of the host for one call of :class:`.Conduct`: a kernel launch, a message that is
+    started or awaited, or a scalar that is read."""
 
     def step(self, flops: float, family: str) -> float:
         """Return the seconds of forward and backward."""

@@ -29,7 +29,7 @@ examples on any world size. All other options are those of kfac-train.
   per_rank_batch=32  examples of one rank in a step
   update_freq_at=N   number of ranks that kfac.update_freq and kfac.factor_update_freq belong to;
                      on other numbers of ranks, K-FAC's stages run as often per epoch
-  coordination_s=0   replaces the hardware file's value: use 0 for DDP if the file's is Horovod's
+  epoch_s=0          replaces the hardware file's seconds of an epoch beside its steps
   examples=N         examples of an epoch (for data=imagefolder: those of ImageNet)
   epochs=90 kfac_epochs=55      epochs to solution without and with K-FAC
   out=FILE.json      write every number; out=- prints them      svg=FILE.svg   draw the figure
@@ -42,7 +42,7 @@ _OWN = {
     "strategies": "sgd,layer_wise,mem_opt,hybrid_opt,comm_opt",
     "per_rank_batch": "32",
     "update_freq_at": "",
-    "coordination_s": "",
+    "epoch_s": "",
     "examples": "",
     "epochs": "90",
     "kfac_epochs": "55",
@@ -98,7 +98,8 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     content = simulation_report.as_dict(work, machine.name, cells, request.training)
     text = simulation_report.to_json(content)
     if own["svg"]:
-        drawn = simulation_figure.svg(cells, f"{work.name} on {machine.name}")
+        examples = None if request.training is None else request.training.examples
+        drawn = simulation_figure.svg(cells, f"{work.name} on {machine.name}", examples)
         write_text(Path(own["svg"]), drawn, f"svg={own['svg']}", make_folder=True)
     if own["out"] == "-":
         return [text.rstrip("\n")]
@@ -189,10 +190,9 @@ def _config(
 
 def _machine(own: Mapping[str, str], config_dir: Path | None) -> Hardware:
     machine = hardware.load(hardware_path(own["hardware"], config_dir))
-    if not own["coordination_s"]:
+    if not own["epoch_s"]:
         return machine
-    seconds = real_number("coordination_s", own["coordination_s"], allow_zero=True)
-    return replace(machine, network=replace(machine.network, coordination_s=seconds))
+    return replace(machine, epoch_s=real_number("epoch_s", own["epoch_s"], allow_zero=True))
 
 
 def _training(own: Mapping[str, str], config: TrainConfig) -> Training | None:

@@ -16,8 +16,8 @@ from kfac_bench.report.figure_style import (
 from kfac_bench.simulate.sweep import SimulatedCell, Variant, efficiency
 
 
-def svg(cells: Sequence[SimulatedCell], title: str) -> str:
-    """Draw the figure; equal cells give equal bytes.
+def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None) -> str:
+    """Draw the figure; equal cells give equal bytes. An epoch has ``examples``, if known.
 
     A strategy with three fractions or more gets a third panel, which compares its fractions.
     """
@@ -31,7 +31,8 @@ def svg(cells: Sequence[SimulatedCell], title: str) -> str:
             mine = sorted((c for c in whole if c.variant == each), key=lambda c: c.world_size)
             ranks = [c.world_size for c in mine]
             _line(left, i, each.label, ranks, [1e3 * c.step_s for c in mine])
-            _line(right, i, each.label, ranks, [100 * efficiency(cells, c) for c in mine])
+            shares = [100 * efficiency(cells, c, examples) for c in mine]
+            _line(right, i, each.label, ranks, shares)
         left.set_title(f"{title}, simulated", loc="left")
         left.set_ylabel("milliseconds per step")
         use_log_heights(left)

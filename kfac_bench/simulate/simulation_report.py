@@ -34,14 +34,18 @@ def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str
         # Only the first line of a block names its number of ranks.
         ranks = str(cell.world_size) if cell.world_size != previous else ""
         previous = cell.world_size
-        share = 100 * efficiency(cells, cell)
+        share = 100 * efficiency(cells, cell, _examples(training))
         line = f"{ranks:>6} {cell.variant.label:24}{1e3 * cell.step_s:>10.4g}"
-        line += f"{cell.examples_per_s:>12.5g}{share:>9.1f} %"
+        line += f"{cell.epoch_rate(_examples(training)):>12.5g}{share:>9.1f} %"
         if training:
             line += f"{cell.epoch_s(training.examples):>10.4g}"
             line += f"{_duration(training.solution_s(cell)):>13}"
         lines.append(line)
     return lines
+
+
+def _examples(training: Training | None) -> int | None:
+    return None if training is None else training.examples
 
 
 def _duration(seconds: float) -> str:
@@ -81,8 +85,8 @@ def _cell(
         "world_size": cell.world_size,
         "examples": cell.examples,
         "step_s": cell.step_s,
-        "examples_per_s": cell.examples_per_s,
-        "scaling_efficiency": efficiency(cells, cell),
+        "examples_per_s": cell.epoch_rate(_examples(training)),
+        "scaling_efficiency": efficiency(cells, cell, _examples(training)),
         "forward_backward_s": cell.time.forward_backward_s,
         "gradients_s": cell.time.gradients_s,
         "every": {"factors": factors, "decompose": decompose, "precondition": 1} if kfac else {},

@@ -21,10 +21,12 @@ from kfac_bench.core.planning.ops import (
     ShareGradients,
 )
 from kfac_bench.core.planning.plan import Plan, Stage
+from kfac_bench.simulate.conduct import OURS, Conduct
 from kfac_bench.simulate.hardware import Hardware
 
 BACKWARD = 2 / 3
 """Share of backward in forward and backward: two of three matrix products."""
+_SHARES = (ShareDecompositions, ShareGradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +45,9 @@ class Workload:
     """Number of tensors that hold the parameters."""
     examples: int
     family: str = ""
-    """Key of :attr:`Rates.step_flops_per_s`."""
+    """Key of :attr:`Rates.step_flops_per_s`: the model, or a name that a file of layers gives."""
     gradient_bytes: int = 4
     """Bytes of a gradient's element in the all-reduce."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conduct:
-    """How an implementation sends its messages; the defaults are those of this package."""
-
-    factor_traffic: float = 1.0
-    """Bytes of a factor's message over those of its packed triangle. 2: full matrices are sent."""
-    tensors_per_decomposition: int = 1
-    """2 if eigenvectors and eigenvalues are sent separately."""
 
 
 @dataclass(slots=True)
@@ -86,20 +78,22 @@ def step_time(
     world_size: int,
     hardware: Hardware,
     plan: Plan | None = None,
-    conduct: Conduct | None = None,
+    conduct: Conduct = OURS,
 ) -> StepTime:
     """Return the time of a step on ``world_size`` ranks; without a plan, of the optimizer alone."""
-    slowdown = hardware.slowdown(world_size)
-    computed = slowdown * hardware.rates.step(work.step_flops, work.family)
+    slowdown, rates = hardware.slowdown(world_size), hardware.rates
+    computed = slowdown * rates.step(work.step_flops, work.family)
     # Only the FLOPs of backward hide messages; the constant part of a step does not.
-    hidden = hardware.overlap * BACKWARD * (computed - slowdown * hardware.rates.step_s)
-    # The gradients' all-reduce is the same with and without K-FAC.
+    hidden = hardware.overlap * BACKWARD * (computed - slowdown * rates.step_s)
+    if plan is not None and not conduct.sends_in_backward:
+        hidden = 0.0
     size = work.parameters * work.gradient_bytes
-    sent = hardware.network.all_reduce_s(size, range(world_size), work.tensors)
-    time = StepTime(computed, max(0.0, sent - hidden))
+    sent = hardware.network.all_reduce_s(size, range(world_size))
+    calls_s = slowdown * conduct.tensor_calls * work.tensors * rates.op_s
+    time = StepTime(computed + calls_s, max(0.0, sent - hidden))
     if plan is not None:
         for stage in Stage:
-            time.stages_s[stage], kinds_s = _run(plan, stage, work, hardware, conduct or Conduct())
+            time.stages_s[stage], kinds_s = _run(plan, stage, work, hardware, conduct)
             time.kinds_s |= kinds_s
     return time
 
@@ -110,48 +104,65 @@ def _run(
     """Return the seconds of a stage, and how long each kind of op keeps its busiest rank."""
     # When each rank's compute lane and network lane are free again.
     compute, network = [0.0] * plan.world_size, [0.0] * plan.world_size
+    # The calls of each rank for gradients that it receives: they follow at the end of the stage.
+    received = [0.0] * plan.world_size
     busy: dict[str, list[float]] = defaultdict(lambda: [0.0] * plan.world_size)
     for op in plan.ops(stage):
         seconds = op_seconds(op, plan.method, work, hardware, conduct)
         lane = busy[type(op).__name__]
         if isinstance(op, Message):
-            root = getattr(op, "root", None)
-            is_share = isinstance(op, (ShareDecompositions, ShareGradients))
-            # A broadcast waits for its root's result, a reduction for the results of all ranks.
-            ready = compute[root] if is_share and root is not None else 0.0
-            if not is_share:
+            # A broadcast waits for its root's result, a sum for the results of all ranks.
+            if isinstance(op, _SHARES) and not conduct.sums_shares:
+                ready = compute[op.root]
+            else:
                 ready = max(compute[rank] for rank in op.ranks)
             end = max(ready, max(network[rank] for rank in op.ranks)) + seconds
             for rank in op.ranks:
                 network[rank] = end
                 lane[rank] += seconds
+            if isinstance(op, ShareGradients):
+                calls_s = len(op.members) * conduct.write_calls * hardware.rates.op_s
+                for rank in op.ranks:
+                    received[rank] += 0.0 if rank == op.root else calls_s
         else:
             seconds *= hardware.slowdown(plan.world_size)
             for rank in op.ranks:
                 compute[rank] += seconds
                 lane[rank] += seconds
-    return max(0.0, *compute, *network), {kind: max(each) for kind, each in busy.items()}
+    ends = [max(c, n) + r for c, n, r in zip(compute, network, received, strict=True)]
+    return max(ends), {kind: max(each) for kind, each in busy.items()}
 
 
 def op_seconds(
-    op: Op, method: str, work: Workload, hardware: Hardware, conduct: Conduct | None = None
+    op: Op, method: str, work: Workload, hardware: Hardware, conduct: Conduct = OURS
 ) -> float:
     """Return the seconds of one op on each of its ranks."""
-    rates, network = hardware.rates, hardware.network
     if isinstance(op, Message):
-        size = float(op.numel * op.itemsize)
-        tensors = len(getattr(op, "members", (op,)))
-        if isinstance(op, ReduceFactors) and conduct is not None:
-            size *= conduct.factor_traffic
-        if isinstance(op, ShareDecompositions) and conduct is not None:
-            tensors *= conduct.tensors_per_decomposition
-        rooted = getattr(op, "root", None) is not None
-        return (network.rooted_s if rooted else network.all_reduce_s)(size, op.ranks, tensors)
+        seconds = _message_seconds(op, hardware, conduct)
+        if isinstance(op, ShareGradients):
+            seconds += conduct.share_calls * len(op.members) * hardware.rates.op_s
+        return seconds
+    rates = hardware.rates
     if isinstance(op, Decompose):
         # A diagonal factor needs no decomposition.
         full = [(s.groups, s.dim(f)) for s, f in op.members if not s.is_diagonal(f)]
-        return rates.op_s + sum(groups * rates.decompose(n, method) for groups, n in full)
-    done = flops(op, method, work.rows)
-    if isinstance(op, Precondition):
-        return rates.op_s * len(op.members) + done / rates.precondition_flops_per_s
-    return rates.op_s + done / rates.factor_flops_per_s
+        work_s = sum(groups * rates.decompose(n, method) for groups, n in full)
+        calls = conduct.decomposition_calls * len(full)
+    elif isinstance(op, Precondition):
+        work_s = flops(op, method, work.rows) / rates.precondition_flops_per_s
+        calls = conduct.precondition_calls * len(op.members)
+    else:
+        work_s = flops(op, method, work.rows) / rates.factor_flops_per_s
+        calls = conduct.factor_calls
+    calls_s = calls * rates.op_s
+    return work_s + calls_s if conduct.waits else max(work_s, calls_s)
+
+
+def _message_seconds(op: Message, hardware: Hardware, conduct: Conduct) -> float:
+    size = float(op.numel * op.itemsize)
+    if isinstance(op, ReduceFactors):
+        size *= conduct.factor_traffic
+    is_summed = conduct.sums_shares and isinstance(op, _SHARES)
+    if is_summed or getattr(op, "root", None) is None:
+        return hardware.network.all_reduce_s(size, op.ranks)
+    return hardware.network.rooted_s(size, op.ranks)

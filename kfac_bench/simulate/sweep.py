@@ -8,8 +8,10 @@ from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.plan import STRATEGY_TABLE, Plan
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
+from kfac_bench.simulate.conduct import OURS, Conduct
 from kfac_bench.simulate.hardware import Hardware
-from kfac_bench.simulate.step import Conduct, StepTime, Workload, step_time
+from kfac_bench.simulate.released_plan import released_plan
+from kfac_bench.simulate.step import StepTime, Workload, step_time
 
 SGD = "sgd"
 
@@ -78,6 +80,8 @@ class SimulatedCell:
     intervals: tuple[float, float]
     """Steps between two runs of the factors, and of the decompositions."""
     time: StepTime
+    overhead_s: float = 0.0
+    """Seconds of each epoch beside its steps."""
 
     @property
     def step_s(self) -> float:
@@ -86,14 +90,19 @@ class SimulatedCell:
             return self.time.sgd_s
         return self.time.average_s(*self.intervals)
 
-    @property
-    def examples_per_s(self) -> float:
-        """The throughput of all ranks."""
-        return self.examples / self.step_s
-
     def epoch_s(self, examples: int) -> float:
         """Return the seconds of an epoch of ``examples``. An incomplete last batch is left out."""
-        return max(1, examples // self.examples) * self.step_s
+        return self.steps(examples) * self.step_s + self.overhead_s
+
+    def steps(self, examples: int) -> int:
+        """Return the steps of an epoch of ``examples``."""
+        return max(1, examples // self.examples)
+
+    def epoch_rate(self, examples: int | None) -> float:
+        """Return the throughput of all ranks in an epoch of ``examples``; None: in their steps."""
+        if examples is None:
+            return self.examples / self.step_s
+        return self.steps(examples) * self.examples / self.epoch_s(examples)
 
 
 def sweep(
@@ -103,7 +112,7 @@ def sweep(
     world_sizes: Sequence[int],
     intervals: Intervals,
     method: str = "eigen",
-    conduct: Conduct | None = None,
+    conduct: Conduct = OURS,
     itemsize: int = 4,
 ) -> list[SimulatedCell]:
     """Simulate each variant on each world size.
@@ -117,18 +126,22 @@ def sweep(
         world_sizes: The numbers of ranks.
         intervals: How often K-FAC's stages run.
         method: ``eigen`` or ``inverse``.
-        conduct: How another implementation sends its messages; None: as this package does.
+        conduct: How the implementation uses the machine.
         itemsize: Bytes of an element of factors and decompositions.
     """
     cells = []
     for world_size in world_sizes:
         for each in variants:
             plan = None
-            if each.strategy != SGD:
+            if each.strategy != SGD and conduct.places_in_turn:
+                plan = released_plan(work.layers, world_size, each.strategy)
+            elif each.strategy != SGD:
                 plan = plan_of(work, each, world_size, method, itemsize)
             time = step_time(work, world_size, hardware, plan, conduct)
             examples = work.examples * world_size
-            cells.append(SimulatedCell(each, world_size, examples, intervals.of(world_size), time))
+            every = intervals.of(world_size)
+            cell = SimulatedCell(each, world_size, examples, every, time, hardware.epoch_s)
+            cells.append(cell)
     return cells
 
 
@@ -151,8 +164,16 @@ def plan_of(work: Workload, each: Variant, world_size: int, method: str, itemsiz
         raise UsageError(f"world_size={world_size}: {error}") from None
 
 
-def efficiency(cells: Sequence[SimulatedCell], cell: SimulatedCell) -> float:
-    """Return the throughput per rank over that of the same variant on its fewest ranks."""
+def efficiency(
+    cells: Sequence[SimulatedCell], cell: SimulatedCell, examples: int | None = None
+) -> float:
+    """Return the throughput per rank over that of the same variant on its fewest ranks.
+
+    Args:
+        cells: Cells that contain the one on the fewest ranks.
+        cell: The cell to compare with it.
+        examples: Examples of an epoch, whose overhead then counts; None: only steps count.
+    """
     base = min((c for c in cells if c.variant == cell.variant), key=lambda c: c.world_size)
-    each = cell.examples_per_s / cell.world_size
-    return each / (base.examples_per_s / base.world_size)
+    each, first = (c.epoch_rate(examples) / c.world_size for c in (cell, base))
+    return each / first

@@ -31,7 +31,7 @@ def of_config(config: TrainConfig) -> Workload:
         run.parameters,
         run.tensors,
         config.trainer.batch_size,
-        family=config.task.name,
+        family=config.model.name,
     )
 
 

@@ -82,6 +82,11 @@ def test_medians_use_only_runs_with_a_target(tmp_path):
     assert pp.medians(settings, steps=True) == {task: {"Adam": INF, "SGD": 10.0}}
 
 
+def test_a_negative_time_of_a_damaged_clock_counts_as_0(tmp_path):
+    setting = score.group([score.load(write_run(tmp_path / "a", *reached(4, -1.0)))])
+    assert pp.medians(setting) == {"digits resnet8, accuracy ≥ 0.97": {"SGD": 0.0}}
+
+
 time = st.floats(1e-6, 1e6) | st.just(INF)
 times = st.dictionaries(
     st.sampled_from("abcdef"),

@@ -7,7 +7,7 @@ import pytest
 
 from kfac_bench import cli
 from kfac_bench.benchmark import figure, grid, measures, paper, schema, sheet, suite
-from kfac_bench.benchmark.result import Measured
+from kfac_bench.benchmark.result import Measured, _beside
 from kfac_bench.benchmark.schema import (
     Benchmark,
     BenchmarkProfile,
@@ -134,6 +134,11 @@ def test_quantities_are_compared_seed_by_seed(row):
     gain = lines["gain", "K-FAC", "64"]
     assert gain.published == pytest.approx(10.0)
     assert (gain.source, sheet.ratio(gain)) == ("from Table 9", None)
+
+
+def test_a_miss_stays_a_miss_and_nothing_is_compared_with_a_miss():
+    assert _beside(math.inf, 0.0, "ratio", worst=math.inf) == math.inf
+    assert _beside(4.0, math.inf, "less", worst=-math.inf) is None
 
 
 def test_a_computed_cell_has_a_column_of_its_own(row):

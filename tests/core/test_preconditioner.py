@@ -196,6 +196,19 @@ def test_g_does_not_depend_on_batch_size_or_repetition():
     torch.testing.assert_close(*results)
 
 
+def test_g_does_not_depend_on_the_weight_of_the_loss():
+    """A rank with more examples than the mean multiplies its loss by a weight above 1."""
+    results = []
+    for weight in (1.0, 3.0):
+        model, (x, y) = tiny_model(), batch()
+        kfac = kfac_of(model)
+        kfac.loss_weight = weight
+        (weight * F.cross_entropy(model(x), y)).backward()
+        kfac.step()
+        results.append(kfac.state_dict()["layers"]["2"]["G"]["factor"])
+    torch.testing.assert_close(*results)
+
+
 def test_accumulated_micro_batches_equal_the_large_batch():
     x, y = batch(9)
     large, small = tiny_model(), tiny_model()

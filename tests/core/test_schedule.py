@@ -8,7 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kfac_bench.core.schedule import Milestones, Schedules, Settings, free_phases, slice_phases
+from kfac_bench.core.schedule import (
+    Doubling,
+    Milestones,
+    Schedules,
+    Settings,
+    free_phases,
+    slice_phases,
+)
 
 COUNTS = st.integers(1, 40)
 INTERVALS = st.integers(1, 30)
@@ -383,3 +390,12 @@ def test_milestones_multiply_from_their_steps_on():
     growing = schedules(Milestones(4, 3, (6,)), Milestones(2, 3, (6,)))
     assert [step for step in range(40) if growing.factors_due(step)] == [0, 2, 4, *range(6, 40, 6)]
     assert [step for step in range(40) if growing.slices_due(step, 1)] == [0, 4, 12, 24, 36]
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"),
+    [(40, [0, 5, 10, 20, *range(40, 200, 40)]), (3, [0, 1, 2, *range(3, 200, 3)])],
+)
+def test_an_interval_that_doubles_begins_with_an_eighth(interval, steps):
+    growing = schedules(10, Doubling(interval))
+    assert [step for step in range(200) if growing.factors_due(step)] == steps

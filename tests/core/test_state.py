@@ -85,3 +85,10 @@ def test_loading_replaces_decompositions_that_were_stacked(method):
     kfac.load_state_dict(state)
     for got, once in zip(step(model, kfac, seed=3), want, strict=True):
         assert torch.equal(got, once)
+
+
+@pytest.mark.parametrize("steps", [-1, 2**62, 1.5])
+def test_a_number_of_steps_that_no_run_has_is_refused(steps):
+    kfac = kfac_of(tiny_model())
+    with pytest.raises(ValueError, match=r"steps is .*, expected a whole number"):
+        kfac.load_state_dict({"steps": steps, "layers": {}})

@@ -76,7 +76,8 @@ def test_other_processes_do_not_become_ranks(environ):
 def test_variables_of_torchrun_win_over_those_of_srun():
     torchrun = dict(zip(TORCH, ("1", "8", "1", "4", "elsewhere", "1"), strict=True))
     assert adopted(TASK | torchrun) == torchrun
-    assert adopted(TASK | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+    for name, value in (("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "5")):
+        assert adopted(TASK | {name: value})[name] == value
 
 
 @pytest.mark.parametrize(

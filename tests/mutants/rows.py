@@ -22,6 +22,7 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    """Folders, files, or FILE::TEST."""
 
     def __str__(self) -> str:
         if not self.old:
@@ -48,11 +49,16 @@ class Mutant:
         """Return a hash of the change, of the file, and of the tests: a result is valid for it."""
         row = [str(self.file), self.old, self.new, self.tests]
         digest = hashlib.sha256(json.dumps(row).encode())
-        for path in (self.file, *map(Path, self.tests)):
+        for path in (self.file, *map(file_of, self.tests)):
             files = sorted((root / path).rglob("*.py")) or [root / path]
             for each in files:
                 digest.update(each.read_bytes())
         return digest.hexdigest()[:16]
+
+
+def file_of(test: str) -> Path:
+    """Return the folder or the file that a test is in."""
+    return Path(test.partition("::")[0])
 
 
 def load() -> list[Mutant]:

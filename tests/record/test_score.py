@@ -87,6 +87,11 @@ def test_a_run_that_missed_is_infinite_and_not_dropped(tmp_path: Path) -> None:
     assert score.notes(score.group([run])) == []
 
 
+def test_a_time_that_is_no_number_counts_as_missed() -> None:
+    event = TargetReached(1, math.nan, "accuracy", 0.98, 0.97)
+    assert score.time_to_target_of([event]) == INF
+
+
 def test_best_metric_of_an_error_is_the_smallest(tmp_path: Path) -> None:
     events = (evaluated(1, 1, 3.0), evaluated(2, 2, 1.0), evaluated(3, 3, math.nan))
     run = score.load(write_run(tmp_path / "a", *events, higher_is_better=False))
@@ -297,8 +302,10 @@ def test_median_of_five_inf_inf_is_inf() -> None:
 def test_median_run_is_the_one_with_the_median_time(tmp_path: Path) -> None:
     for seed, seconds in enumerate([3.0, 9.0, 5.0]):
         write_run(tmp_path / f"s{seed}", *reached(1, seconds), seed=seed)
-    (setting,) = score.group(score.load(file) for file in runs.find(tmp_path))
-    assert score.time_to_target_s(score.median_run(setting)) == 5.0
+    found = [score.load(file) for file in runs.find(tmp_path)]
+    assert score.time_to_target_s(score.median_run(score.group(found)[0])) == 5.0
+    # Of two middle runs it is the slower one.
+    assert score.time_to_target_s(score.median_run(score.group(found[:2])[0])) == 9.0
 
 
 @given(st.permutations(range(5)))

@@ -23,8 +23,10 @@ def test_each_old_text_occurs_once_and_the_change_is_a_change():
 
 def test_the_tests_of_each_change_exist():
     for mutant in MUTANTS:
-        for path in mutant.tests:
-            assert (ROOT / path).exists(), f"{mutant}: {path}"
+        for test in mutant.tests:
+            path, name = ROOT / rows.file_of(test), test.partition("::")[2]
+            assert path.exists(), f"{mutant}: {test}"
+            assert not name or f"\ndef {name}(" in path.read_text(), f"{mutant}: {test}"
 
 
 def test_an_old_text_that_is_gone_is_named():

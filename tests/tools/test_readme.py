@@ -71,6 +71,12 @@ def test_links_lead_somewhere(page):
         assert (ROOT / link.partition("#")[0]).exists(), link
 
 
+def test_the_front_is_short():
+    front = README.partition("\n## Read more\n")[0]
+    assert front != README
+    assert len(front.split()) <= 600
+
+
 def test_the_example_runs_and_learns():
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "two_lines.py")],

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from torch import nn
 
 import kfac_bench
 from kfac_bench import cli
@@ -35,6 +36,7 @@ from kfac_bench.record.events import (
 from kfac_bench.tasks.objectives.classification import Classification
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving
+from kfac_bench.training.course import Course
 from kfac_bench.training.run_directory import (
     RunDirectory,
     _run_id_of_old_versions,
@@ -161,6 +163,15 @@ def test_the_lower_limit_counts(tmp_path, limits, steps):
     assert trainer_of(tmp_path, *limits).course.max_steps == steps
 
 
+@pytest.mark.parametrize(
+    ("drop_last", "seen", "last"), [(True, 2 * 1280 + 256, 256), (False, 2 * 1347 + 256, 67)]
+)
+def test_examples_are_counted_with_and_without_a_smaller_last_batch(drop_last, seen, last):
+    course = Course.of(TrainerConfig(batch_size=256, drop_last=drop_last), 1347)
+    assert course.examples_seen(2 * course.steps_per_epoch + 1) == seen
+    assert course.next_batch_size(course.steps_per_epoch - 1) == last
+
+
 def test_checkpoints_at_epoch_ends_at_most_once_a_minute(tmp_path, monkeypatch):
     often = ("trainer.checkpoint_freq=null", "trainer.max_steps=12")
     _, path = train(tmp_path, *often)
@@ -178,6 +189,12 @@ def test_same_seed_same_weights_and_another_seed_others(tmp_path):
     a, b, c = (e.weights_sha256 for e in shas)
     assert re.fullmatch("[0-9a-f]{64}", a)
     assert a == b != c
+
+
+def test_the_hash_of_weights_counts_names():
+    layer = nn.Linear(2, 2)
+    one, other = (weights_sha256(nn.ModuleDict({name: layer})) for name in "ab")
+    assert one != other
 
 
 def test_target_stops_the_run(tmp_path):

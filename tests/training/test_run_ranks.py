@@ -204,3 +204,13 @@ def gathered_here():
 def test_every_rank_gathers_the_values_of_all_ranks(world):
     each = [b"", b"\1\1\1", b"\2" * 6 + b"\xff\x00", b"\3" * 9][:world]
     assert run_ranks(world, gathered_here) == [each] * world
+
+
+def agreed_here():
+    ranks = here().ranks
+    return [ranks.any(ranks.rank == number) for number in range(3)]
+
+
+@pytest.mark.ranks
+def test_a_flag_of_any_rank_counts_on_all_ranks():
+    assert run_ranks(2, agreed_here) == [[True, True, False]] * 2

@@ -106,6 +106,16 @@ def test_parts_have_nearly_equal_sizes(tmp_path, monkeypatch, accumulate):
     assert sizes == 2 * {1: [256], 3: [85, 85, 86]}[accumulate]
 
 
+def test_parts_are_weighted_by_their_sizes(tmp_path):
+    """Of three examples, the first part has one and the second part two."""
+    options = ("kfac=none", "trainer.batch_size=3", "trainer.accumulate=2")
+    trainer = trainer_of(tmp_path, *options)
+    batch = next(trainer._batches())
+    loss = trainer._update.backward(batch)
+    whole, _ = trainer.task.forward(trainer._bare, batch)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
 def messages_here(folder, accumulate):
     """On every rank: gradient messages of one update, and the gradients it left."""
     config = config_of(folder, *STABLE, "kfac=none", f"trainer.accumulate={accumulate}")
@@ -274,13 +284,15 @@ def test_an_update_that_overflows_is_skipped(tmp_path, monkeypatch):
     options += ("kfac.adaptive_damping=true", "kfac.damping_freq=1")
     trainer = trainer_of(tmp_path, *options)
     before = {k: v.clone() for k, v in trainer._bare.state_dict().items()}
-    events = []
+    events, forwards = [], []
     trainer.log.emit = events.append
+    trainer._bare.register_forward_hook(lambda *_: forwards.append(1))
     for i, batch in zip(range(2), trainer._batches(), strict=False):
         trainer._train_step(batch)
         assert trainer._update.scaler.get_scale() == 2.0 ** (30 - 10 * i)
         assert all(torch.equal(v, before[k]) for k, v in trainer._bare.state_dict().items())
         assert trainer.kfac.damping == 0.1, "a damping learned from an update that was none"
+        assert len(forwards) == i + 1, "the loss was computed again after an update that was none"
     trainer._emit_trained()
     assert events[-1].dropped_statistics >= 4
     assert events[-1].failed_decompositions == 0

@@ -20,6 +20,7 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.loader import load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, mixed_seed
 from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.own.table import as_table
 from kfac_bench.errors import UsageError
 
 TRIED = 8
@@ -114,6 +115,9 @@ class ProblemData(Data):
 
     def _load(self, name: str, indices: Iterator[Tensor], key: tuple[int, ...]) -> Iterator[Batch]:
         collate = self.file.problem.collate
+        table = as_table(getattr(self.file.problem, name)) if collate is None else None
+        if table is not None:
+            return (table.batch(chosen) for chosen in indices)
         batches = load_batches(
             _Samples(self.file, name, key),
             indices,

@@ -81,6 +81,19 @@ def test_type2_of_cross_entropy():
     assert_close(got["0"]["A"][0], a.T @ a / N)
 
 
+def test_positions_count_once_however_many_gradients_are_sent_back():
+    """The convention sc20 multiplies G by the number of positions, which is 1 here."""
+    model, x, factors = mlp(), torch.randn(N, 4), []
+    for convention in ("kfc", "sc20"):
+        kfac = kfac_of(model, fisher="type2", factor_convention=convention)
+        kfac.fisher_backward(model(x))
+        kfac.step()
+        factors.append(factors_of(kfac))
+        kfac.detach()
+    for name, want in factors[0].items():
+        assert_close(factors[1][name]["G"], want["G"])
+
+
 def test_type2_of_one_output_per_sample_draws_nothing():
     output, state = torch.randn(N, 3), torch.get_rng_state()
     for likelihood in ("categorical", "gaussian", "bernoulli"):

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.kernels import patches as patches_module
 from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
 from kfac_bench.core.kernels.conventions import CONVENTIONS
-from kfac_bench.core.kernels.gram import at_least_float32, gram
+from kfac_bench.core.kernels.gram import at_least_float32, gram, sum_of_grams
 from kfac_bench.core.kernels.patches import (
     input_moment,
     pad_input,
@@ -136,6 +137,13 @@ def test_gram_of_groups_that_lie_beside_each_other():
     for d in (5, 200):
         x = torch.randn(7, 3, d, dtype=torch.float64).transpose(0, 1)
         close(gram(x, bias=True), moment(x, bias=True))
+
+
+def test_parts_add_up():
+    """Also where only one triangle is computed, block by block."""
+    for d in (5, 200):
+        x = torch.randn(2, 7, d, dtype=torch.float64)
+        close(sum_of_grams([x[:, :3], x[:, 3:]], bias=True), moment(x, bias=True))
 
 
 def test_nothing_is_read_before_it_is_written(monkeypatch):
@@ -443,3 +451,9 @@ def test_conventions():
     assert scales["kaisa"] == (1 / (4 * 729), 1 / (4 * 729))
     linear = {name: scale(4, 9, False) for name, scale in CONVENTIONS.items()}
     assert linear == {"kfc": (1 / 36, 4), "sc20": (1 / 36, 36), "kaisa": (1 / 36, 1 / 36)}
+
+
+def test_ranks_that_share_samples_out_scale_for_all_samples_of_the_loss():
+    """The loss is a mean over 8 samples. This rank has 2 of them, with 3 positions each."""
+    sums = Collected(torch.ones(1), torch.ones(1), 2, 6, "forward", loss_samples=8)
+    assert sums.scales(CONVENTIONS["kfc"], is_conv=False) == pytest.approx((1 / 6, 32))

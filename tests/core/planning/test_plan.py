@@ -366,6 +366,15 @@ def test_batches_by_hand():
     assert sizes(Precondition, 12) == [1, 3]
 
 
+def test_layers_with_other_rules_are_other_batches():
+    """An update of a hidden layer is orthogonalized, and the clip counts the inputs of a layer."""
+    plain = LayerSpec("plain", 3, 2)
+    hidden = dataclasses.replace(plain, name="hidden", orthogonal_steps=3)
+    lookup = dataclasses.replace(plain, name="lookup", is_lookup=True)
+    plan = make_plan([plain, hidden, lookup], method="eigen_adam", batch_numel=1 << 20)
+    assert [len(op.members) for op in of_kind(plan, Precondition)] == [1, 1, 1]
+
+
 @for_all(cases())
 def test_batches_and_slices_change_nothing_else(case):
     options = case.options | {"batch_numel": 0, "spread": 1}

@@ -109,6 +109,7 @@ def test_evaluation_sees_every_example_exactly_once(size, batch, world):
     assert all(1 <= n <= -(-batch // world) for n in sizes)
     counts = [sum(map(len, batches)) for batches in per_rank]
     assert max(counts) - min(counts) <= 1
+    assert [len(b) for b in per_rank] == [-(-n // -(-batch // world)) for n in counts]
 
 
 def test_orders_of_neighbouring_seeds_and_epochs_are_unrelated():

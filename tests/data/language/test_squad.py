@@ -222,6 +222,14 @@ def test_an_answer_is_marked_in_the_windows_that_contain_all_of_it(tmp_path):
     assert len(marked) == 44
 
 
+def test_a_full_stop_behind_an_answer_is_no_part_of_it(tmp_path):
+    entry = question("a", "Where?", ("the den", 20))
+    root = make_squad(tmp_path / "s", dev=squad_file((CONTEXT, [entry])))
+    _, spans, _, offsets = next(squad_windows.load(root, LENGTH, **CUT).evaluate(1, Shard()))
+    first, last = spans[0].tolist()
+    assert CONTEXT[offsets[0, first, 0] : offsets[0, last, 1]] == "the den"
+
+
 def test_each_answer_is_complete_in_at_least_one_window(data):
     batches = list(data.train(1, 0, 0, 0, Shard()))
     marked = [b[1].tolist() != [[0, 0]] for b in batches]

@@ -377,7 +377,8 @@ def evaluated(folder, values, higher=True, keep_last=1, keep_best=1):
 
 
 def test_the_best_checkpoint_is_never_removed(folder):
-    assert evaluated(folder, {1: 0.2, 2: 0.9, 3: None, 4: 0.5, 5: math.nan, 6: 0.3}) == [2, 6]
+    values = {1: math.nan, 2: 0.9, 3: None, 4: 0.5, 5: math.inf, 6: 0.3}
+    assert evaluated(folder, values) == [2, 6]
     assert checkpoint.find(folder)[0].step == 6
     assert checkpoint.find_best(folder.parent)[0].step == 2
     assert evaluated(folder, {7: 0.9}) == [7], "the newer of two equal values"

@@ -1,0 +1,61 @@
+"""How an implementation uses a machine: what it sends, and how often it calls the device."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """The habits of one implementation; the defaults are those of this package on torch 2.
+
+    A call is a kernel launch, a message that is started or awaited, or a scalar that is read. The
+    calls of this package are those of a step on one rank with default options, which a test counts.
+    Those of the paper are counted in its code. Their seconds are :attr:`.Rates.op_s`.
+    """
+
+    factor_traffic: float = 1.0
+    """Bytes of a factor's message over those of its packed triangle. 2: full matrices are sent."""
+    sums_shares: bool = False
+    """Whether decompositions and preconditioned gradients are summed over all ranks, with zeros
+    from the ranks that did not make them. Otherwise the rank that made them sends them."""
+    places_in_turn: bool = False
+    """Whether factors go to ranks in turn, whatever they weigh, and whether messages start only
+    after all work of their stage. Otherwise the planner places them."""
+    waits: bool = False
+    """Whether the host waits for the device in each layer, so that the time of calls adds to the
+    time of the work. Otherwise calls run ahead, and the longer of both counts."""
+    sends_in_backward: bool = True
+    """Whether gradients are sent during backward with K-FAC, as they are without it."""
+    tensor_calls: int = 0
+    """Calls for each parameter tensor in a step, after its gradient has been reduced."""
+    factor_calls: int = 25
+    """Calls to compute one factor and to update its running average."""
+    decomposition_calls: int = 23
+    """Calls to decompose one factor."""
+    precondition_calls: int = 25
+    """Calls to precondition, clip and write the gradient of one layer."""
+    write_calls: int = 12
+    """Calls to clip and write one gradient that another rank preconditioned."""
+    share_calls: int = 0
+    """Calls to send or receive one preconditioned gradient, if each is a message of its own."""
+
+
+OURS = Conduct()
+
+PAPERS_CODE = Conduct(
+    factor_traffic=2.0,
+    waits=True,
+    factor_calls=10,
+    decomposition_calls=10,
+    precondition_calls=13,
+    write_calls=6,
+)
+"""The code that Pauloski et al. released: four products, three elementwise operations, a KL clip
+that reads a scalar in each layer (four calls), and two calls to write the gradient."""
+
+SC20_CODE = replace(PAPERS_CODE, sums_shares=True, places_in_turn=True, tensor_calls=6)
+"""The code of the ResNet experiments (branch kfac-opt) with Horovod, also for SGD. For each tensor
+it waits for the all-reduce, and SGD and ``zero_grad`` launch five kernels."""
+
+LW_CODE = replace(SC20_CODE, sends_in_backward=False, tensor_calls=7, share_calls=3)
+"""The code of K-FAC-lw (branch kfac-lw). It starts the all-reduce of gradients in its own step. For
+each layer it makes zeros, starts a message and awaits it."""

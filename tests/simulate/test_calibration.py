@@ -1,0 +1,155 @@
+"""The released code's plan and calls, the fit of a machine's constants, the folds of Table 5."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.simulation_folds import BEGIN, END, folds, time_errors
+from kfac_bench.config import compose
+from kfac_bench.core.planning.ops import Message
+from kfac_bench.core.planning.plan import Stage
+from kfac_bench.errors import UsageError
+from kfac_bench.simulate.calibration import Constants, Observation, fit, predict, split_epoch_s
+from kfac_bench.simulate.conduct import SC20_CODE
+from kfac_bench.simulate.released_plan import released_plan
+from kfac_bench.simulate.step import Workload, step_time
+from kfac_bench.simulate.sweep import SGD, Intervals, Variant, sweep
+from scripts.calibrate import RANKS, minutes_of
+from tests.support.made_up_machine import BETA, MACHINE, work_of
+
+TRUE = Constants(step_s=0.02, op_s=5e-5, eigen_scale=0.7)
+
+
+def observe(work: Workload, ranks: int = 8) -> list[Observation]:
+    """Return what a paper would publish of a run with the constants TRUE."""
+    sgd = Observation(work, ranks, Variant(SGD), Intervals(1, 1), 0.0)
+    kfac = [
+        Observation(work, ranks, Variant("comm_opt"), Intervals(k / 10, k), 0.0)
+        for k in (10, 50, 100)
+    ]
+    unknown = [sgd, *kfac]
+    seconds = predict(TRUE.of(MACHINE), unknown, SC20_CODE)
+    return [replace(each, step_s=s) for each, s in zip(unknown, seconds, strict=True)]
+
+
+# ---- the released code ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers"), [(8, [(0, 1), (2, 3), (4, 5)]), (2, [(0, 0), (1, 1)])]
+)
+def test_the_released_code_gives_factors_to_ranks_in_turn(ranks, workers):
+    """A and G go to two ranks if there are more ranks than layers."""
+    plan = released_plan(work_of(3).layers, ranks, "comm_opt")
+    assert [p.workers for p in plan.placements][: len(workers)] == workers
+    assert all(len(p.grad_workers) == ranks for p in plan.placements)
+    for stage in Stage:
+        sends = [isinstance(op, Message) for op in plan.ops(stage)]
+        assert sends == sorted(sends), "a message starts before the work of its stage ends"
+    with pytest.raises(UsageError, match="choose one of them"):
+        released_plan(work_of(3).layers, ranks, "hybrid_opt")
+
+
+def test_the_released_codes_stage_is_its_slowest_rank_and_one_sum():
+    """Decompositions of four layers on 2 ranks: all ranks wait for the slower one."""
+    work = work_of(3)
+    plan = released_plan(work.layers, 2, "comm_opt")
+    time = step_time(work, 2, MACHINE, plan, SC20_CODE)
+    decompose = MACHINE.rates.decompose
+    # Rank 1 has the second narrow layer and the wide one.
+    slowest = sum(decompose(n, "eigen") for n in (64, 256, 512, 64))
+    elements = sum(n * n + n for spec in work.layers for n in (spec.a_dim, spec.g_dim))
+    summed = 2 * 1 / 2 * 4 * elements / BETA
+    assert time.stages_s[Stage.DECOMPOSE] == pytest.approx(slowest + summed, abs=2e-5)
+
+
+# ---- the fit ----
+
+
+def test_the_fit_finds_the_constants_of_made_up_times():
+    """Whatever constants the known machine has, the fit finds those behind the times."""
+    observations = [each for depth in (4, 20) for each in observe(work_of(depth))]
+    for start in (Constants(0.0, 0.0, 1.0), Constants(0.5, 1e-3, 1.0)):
+        found = fit(start.of(MACHINE), observations, SC20_CODE)
+        assert found.step_s == pytest.approx(TRUE.step_s, rel=1e-6)
+        assert found.op_s == pytest.approx(TRUE.op_s, rel=1e-6)
+        assert found.eigen_scale == pytest.approx(TRUE.eigen_scale, rel=1e-6)
+
+
+def test_no_constant_is_negative():
+    """Steps that are shorter than their work leave nothing for the constants."""
+    observations = [replace(each, step_s=1e-3) for each in observe(work_of(4))]
+    found = fit(MACHINE, observations, SC20_CODE)
+    assert min(found.step_s, found.op_s, found.eigen_scale) >= 0
+
+
+def test_too_few_observations_are_refused():
+    with pytest.raises(ValueError, match="2 observations do not determine 3 constants"):
+        fit(MACHINE, observe(work_of(4))[:2], SC20_CODE)
+
+
+def test_an_efficiency_divides_the_overhead_between_steps_and_epochs():
+    work, images = work_of(4), 8 * 8 * 1000
+    machine = TRUE.of(MACHINE)
+    times = {n: step_time(work, n, machine) for n in (2, 32)}
+    steps = {n: images // (8 * n) for n in (2, 8, 32)}
+    split = split_epoch_s(machine, times, steps, 8, 0.9)
+    assert split.rates.step_s + split.epoch_s / steps[8] == pytest.approx(TRUE.step_s)
+    cells = sweep(work, split, [Variant(SGD)], [2, 32], Intervals(1, 1))
+    few, many = (cell.epoch_rate(images) / cell.world_size for cell in cells)
+    assert many / few == pytest.approx(0.9)
+    with pytest.raises(ValueError, match=r"an efficiency of 0\.1 needs"):
+        split_epoch_s(machine, times, steps, 8, 0.1)
+
+
+# ---- the folds ----
+
+PAPER = {"images": RANKS * 8 * 100, "per_rank_batch": 8, "epochs": {"sgd": 90, "kfac": 55}}
+WORKS = {f"net{depth}": work_of(depth) for depth in (4, 20, 60)}
+
+
+def made_up_paper() -> dict:
+    """Return Table 5 of three made-up models, with the constants TRUE."""
+    rows = {}
+    for name, work in WORKS.items():
+        keys = [SGD, 10, 50, 100]
+        seconds = [each.step_s for each in observe(work, RANKS)]
+        rows[name] = {k: minutes_of(PAPER, k, s) for k, s in zip(keys, seconds, strict=True)}
+    return PAPER | {"table5_minutes": rows}
+
+
+def test_each_fold_predicts_its_model_and_never_sees_it():
+    paper = made_up_paper()
+    found = folds(paper, WORKS, MACHINE)
+    assert [fold.held_out for fold in found] == list(WORKS)
+    assert max(time_errors(found)) < 1e-4
+    for i, name in enumerate(WORKS):
+        # Other times of the held-out model must change no prediction of it, but those of others.
+        rows = paper["table5_minutes"]
+        other = {key: 3 * minutes for key, minutes in rows[name].items()}
+        changed = folds(paper | {"table5_minutes": rows | {name: other}}, WORKS, MACHINE)
+        assert changed[i].constants == found[i].constants
+        assert changed[i].predicted == found[i].predicted
+        assert changed[i - 1].constants != found[i - 1].constants
+
+
+@pytest.mark.slow
+def test_the_page_has_the_tables_that_the_command_prints(tmp_path):
+    root = compose.CONF_DIR.parent
+    page = root / "docs" / "explanation" / "simulation_folds.md"
+    copy = tmp_path / "page.md"
+    shutil.copy(page, copy)
+    before, _, rest = copy.read_text().partition(BEGIN)
+    copy.write_text(before + BEGIN + END + rest.partition(END)[2])
+    subprocess.run(
+        [sys.executable, root / "benchmarks" / "simulation_folds.py", copy],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=240,
+        capture_output=True,
+    )
+    assert copy.read_text() == page.read_text()
