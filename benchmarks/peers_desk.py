@@ -56,7 +56,7 @@ class Desk:
 
     @property
     def work(self) -> dict[str, Any]:
-        """What all runs have in common."""
+        """The options that all runs share."""
         trainer = self._config.trainer
         return {
             "experiment": self._experiment,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Job = Mapping[str, Any]
-"""What a worker shall do, from a JSON file that peers.py writes."""
+"""The instructions for a worker, from a JSON file that peers.py writes."""
 WARM_UP_STEPS = 21
 """Steps before the clock runs. They reach each kind of step of a period of 20, so that all of them
 are compiled."""
@@ -29,7 +29,7 @@ CHECK_RATE = 0.01
 
 @dataclass(frozen=True)
 class Work:
-    """What all competitors get alike."""
+    """The images, the initial weights and the order of batches: the same for all competitors."""
 
     train: NDArray[np.float32]
     """Training images [n, pixels]."""

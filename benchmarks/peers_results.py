@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import tables
 from kfac_bench.errors import UsageError
-from kfac_bench.record.text_file import write_text
+from kfac_bench.record.text_file import around_marks, write_text
 
 BEGIN = "<!-- made by benchmarks/peers.py --into -->"
 END = "<!-- end of what benchmarks/peers.py made -->"
@@ -113,7 +113,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Row:
-    """What a competitor got and what it reached."""
+    """The trials of a competitor, and its runs on fresh seeds."""
 
     competitor: Competitor
     trials: Sequence[Run]
@@ -244,15 +244,7 @@ def parts_of(page: Path) -> tuple[str, str]:
     Raises:
         UsageError: The page cannot be read, or it lacks a mark.
     """
-    try:
-        old = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--into {page}: cannot be read ({error.strerror})") from None
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UsageError(f"--into {page}: add the lines {BEGIN} and {END}")
-    return before, after
+    return around_marks(page, BEGIN, END, "--into")
 
 
 def into(page: Path, text: str) -> None:

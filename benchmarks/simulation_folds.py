@@ -22,6 +22,8 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kfac_bench.errors import UsageError
+from kfac_bench.record.text_file import around_marks, write_text
 from kfac_bench.simulate.calibration import Constants, predict
 from kfac_bench.simulate.conduct import SC20_CODE, Conduct
 from kfac_bench.simulate.hardware import Hardware
@@ -171,7 +173,7 @@ ASSUMPTIONS: dict[str, Assumption] = {
         replace(c, places_in_turn=False, sums_shares=False),
     ),
 }
-"""By assumption that is made as before: the machine and the conduct with it."""
+"""For each earlier assumption: the machine and the conduct that make it again."""
 
 
 def _with_rates(machine: Hardware, **rates: Any) -> Hardware:
@@ -215,15 +217,15 @@ def tables() -> str:
 
 def main() -> int:
     """Print the tables, and write them into a page if one is named."""
-    text = tables()
-    if len(sys.argv) > 1:
-        page = Path(sys.argv[1])
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not end:
-            print(f"{page}: the marks {BEGIN!r} and {END!r} are missing; add them", file=sys.stderr)
-            return 2
-        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    try:
+        page = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+        around = around_marks(page, BEGIN, END, "FILE.md") if page else ("", "")
+        text = tables()
+        if page:
+            write_text(page, f"{around[0]}{BEGIN}\n{text}\n{END}{around[1]}")
+    except UsageError as error:
+        print(f"simulation_folds.py: {error}", file=sys.stderr)
+        return 2
     print(text)
     return 0
 

@@ -11,7 +11,7 @@ from kfac_bench.benchmark.sheet import Attempt, AttemptState
 from kfac_bench.benchmark.suite import BenchmarkRow
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
-from kfac_bench.record.text_file import write_text
+from kfac_bench.record.text_file import around_marks, write_text
 from kfac_bench.report import curves
 from kfac_bench.report.tables import Link, Table, Value, escape_markdown
 
@@ -178,15 +178,8 @@ def into(
         UsageError: The document cannot be read, or it lacks a mark.
     """
     begin_line = begin_mark(profile)
-    try:
-        old = document.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--into {document}: cannot be read ({error.strerror})") from None
     # Everything outside of the two marks is the user's own text.
-    before, begin, rest = old.partition(begin_line)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UsageError(f"--into {document}: add the lines {begin_line} and {END}")
+    before, after = around_marks(document, begin_line, END, "--into")
     rows: list[list[Value]] = []
     pages = []
     for each in written:

@@ -1,4 +1,4 @@
-"""Writing a text file as a whole, for tables, figures, pages and JSON."""
+"""Text files: written as a whole, and the marks between which a command writes."""
 
 import os
 from contextlib import suppress
@@ -33,3 +33,26 @@ def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = Fal
         with suppress(OSError):
             temporary.unlink()
         raise UsageError(f"{name or path}: cannot be written ({error.strerror})") from None
+
+
+def around_marks(page: Path, begin: str, end: str, option: str) -> tuple[str, str]:
+    """Return the text of a page before and after two marks; all between them is made by a command.
+
+    Args:
+        page: The page.
+        begin: The mark where the made text begins.
+        end: The mark where it ends.
+        option: The option that named the page, for messages.
+
+    Raises:
+        UsageError: The page cannot be read, or it lacks a mark.
+    """
+    try:
+        old = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {page}: cannot be read ({error.strerror})") from None
+    before, found, rest = old.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise UsageError(f"{option} {page}: add the lines {begin} and {end}")
+    return before, after

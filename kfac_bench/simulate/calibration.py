@@ -41,7 +41,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What :func:`fit` finds."""
+    """The three constants that :func:`fit` finds."""
 
     step_s: float
     op_s: float

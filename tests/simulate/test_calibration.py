@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation_folds import BEGIN, END, folds, time_errors
+from benchmarks.simulation_folds import BEGIN, END, folds, main, time_errors
 from kfac_bench.config import compose
 from kfac_bench.core.planning.ops import Message
 from kfac_bench.core.planning.plan import Stage
@@ -135,6 +135,19 @@ def test_each_fold_predicts_its_model_and_never_sees_it():
         assert changed[i].constants == found[i].constants
         assert changed[i].predicted == found[i].predicted
         assert changed[i - 1].constants != found[i - 1].constants
+
+
+def test_a_page_without_marks_is_refused_before_anything_is_computed(tmp_path, monkeypatch, capsys):
+    for page, reason in ((tmp_path / "none.md", "cannot be read"), (tmp_path, "cannot be read")):
+        monkeypatch.setattr(sys, "argv", ["simulation_folds.py", str(page)])
+        assert main() == 2
+        assert reason in capsys.readouterr().err
+    page = tmp_path / "page.md"
+    page.write_text("my own text")
+    monkeypatch.setattr(sys, "argv", ["simulation_folds.py", str(page)])
+    assert main() == 2
+    assert f"add the lines {BEGIN} and {END}" in capsys.readouterr().err
+    assert page.read_text() == "my own text"
 
 
 @pytest.mark.slow
