@@ -104,7 +104,9 @@ def test_a_beginning_of_another_file_is_dropped(capsys, server, tmp_path):
         (tmp_path / FIRST).unlink()
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b"other", mtime=0), bytes(10**6)])
+@pytest.mark.parametrize(
+    "content", [b"", b"no gzip", gzip.compress(b"other", mtime=0), bytes(10**6)]
+)
 def test_wrong_content_is_refused_and_removed(capsys, server, tmp_path, content):
     (server.folder / FIRST).write_bytes(content)
     said = one_line(fetch(capsys, server, tmp_path / "data"))
