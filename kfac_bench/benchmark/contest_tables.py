@@ -73,6 +73,14 @@ def _label(runs: Sequence[PackedRun]) -> str:
     return plain(next((label for label in labels if label), runs[0].optimizer))
 
 
+def begin_mark(name: str) -> str:
+    """Return the line of a page after which ``kfac-bench contest NAME --into`` writes."""
+    return f"<!-- made by kfac-bench contest {name} --into -->"
+
+
+END = "<!-- end of what kfac-bench contest made -->"
+
+
 def tables(result: ContestResult) -> list[Table]:
     """Return the scores, the ratios, the times and the sittings."""
     times = result.times()
@@ -97,14 +105,13 @@ def _scores(result: ContestResult, times: SeedTimes) -> Table:
         cells: list[Value] = [name]
         for of_subset in intervals.values():
             own = of_subset.get(name)
-            cells += [own.score, own.low, own.high] if own else [0.0, 0.0, 0.0]
+            cells.append(_with_interval(own.score, own.low, own.high) if own else "0")
         worse = {task: r for task, r in ratios[name].items() if r > NEAR}
         far = ", ".join(f"{task} {r:.3g}" for task, r in worse.items())
         rows.append([*cells, max(ratios[name].values()), far or "none"])
-    columns = ["optimizer"]
-    columns += [f"{word}{n}" for n in subsets for word in ("score", "low", "high")]
+    columns = ["optimizer", *(f"score{n}" for n in subsets)]
     notes = [
-        f"Score: area below the profile for tau in [1, {TAU_MAX:g}], at most 1. Low and high: 95 % "
+        f"Score: area below the profile for tau in [1, {TAU_MAX:g}], at most 1. Brackets: 95 % "
         "bootstrap interval over seeds, resampled for each task and optimizer",
         f"r: median seconds to target over those of the task's best optimizer; inf if half missed. "
         f"The last column lists the tasks with r above {NEAR:g}",
@@ -148,15 +155,18 @@ def _times(result: ContestResult, times: SeedTimes) -> Table:
             seconds = times[task][name]
             reached = f"{sum(map(math.isfinite, seconds))} of {len(seconds)}"
             steps = median(score.steps_to_target_of(run.events) for run in runs)
-            rows.append(
-                [task, name, reached, steps, *score.bootstrap_median(seconds), ratios[name][task]]
-            )
-    columns = ("task", "optimizer", "reached", "steps", "seconds", "low", "high", "r")
+            shown = _with_interval(*score.bootstrap_median(seconds))
+            rows.append([task, name, reached, steps, shown, ratios[name][task]])
+    columns = ("task", "optimizer", "reached", "steps", "seconds", "r")
     note = (
-        "Medians over seeds; a missed target counts as inf. Low and high: 95 % bootstrap interval "
-        "of the seconds. Seconds of later sittings are scaled to those of the task's first sitting"
+        "Medians over seeds; a missed target counts as inf. Brackets: 95 % bootstrap interval of "
+        "the seconds. Seconds of later sittings are scaled to those of the task's first sitting"
     )
     return Table("Time to target", columns, rows, [note])
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    return f"{value:.3g} ({low:.3g} to {high:.3g})"
 
 
 def _sittings(result: ContestResult) -> Table:

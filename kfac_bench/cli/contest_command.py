@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kfac_bench.cli.entry import Parser
 from kfac_bench.cli.suite_command import add_sitting_options
 from kfac_bench.output import say
-from kfac_bench.record.text_file import write_text
+from kfac_bench.record.text_file import around_marks, write_text
 
 if TYPE_CHECKING:
     from kfac_bench.benchmark.schema import Benchmark
@@ -49,6 +49,9 @@ def add_contest(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     command.add_argument("benchmark", help="a name from kfac-bench list")
     command.add_argument("--results", type=Path, required=True, help="folder of packed results")
+    command.add_argument(
+        "--into", type=Path, help="Markdown page that gets the tables, between its two marks"
+    )
     command.add_argument("--svg", type=Path, help="write the figure of the profiles to this file")
     command.set_defaults(run_command=_contest)
 
@@ -90,8 +93,14 @@ def _contest(options: argparse.Namespace) -> int:
     benchmark = schema.load(options.benchmark)
     store = ResultStore(options.results, options.benchmark, "table", tasks_of(benchmark))
     result = contest_tables.load(benchmark, store)
-    for table in contest_tables.tables(result):
-        say(table.markdown())
+    text = "\n".join(table.markdown() for table in contest_tables.tables(result))
+    if options.into is None:
+        say(text)
+    else:
+        begin, end = contest_tables.begin_mark(options.benchmark), contest_tables.END
+        before, after = around_marks(options.into, begin, end, "--into")
+        write_text(options.into, f"{before}{begin}\n\n{text}\n{end}{after}")
+        say(f"into: {options.into}")
     if options.svg is not None:
         from kfac_bench.benchmark.profile_figure import profile_svg
         from kfac_bench.benchmark.score_interval import medians

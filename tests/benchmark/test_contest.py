@@ -409,15 +409,15 @@ def test_the_score_table_has_subsets_and_names_slow_tasks(lab):
         store.add(packed("sgd", TASKS[1], seed, 3.0))
         store.add(packed("adamw", TASKS[1], seed, 3.3))
     scores, ratios, times, sittings = contest_tables.tables(contest_tables.load(benchmark, store))
-    third = pytest.approx(1 - 0.1 / 3)
-    both = pytest.approx((2 - 0.1 / 3) / 2)
+    assert scores.columns[1:4] == ["score", "score develop", "score held out"]
     assert scores.rows == [
-        ["adamw", both, both, both, 1.0, 1.0, 1.0, third, third, third, pytest.approx(1.1), "none"],
-        ["sgd", *[pytest.approx(5 / 6)] * 3, *[pytest.approx(2 / 3)] * 3, 1.0, 1.0, 1.0, 2.0,
+        ["adamw", "0.983 (0.983 to 0.983)", "1 (1 to 1)", "0.967 (0.967 to 0.967)",
+         pytest.approx(1.1), "none"],
+        ["sgd", "0.833 (0.833 to 0.833)", "0.667 (0.667 to 0.667)", "1 (1 to 1)", 2.0,
          "digits/resnet 2"],
     ]  # fmt: skip
     assert [row[0] for row in ratios.rows] == ["adamw", "sgd"]
-    assert times.rows[0] == ["digits/resnet", "sgd", "3 of 3", 10, 2.0, 2.0, 2.0, 2.0]
+    assert times.rows[0] == ["digits/resnet", "sgd", "3 of 3", 10, "2 (2 to 2)", 2.0]
     assert [row[3] for row in sittings.rows] == [6, 6]
 
 
@@ -503,10 +503,21 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
         assert len(took) == (4 if machine == 1 else 0), took
         Path("runs").rename(f"machine{machine}")
         assert ("finished runs taken from the results" in said) == (machine == 2)
+    page = Path("page.md")
+    page.write_text("before\n<!-- made by kfac-bench contest tiny --into -->old\n")
+    words = ["contest", "tiny", "--results", "results", "--svg", "p.svg"]
     with pytest.raises(SystemExit):
-        cli.bench(["contest", "tiny", "--results", "results", "--svg", "p.svg"])
-    said = capsys.readouterr().out
-    assert "| adam | 1 | 1 | 1 | 1 | none |" in said
+        cli.bench([*words, "--into", str(page)])
+    assert "add the lines <!-- made by kfac-bench contest tiny" in capsys.readouterr().err
+    page.write_text(page.read_text() + f"{contest_tables.END}\nafter\n")
+    for more in ([], ["--into", str(page)], ["--into", str(page)]):
+        with pytest.raises(SystemExit):
+            cli.bench([*words, *more])
+    tables = capsys.readouterr().out.split("**Scores")[1].split("figure:")[0]
+    assert "| adam | 1 (1 to 1) | 1 | none |" in tables
+    begin = "<!-- made by kfac-bench contest tiny --into -->\n\n"
+    made = f"{begin}**Scores{tables}{contest_tables.END}"
+    assert page.read_text() == f"before\n{made}\nafter\n"
     assert Path("p.svg").read_text().startswith("<svg")
     size = sum(path.stat().st_size for path in Path("results").rglob("*.gz"))
     assert size < 4000
