@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-from kfac_bench.benchmark import schema
+from kfac_bench.benchmark import contest_tables, schema
+from kfac_bench.benchmark.result_store import ResultStore
+from kfac_bench.benchmark.score_interval import medians
+from kfac_bench.benchmark.sitting import tasks_of
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, option_help
 from tests.support import ROOT
@@ -75,6 +78,40 @@ def test_the_front_is_short():
     front = README.partition("\n## Read more\n")[0]
     assert front != README
     assert len(front.split()) <= 600
+
+
+TASKS = {
+    "autoencoder on digits": "embedded/digits_autoencoder",
+    "ResNet-8 on digits": "embedded/digits_resnet",
+    "U-Net on pictures": "embedded/pictures_unet",
+    "transformer on text": "embedded/pydoc_transformer",
+    "autoencoder on Fashion-MNIST": "heldout/fashion_autoencoder",
+    "ResNet-8 on Fashion-MNIST": "heldout/fashion_resnet",
+    "LSTM on text": "heldout/pydoc_lstm",
+    "vision transformer on pictures": "heldout/patches_vit",
+}
+LABELS = {"EigenAdam": "Adam in K-FAC's eigenbasis", "K-FAC before SGD": "K-FAC inverse + SGD"}
+
+
+def test_the_numbers_of_the_contest_are_those_of_its_runs():
+    """The table of README, and the page of all results."""
+    contest = schema.load("contest")
+    store = ResultStore(ROOT / "benchmarks" / "results", "contest", "table", tasks_of(contest))
+    result = contest_tables.load(contest, store)
+    times = medians(result.times())
+    table = README.partition("\n## Result\n")[2].partition("\n\n| ")[2].partition("\n\n")[0]
+    head, _, *rows = (re.split(r" *\| *", line.strip("| ")) for line in table.split("\n"))
+    names = [LABELS.get(name, name) for name in head[1:]]
+    assert {TASKS[row[0]] for row in rows} == set(times)
+    for name, *cells in rows:
+        own = [times[TASKS[name]][optimizer] for optimizer in names]
+        fastest = own.index(min(own))
+        shown = [f"{seconds:.2f}" for seconds in own]
+        shown[fastest] = f"**{shown[fastest]}**"
+        assert cells == shown, name
+    page = (ROOT / "docs" / "reference" / "results" / "contest.md").read_text()
+    for made in contest_tables.tables(result):
+        assert made.markdown() in page, "make it again: kfac-bench contest contest --into"
 
 
 def test_the_example_runs_and_learns():
