@@ -6,8 +6,11 @@ import io
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -161,6 +164,36 @@ def test_a_shortage_is_one_line_and_ends_the_record(tmp_path, root, what, worker
     ended = end(tmp_path / "run")
     assert (ended.status, state(tmp_path)) == ("failed", "failed")
     assert what in ended.message
+
+
+# The kernel exempts root from ulimit -u, so the run belongs to another user, who may use the files
+# of root.
+AS_ANOTHER_USER = (
+    *("setpriv", "--reuid=54321", "--clear-groups"),
+    *("--inh-caps=+dac_override", "--ambient-caps=+dac_override", "prlimit", "--nproc=2"),
+)
+
+
+@pytest.mark.slow
+def test_a_limit_of_processes_is_one_line(tmp_path, root):
+    """At two processes and threads, the loader's second worker cannot start."""
+    if shutil.which("setpriv") is None or subprocess.run([*AS_ANOTHER_USER, "true"]).returncode:
+        pytest.skip("this user may not become another one with setpriv")
+    done = subprocess.run(
+        [
+            *AS_ANOTHER_USER,
+            *(sys.executable, "-m", "kfac_bench", *BASE),
+            *(f"data.root={root}", "data.workers=2", f"runs_dir={tmp_path}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    (line,) = (each for each in done.stderr.splitlines() if each.startswith("kfac-train: "))
+    assert done.returncode == 1
+    assert "allows no more threads or processes" in line
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
