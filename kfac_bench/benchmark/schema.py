@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench.benchmark.claim import Claim
@@ -213,6 +213,8 @@ class Benchmark:
     notes: list[str] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     """Claims of a paper that the numbers of this table test."""
+    extends: str | None = None
+    """Another benchmark whose values hold where this file has none. A list replaces a list."""
 
 
 def load(name: str) -> Benchmark:
@@ -220,20 +222,27 @@ def load(name: str) -> Benchmark:
 
     Raises :class:`UsageError` if the file does not exist or is not valid.
     """
-    path = compose.CONF_DIR / "benchmark" / f"{name}.yaml"
-    known = compose.options_of("benchmark")
-    if name not in known:
-        raise UsageError(f"{name}: no such benchmark; choose one of {', '.join(known)}")
+    path = _path(name)
     try:
-        # The merge with the dataclass checks names and types.
-        result = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(Benchmark), OmegaConf.load(path))
+        own = OmegaConf.load(path)
+        base = own.get("extends") if isinstance(own, DictConfig) else None
+        parts = (
+            [own] if base is None else [OmegaConf.load(_path(str(base), f"{path}: extends: ")), own]
         )
+        # The merge with the dataclass checks names and types.
+        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Benchmark), *parts))
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path}: {str(error).splitlines()[0]}") from None
     assert isinstance(result, Benchmark)
     _check_contest(result, path)
     return result
+
+
+def _path(name: str, where: str = "") -> Path:
+    known = compose.options_of("benchmark")
+    if name not in known:
+        raise UsageError(f"{where}{name}: no such benchmark; choose one of {', '.join(known)}")
+    return compose.CONF_DIR / "benchmark" / f"{name}.yaml"
 
 
 def _check_contest(benchmark: Benchmark, path: Path) -> None:

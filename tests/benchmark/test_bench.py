@@ -107,6 +107,7 @@ def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
         ("title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [many]\n", "many"),
         ("title: [\n", "broken.yaml"),
         ("title: x\n", "broken.yaml"),
+        ("extends: nothing\n", "extends: nothing: no such benchmark; choose one of broken"),
     ],
 )
 def test_a_broken_benchmark_gives_a_one_line_error(tmp_path, monkeypatch, text, fragment):
@@ -119,6 +120,14 @@ def test_a_broken_benchmark_gives_a_one_line_error(tmp_path, monkeypatch, text, 
     assert "broken.yaml" in str(caught.value)
     assert fragment in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
+    contest, twice = schema.load("contest"), schema.load("contest_twice")
+    assert twice.tuning.space == contest.tuning.space
+    assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
+    assert twice.axes == contest.axes | {"task": twice.axes["task"]}
+    assert twice.held_out == []
 
 
 # ---- running cells ----
