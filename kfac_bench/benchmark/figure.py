@@ -21,6 +21,7 @@ from kfac_bench.report.figure_style import (
     GRID,
     INK,
     PALETTE,
+    REST,
     our_look,
     to_svg,
     use_powers_of_two,
@@ -30,7 +31,6 @@ QUANTITY = "quantity"
 """Name of the x axis in a figure of several quantities."""
 KINDS = ("measured", "computed", "published")
 _HATCH = "////"
-_LEGEND_GREY = "#8a939c"
 
 
 def svg(benchmark: Benchmark, lines: Sequence[Line]) -> str | None:
@@ -53,6 +53,9 @@ def svg(benchmark: Benchmark, lines: Sequence[Line]) -> str | None:
             draw = _lines if spec.lines else _bars
             draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours)
             axes.set_title(" ".join(value for _, value in group), loc="left")
+        if spec.lines:  # The panels share the axis, so their highest marker needs room.
+            tops = [h for line in mine for _, h in _heights(line) if math.isfinite(h)]
+            panels[0].set_ylim(0, 1.08 * max(tops, default=0.0) or 1.0)
         unit = next((line.unit for line in mine if line.unit), "")
         name = spec.quantities[0] if len(spec.quantities) == 1 else ""
         panels[0].set_ylabel(f"{name} ({unit})" if unit and name else name or unit)
@@ -185,7 +188,6 @@ def _lines(
             elif kind == "published":
                 drawn.set(linestyle="none", markeredgecolor=INK, markersize=8, zorder=4)
     use_powers_of_two(axes, spec.x, [int(x) for x in xs], str)
-    axes.set_ylim(bottom=0)
 
 
 def _wrapped(words: str) -> str:
@@ -208,7 +210,7 @@ def _kind_legend(
     benchmark: Benchmark, spec: FigureSpec, lines: Sequence[Line]
 ) -> Iterator[Patch | Line2D]:
     """Yield what full, hatched and outlined bars (or the lines) stand for."""
-    grey, how = _LEGEND_GREY, how_computed(benchmark)
+    grey, how = REST, how_computed(benchmark)
     as_lines: dict[str, dict[str, Any]] = {
         "measured": {"marker": "o", "label": "measured"},
         "computed": {"dashes": DASHES[1], "label": how},

@@ -1,4 +1,4 @@
-"""``kfac-bench completion``: the bash function that completes all commands, and what it asks.
+"""``kfac-bench completion``: a function for the shell that completes all commands.
 
 The function gives the line up to the cursor to ``kfac-bench completion --line``, which prints one
 candidate per line. Groups, choices and options come from the files and dataclasses themselves, so
@@ -18,7 +18,7 @@ from kfac_bench.output import say
 if TYPE_CHECKING:
     from kfac_bench.config.option_help import HelpedOption
 
-SCRIPT = """\
+_BASH = """\
 # Completion of kfac-train, kfac-plan, kfac-bench and kfac-data in bash.
 _kfac_bench_complete() {
   local line=${COMP_LINE:0:COMP_POINT} word
@@ -33,6 +33,33 @@ _kfac_bench_complete() {
 }
 complete -o default -F _kfac_bench_complete kfac-train kfac-plan kfac-bench kfac-data
 """
+_ZSH = """\
+# Completion of kfac-train, kfac-plan, kfac-bench and kfac-data in zsh.
+_kfac_bench_complete() {
+  local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+  local -a found parts
+  found=(${(f)"$(kfac-bench completion --line "$line" 2>/dev/null)"})
+  # No blank after a part of a word.
+  parts=(${(M)found:#*[=./]})
+  found=(${found:#*[=./]})
+  (( $#parts )) && compadd -S '' -- $parts
+  (( $#found )) && compadd -- $found
+  (( $#parts + $#found )) || _files
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _kfac_bench_complete kfac-train kfac-plan kfac-bench kfac-data
+"""
+_FISH = """\
+# Completion of kfac-train, kfac-plan, kfac-bench and kfac-data in fish.
+function _kfac_bench_complete
+  kfac-bench completion --line (commandline -cp | string collect) 2>/dev/null
+end
+for name in kfac-train kfac-plan kfac-bench kfac-data
+  complete -c $name -a '(_kfac_bench_complete)'
+end
+"""
+SCRIPTS: Mapping[str, str] = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+"""The function for each shell."""
 OWN_WORDS: Mapping[str, Sequence[str]] = {
     "kfac-train": ("--cfg", "--config-dir", "--help", "--layers", "--multirun", "--version"),
     "kfac-plan": ("--config-dir", "--help", "--layers", "--version", "out=", "world_size="),
@@ -46,18 +73,20 @@ def add_completion(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench completion``."""
     command = commands.add_parser(
         "completion",
-        help="print the completion for bash: kfac-bench completion >> ~/.bashrc",
-        description="Complete commands, groups, choices and options in bash. Install with: "
-        "kfac-bench completion >> ~/.bashrc",
+        help="print the completion for bash, zsh or fish: kfac-bench completion >> ~/.bashrc",
+        description="Complete commands, groups, choices and options in a shell. Install with: "
+        "kfac-bench completion >> ~/.bashrc, kfac-bench completion zsh >> ~/.zshrc, or "
+        "kfac-bench completion fish >> ~/.config/fish/config.fish",
     )
-    # The bash function passes --line; users do not need it.
+    command.add_argument("shell", nargs="?", choices=SCRIPTS, default="bash", help="default: bash")
+    # The function of the shell passes --line; users do not need it.
     command.add_argument("--line", help=argparse.SUPPRESS)
     command.set_defaults(run_command=_completion)
 
 
 def _completion(options: argparse.Namespace) -> int:
     if options.line is None:
-        say(SCRIPT, end="")
+        say(SCRIPTS[options.shell], end="")
     else:
         for candidate in candidates(options.line):
             say(candidate)

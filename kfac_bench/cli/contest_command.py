@@ -105,7 +105,6 @@ def _contest(options: argparse.Namespace) -> int:
         from kfac_bench.benchmark.profile_figure import profile_svg
         from kfac_bench.benchmark.score_interval import medians
 
-        title = "Performance profiles, seconds to target"
-        write_text(options.svg, profile_svg(medians(result.times()), title, "seconds"))
+        write_text(options.svg, profile_svg(medians(result.times()), "seconds"))
         say(f"figure: {options.svg}")
     return 0

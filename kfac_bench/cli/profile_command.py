@@ -40,6 +40,6 @@ def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
     if svg is not None:
         from kfac_bench.benchmark.profile_figure import profile_svg
 
-        write_text(svg, profile_svg(times, title, unit))
+        write_text(svg, profile_svg(times, unit))
         say(f"figure: {svg}")
     return 0

@@ -33,21 +33,34 @@ def drawable(point: CurvePoint) -> bool:
     return all(abs(x) < HUGE for x in point)
 
 
-def worst_shown(curves: Iterable[Sequence[float]], *, higher_is_better: bool) -> float:
-    """Return the worst value that an axis shows, so that a diverged run hides no other run.
+def worst_shown(
+    curves: Iterable[Sequence[float]], *, higher_is_better: bool, goal: float | None = None
+) -> float:
+    """Return the worst value that an axis shows, so that all other values can be read.
 
-    With S the worst start and B the best value of all curves, the limit lies beyond S by the
-    size of S, or by half the distance from S to B if that is more. It is infinite if no curve
-    improved on S.
+    A run that diverges must not hide the others. With S the worst start and B the best value of
+    all curves, the limit lies beyond S by the size of S, or by half the distance from S to B if
+    that is more. It is infinite if no curve improved on S.
+
+    Shares such as an accuracy, with a ``goal`` below 1, have a tighter limit: 0.1 at the start
+    would leave no room to tell 0.96 from 0.97. The axis begins at four times the goal's distance
+    from 1, or lower if a run would not be seen at all.
     """
+    drawn = [curve for curve in curves if curve]
     # With this sign a greater number is always a worse one.
     sign = -1.0 if higher_is_better else 1.0
-    badness = [[sign * value for value in curve] for curve in curves if curve]
+    badness = [[sign * value for value in curve] for curve in drawn]
     start = max((curve[0] for curve in badness), default=0.0)
     best = min((value for curve in badness for value in curve), default=start)
-    if best >= start:
-        return sign * math.inf
-    return sign * (start + max(abs(start), (start - best) / 2))
+    worst = math.inf if best >= start else start + max(abs(start), (start - best) / 2)
+    if higher_is_better and goal is not None and _are_shares(drawn, goal):
+        worst = min(worst, -min(1 - 4 * (1 - goal), *(max(curve) for curve in drawn)))
+    return sign * worst
+
+
+def _are_shares(curves: Sequence[Sequence[float]], goal: float) -> bool:
+    values = [value for curve in curves for value in curve]
+    return bool(values) and 0 < goal < 1 and all(0 <= value <= 1 for value in values)
 
 
 def thin(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:

@@ -26,7 +26,8 @@ class Chart {
     this.y = this.empty.metric && !this.empty.loss ? "loss" : "metric";
     // Losses and errors fall by factors. A share such as accuracy does not.
     this.log = { metric: positive("metric") && !task.higherIsBetter, loss: positive("loss") };
-    this.zoom = { x: null, y: null };  // [low, high] of an axis; null: the whole range
+    this.zoom = { x: null, y: null };  // [low, high] of an axis; null: its usual range
+    this.everything = false;  // whether the usual range includes values that hasRoom() leaves out
     this.hits = [];  // per curve on the plot: its line, and the pixels of its points
     this.cursor = new Cursor(this, root.querySelector(".tip"));
     root.addEventListener("click", (event) => {
@@ -44,7 +45,7 @@ class Chart {
       const chosen = this.task.settings[Number(setting)];
       chosen.hidden = !chosen.hidden;
     }
-    if (whole !== undefined) this.zoom = { x: null, y: null };
+    if (whole !== undefined) this.zoomOut();
     this.cursor.place = null;
     this.draw();
   }
@@ -58,9 +59,11 @@ class Chart {
     const shown = this.curves.filter(({ setting }) => !setting.hidden);
     const all = (column) => shown.flatMap(({ run }) => run[this.y][column]);
     const xRange = this.zoom.x ?? [0, extent(all(X[this.x]), false, 0.02)[1]];
-    const heights = all(Y).filter((value) => this.hasRoom(value));
+    const values = all(Y), readable = values.filter((value) => this.hasRoom(value));
+    const heights = this.everything ? values : readable;
+    this.hides = readable.length < values.length;
     if (goal !== null) heights.push(goal);
-    this.layOut(xRange, this.zoom.y ?? extent(heights, log, 0.06), log);
+    this.layOut(xRange, this.zoom.y ?? extent(heights, log, 0.12), log);
     this.svg = shape("svg", { width: this.width, height: this.height, "aria-hidden": true });
     this.drawAxes();
     this.drawArea(shown, goal);
@@ -70,8 +73,8 @@ class Chart {
     this.showState();
   }
 
-  // Whether the range includes a value. The values of a run that diverges are outside, unless the
-  // reader zooms: otherwise the other curves would be one flat line.
+  // Whether the range includes a value. The values of a run that diverges are outside, and those
+  // far from the target of an accuracy: otherwise the other values could not be read.
   hasRoom(value) {
     const worst = this.task.worst[this.y];
     if (worst === null) return true;
@@ -136,7 +139,7 @@ class Chart {
     const { left, right, top, bottom } = this.box, y = this.yScale(goal);
     this.area.append(shape("line", { x1: left, y1: y, x2: right, y2: y, class: "target" }));
     // The label is beyond the line at its left end, because most runs meet the line at its right end.
-    const above = this.task.higherIsBetter ? y - 20 > top : y + 20 > bottom;
+    const above = this.task.higherIsBetter ? y - 18 > top : y + 18 > bottom;
     const place = { x: left + 6, y: above ? y - 6 : y + 15, class: "goal" };
     this.area.append(shape("text", place, `target ${writeNumber(goal)}`));
   }
@@ -171,11 +174,23 @@ class Chart {
     const state = [this.x, this.y, this.log[this.y] ? "log" : "linear"];
     for (const button of this.root.querySelectorAll("button")) {
       const { x, y, scale, setting, whole } = button.dataset;
-      if (whole !== undefined) button.disabled = !this.zoom.x && !this.zoom.y;
-      else if (setting) button.ariaPressed = String(!this.task.settings[Number(setting)].hidden);
+      if (whole !== undefined) {
+        button.disabled = !this.isZoomed() && !this.hides;
+        button.textContent = this.everything && !this.isZoomed() ? "usual range" : "whole range";
+      } else if (setting) button.ariaPressed = String(!this.task.settings[Number(setting)].hidden);
       else button.ariaPressed = String(state.includes(x ?? y ?? scale));
       if (y) button.disabled = this.empty[y];
     }
+  }
+
+  isZoomed() {
+    return Boolean(this.zoom.x || this.zoom.y);
+  }
+
+  // Leave the zoom. Without a zoom, show all values, or again only those that can be read.
+  zoomOut() {
+    if (!this.isZoomed() && this.hides) this.everything = !this.everything;
+    this.zoom = { x: null, y: null };
   }
 
   // Zoom to ranges of pixels; the pixel of the low value comes first. An axis without a range

@@ -31,24 +31,28 @@ def chart(settings: Sequence[Setting], drawn: dict[str, Style], most: int) -> di
     """Return the chart of one task: its target, and the look and the points of each setting."""
     first = settings[0].runs[0]
     goal = target(first)
+    if goal is not None and abs(goal) > HUGE:
+        goal = None
     better_up = bool(first.started.higher_is_better)
     return {
         "metric": "validation " + plain(first.started.metric).replace("_", " "),
         "higherIsBetter": better_up,
         "worst": {
-            "metric": _worst(settings, metric=True, better_up=better_up),
+            "metric": _worst(settings, metric=True, better_up=better_up, goal=goal),
             "loss": _worst(settings, metric=False, better_up=False),
         },
-        "target": None if goal is None or abs(goal) > HUGE else goal,
+        "target": goal,
         "settings": [_setting(setting, drawn[setting.optimizer], most) for setting in settings],
     }
 
 
-def _worst(settings: Sequence[Setting], *, metric: bool, better_up: bool) -> float | None:
+def _worst(
+    settings: Sequence[Setting], *, metric: bool, better_up: bool, goal: float | None = None
+) -> float | None:
     """Return the worst value that the axis shows before any zoom; None: it shows all values."""
     runs = [run for setting in settings for run in setting.runs]
     curves = [[point[2] for point in points(run, metric=metric)] for run in runs]
-    worst = worst_shown(curves, higher_is_better=better_up)
+    worst = worst_shown(curves, higher_is_better=better_up, goal=goal)
     return _short(worst) if math.isfinite(worst) else None
 
 

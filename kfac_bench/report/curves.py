@@ -63,7 +63,7 @@ def curves_svg(settings: Sequence[Setting]) -> str:
         figure = Figure(figsize=(9.6, 6.4 * len(tasks) + 0.4), layout="constrained")
         grid = figure.subplots(2 * len(tasks), 2, squeeze=False)
         for i, (task, of_task) in enumerate(tasks):
-            grid[2 * i][0].set_title(plain(task), loc="left")
+            grid[2 * i][0].set_title(_title(task, of_task), loc="left")
             for k, panel in enumerate(PANELS):
                 _draw(grid[2 * i + k // 2][k % 2], of_task, panel, drawn)
         _legend(figure, drawn, columns=4)
@@ -71,20 +71,23 @@ def curves_svg(settings: Sequence[Setting]) -> str:
 
 
 def figure_svg(settings: Sequence[Setting]) -> str:
-    """Draw the figure for a README: one panel per task, the metric against training seconds."""
+    """Draw the figure for a README: one panel per task, the metric against training seconds.
+
+    The figure has few columns, so that its text can be read on a phone.
+    """
     tasks = by_task(settings)
     drawn = styles(settings)
-    columns = min(3, len(tasks))
+    columns = math.ceil(math.sqrt(len(tasks) / 2))
     rows = math.ceil(len(tasks) / columns)
     with our_look():
-        figure = Figure(figsize=(4.8 * columns, 3.3 * rows + 0.4), layout="constrained")
+        figure = Figure(figsize=(5.6 * columns, 2.7 * rows + 0.4), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flat
         for axes, (task, of_task) in zip(grid, tasks, strict=False):
             axes.set_title(_title(task, of_task), loc="left")
             _draw(axes, of_task, PANELS[0], drawn)
         for axes in list(figure.axes)[len(tasks) :]:
             axes.remove()
-        _legend(figure, drawn, columns=2 * columns)
+        _legend(figure, drawn, columns=3 * columns)
         return to_svg(figure)
 
 
@@ -118,26 +121,12 @@ def _draw(axes: Axes, settings: Sequence[Setting], panel: Panel, drawn: dict[str
     # Losses and errors fall by factors. A share such as accuracy does not.
     if heights and min(heights + goals) > 0 and not better_up:
         use_log_heights(axes)
-    # A run that diverges leaves the panel: otherwise the other curves would be one flat line.
-    worst = worst_shown(curves, higher_is_better=better_up)
-    if goals and better_up:
-        worst = max(worst, _share_floor(curves, goals[0]))
+    # What is worse leaves the panel: otherwise the other values could not be read.
+    goal = goals[0] if goals else None
+    worst = worst_shown(curves, higher_is_better=better_up, goal=goal)
     shown = [y for y in heights if (y >= worst if better_up else y <= worst)]
     if len(shown) < len(heights):
         _fit(axes, min(shown + goals), max(shown + goals))
-
-
-def _share_floor(curves: Sequence[Sequence[float]], goal: float) -> float:
-    """Return the lowest value that the axis shows, for shares such as an accuracy.
-
-    A share of 0.1 at the start would leave no room to tell 0.96 from 0.97. So the axis begins at
-    four times the target's distance from 1, or lower if a run would not be seen at all.
-    """
-    drawn = [curve for curve in curves if curve]
-    is_share = all(0 <= y <= 1 for curve in drawn for y in curve)
-    if not drawn or not is_share or not 0 < goal < 1:
-        return -math.inf
-    return min(1 - 4 * (1 - goal), *(max(curve) for curve in drawn))
 
 
 def _fit(axes: Axes, low: float, high: float) -> None:
@@ -156,15 +145,15 @@ def _draw_target(axes: Axes, run: Run) -> list[float]:
     if goal is None or abs(goal) > HUGE:
         return []
     axes.axhline(goal, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
-    # The label is beyond the line at its right end, because most runs stop where they meet it.
+    # The label is beyond the line at its left end: no run begins there, but runs may end there.
     above = run.started.higher_is_better
     axes.annotate(
         f"target {goal:.12g}",
-        (1.0, goal),
+        (0.0, goal),
         xycoords=("axes fraction", "data"),
-        xytext=(-4, 3 if above else -3),
+        xytext=(4, 3 if above else -3),
         textcoords="offset points",
-        ha="right",
+        ha="left",
         va="bottom" if above else "top",
         fontsize=9,
     )

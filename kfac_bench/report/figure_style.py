@@ -18,9 +18,13 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """The palette of Okabe and Ito, darkest first. Colour-blind readers can tell its colours apart."""
 DASHES: tuple[tuple[float, ...], ...] = ((), (4.0, 1.0), (1.0, 1.0), (5.0, 1.0, 1.0, 1.0))
 INK, GRID = "#24292f", "#d8dee5"
+REST, PALE = "#8a939c", "#c3cad2"
+"""Grey lines and grey areas: what a figure shows only for comparison."""
 IN_THE_DARK = {
     INK: "#e6edf3",
     GRID: "#30363d",
+    REST: "#7d8590",
+    PALE: "#4a535d",
     "#0072b2": "#58aee8",
     "#d55e00": "#f5894a",
     "#009e73": "#3ecf9f",

@@ -54,6 +54,7 @@ def html(
         verdict=[plain(line) for line in verdict.splitlines()],
         version=__version__,
         run_count=len(environments),
+        has_target=any(row.has_target for row in comparison.rows),
         tables=[to_html_table(table) for table in tables],
         tasks=tasks,
         data=embed([task["chart"] for task in tasks]),
@@ -62,7 +63,7 @@ def html(
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {content_hash(styling)}; "
         f"script-src {content_hash(script)}; base-uri 'none'; form-action 'none'",
-        common={k: v for k, v in (environments or [{}])[0].items() if k not in unequal},
+        common={k: v for k, v in (environments or [{}])[0].items() if v and k not in unequal},
         notes=comparison.notes,
         max_points=most,
     )

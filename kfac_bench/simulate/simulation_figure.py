@@ -1,19 +1,35 @@
 """The figure of a sweep: seconds per step and scaling efficiency over the number of ranks."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kfac_bench.report.figure_style import (
     PALETTE,
+    REST,
     dash_all_but_first,
     our_look,
     to_svg,
     use_log_heights,
     use_powers_of_two,
 )
-from kfac_bench.simulate.sweep import SimulatedCell, Variant, efficiency
+from kfac_bench.report.line_labels import EndLabel, label_ends
+from kfac_bench.simulate.simulation_findings import (
+    efficiency_finding,
+    fraction_finding,
+    fractions,
+    ranks_of,
+    step_finding,
+)
+from kfac_bench.simulate.sweep import SGD, SimulatedCell, efficiency
+
+_WIDTH_IN, _HEIGHT_IN, _AXES_PT = 6.4, 3.0, 140.0
+"""Size of a panel, and the height of its axes. Panels are below each other: so they can be read on
+a phone."""
+_LETTERS = 58
+"""Letters in a line of a title."""
 
 
 def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None) -> str:
@@ -21,62 +37,72 @@ def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None)
 
     A strategy with three fractions or more gets a third panel, which compares its fractions.
     """
-    swept = _fractions(cells)
+    swept = fractions(cells)
     whole = [cell for cell in cells if cell not in swept]
+    count = 3 if swept else 2
     with our_look():
-        figure = Figure(figsize=(13.8 if swept else 9.6, 4.0), layout="constrained")
-        left, right, *third = figure.subplots(1, 3 if swept else 2)
-        variants = list(dict.fromkeys(cell.variant for cell in whole))
-        for i, each in enumerate(variants):
-            mine = sorted((c for c in whole if c.variant == each), key=lambda c: c.world_size)
-            ranks = [c.world_size for c in mine]
-            _line(left, i, each.label, ranks, [1e3 * c.step_s for c in mine])
-            shares = [100 * efficiency(cells, c, examples) for c in mine]
-            _line(right, i, each.label, ranks, shares)
-        left.set_title(f"{title}, simulated", loc="left")
-        left.set_ylabel("milliseconds per step")
-        use_log_heights(left)
-        right.set_ylabel("scaling efficiency (%)")
-        right.set_ylim(0, 105)
-        for axes in (left, right):
-            use_powers_of_two(axes, "ranks", sorted({c.world_size for c in cells}), "{:,}".format)
-        left.legend(frameon=False, handlelength=2.6)
+        figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN * count), layout="constrained")
+        steps, shares, *third = figure.subplots(count, 1)
+        _title(steps, step_finding(whole), f"{title}, simulated")
+        steps.set_ylabel("milliseconds per step")
+        use_log_heights(steps)
+        _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s)
+        _title(shares, efficiency_finding(whole, examples), "")
+        shares.set_ylabel("scaling efficiency (%)")
+        shares.set_ylim(0, 105)
+        _by_ranks(shares, whole, lambda cell: 100 * efficiency(cells, cell, examples))
         for axes in third:
             _by_fraction(axes, swept)
         return to_svg(figure)
 
 
-def _fractions(cells: Sequence[SimulatedCell]) -> list[SimulatedCell]:
-    """Return the cells of strategies that were simulated with three fractions or more."""
-    found = [cell for cell in cells if cell.variant.fraction is not None]
-    shares = {strategy: set[Variant]() for strategy in {c.variant.strategy for c in found}}
-    for cell in found:
-        shares[cell.variant.strategy].add(cell.variant)
-    return [cell for cell in found if len(shares[cell.variant.strategy]) >= 3]
+def _title(axes: Axes, finding: str, subject: str) -> None:
+    lines = [textwrap.fill(line, _LETTERS) for line in (finding, subject) if line]
+    axes.set_title("\n".join(lines), loc="left")
+
+
+def _by_ranks(
+    axes: Axes, cells: Sequence[SimulatedCell], height: Callable[[SimulatedCell], float]
+) -> None:
+    """Draw a line per variant. SGD is grey, because K-FAC is compared with it."""
+    use_powers_of_two(axes, "ranks", ranks_of(cells), "{:,}".format)
+    ends: list[EndLabel] = []
+    variants = list(dict.fromkeys(cell.variant for cell in cells))
+    coloured = [each for each in variants if each.strategy != SGD]
+    for each in variants:
+        mine = sorted((c for c in cells if c.variant == each), key=lambda c: c.world_size)
+        number = coloured.index(each) if each in coloured else None
+        ys = [height(c) for c in mine]
+        colour = _line(axes, number, [c.world_size for c in mine], ys)
+        ends.append(EndLabel(ys[-1], each.label, colour))
+    label_ends(axes, ends, _AXES_PT)
 
 
 def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
     """Draw what K-FAC adds to a step, relative to the best fraction: a line per number of ranks."""
     strategy = cells[0].variant.strategy
     mine = [cell for cell in cells if cell.variant.strategy == strategy]
-    for i, ranks in enumerate(sorted({c.world_size for c in mine})):
+    shares = sorted({c.variant.fraction or 0 for c in mine})
+    use_powers_of_two(axes, "grad_worker_fraction", shares, lambda f: f"1/{1 / f:g}")
+    ends: list[EndLabel] = []
+    for i, ranks in enumerate(ranks_of(mine)):
         of_size = sorted(
             (c for c in mine if c.world_size == ranks), key=lambda c: c.variant.fraction or 0
         )
-        shares = [c.variant.fraction or 0 for c in of_size]
         more = [c.step_s - c.time.sgd_s for c in of_size]
         least = min(more)
-        label = f"{ranks:,} ranks: {1e3 * least:.4g} ms"
-        _line(axes, i, label, shares, [100 * (s / least - 1) for s in more])
-    axes.set_title(f"what {strategy} adds to a step", loc="left")
+        ys = [100 * (s / least - 1) for s in more]
+        colour = _line(axes, i, [c.variant.fraction or 0 for c in of_size], ys)
+        ends.append(EndLabel(ys[-1], f"{ranks:,} ranks, {1e3 * least:.3g} ms", colour))
+    subject = f"what {strategy} adds to a step, and its least milliseconds"
+    _title(axes, fraction_finding(mine), subject)
     axes.set_ylabel("% above its best fraction")
-    shares = sorted({c.variant.fraction or 0 for c in mine})
-    use_powers_of_two(axes, "grad_worker_fraction", shares, lambda f: f"1/{1 / f:g}")
-    axes.legend(frameon=False, handlelength=2.6)
+    label_ends(axes, ends, _AXES_PT)
 
 
-def _line(axes: Axes, i: int, label: str, xs: Sequence[float], ys: Sequence[float]) -> None:
-    (line,) = axes.plot(xs, ys, color=PALETTE[i % len(PALETTE)], label=label, linewidth=2.0)
-    line.set_marker("o")
-    line.set_markersize(4)
-    dash_all_but_first(line, i)
+def _line(axes: Axes, number: int | None, xs: Sequence[float], ys: Sequence[float]) -> str:
+    """Draw the line of the variant with this number, None for SGD's; return its colour."""
+    colour = REST if number is None else PALETTE[number % len(PALETTE)]
+    (line,) = axes.plot(xs, ys, color=colour, linewidth=2.0, marker="o", markersize=4)
+    dash_all_but_first(line, number or 0)
+    return colour

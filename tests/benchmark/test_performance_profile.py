@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kfac_bench import cli
 from kfac_bench.benchmark import performance_profile as pp
-from kfac_bench.benchmark.profile_figure import profile_svg
+from kfac_bench.benchmark.profile_figure import profile_finding, profile_svg
 from kfac_bench.record import runs, score
 from kfac_bench.report.figure_style import PALETTE
 from tests.record.test_score import reached, write_run
@@ -138,16 +138,43 @@ def test_each_solved_task_has_a_best_optimizer(found):
         assert min(values) == (1.0 if solved else INF)
 
 
+def words(svg):
+    page = ElementTree.fromstring(svg)
+    texts = page.iter("{http://www.w3.org/2000/svg}text")
+    return [" ".join("".join(text.itertext()).split()) for text in texts]
+
+
 def test_the_figure_draws_each_profile_and_escapes_names():
     times = {"a": {"<b>$x": 1.0, "_B": 2.0, "C\n": INF}, "b": {"<b>$x": 1.0, "_B": 3.0}}
-    svg = profile_svg(times, "of <2> tasks")
-    page = ElementTree.fromstring(svg)
-    texts = ["".join(t.itertext()) for t in page.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"<b>$x (1.00)", "B (0.50)", "C\ufffd (0.00)", "of <2> tasks"} <= set(texts)
-    assert svg == profile_svg(times, "of <2> tasks"), "not the same bytes"
-    colours = [PALETTE[i] for i in range(3)]
-    drawn = [p.get("d") for p in page.iter() if any(c in p.get("style", "") for c in colours)]
-    assert len(drawn) == 3 * 2  # and their samples in the legend
+    svg = profile_svg(times, "seconds")
+    assert {"<b>$x 1.00", "B 0.50", "C\ufffd 0.00", "share of 2 tasks solved"} <= set(words(svg))
+    assert "<b>$x has the best score (1.00), B the second best (0.50)" in words(svg)
+    assert svg == profile_svg(times, "seconds"), "not the same bytes"
+    drawing = svg.partition("</style>")[2]
+    # A line, and the line to its label.
+    assert [drawing.count(f"stroke: {colour}") for colour in PALETTE[:4]] == [2, 2, 2, 0]
+
+
+def test_the_figure_labels_six_optimizers_and_lists_the_others_as_grey():
+    times = {"a": {f"o{i}": 1.0 + i / 4 for i in range(9)}}
+    said = words(profile_svg(times, "steps"))
+    assert "o5 0.58" in said
+    assert "Grey: o6 0.50, o7 0.42, o8 0.33" in said
+    assert "steps to target, over the task's best" in said
+
+
+@pytest.mark.parametrize(
+    ("of_task", "words"),
+    [
+        ({"a": 1.0, "b": 2.5}, "a has the best score (1.00), b the second best (0.50)"),
+        ({"a": 2.0, "b": 1.0, "c": 1.0}, "b and c have the best score (1.00)"),
+        ({"a": 1.0}, "a has the score (1.00)"),
+        ({"a": INF, "b": INF}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_finding_of_the_profiles(of_task, words):
+    assert profile_finding({"task": of_task}) == words
 
 
 def test_times_are_compared_with_the_best_first_order_optimizer(tmp_path):

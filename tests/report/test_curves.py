@@ -56,6 +56,7 @@ def test_the_figure_follows_dark_mode_and_has_one_panel_per_task(tmp_path: Path)
 def test_curves_have_labels_with_units_and_a_legend(folder: Path) -> None:
     svg = report.curves_svg(report.compare([folder]).settings)
     words = "".join(ET.fromstring(svg).itertext())
+    assert "K-FAC reaches 0.9 3.0x faster than SGD" in words
     for expected in ("training time (seconds)", "training steps", "training loss"):
         assert words.count(expected) == 2
     assert words.count("validation accuracy") == 2
@@ -145,25 +146,30 @@ def test_an_error_has_a_log_axis_unless_it_falls_below_zero(tmp_path: Path) -> N
         return {text.strip() for text in ET.fromstring(svg).itertext()}
 
     assert {"1", "10", "100"} <= ticks("positive", 100.0, 10.0, 1.0)
-    assert {"0", "20", "40"} <= ticks("negative", 100.0, 50.0, -1.0)
+    assert {"0", "50", "100"} <= ticks("negative", 100.0, 50.0, -1.0)
 
 
 @pytest.mark.parametrize(
-    ("curves", "up", "worst"),
+    ("curves", "up", "goal", "worst"),
     [
-        ([[16.0, 4.0, 1e23], [10.0, 1.0]], False, 32.0),
-        ([[2.0, -10.0, 1e9]], False, 8.0),
-        ([[0.1, 0.9], [0.2, -1e9]], True, -0.3),
-        ([[8.0, 24.0, -1e9]], True, 0.0),
-        ([[2.0, 3.0, 9.0]], False, math.inf),
-        ([[0.9, 0.5]], True, -math.inf),
-        ([[], []], False, math.inf),
+        ([[16.0, 4.0, 1e23], [10.0, 1.0]], False, None, 32.0),
+        ([[2.0, -10.0, 1e9]], False, None, 8.0),
+        ([[0.1, 0.9], [0.2, -1e9]], True, 0.97, -0.3),
+        ([[8.0, 24.0, -1e9]], True, 20.0, 0.0),
+        ([[2.0, 3.0, 9.0]], False, None, math.inf),
+        ([[0.9, 0.5]], True, None, -math.inf),
+        ([[], []], False, 0.5, math.inf),
+        ([[], []], True, 0.5, -math.inf),
+        ([[0.1, 0.9, 0.975]], True, 0.97, 0.88),
+        ([[0.1, 0.9, 0.975], [0.1, 0.2]], True, 0.97, 0.2),
+        ([[0.9, 0.1]], False, 0.2, 1.8),
     ],
 )
 def test_the_worst_value_that_the_axis_shows(
-    curves: list[list[float]], up: bool, worst: float
+    curves: list[list[float]], up: bool, goal: float | None, worst: float
 ) -> None:
-    assert series.worst_shown(curves, higher_is_better=up) == pytest.approx(worst)
+    found = series.worst_shown(curves, higher_is_better=up, goal=goal)
+    assert found == pytest.approx(worst)
 
 
 def test_a_diverged_run_does_not_flatten_other_curves(tmp_path: Path) -> None:

@@ -164,7 +164,6 @@ def test_the_pointer_shows_a_point_and_zooms_by_drag(chromium: Browser, folder: 
     assert not page.run("button('whole range').disabled")
     page.run("button('whole range').click()")
     assert page.run("paths()") == whole
-    assert page.run("button('whole range').disabled")
 
     page.mouse("Pressed", *on_screen(page, 200, 100))  # a stripe: the x axis alone
     page.mouse("Moved", *on_screen(page, 400, 103))
@@ -176,6 +175,20 @@ def test_the_pointer_shows_a_point_and_zooms_by_drag(chromium: Browser, folder: 
         page.mouse("Pressed", *on_screen(page, 300, 150), clicks=clicks)
         page.mouse("Released", *on_screen(page, 300, 150), clicks=clicks)
     assert page.run("paths()") == whole
+    assert page.complaints() == []
+
+
+def test_the_range_begins_where_an_accuracy_can_be_read(chromium: Browser, folder: Path) -> None:
+    page = show(chromium, folder)
+    lowest = "Math.min(...text('.tick').map(Number).filter(tick => tick > 0 && tick < 1))"
+    near = page.run("paths()")
+    assert page.run(lowest) >= 0.6
+    page.run("button('whole range').click()")
+    assert page.run(lowest) <= 0.4  # The first evaluation has an accuracy of 0.31.
+    page.run("button('usual range').click()")
+    assert page.run("paths()") == near
+    page.run("button('training loss').click()")
+    assert page.run("button('whole range').disabled")
     assert page.complaints() == []
 
 

@@ -393,7 +393,11 @@ def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
     assert kfac["scaling_efficiency"] == 1
     assert "hybrid_opt@1/2" in text
     assert "fastest K-FAC: 1: " in text
-    assert svg.read_text().startswith("<svg")
+    drawn = svg.read_text()
+    assert drawn.startswith("<svg")
+    fastest = min(c["step_s"] for c in found["cells"][-2:])  # of K-FAC on 4 ranks
+    assert "On 4 ranks" in drawn
+    assert f"{1e3 * fastest:.3g} ms" in drawn
 
 
 def test_out_dash_prints_json_alone(capsys):

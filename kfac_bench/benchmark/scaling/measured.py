@@ -87,6 +87,44 @@ def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
     return point.examples_per_s / point.world_size / each if each > 0 else math.nan
 
 
+def over_first_order(points: Sequence[ScalingPoint], point: ScalingPoint) -> float | None:
+    """Return the time of a K-FAC step over that without K-FAC, on the same ranks and batch.
+
+    It is None for a step without K-FAC, and if there is no single step to compare with.
+    """
+    key = (point.task, point.world_size, point.batch_size)
+    bare = [p for p in points if not p.every and (p.task, p.world_size, p.batch_size) == key]
+    return point.step_s / bare[0].step_s if len(bare) == 1 and point.every else None
+
+
+def step_finding(points: Sequence[ScalingPoint]) -> str:
+    """Return by how much K-FAC lengthens a step on the most ranks; "" if that is not known."""
+    most = max((p.world_size for p in points), default=0)
+    last = [(over_first_order(points, p), p) for p in points if p.world_size == most]
+    ratios = sorted(ratio for ratio, _ in last if ratio is not None)
+    if not ratios:
+        return ""
+    low, high = f"{ratios[0]:.2f}x", f"{ratios[-1]:.2f}x"
+    extent = low if low == high else f"{low} to {high}"
+    return f"On {_ranks(most)} a step with K-FAC takes {extent} the time of a step without"
+
+
+def efficiency_finding(points: Sequence[ScalingPoint]) -> str:
+    """Return the best and the worst efficiency on the most ranks; "" for one number of ranks."""
+    most = max((p.world_size for p in points), default=0)
+    shares = {p.strategy: 100 * efficiency(points, p) for p in points if p.world_size == most}
+    shares = {name: share for name, share in shares.items() if math.isfinite(share)}
+    if not shares or len({p.world_size for p in points}) < 2:
+        return ""
+    best, worst = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
+    words = f"On {_ranks(most)} {best} has an efficiency of {shares[best]:.0f} %"
+    return words + (f", {worst} of {shares[worst]:.0f} %" if worst != best else "")
+
+
+def _ranks(number: int) -> str:
+    return f"{number:,} rank{'s' if number != 1 else ''}"
+
+
 def measure(runs: Iterable[Run]) -> list[ScalingPoint]:
     """Return a point for all runs with the same task, strategy, intervals, ranks and batch.
 

@@ -1,23 +1,37 @@
 """The figure of measured scaling: a step's stages as stacked bars, and efficiency over ranks."""
 
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kfac_bench.benchmark.scaling.measured import STAGES, ScalingPoint, efficiency
+from kfac_bench.benchmark.scaling.measured import (
+    STAGES,
+    ScalingPoint,
+    efficiency,
+    efficiency_finding,
+    step_finding,
+)
 from kfac_bench.report.figure_style import (
     INK,
+    PALE,
     PALETTE,
+    REST,
     dash_all_but_first,
     our_look,
     to_svg,
     use_powers_of_two,
 )
+from kfac_bench.report.line_labels import EndLabel, label_ends
 
-REST = "#c3cad2"
-"""Colour of the part of a step that is not K-FAC."""
-_STAGE_COLOURS = (*PALETTE, "#7f7f7f")
+_STAGE_COLOURS = (*PALETTE, REST)
+_NARROWEST_IN, _LINES_IN, _LINES_PT = 6.4, 3.2, 150.0
+"""Inches of the figure's width and of the height of the panel of lines; points of its axes."""
+_LETTERS = 58
+"""Letters in a line of a title."""
 
 Simulated = Mapping[str, Mapping[int, float]]
 """Simulated efficiency by strategy and number of ranks."""
@@ -26,28 +40,34 @@ Simulated = Mapping[str, Mapping[int, float]]
 def svg(points: Sequence[ScalingPoint], title: str, simulated: Simulated, where: str) -> str:
     """Draw the figure; equal points give equal bytes.
 
+    Its panels are below each other, so that they can be read on a phone.
+
     Args:
         points: What was measured.
-        title: Title of the left panel, the stacked bars.
-        simulated: Efficiencies for the right panel, drawn as thin lines; {} for none.
+        title: What was measured, in words: the second line of the title of the bars.
+        simulated: Efficiencies for the panel of lines, drawn as thin lines; {} for none.
         where: What the simulated lines are called.
     """
     with our_look():
-        width = 4.8 + max(4.0, 0.62 * len(points) + 1.6)
-        figure = Figure(figsize=(width, 4.6), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=[width - 4.8, 4.8])
-        left.set_title(title, loc="left")
-        _bars(left, points)
-        _lines(right, points, simulated, where)
-        handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        width = max(_NARROWEST_IN, 0.62 * len(points) + 1.6)
+        figure = Figure(figsize=(width, 4.6 + _LINES_IN), layout="constrained")
+        bars, lines = figure.subplots(2, 1, height_ratios=[4.6, _LINES_IN])
+        _title(bars, step_finding(points), title)
+        _bars(bars, points)
+        _lines(lines, points, simulated)
+        _title(lines, efficiency_finding(points), f"thin, with crosses: {where}" * bool(simulated))
         return to_svg(figure)
+
+
+def _title(axes: Axes, finding: str, subject: str) -> None:
+    lines = [textwrap.fill(line, _LETTERS) for line in (finding, subject) if line]
+    axes.set_title("\n".join(lines), loc="left")
 
 
 def _bars(axes: Axes, points: Sequence[ScalingPoint]) -> None:
     places = _places(points)
     bottom = [1e3 * p.rest_s for p in points]
-    axes.bar(places, bottom, 0.8, color=REST, label="all but K-FAC")
+    axes.bar(places, bottom, 0.8, color=PALE, label="all but K-FAC")
     for i, stage in enumerate(STAGES):
         heights = [1e3 * p.stages_s.get(stage, 0.0) for p in points]
         if any(heights):
@@ -59,17 +79,21 @@ def _bars(axes: Axes, points: Sequence[ScalingPoint]) -> None:
         [1e3 * (p.high_s - p.step_s) for p in points],
     ]
     tops = [1e3 * p.step_s for p in points]
-    axes.errorbar(places, tops, extent, fmt="none", ecolor=INK, elinewidth=1.0, capsize=3)
+    axes.errorbar(places, tops, extent, fmt="none", color=INK, elinewidth=1.0, capsize=3)
     axes.set_xticks(places, [str(p.world_size) for p in points])
     for series in dict.fromkeys(p.series for p in points):
         mine = [x for x, p in zip(places, points, strict=True) if p.series == series]
         name = next(p.strategy for p in points if p.series == series)
-        below = ("data", "axes fraction")
         middle = (mine[0] + mine[-1]) / 2
-        axes.annotate(name, (middle, -0.11), xycoords=below, ha="center", va="top")
-    axes.set_xlabel("ranks", labelpad=20)
+        below: dict[str, Any] = {"xytext": (0, -18), "textcoords": "offset points"}
+        place = ("data", "axes fraction")
+        axes.annotate(name, (middle, 0), xycoords=place, ha="center", va="top", **below)
+    axes.set_xlabel("ranks", labelpad=18)
     axes.set_ylabel("milliseconds per step")
     axes.grid(axis="x", visible=False)
+    # Above the bars, because a legend over them would hide some.
+    axes.set_ylim(top=1.3 * max(1e3 * p.high_s for p in points))
+    axes.legend(loc="upper left", ncols=4, frameon=False, fontsize=8, handlelength=1.2)
 
 
 def _places(points: Sequence[ScalingPoint]) -> list[float]:
@@ -81,19 +105,31 @@ def _places(points: Sequence[ScalingPoint]) -> list[float]:
     return places
 
 
-def _lines(axes: Axes, points: Sequence[ScalingPoint], simulated: Simulated, where: str) -> None:
+def _lines(axes: Axes, points: Sequence[ScalingPoint], simulated: Simulated) -> None:
+    use_powers_of_two(axes, "ranks", sorted({p.world_size for p in points}), str)
+    axes.set_ylabel("scaling efficiency (%)")
+    ends: list[EndLabel] = []
+    drawn: list[float] = []
     for i, name in enumerate(dict.fromkeys(p.strategy for p in points)):
         mine = [p for p in points if p.strategy == name]
-        ranks = [p.world_size for p in mine]
-        colour = PALETTE[i % len(PALETTE)]
+        # The strategies without K-FAC come first. They are grey, for comparison.
+        colour = PALETTE[i % len(PALETTE)] if mine[0].every else REST
         shares = [100 * efficiency(points, p) for p in mine]
-        (line,) = axes.plot(ranks, shares, "o", color=colour, linestyle="-", label=name)
+        (line,) = axes.plot([p.world_size for p in mine], shares, color=colour, marker="o")
         dash_all_but_first(line, i)
+        ends.append(EndLabel(shares[-1], name, colour))
+        drawn += shares
         if theirs := simulated.get(name):
             xs = sorted(theirs)
-            axes.plot(xs, [100 * theirs[x] for x in xs], color=colour, linewidth=0.9, marker="x")
-    axes.set_title("scaling efficiency" + (f"; thin: {where}" if simulated else ""), loc="left")
-    axes.set_ylabel("%")
-    axes.set_ylim(0, 110)
-    use_powers_of_two(axes, "ranks", sorted({p.world_size for p in points}), str)
-    axes.legend(frameon=False, handlelength=2.6, fontsize=9)
+            ys = [100 * theirs[x] for x in xs]
+            axes.plot(xs, ys, color=colour, linewidth=0.9, marker="x")
+            drawn += ys
+    _limit(axes, [share for share in drawn if math.isfinite(share)])
+    label_ends(axes, [end for end in ends if math.isfinite(end.height)], _LINES_PT)
+
+
+def _limit(axes: Axes, shares: Sequence[float]) -> None:
+    """Let the y axis begin where the lines can be told apart."""
+    low, high = min(shares, default=0.0), max(shares, default=100.0)
+    margin = max(0.15 * (high - low), 2.0)
+    axes.set_ylim(max(0.0, low - margin), high + margin)

@@ -3,7 +3,13 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from kfac_bench.benchmark.scaling.measured import STAGES, ScalingPoint, efficiency, measure
+from kfac_bench.benchmark.scaling.measured import (
+    STAGES,
+    ScalingPoint,
+    efficiency,
+    measure,
+    over_first_order,
+)
 from kfac_bench.record.runs import Run
 from kfac_bench.report.tables import DASH, Table, Value
 
@@ -55,7 +61,7 @@ def _scaling(points: Sequence[ScalingPoint]) -> Table:
             f"{1e3 * p.low_s:.4g} {DASH} {1e3 * p.high_s:.4g}",
             p.examples_per_s,
             _percent(efficiency(points, p)),
-            _over_first_order(points, p),
+            over_first_order(points, p),
             p.payload_bytes / 1e6 if p.stages_s else None,
         )
         for p in points
@@ -148,13 +154,6 @@ def _range(numbers: Iterable[int]) -> str:
     """Return ``3``, or ``3 to 5`` if the numbers differ."""
     ends = sorted(set(numbers))
     return str(ends[0]) if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
-
-
-def _over_first_order(points: Sequence[ScalingPoint], point: ScalingPoint) -> float | None:
-    """Return the time of the step over that without K-FAC, on the same ranks and batch."""
-    key = (point.task, point.world_size, point.batch_size)
-    bare = [p for p in points if not p.every and (p.task, p.world_size, p.batch_size) == key]
-    return point.step_s / bare[0].step_s if len(bare) == 1 and point.every else None
 
 
 def _percent(value: float) -> float | None:

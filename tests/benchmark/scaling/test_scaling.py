@@ -14,7 +14,14 @@ from kfac_bench.benchmark.scaling import (
     stage_table,
     tables,
 )
-from kfac_bench.benchmark.scaling.measured import STAGES, efficiency, measure
+from kfac_bench.benchmark.scaling.measured import (
+    STAGES,
+    efficiency,
+    efficiency_finding,
+    measure,
+    over_first_order,
+    step_finding,
+)
 from kfac_bench.benchmark.scaling.scaling_tables import _stages
 from kfac_bench.config import check, compose
 from kfac_bench.core.planning.estimate import payload_bytes
@@ -267,6 +274,7 @@ def test_the_figure_has_every_bar_and_line_and_equal_bytes(tmp_path):
                     tmp_path / f"{name}{ranks}",
                     ranks=ranks,
                     kfac=name,
+                    step_s=0.15 if name and ranks == 2 else 0.1,
                     stages=KINDS if name else {},
                 )
             )
@@ -278,6 +286,12 @@ def test_the_figure_has_every_bar_and_line_and_equal_bytes(tmp_path):
     for text in ("weak: m", "all but K-FAC", "their share", "comm_opt", "simulated, x"):
         assert text in drawn
     assert "gradient share" not in drawn  # no rank has any
+    ratio = over_first_order(points, points[-1])
+    assert step_finding(points).startswith(f"On 2 ranks a step with K-FAC takes {ratio:.2f}x the")
+    best, worst = sorted(points[1::2], key=lambda p: -efficiency(points, p))
+    assert efficiency_finding(points).startswith(f"On 2 ranks {best.strategy} has an efficiency of")
+    assert efficiency_finding(points).split(", ")[-1].startswith(f"{worst.strategy} of ")
+    assert efficiency_finding(points[::2]) == step_finding(points[:1]) == ""
     assert math.isclose(points[0].rest_s, points[0].step_s)
 
 

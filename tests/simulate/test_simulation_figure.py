@@ -1,0 +1,64 @@
+"""The figure of a sweep: its titles state what the cells show."""
+
+import pytest
+
+from kfac_bench.core.planning.plan import Stage
+from kfac_bench.simulate import simulation_figure
+from kfac_bench.simulate.simulation_findings import (
+    efficiency_finding,
+    fraction_finding,
+    step_finding,
+)
+from kfac_bench.simulate.step import StepTime
+from kfac_bench.simulate.sweep import SGD, SimulatedCell, Variant
+
+
+def cell(name, ranks, kfac_ms=0.0, fraction=None):
+    """Return a cell whose step without K-FAC takes 0.1 s."""
+    time = StepTime(0.1, 0.0)
+    time.stages_s[Stage.PRECONDITION] = kfac_ms / 1e3
+    return SimulatedCell(Variant(name, fraction), ranks, 32 * ranks, (1, 1), time)
+
+
+WHOLE = [
+    *(cell(SGD, ranks) for ranks in (1, 1024)),
+    *(cell("comm_opt", 1, 25.0), cell("comm_opt", 1024, 400.0)),
+    *(cell("mem_opt", 1, 100.0), cell("mem_opt", 1024, 700.0)),
+]
+BEST = {1: 1 / 4, 64: 1 / 2}
+SWEPT = [
+    cell("hybrid_opt", ranks, 50.0 if fraction == best else 60.0, fraction)
+    for ranks, best in BEST.items()
+    for fraction in (1 / 2, 1 / 4, 1 / 8)
+]
+
+
+def test_the_findings_hold_for_the_most_ranks():
+    assert step_finding(WHOLE) == (
+        "On 1,024 ranks comm_opt is the fastest K-FAC: 500 ms per step, SGD 100 ms"
+    )
+    said = "On 1,024 ranks K-FAC has 25 % of its throughput per rank, SGD 100 %"
+    assert efficiency_finding(WHOLE, None) == said
+    slower = [*WHOLE, cell("layer_wise", 1, 0.0), cell("layer_wise", 1024, 900.0)]
+    assert "K-FAC has 10 to 25 % of" in efficiency_finding(slower, None)
+    assert fraction_finding(SWEPT) == "The best fraction is 1/4 on 1 rank, 1/2 on 64 ranks"
+    of_one = [c for c in SWEPT if c.world_size == 64]
+    assert fraction_finding(of_one) == "The fraction 1/2 is the best on 64 ranks"
+
+
+@pytest.mark.parametrize("cells", [WHOLE[:2], []])
+def test_without_kfac_there_is_no_finding(cells):
+    assert step_finding(cells) == efficiency_finding(cells, None) == ""
+
+
+def test_one_number_of_ranks_has_no_efficiency():
+    assert efficiency_finding([c for c in WHOLE if c.world_size == 1], None) == ""
+
+
+def test_the_figure_has_its_findings_and_a_label_for_each_line():
+    svg = simulation_figure.svg([*WHOLE, *SWEPT], "a <model>")
+    for words in ("fastest K-FAC", "a &lt;model&gt;, simulated", "The best fraction is 1/4"):
+        assert words in svg
+    for label in ("sgd", "comm_opt", "mem_opt"):
+        assert svg.count(f">{label}</text>") == 2
+    assert svg == simulation_figure.svg([*WHOLE, *SWEPT], "a <model>"), "not the same bytes"
