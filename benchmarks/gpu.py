@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--quick", action="store_true", help="run the code once with tiny models")
     add("--out", type=Path, default=Path("benchmarks/results/gpu.json"))
-    add("--page", type=Path, default=Path("docs/gpu.md"))
+    add("--page", type=Path, default=Path("docs/reference/results/gpu.md"))
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
         raise UsageError(f"--minutes {options.minutes:g}: must be above 0")
@@ -155,7 +155,7 @@ def goal(entries: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """Return the page docs/gpu.md."""
+    """Return the page of the results, which replaces docs/reference/results/gpu.md."""
     verdict = {True: "passed", False: "**failed**", None: "not run"}
     found = [[c["check"], verdict[c["passed"]], values(c)] for c in results["checks"]]
     goals = [

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kfac_bench.benchmark.schema import Benchmark
     from kfac_bench.benchmark.sitting import Sitting
 
+_ALTERNATIVE = "Share of tasks that each optimizer solves within a multiple of the best time"
+"""What the figure shows, for readers who cannot see it."""
+
 
 def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench tune``."""
@@ -50,7 +53,9 @@ def add_contest(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("benchmark", help="a name from kfac-bench list")
     command.add_argument("--results", type=Path, required=True, help="folder of packed results")
     command.add_argument(
-        "--into", type=Path, help="Markdown page that gets the tables, between its two marks"
+        "--into",
+        type=Path,
+        help="Markdown page that gets the tables between its two marks, and the figure beside it",
     )
     command.add_argument("--svg", type=Path, help="write the figure of the profiles to this file")
     command.set_defaults(run_command=_contest)
@@ -93,18 +98,23 @@ def _contest(options: argparse.Namespace) -> int:
     benchmark = schema.load(options.benchmark)
     store = ResultStore(options.results, options.benchmark, "table", tasks_of(benchmark))
     result = contest_tables.load(benchmark, store)
+    figures = [options.svg] if options.svg is not None else []
     text = "\n".join(table.markdown() for table in contest_tables.tables(result))
     if options.into is None:
         say(text)
     else:
         begin, end = contest_tables.begin_mark(options.benchmark), contest_tables.END
         before, after = around_marks(options.into, begin, end, "--into")
-        write_text(options.into, f"{before}{begin}\n\n{text}\n{end}{after}")
+        figures.append(options.into.with_name(f"{options.benchmark}.svg"))
+        picture = f"![{_ALTERNATIVE}]({figures[-1].name})"
+        write_text(options.into, f"{before}{begin}\n\n{picture}\n\n{text}\n{end}{after}")
         say(f"into: {options.into}")
-    if options.svg is not None:
+    if figures:
         from kfac_bench.benchmark.profile_figure import profile_svg
         from kfac_bench.benchmark.score_interval import medians
 
-        write_text(options.svg, profile_svg(medians(result.times()), "seconds"))
-        say(f"figure: {options.svg}")
+        drawn = profile_svg(medians(result.times()), "seconds")
+        for path in figures:
+            write_text(path, drawn)
+            say(f"figure: {path}")
     return 0

@@ -25,6 +25,7 @@ from kfac_bench.benchmark import (
 from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.sitting import Sitting, open_sitting
+from kfac_bench.cli import contest_command
 from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import RunEnded, TargetReached
@@ -516,8 +517,10 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
     tables = capsys.readouterr().out.split("**Scores")[1].split("figure:")[0]
     assert "| adam | 1 (1 to 1) | 1 | none |" in tables
     begin = "<!-- made by kfac-bench contest tiny --into -->\n\n"
-    made = f"{begin}**Scores{tables}{contest_tables.END}"
+    picture = f"![{contest_command._ALTERNATIVE}](tiny.svg)\n\n"
+    made = f"{begin}{picture}**Scores{tables}{contest_tables.END}"
     assert page.read_text() == f"before\n{made}\nafter\n"
     assert Path("p.svg").read_text().startswith("<svg")
+    assert Path("tiny.svg").read_text() == Path("p.svg").read_text()
     size = sum(path.stat().st_size for path in Path("results").rglob("*.gz"))
     assert size < 4000

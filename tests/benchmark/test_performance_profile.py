@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +13,7 @@ from kfac_bench.benchmark.profile_figure import profile_finding, profile_svg
 from kfac_bench.record import runs, score
 from kfac_bench.report.figure_style import PALETTE
 from tests.record.test_score import reached, write_run
+from tests.support.figures import texts
 
 INF = math.inf
 # Three tasks by hand; nobody solves the last, C was not run on the first.
@@ -138,17 +138,11 @@ def test_each_solved_task_has_a_best_optimizer(found):
         assert min(values) == (1.0 if solved else INF)
 
 
-def words(svg):
-    page = ElementTree.fromstring(svg)
-    texts = page.iter("{http://www.w3.org/2000/svg}text")
-    return [" ".join("".join(text.itertext()).split()) for text in texts]
-
-
 def test_the_figure_draws_each_profile_and_escapes_names():
     times = {"a": {"<b>$x": 1.0, "_B": 2.0, "C\n": INF}, "b": {"<b>$x": 1.0, "_B": 3.0}}
     svg = profile_svg(times, "seconds")
-    assert {"<b>$x 1.00", "B 0.50", "C\ufffd 0.00", "share of 2 tasks solved"} <= set(words(svg))
-    assert "<b>$x has the best score (1.00), B the second best (0.50)" in words(svg)
+    assert {"<b>$x 1.00", "B 0.50", "C\ufffd 0.00", "share of 2 tasks solved"} <= set(texts(svg))
+    assert "<b>$x has the best score (1.00), B the second best (0.50)" in texts(svg)
     assert svg == profile_svg(times, "seconds"), "not the same bytes"
     drawing = svg.partition("</style>")[2]
     # A line, and the line to its label.
@@ -157,7 +151,7 @@ def test_the_figure_draws_each_profile_and_escapes_names():
 
 def test_the_figure_labels_six_optimizers_and_lists_the_others_as_grey():
     times = {"a": {f"o{i}": 1.0 + i / 4 for i in range(9)}}
-    said = words(profile_svg(times, "steps"))
+    said = texts(profile_svg(times, "steps"))
     assert "o5 0.58" in said
     assert "Grey: o6 0.50, o7 0.42, o8 0.33" in said
     assert "steps to target, over the task's best" in said

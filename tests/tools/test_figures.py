@@ -1,7 +1,6 @@
 """The figures of the documentation: they show the data of their pages, and can be read anywhere."""
 
 import re
-from xml.etree import ElementTree
 
 import pytest
 
@@ -13,6 +12,7 @@ from kfac_bench.benchmark.scaling.measured import (
     step_finding,
 )
 from tests.support import ROOT
+from tests.support.figures import texts
 
 DOCS = ROOT / "docs"
 RESULTS = DOCS / "reference" / "results"
@@ -22,9 +22,8 @@ MOST_PT = 480
 
 
 def words(path):
-    """Return the text of a figure. Titles are broken into lines; here they are on one line."""
-    texts = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
-    return " ".join(" ".join("".join(text.itertext()).split()) for text in texts)
+    """Return the text of a figure. A title that was broken into lines is on one line."""
+    return " ".join(texts(path.read_text()))
 
 
 def rows(page, columns):
@@ -49,20 +48,6 @@ def test_the_profile_states_the_finding_of_its_table():
         times.setdefault(row[0], {})[row[1]] = float(row[4])
     assert len(times) == 4
     assert profile_finding(times) in words(DOCS / "explanation" / "profile.svg")
-
-
-def test_the_contest_figure_shows_the_scores_of_its_table():
-    """If it does not: ``kfac-bench contest contest --results benchmarks/results --svg FIGURE``."""
-    drawn = words(RESULTS / "contest.svg")
-    head, *scores = rows("contest.md", 12)
-    assert head[:2] == ["optimizer", "score"]
-    for name, score in [row[:2] for row in scores]:
-        if name == "optimizer":  # The next table begins.
-            break
-        assert f"{name} {float(score):.2f}" in drawn
-    assert f"{scores[0][0]} " in drawn.partition(" has the best score")[0] or (
-        f"{scores[0][0]} and " in drawn
-    )
 
 
 def test_measured_scaling_states_the_finding_of_its_table():

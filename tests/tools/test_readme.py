@@ -8,12 +8,15 @@ import sys
 import pytest
 
 from kfac_bench.benchmark import contest_tables, schema
+from kfac_bench.benchmark.performance_profile import scores
+from kfac_bench.benchmark.profile_figure import profile_finding
 from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.score_interval import medians
 from kfac_bench.benchmark.sitting import tasks_of
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, option_help
 from tests.support import ROOT
+from tests.support.figures import texts
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -112,6 +115,11 @@ def test_the_numbers_of_the_contest_are_those_of_its_runs():
     page = (ROOT / "docs" / "reference" / "results" / "contest.md").read_text()
     for made in contest_tables.tables(result):
         assert made.markdown() in page, "make it again: kfac-bench contest contest --into"
+    figure = ROOT / "docs" / "reference" / "results" / "contest.svg"
+    assert figure.name in page
+    drawn = " ".join(texts(figure.read_text()))
+    assert profile_finding(times) in drawn, "kfac-bench contest contest --into draws it again"
+    assert all(f"{name} {score:.2f}" in drawn for name, score in scores(times).items())
 
 
 def test_the_example_runs_and_learns():
