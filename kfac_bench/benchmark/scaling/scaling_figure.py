@@ -30,7 +30,7 @@ from kfac_bench.report.line_labels import EndLabel, label_ends
 _STAGE_COLOURS = (*PALETTE, REST)
 _NARROWEST_IN, _LINES_IN, _LINES_PT = 6.4, 3.2, 150.0
 """Inches of the figure's width and of the height of the panel of lines; points of its axes."""
-_LETTERS = 58
+_LETTERS = 62
 """Letters in a line of a title."""
 
 Simulated = Mapping[str, Mapping[int, float]]
