@@ -146,7 +146,7 @@ def matrix(benchmark: Benchmark, lines: Sequence[Line]) -> Table | None:
             rows.append([value, *(_pair(line) for line in found)])
     names = [spec.rows, *(f"{quantity}, {value}" for quantity, value in columns)]
     notes = [
-        "our number (measured, projected or else computed), then the published one in parentheses"
+        "our number (measured, projected or computed), then the published number in parentheses"
     ]
     return Table(f"{benchmark.title}: as a matrix", names, rows, notes)
 
