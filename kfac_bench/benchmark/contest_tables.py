@@ -58,7 +58,7 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
         for optimizer in benchmark.axes["optimizer"]:
             if own := [run for run in ordered if run.optimizer == optimizer]:
                 row = runs.setdefault(task, {})
-                name = _label(own)
+                name = _label(benchmark, own)
                 row[optimizer if name in row else name] = own
     if not runs:
         raise UsageError(
@@ -67,10 +67,14 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
     return ContestResult(benchmark, runs, {task: store.runs(task, "baseline") for task in runs})
 
 
-def _label(runs: Sequence[PackedRun]) -> str:
+def _label(benchmark: Benchmark, runs: Sequence[PackedRun]) -> str:
+    """Return the name of an optimizer in tables: that of the tuning, else that of its runs."""
+    optimizer = runs[0].optimizer
+    if benchmark.tuning is not None and optimizer in benchmark.tuning.labels:
+        return benchmark.tuning.labels[optimizer]
     started = (e for run in runs for e in run.events if isinstance(e, RunStarted))
     labels = (option(event.config, "label") for event in started)
-    return plain(next((label for label in labels if label), runs[0].optimizer))
+    return plain(next((label for label in labels if label), optimizer))
 
 
 def begin_mark(name: str) -> str:

@@ -93,7 +93,7 @@ TASKS = {
     "LSTM on text": "heldout/pydoc_lstm",
     "vision transformer on pictures": "heldout/patches_vit",
 }
-LABELS = {"EigenAdam": "Adam in K-FAC's eigenbasis", "K-FAC before SGD": "K-FAC inverse + SGD"}
+LABELS = {"K-FAC before SGD": "K-FAC inverse + SGD"}
 
 
 def test_the_numbers_of_the_contest_are_those_of_its_runs():
