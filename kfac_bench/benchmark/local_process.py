@@ -1,4 +1,4 @@
-"""One run of kfac-train as processes of this machine: its command, and what came of it."""
+"""One run of kfac-train as processes of this machine: its command and its outcome."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""``kind: phases``: the simulated time of both phases of BERT's pre-training, against LAMB's.
+"""``kind: phases``: the simulated time of both phases of BERT's pre-training, and that of LAMB.
 
 Words of a cell:
 

@@ -1,6 +1,6 @@
 """The finished runs of a benchmark in a folder of the repository, a packed file for each task.
 
-Machines come and go, and the folder ``runs/`` with them. So ``kfac-bench tune`` and
+A machine and its folder ``runs/`` may be gone after a sitting. So ``kfac-bench tune`` and
 ``kfac-bench run`` with ``--results FOLDER`` first unpack the runs of the store into ``runs/``,
 where they count as finished, and pack every run that they finish. The store is saved after each
 run: at most the run in progress is lost with a machine.

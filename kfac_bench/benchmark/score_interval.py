@@ -1,4 +1,4 @@
-"""Intervals of scores and ratios: what other seeds could have given.
+"""Intervals of scores and ratios: how far they could differ with other seeds.
 
 A resample draws, for each task and optimizer, as many seeds as there were, with replacement. From
 each resample the medians, the best time of each task, the ratios and the scores are computed again.

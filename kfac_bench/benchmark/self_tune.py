@@ -1,10 +1,11 @@
 """``kfac-bench self-tune NAME``: one literal setting of each optimizer for all tasks.
 
 The candidates are the settings that ``kfac-bench tune`` has tried: each study tried the same
-settings on all tasks. Tasks that are held out have no say.
+settings on all tasks. Tasks that are held out do not count.
 
-* The ratio of a setting on a task is its seconds over the optimizer's own shortest time there, at
-  most 4 (where the profile's score is 0), which a miss counts, too. So rivals have no influence.
+* The ratio of a setting on a task is its seconds divided by the optimizer's own shortest time on
+  the task. It is at most 4, where the profile's score is 0. A miss counts as 4. So rivals have no
+  influence.
 * The winner of a study has the smallest geometric mean of its ratios over the tasks.
 * The studies' winners are run on the seeds of all studies, without a limit. The winner with the
   smallest geometric mean of the ratios of its median times becomes the optimizer's one setting.
@@ -65,7 +66,8 @@ def self_tune(
     except TimeIsUp:
         left = len(optimizers) - len(chosen)
         say(
-            f"time is up: {left} of {len(optimizers)} optimizers are left; the same command goes on"
+            f"time is up: {left} of {len(optimizers)} optimizers are left; "
+            "the same command continues"
         )
         return
     path = out / f"{name}{SUFFIX}.yaml"

@@ -146,7 +146,7 @@ def run(
         return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
     except TimeIsUp:
         left = sum(grid.outcome(cell) is None for cell in each.cells)
-        say(f"time is up: {left} of {len(each.cells)} cells are left; the same command goes on")
+        say(f"time is up: {left} of {len(each.cells)} cells are left; the same command continues")
     return failed + sum(grid.failure(cell.path()) is not None for cell in each.cells)
 
 

@@ -94,7 +94,7 @@ def tune(
         left = total - sum(len(trials) for s in searches for trials in s.studies.values())
         say(
             f"time is up: {left} of {total} trials are left, and the winners' runs on the seeds of "
-            "other studies; the same command goes on"
+            "other studies; the same command continues"
         )
         return
     for table in tables(benchmark, searches):

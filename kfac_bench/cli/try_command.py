@@ -70,7 +70,11 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     command.add_argument("--ranks", type=int, default=1, help="processes of each run (default: 1)")
     command.add_argument(
-        "--from", dest="start", type=Path, metavar="RUN", help="start from an earlier study's end"
+        "--from",
+        dest="start",
+        type=Path,
+        metavar="RUN",
+        help="begin with the result of this earlier study",
     )
     command.add_argument("--optimizers", help="a choice such as adamw,kfac_adamw (default: all)")
     command.add_argument("--runs-dir", type=Path, help="folder (default: runs/try-NAME)")

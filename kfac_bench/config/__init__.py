@@ -1,8 +1,9 @@
 """Every option of a training run, with its type, its range and its meaning: the schema of conf/.
 
 Values live in YAML, names and types in dataclasses. The options of a model, a dataset and so on
-are in the file of that thing, which :mod:`kfac_bench.config.registry` names. ``kfac-train --help``
-prints the help texts. Nothing past :func:`kfac_bench.config.compose.load` sees a DictConfig.
+are in the file of this model or dataset, which :mod:`kfac_bench.config.registry` names.
+``kfac-train --help`` prints the help texts. After :func:`kfac_bench.config.compose.load` there is
+no DictConfig.
 """
 
 from kfac_bench.config.backends import BackendConfig

@@ -1,8 +1,8 @@
-"""Options that a command has of its own, beside the overrides of kfac-train.
+"""Options of a command itself, in addition to the overrides of kfac-train.
 
 ``kfac-plan``, ``kfac-plan simulate`` and ``kfac-bench run|scaling`` take words such as
-``world_size=4 model=resnet50`` in any order: the first word is the command's own option, the second
-one an override.
+``world_size=4 model=resnet50`` in any order: here the first word is an option of the command, and
+the second word is an override.
 """
 
 from collections.abc import Mapping, Sequence

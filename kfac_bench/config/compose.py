@@ -1,7 +1,7 @@
-"""YAML and the command line to a checked :class:`TrainConfig`.
+"""From YAML and the command line to a checked :class:`TrainConfig`.
 
 Hydra merges the files of conf/ with the overrides; :mod:`kfac_bench.config.checks` checks the
-result. All commands call :func:`load`, and nothing past :func:`from_composed` sees a DictConfig.
+result. All commands call :func:`load`. After :func:`from_composed` there is no DictConfig.
 """
 
 import dataclasses

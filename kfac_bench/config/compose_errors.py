@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf raise, as one clear line.
+"""Errors of Hydra and OmegaConf as one clear line.
 
 The texts of their exceptions are the only interface that they offer, so this file takes the texts
 apart. It knows nothing of how a configuration is composed: :mod:`kfac_bench.config.compose` does.

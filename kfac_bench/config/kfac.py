@@ -53,7 +53,7 @@ class KFACConfig(Section):
     )
     balance: str = option(
         "compute",
-        "what is shared out about equally between ranks: compute (time) or memory (bytes)",
+        "what ranks get about equal shares of: compute (time) or memory (bytes)",
         RESULT,
         resumable=True,
         choices=BALANCES,

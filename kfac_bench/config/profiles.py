@@ -1,7 +1,7 @@
 """Profiles: one experiment at several sizes, as in ``experiment=ROW profile=smoke``.
 
-The files are ``conf/experiment/ROW/{smoke,one_gpu,paper}.yaml``: minutes on two CPU cores, an
-honest smaller version for one GPU, and the experiment of the paper. The default is ``paper``.
+The files are ``conf/experiment/ROW/{smoke,one_gpu,paper}.yaml``: minutes on two CPU cores, a
+smaller version for one GPU, and the experiment of the paper. The default is ``paper``.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,9 @@
 """The table of all models, datasets, tasks, optimizers, schedules and backends.
 
 A row maps a name of the command line (``model=unet``) to the import path of its options. To add a
-thing, write one Python file, one YAML file and one row; CONTRIBUTING.md shows both complete. A
-thing's file is imported when its name is chosen, and it imports torch only when it is built.
+model, for example, write one Python file, one YAML file and one row; CONTRIBUTING.md shows complete
+files. The Python file is imported when its name is chosen. It imports torch only when it builds the
+model.
 """
 
 import importlib

@@ -72,7 +72,7 @@ class TrainerConfig(Section):
     keep_last: int = option(2, "newest checkpoints that are kept", RECORD, at_least=1)
     keep_best: int = option(
         1,
-        "checkpoints with the best validation metric that are kept, too",
+        "checkpoints with the best validation metric that are also kept",
         RECORD,
         at_least=0,
     )
@@ -134,7 +134,7 @@ class TrainerConfig(Section):
     )
     pin: bool = option(
         False,
-        "bind each rank to trainer.threads cores of its own, if its node has enough",
+        "bind each rank to trainer.threads cores that no other rank uses, if its node has enough",
         RESULT,
         resumable=True,
         per_node=True,
@@ -181,7 +181,7 @@ class LoggerConfig(Section):
 
     name: str = option(
         "wandb",
-        "where the events are shown, too",
+        "where the events are also shown",
         RECORD,
         per_node=True,
         choices=("wandb", "tensorboard", "none"),

@@ -1,4 +1,4 @@
-"""The K-FAC package; it knows nothing of the training harness.
+"""The K-FAC package, which does not depend on the training harness.
 
 :class:`KFAC` is loaded on first use, because :mod:`.planning` must work without torch.
 """

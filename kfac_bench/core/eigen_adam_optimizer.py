@@ -1,4 +1,4 @@
-"""The optimizer of method eigen_adam: it applies what KFAC wrote, and is AdamW for the rest."""
+"""The optimizer of method eigen_adam: it applies the updates of KFAC, and AdamW's for the rest."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
 """Which :class:`KFAC` has its hooks on a module: at most one at a time.
 
-Two on one module would both write its gradient. Two on different modules (the generator and the
-discriminator of a GAN) are fine.
+Two KFACs on one module would both write its gradient. Two KFACs on different modules (the generator
+and the discriminator of a GAN) are fine.
 """
 
 import gc

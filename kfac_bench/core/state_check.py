@@ -1,4 +1,4 @@
-"""Checks of a K-FAC state before anything is taken over: layers, shapes and types.
+"""Checks of a K-FAC state before it is loaded: layers, shapes and types.
 
 :class:`KFAC` calls :func:`check` in ``load_state_dict``. A state comes from a file, so it may hold
 anything that torch can load.

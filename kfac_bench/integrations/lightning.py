@@ -139,7 +139,7 @@ class KFACCallback(Callback):
         if len(optimizers) > 1 and not self._module:
             raise ValueError(
                 f"the model has {len(optimizers)} optimizers: pass one callback for each optimizer "
-                'that K-FAC shall help, as KFACCallback(module="generator", optimizer_index=0)'
+                'that uses K-FAC, such as KFACCallback(module="generator", optimizer_index=0)'
             )
         if self._optimizer_index >= len(optimizers):
             raise ValueError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LARSConfig(SGDConfig):
-    """LARS: SGD with a rate of its own for each weight; vectors have neither that nor decay."""
+    """LARS: SGD with a learning rate for each weight; vectors have the common rate and no decay."""
 
     is_elementwise: ClassVar[bool] = False
 

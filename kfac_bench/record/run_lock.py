@@ -45,7 +45,7 @@ def locked(directory: Path, patience_s: float, say: Callable[[str], None]) -> It
         if time.monotonic() >= deadline:
             raise UsageError(
                 f"{directory}: another process is running it. Wait until that process ends or stop "
-                "it, then give the same command again. A second run needs a run_id=NAME of its own"
+                "it, then give the same command again. For a second run set another run_id=NAME"
             )
         if not is_told:
             say(f"{directory}: another process still runs it; waits up to {patience_s:.0f} s")

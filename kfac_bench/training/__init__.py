@@ -1,1 +1,1 @@
-"""What the trainer is made of: an update and its rate; what it reads, records, saves; its end."""
+"""The parts of a training run: the loop, one update, batches, events, checkpoints and the end."""

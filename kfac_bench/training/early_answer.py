@@ -2,7 +2,7 @@
 
 ``kfac-train`` asks before it imports torch. Both answers are shortcuts for what the run itself
 would find out, but a finished run is not compared with its data again. With several ranks nothing
-is answered here, because ranks that do not talk to each other yet could answer differently.
+is answered here, because ranks that are not connected yet could answer differently.
 """
 
 from pathlib import Path

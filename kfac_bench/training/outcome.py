@@ -1,4 +1,4 @@
-"""The outcome of a training step: the loss over all ranks, and what a rank has to tell the others.
+"""The outcome of a training step: the loss over all ranks, and flags for the other ranks.
 
 The trainer sends the outcome of a step within the step, and reads it during the next step. So the
 device always has work: no step waits until its own loss has been computed.

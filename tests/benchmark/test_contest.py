@@ -173,7 +173,7 @@ def test_the_time_limit_says_what_is_left_and_starts_nothing_more(lab):
     assert len(lab.trained) == 4
     assert lab.said[-1] == (
         "time is up: 14 of 16 trials are left, and the winners' runs on the seeds of other "
-        "studies; the same command goes on"
+        "studies; the same command continues"
     )
     assert lab.run(contest(), minutes=1) == 0
     assert lab.said[-1].startswith("time is up: 7 of 8 cells are left")

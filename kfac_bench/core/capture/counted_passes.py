@@ -1,4 +1,4 @@
-"""Which backward passes leave statistics; the sums of all others are not made, or are forgotten."""
+"""Which backward passes count; statistics of other passes are not computed, or are discarded."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

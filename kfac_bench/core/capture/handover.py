@@ -1,4 +1,4 @@
-"""Statistics that leave while backward still runs, for ``KFAC(overlap=True)``."""
+"""Send statistics while backward still runs, for ``KFAC(overlap=True)``."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""What keeps the hooks of :mod:`.hooks` harmless to copies, to pickles and to torch.compile."""
+"""Hooks that do not disturb copies, pickles and torch.compile; :mod:`.hooks` uses them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

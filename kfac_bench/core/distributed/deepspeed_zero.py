@@ -46,7 +46,7 @@ def check(engine: Any) -> None:
     if engine.zero_optimization_stage() > 2:
         raise ValueError(
             "ZeRO stage 3 keeps no whole weight on a rank, so no layer has an input and an output "
-            "of its own to make factors of; use stage 2, or FSDP2 (fully_shard)"
+            "that K-FAC can see; use stage 2, or FSDP2 (fully_shard)"
         )
     if any(p.dtype != torch.float32 for p in _parameters(engine)):
         raise ValueError(

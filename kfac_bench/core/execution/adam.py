@@ -1,8 +1,8 @@
 """Adam in the eigenbasis of a layer: its options, its moments, and the direction of an update.
 
-``method="eigen_adam"`` of KFAC uses it in place of a division by damped eigenvalues. The moments
-live where the gradient workers live. docs/explanation/eigen_adam.md explains
-the rule and its literature.
+``method="eigen_adam"`` of KFAC uses it in place of a division by damped eigenvalues. The gradient
+workers of a layer keep its moments. docs/explanation/eigen_adam.md explains the rule and its
+literature.
 """
 
 import math

@@ -1,8 +1,8 @@
 """A thread beside training, on which ``KFAC(background=True)`` computes.
 
-:class:`BackgroundMoments` and :class:`BackgroundSlices` say what is computed on it. When a result
-is used depends on the number of the step alone, so results are equal bit by bit, however fast the
-thread is.
+:class:`BackgroundMoments` and :class:`BackgroundSlices` say what the thread computes. Only the
+number of the step decides when a result is used. So results are equal bit by bit, on a slow and on
+a fast thread.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Pack what travels in one message into a bucket, a flat tensor, and unpack it on arrival.
+"""Pack the tensors of one message into a bucket, a flat tensor, and unpack it on arrival.
 
 Each kind of message has a ``pack`` and an ``unpack``. Both divide the bucket with :func:`parts`, in
 the order of the op's members, so that they meet the same elements.

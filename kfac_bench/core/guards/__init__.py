@@ -1,1 +1,1 @@
-"""What notices misuse while training runs: an error where it is certain, else one warning."""
+"""Checks for misuse while training runs: certain misuse is an error, probable misuse a warning."""

@@ -1,8 +1,9 @@
-"""Notices a loss scale that K-FAC was not told about, or that is still in the gradients.
+"""Notices a loss scale that K-FAC does not know, or that is still in the gradients.
 
-A script does not show its loss to K-FAC, so these are heuristics. Each compares two gradients that
-are equal in a right script, up to clipping. GradScaler's scales are powers of two. All factors are
-computed on the device, and read at a step that decomposes, until one of them is finite.
+K-FAC does not see the loss of a script, so these checks are heuristics. Each check compares two
+gradients that are equal in a right script, up to clipping. GradScaler's scales are powers of two.
+The quotients are computed on the device and read at a step that decomposes, until one of them is
+finite.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Notices gradients that K-FAC has preconditioned already.
 
-Only what is certain counts. A gradient is the one that K-FAC wrote if ``.grad`` is the same tensor
-and nothing has changed it in place. If exactly one operation has changed each of them and the
-optimizer has made no step, it was a further backward or a clip: ``zero_grad()`` with a backward are
+Only certain cases count. K-FAC wrote a gradient if ``.grad`` is the same tensor and no operation
+has changed it in place. If exactly one operation has changed each gradient and the optimizer has
+made no step, the operation was a further backward or a clip: ``zero_grad()`` with a backward are
 two operations.
 """
 

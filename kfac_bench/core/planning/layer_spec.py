@@ -1,4 +1,4 @@
-"""The shapes of one layer: all that planning knows about it."""
+"""The shapes of one layer, from which the planner makes its part of the plan."""
 
 from dataclasses import dataclass, replace
 from typing import Self

@@ -1,7 +1,7 @@
 """Which rank does what in a K-FAC step: an immutable table, computed once.
 
-A :class:`Plan` follows from layer shapes, world size and strategy alone (:mod:`.planner`). It knows
-no tensor, no process group and no rank of its own, so every rank builds the same plan. The executor
+A :class:`Plan` follows only from layer shapes, world size and options (:mod:`.planner`). It has no
+tensor, no process group and no rank of its reader, so every rank builds the same plan. The executor
 runs the plan, the memory and communication report sums it, and the simulator times it.
 
 The grid of gradient workers (KAISA), here for 8 ranks and 2 gradient workers per layer::
@@ -18,7 +18,7 @@ The strategies differ in the number of gradient workers of a layer, and in who g
 * ``mem_opt``: one gradient worker, balanced by work (KAISA).
 * ``hybrid_opt``: any number between them (KAISA).
 * ``owner_reduce``: only the rank that decomposes a factor gets and keeps it.
-* ``local_factors``: no factor is sent. The rank that decomposes it makes it of its own batch alone.
+* ``local_factors``: no factor is sent. A rank computes its factors from its own batch only.
 
 In the first four, every rank keeps every factor.
 """

@@ -1,4 +1,4 @@
-"""Demo: made-up MRI slices in the layout of the LGG segmentation dataset.
+"""Demo: artificial MRI slices in the layout of the LGG segmentation dataset.
 
 The slices show no real brain, but ellipses with texture and noise, and tumours that are smooth
 blobs. The demo shows that training works; a network's metrics here say nothing about medicine.

@@ -1,7 +1,7 @@
 """Ranks that meet at a loopback address: they listen where no other machine can connect.
 
 torch's store listens on all addresses of the machine, wherever the ranks meet. gloo listens at the
-address of the machine's name. Neither asks who connects.
+address of the machine's name. Neither of them authenticates.
 """
 
 import ipaddress
