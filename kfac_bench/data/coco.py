@@ -27,7 +27,7 @@ class COCOConfig(FilesConfig):
         "shorter sides in training, of which each epoch draws one for each image; []: image_size",
         RESULT,
     )
-    year: int | None = option(None, "year to take, where a folder has several", RESULT)
+    year: int | None = option(None, "year that is used, if a folder has several", RESULT)
 
     def build(self, task: str) -> Data:
         """See :meth:`DataConfig.build`."""

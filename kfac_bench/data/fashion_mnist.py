@@ -23,10 +23,10 @@ class FashionMNISTConfig(FilesConfig):
 
     image_size: int = option(28, "images are not resized", RESULT, at_least=28, at_most=28)
     train_images: int | None = option(
-        None, "use only the first so many training images; null: all", RESULT, at_least=1
+        None, "number of training images, from the first on; null: all", RESULT, at_least=1
     )
     eval_images: int | None = option(
-        None, "use only the first so many evaluation images; null: all", RESULT, at_least=1
+        None, "number of evaluation images, from the first on; null: all", RESULT, at_least=1
     )
 
     def build(self, task: str) -> Data:

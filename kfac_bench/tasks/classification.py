@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClassificationConfig(TaskConfig):
-    """One class for each image; metric: accuracy."""
+    """Classification: one class for each image; metric: accuracy."""
 
     likelihood: ClassVar[str] = "categorical"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DenoisingConfig(TaskConfig):
-    """The clean image of a noisy one; metric: PSNR."""
+    """Denoising: the clean image from a noisy image; metric: PSNR."""
 
     likelihood: ClassVar[str] = "gaussian"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DetectionConfig(TaskConfig):
-    """Boxes and masks of objects, with Mask R-CNN's losses; metric: COCO's mean precision.
+    """Detection: boxes and masks of objects, with Mask R-CNN's losses; metric: COCO's precision.
 
     With a goal the metric is goals_met, the least share of a goal that is reached: with
     trainer.target=1 the run stops when all goals are met.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LanguageModelConfig(TaskConfig):
-    """The symbol that follows each symbol of a text; metric: loss."""
+    """Language modelling: the next symbol of a text; metric: loss."""
 
     likelihood: ClassVar[str] = "categorical"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuestionAnsweringConfig(TaskConfig):
-    """Where in a paragraph the answer to a question is; metric: F1 in percent."""
+    """Question answering: the place of the answer in a paragraph; metric: F1 in percent."""
 
     likelihood: ClassVar[str] = "categorical"
 

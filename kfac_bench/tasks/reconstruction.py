@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ReconstructionConfig(TaskConfig):
-    """The input as its own target; metric: squared error of an image."""
+    """Reconstruction: the input is its own target; metric: squared error of an image."""
 
     likelihood: ClassVar[str] = "gaussian"
 

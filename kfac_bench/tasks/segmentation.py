@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SegmentationConfig(TaskConfig):
-    """One mask for each image, with a Dice loss; metric: Dice of a volume."""
+    """Segmentation: one mask for each image, with a Dice loss; metric: Dice of a volume."""
 
     likelihood: ClassVar[str] = "bernoulli"
 

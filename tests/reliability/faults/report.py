@@ -77,13 +77,17 @@ def page(
     versions = ", ".join(f"{k} {about['versions'][k]}" for k in ("kfac_bench", "torch", "python"))
     return f"""# What happens to a run when something goes wrong
 
+{len(tried)} real runs of `kfac-train` (gloo, CPU) met a fault: {len(tried) - wrong} ended as they
+should, {wrong} did not. The table shows what happened to them.
+
 `make faults ARGS="--out docs/reference/results/faults.md"` wrote this page on {today.isoformat()}:
 {versions}, commit {about["git_commit"][:12] or "unknown"};
 {hardware["cpu"]}, {hardware["cpu_count"]} cores, {hardware["system"]}.
 
-{len(tried)} real runs of `kfac-train` (gloo, CPU) met a fault: {len(tried) - wrong} ended as they
-should, {wrong} did not. Methods: {", ".join(methods)}.
-The table counts the methods. Each run has {STEPS} steps of an autoencoder on digits and a
+Each fault was tried with these methods, and the table counts the methods that survived:
+{", ".join(methods)}.
+
+Each run has {STEPS} steps of an autoencoder on digits and a
 checkpoint every {CHECKPOINT_FREQ} steps. A step lasts at least {STEP_S * 1000:.0f} ms.
 The fault comes at the seventh step, unless its row says otherwise.
 
@@ -99,8 +103,8 @@ The fault comes at the seventh step, unless its row says otherwise.
   "(arithmetic)" means that the fault changes what is computed.
 * **message**: The line of the output that explains most.
 
-Ranks are started by hand, as `srun` starts them, unless the row says torchrun. A signal comes from
-inside the rank at exactly the named place. An error or a NaN comes from one function, which
+Ranks are started without torchrun, as `srun` starts them, unless the row says torchrun. A rank
+sends the signal to itself at exactly the named place. An error or a NaN comes from a function that
 [inject.py](../../../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
 read-only disks are small tmpfs. The last rank meets the fault, unless the row names another rank.
 
