@@ -91,7 +91,8 @@ def commands(name):
             for line in code.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if name in words[:1]:
-                    yield page, words[1:]
+                    end = words.index(">>") if ">>" in words else None
+                    yield page, words[1:end]
 
 
 @pytest.mark.slow
