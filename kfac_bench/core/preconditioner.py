@@ -400,7 +400,7 @@ class KFAC:
         self._trial: Trial | None = None
 
     def attach(self, scaler: Scaler | None = None) -> Self:
-        """Let each ``optimizer.step()`` run K-FAC first; then nobody calls :meth:`step`.
+        """Make each ``optimizer.step()`` run K-FAC first; do not call :meth:`step` then.
 
         This works wherever the call of ``optimizer.step()`` is: in a script, in a GradScaler, in
         the loop of a training framework. A closure that is passed to ``optimizer.step`` runs before
@@ -581,7 +581,7 @@ class KFAC:
 
     @property
     def loss_weight(self) -> float:
-        """What multiplies this rank's loss beside the loss scale. Set it before ``backward``.
+        """The weight of this rank's loss, beside the loss scale. Set it before ``backward``.
 
         It is 1 unless ranks have unequal shares of a batch and weigh their mean losses by them.
         """
@@ -688,7 +688,7 @@ class KFAC:
 
     @property
     def decomposed(self) -> tuple[int, int]:
-        """How many factors this rank has decomposed in the current step, and how many it has.
+        """The factors that this rank has decomposed in the current step, and all of its factors.
 
         Another thread may read it while :meth:`step` runs, to show progress.
         """

@@ -52,8 +52,8 @@ class KFACCallback(Callback):
         trainer = Trainer(max_epochs=5, callbacks=[KFACCallback()])
         trainer.fit(model, loader)
 
-    With several optimizers, as in a GAN, pass one callback for each optimizer that K-FAC shall
-    help: ``KFACCallback(module="discriminator", optimizer_index=1)``.
+    With several optimizers, as in a GAN, pass one callback for each optimizer that uses K-FAC, such
+    as ``KFACCallback(module="discriminator", optimizer_index=1)``.
 
     With ``fisher="mc"`` or ``"type2"``, call ``callback.preconditioner.fisher_backward(logits)``
     in ``training_step``.
