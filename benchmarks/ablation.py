@@ -1,4 +1,4 @@
-"""What each part of EigenAdam brings: an ablation.
+"""An ablation of EigenAdam: which part helps on which task.
 
     python benchmarks/ablation.py [--tasks NAME,...] [--seeds 0,1,2] [--rates 0.003,0.01]
 

@@ -1,4 +1,4 @@
-"""What EigenAdam's updates look like, beside those of Adam and Muon.
+"""Compare the updates of EigenAdam with the updates of Adam and Muon.
 
     python benchmarks/anatomy.py [--tasks NAME,...] [--steps 20,60,100] [--seed 0]
 

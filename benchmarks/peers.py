@@ -12,7 +12,7 @@ kfac-jax needs an environment of its own. Without it the other competitors run:
 
     python3 -m venv build/peers && build/peers/bin/pip install -r benchmarks/peers_requirements.txt
 
-Finished runs are kept in ``runs/peers.json``: killed and started again, the command goes on.
+Finished runs are kept in ``runs/peers.json``. If the command is killed, the same command continues.
 """
 
 from __future__ import annotations
