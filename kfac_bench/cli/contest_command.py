@@ -48,7 +48,7 @@ def _add_shared(command: Parser, out: str) -> None:
 def add_contest(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench contest``."""
     command = commands.add_parser(
-        "contest", help="print scores with intervals from packed results alone"
+        "contest", help="print scores with intervals, from packed results only"
     )
     command.add_argument("benchmark", help="a name from kfac-bench list")
     command.add_argument("--results", type=Path, required=True, help="folder of packed results")

@@ -14,7 +14,7 @@ def add_dashboard(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench dashboard push|dry-run``."""
     command = commands.add_parser("dashboard", help="create a W&B workspace and a W&B report")
     command.add_argument(
-        "what", choices=("push", "dry-run"), help="push saves both on the server, dry-run as JSON"
+        "what", choices=("push", "dry-run"), help="push: save on W&B's server; dry-run: as JSON"
     )
     command.add_argument(
         "runs", nargs="*", type=Path, help="runs to show, with their tables (default: all runs)"
@@ -54,7 +54,7 @@ def add_wandb(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench wandb upload``."""
     command = commands.add_parser("wandb", help="send event files to W&B")
     actions = command.add_subparsers(dest="action", required=True, parser_class=Parser)
-    upload = actions.add_parser("upload", help="send what W&B does not have yet")
+    upload = actions.add_parser("upload", help="send the points that W&B does not have yet")
     upload.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
     upload.add_argument("--project", help="W&B project (default: that of each run)")
     upload.add_argument("--entity", help="W&B user or team (default: that of each run)")

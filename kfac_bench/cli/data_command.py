@@ -38,23 +38,26 @@ def build_parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     make = commands.add_parser("make-demo", help="write a small demo in a published layout")
-    make.add_argument("layout", choices=demo_folder.DEMOS)
+    make.add_argument("layout", choices=demo_folder.DEMOS, help="layout of the demo")
     fetch = commands.add_parser(
-        "fetch", help="copy a dataset from an installed package, or download it"
+        "fetch", help="copy a dataset from an installed package, or download the dataset"
     )
-    fetch.add_argument("dataset", choices=("fashion_mnist",))
+    fetch.add_argument("dataset", choices=("fashion_mnist",), help="name of the dataset")
     fetch.add_argument("--url", help="address of a folder with the files, instead of the authors'")
     codes = "exit codes: 0 no faults, 1 damaged or missing files, 2 no dataset that can be read"
-    verify = commands.add_parser("verify", help=f"read every file; {codes}", description=codes)
-    prepare = commands.add_parser(
-        "prepare", help="convert a published dataset to the form that is trained on"
+    verify = commands.add_parser(
+        "verify", help=f"read every file of a dataset and name bad files; {codes}"
     )
-    prepare.add_argument("layout", choices=("shards", "wikipedia", "wikitext", "text"))
+    prepare = commands.add_parser(
+        "prepare", help="convert a published dataset to the form that kfac-train reads"
+    )
+    kinds = ("shards", "wikipedia", "wikitext", "text")
+    prepare.add_argument("layout", choices=kinds, help="kind of the source")
     prepare.add_argument(
         "--source", type=Path, required=True, help="folder of ImageNet, or file or folder of text"
     )
     for command in (make, fetch, verify, prepare):
-        command.add_argument("folder", type=Path)
+        command.add_argument("folder", type=Path, help="folder of the dataset")
     prepare.add_argument(
         "--vocab-file", type=Path, help="vocab.txt to use; by default a new vocabulary is trained"
     )

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kfac_bench import __version__, output
 from kfac_bench.distributed.slurm_rank import from_launcher
@@ -68,6 +68,22 @@ def say_once(text: str) -> None:
         time.sleep(RANK_0_SPEAKS_S)
 
 
+if TYPE_CHECKING:
+    SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    SubParsers = argparse._SubParsersAction
+
+
+class _Subcommands(SubParsers):
+    """The subcommands of a command. The help of each one begins with what it does."""
+
+    def add_parser(self, name: str, **arguments: Any) -> Any:
+        """Add a subcommand. By default its description is its line in the list of subcommands."""
+        line = arguments.get("help", "")
+        arguments.setdefault("description", f"{line[:1].upper()}{line[1:]}." if line else None)
+        return super().add_parser(name, **arguments)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line. Options may stand between words.
 
@@ -78,6 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, **arguments: Any) -> None:
         super().__init__(prog=prog, **arguments)
+        self.register("action", "parsers", _Subcommands)
         about = argparse.SUPPRESS if " " in prog else "print the version and stop"
         self.add_argument("--version", action="version", version=__version__, help=about)
 

@@ -17,7 +17,11 @@ def add_slurm(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench slurm``."""
     command = commands.add_parser("slurm", help="copy the batch scripts for Slurm into a folder")
     command.add_argument(
-        "--to", type=Path, required=True, metavar="DIR", help="the folder, such as slurm"
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the scripts, such as slurm",
     )
     command.set_defaults(run_command=lambda o: copy_scripts(o.to))
 

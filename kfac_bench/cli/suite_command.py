@@ -37,7 +37,7 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     add_sitting_options(command)
     command.add_argument("--retry", action="store_true", help="run failed cells again")
     command.add_argument(
-        "--html", type=Path, help="where the page of a benchmark without quantities goes"
+        "--html", type=Path, help="file of the page, if the benchmark has no quantities (demo)"
     )
     # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
@@ -53,7 +53,7 @@ def add_sitting_options(command: Parser) -> None:
         help="folder of packed results: finished runs are taken from it and added to it",
     )
     command.add_argument(
-        "--minutes", type=float, help="start nothing more after this time, and say what is left"
+        "--minutes", type=float, help="start no run after this time, and say how many are left"
     )
 
 

@@ -62,7 +62,7 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="WORD",
         help="launcher=local|slurm, or an override of kfac-train for all runs",
     )
-    command.add_argument("--minutes", type=float, help=f"time for all (default: {MINUTES:g})")
+    command.add_argument("--minutes", type=float, help=f"time of the study (default: {MINUTES:g})")
     command.add_argument(
         "--quick",
         action="store_true",
@@ -76,8 +76,10 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="RUN",
         help="begin with the result of this earlier study",
     )
-    command.add_argument("--optimizers", help="a choice such as adamw,kfac_adamw (default: all)")
-    command.add_argument("--runs-dir", type=Path, help="folder (default: runs/try-NAME)")
+    command.add_argument("--optimizers", help="AdamW and others, such as adamw,soap (default: all)")
+    command.add_argument(
+        "--runs-dir", type=Path, help="folder of the study (default: runs/try-NAME)"
+    )
     command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
     command.set_defaults(run_command=_try)
 

@@ -99,6 +99,21 @@ def test_help_explains_a_group_or_an_option(main, capsys):
     assert "did you mean kfac.damping?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("main", "words", "line"),
+    [
+        (cli.bench, ["tune"], "Tune each optimizer with the same budget."),
+        (cli.bench, ["runs", "list"], "List runs with their state, size and age."),
+        (cli.data, ["make-demo"], "Write a small demo in a published layout."),
+    ],
+)
+def test_the_help_of_a_subcommand_says_what_it_does(main, words, line, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--help"])
+    assert stop.value.code == 0
+    assert f"\n\n{line}\n\n" in capsys.readouterr().out
+
+
 def test_help_needs_no_torch(command):
     code = (
         "import sys, kfac_bench.cli\n"
