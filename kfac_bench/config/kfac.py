@@ -96,8 +96,8 @@ class KFACConfig(Section):
     )
     background: bool = option(
         False,
-        "compute statistics and decompositions on a core beside training; decompositions come into "
-        "use some steps later",
+        "compute statistics and decompositions on a second core during training; K-FAC uses the "
+        "decompositions some steps later",
         RESULT,
     )
     damping: float | None = option(

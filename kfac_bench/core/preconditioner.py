@@ -162,7 +162,7 @@ class KFAC:
             single step is long. Each factor is still decomposed every ``update_freq`` steps.
             False decomposes everything in one step, as the papers do; ranks then share the work.
             By default a single process spreads, and several ranks do not.
-        background: Whether to compute statistics and decompositions on a thread beside training.
+        background: Whether to compute statistics and decompositions on a thread during training.
             Default False. Try True if a CPU core is free: steps become shorter, and none of them
             is long. On a GPU the thread uses a stream of its own (not tested yet).
 
