@@ -64,7 +64,8 @@ def compared(
     columns += [f"{kind}: {ran}" if ran else kind for kind in kinds]
     columns += ["95 %", "seeds"] if has_runs else []
     columns += [how_computed(benchmark)] if has_computed else []
-    columns += ["published", "ratio", "source"]
+    has_published = any(line.published is not None for line in lines)
+    columns += ["published", "ratio", "source"] if has_published else []
     rows: list[Sequence[Value]] = []
     for line in lines:
         row: list[Value] = [line.point.get(axis, "") for axis in axes]
@@ -76,7 +77,8 @@ def compared(
             row += [interval, seeds]
         if has_computed:
             row.append(_computed(line))
-        row += [published(line.published), ratio(line, stands_in=bool(ran)), line.source]
+        if has_published:
+            row += [published(line.published), ratio(line, stands_in=bool(ran)), line.source]
         rows.append(row)
     return Table(benchmark.title, columns, rows, notes)
 

@@ -2,7 +2,8 @@
 
 A check holds if the whole 95 % interval of its number is on the allowed side of the limit. It fails
 if the whole interval is on the other side. A claim is supported if all its checks hold, and not
-supported if one check fails. In all other cases these runs cannot decide.
+supported if one check fails. If an interval contains its limit, the runs do not decide. If a number
+is missing, they do not test the claim.
 """
 
 import math
@@ -24,6 +25,7 @@ class Verdict(Enum):
 
     SUPPORTED = "supported"
     NOT_SUPPORTED = "not supported"
+    NOT_DECIDED = "not decided"
     NOT_TESTABLE = "not testable here"
     NOT_RUN = "not run yet"
 
@@ -57,8 +59,8 @@ def table(rows: Sequence[BenchmarkRow]) -> Table | None:
         return None
     note = (
         "Medians over seeds with their 95 % interval. A claim is supported if each whole interval "
-        "is within its limit, and not supported if one whole interval is outside. Before a row has "
-        "run, only the limits are shown"
+        "is within its limit, not supported if one whole interval is outside, not decided if an "
+        "interval contains its limit. Before a row has run, only the limits are shown"
     )
     return Table("Verdicts on the claims", ["claim", "verdict", "numbers"], shown, [note])
 
@@ -100,10 +102,13 @@ def judge(claim: Claim, lines: Sequence[Line], seeds: int) -> Judgement:
         return without_numbers(claim)
     pairs = [(check, _line_of(check, lines)) for check in claim.checks]
     states = [_state(check, line, seeds) for check, line in pairs]
-    verdict = Verdict.NOT_TESTABLE
     if CheckState.FAILS in states:
         verdict = Verdict.NOT_SUPPORTED
-    elif all(state is CheckState.HOLDS for state in states):
+    elif CheckState.NO_NUMBER in states:
+        verdict = Verdict.NOT_TESTABLE
+    elif CheckState.OPEN in states:
+        verdict = Verdict.NOT_DECIDED
+    else:
         verdict = Verdict.SUPPORTED
     numbers = "; ".join(
         f"{_name(check)}: {_number(line)}, {_limit(check)}: {state.value}"

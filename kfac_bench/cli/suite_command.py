@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -210,15 +211,14 @@ def _report_row(row: BenchmarkRow, html: Path | None, *, brief: bool = False) ->
     if not row.benchmark.quantities:
         _compare(row, html)
         return
-    from kfac_bench.benchmark import paper
+    from kfac_bench.benchmark import paper, verdict
 
     written = paper.write(row)
     if not brief:
-        from rich.console import Console
-
-        Console().print(_terminal(written.tables[0]))
-        for note in written.tables[0].notes:
-            say(f"* {note}")
+        _show(written.tables[0])
+        verdicts = verdict.table([row])
+        if verdicts is not None:
+            say(verdicts.markdown())
     for file in written.files:
         say(f"{file.suffix[1:]}: {file}")
 
@@ -251,6 +251,18 @@ def _compare(row: BenchmarkRow, html: Path | None) -> None:
         else:
             say(f"not in the table, because it failed before its first event: {cell.label}")
     compare_command.compare(began, html or row.folder / "report.html", None, False)
+
+
+def _show(table: Table) -> None:
+    """Print a table: drawn on a terminal, as Markdown into a pipe, whose lines have no limit."""
+    if not sys.stdout.isatty():
+        say(table.markdown())
+        return
+    from rich.console import Console
+
+    Console().print(_terminal(table))
+    for note in table.notes:
+        say(f"* {note}")
 
 
 def _terminal(table: Table) -> rich.table.Table:

@@ -28,9 +28,9 @@ GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
     [
         ([measured(FASTER, 0.5, 0.4, 0.6), GOOD], Verdict.SUPPORTED),
         ([measured(FASTER, 0.8, 0.61, 0.9), GOOD], Verdict.NOT_SUPPORTED),
-        ([measured(FASTER, 0.5, 0.4, 0.7), GOOD], Verdict.NOT_TESTABLE),
+        ([measured(FASTER, 0.5, 0.4, 0.7), GOOD], Verdict.NOT_DECIDED),
         ([measured(FASTER, math.inf, math.inf, math.inf, missed=3), GOOD], Verdict.NOT_SUPPORTED),
-        ([measured(FASTER, 0.5, 0.4, math.inf, missed=1), GOOD], Verdict.NOT_TESTABLE),
+        ([measured(FASTER, 0.5, 0.4, math.inf, missed=1), GOOD], Verdict.NOT_DECIDED),
         ([measured(FASTER, 0.5, 0.4, 0.6, seeds=2), GOOD], Verdict.NOT_TESTABLE),
         ([GOOD], Verdict.NOT_TESTABLE),
         ([measured(FASTER, 0.5, 0.4, 0.6), measured(AS_GOOD, -2, -3, -1)], Verdict.NOT_SUPPORTED),
@@ -107,7 +107,7 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
     assert "| K-FAC is faster. | supported |" in document.read_text()
     assert "0.4556" in document.read_text()
     write(cells["SGD", 2], 0.7)  # a level that K-FAC does not reach
-    assert verdicts(row)[0] == "not testable here"
+    assert verdicts(row)[0] == "not decided"
     (cells["SGD", 2] / "events.jsonl").unlink()
     grid.record_failure(cells["SGD", 2], "x", "out of memory")
     judged = verdict.table([row]).rows[0]
