@@ -19,6 +19,8 @@ def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = Fal
     Raises:
         UsageError: The file cannot be written.
     """
+    if not path.name:  # "." or "/", or an empty word, which is "." as a path
+        raise UsageError(f"{name or path}: cannot be written (it is a folder). Name a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if make_folder:

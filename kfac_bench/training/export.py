@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -62,11 +63,14 @@ def _about(run: Path, saved: Checkpoint) -> dict[str, str]:
 
 
 def _write(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
+    if not path.name:
+        raise UsageError(f"{path}: cannot be written (it is a folder). Name a file with --out")
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(dict(weights), partial, metadata=dict(metadata))
         os.replace(partial, path)
     except Exception as error:
         # safetensors raises an exception type of its own, for example for a full disk.
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise UsageError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None

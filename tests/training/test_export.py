@@ -88,6 +88,8 @@ def test_a_failed_export_is_one_line(tmp_path, capsys):
         ([tmp_path / "empty"], "empty has no good checkpoint"),
         ([tmp_path / "empty", "--best"], "has no good checkpoint of evaluated weights"),
         ([path, "--out", tmp_path / "no" / "such" / "f.safetensors"], "cannot be written"),
+        ([path, "--out", path / "config.yaml" / "f.safetensors"], "cannot be written"),
+        ([path, "--out", "."], "Name a file"),
     ):
         assert bench("export", *arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
