@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import io
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ RANK_0_SPEAKS_S = 10
 
 def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
     """Run `main` and end the process with its exit code. Errors are printed as one line."""
+    _prepare_streams()
     try:
         code = main()
     except OneRankError as error:
@@ -57,6 +59,17 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         atexit._run_exitfuncs()
         os._exit(code)
     sys.exit(code)
+
+
+def _prepare_streams() -> None:
+    """Let every text be printed, also where the shell has closed a stream (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- open until the process ends
+        elif isinstance(stream, io.TextIOWrapper):
+            # rich prints tables, and their dashes are in no Latin-1 locale.
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say_once(text: str) -> None:

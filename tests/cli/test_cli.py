@@ -1,5 +1,6 @@
 """The commands as users type them: exit codes, output, and the files they leave."""
 
+import io
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from kfac_bench.simulate import plan_report
 from kfac_bench.training import dry_run
 from tests.support import forks
 from tests.support.quick import slow
+from tests.support.written_runs import two_optimizers
 
 BIN = Path(sys.executable).parent
 ROOT = compose.CONF_DIR.parent
@@ -552,3 +554,21 @@ def test_no_line_holds_control_characters(capsys):
     said = capsys.readouterr()
     assert said.out == "a\\x1b[31m\\x9b\nb\n"
     assert said.err == "kfac-train: lost another rank: \\x1b]0;title\\x07\n"
+
+
+def test_a_shell_that_closed_stdout_gets_the_exit_code(monkeypatch):
+    """Python's standard output is None then."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as caught:
+        exit_with("kfac-bench", lambda: say("unread") or 0)
+    assert caught.value.code == 0
+    sys.stdout.close()
+
+
+def test_a_table_is_printed_in_a_locale_without_its_dash(tmp_path, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", screen)
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(["compare", str(two_optimizers(tmp_path))])
+    assert caught.value.code == 0
+    assert b"K-FAC + SGD" in screen.buffer.getvalue()
