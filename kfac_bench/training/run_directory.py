@@ -201,7 +201,8 @@ class RunDirectory:
             with suppress(OSError):
                 # Never through a link that somebody has put there.
                 partial.unlink(missing_ok=True)
-                partial.write_text(f"{status} {step} {self.path.absolute()}\n")
+                # The name of a folder need not be UTF-8.
+                partial.write_bytes(os.fsencode(f"{status} {step} {self.path.absolute()}\n"))
                 partial.replace(file)
 
     def check_is_here(self) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,3 +310,12 @@ def test_linked_checkpoints_are_not_read(copied, name, tmp_path, capsys):
     assert f"{file}: is a link" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"is a link|no good checkpoint"):
         train(path.parent, "run_id=other", "kfac=none", f"resume={path}")
+
+
+def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    options = ("kfac=none", "run_id=r", "trainer.max_steps=1", "trainer.predictions=0")
+    config = replace(config_of(tmp_path, *options), runs_dir=str(folder))
+    assert run.train(config, ALONE) == ("finished", 0)
+    state = (folder / "r" / "state").read_bytes()
+    assert state == b"finished 1 " + os.fsencode(folder / "r") + b"\n"
