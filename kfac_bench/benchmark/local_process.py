@@ -35,6 +35,7 @@ def run(command: Sequence[str], timeout_s: float | None = None) -> tuple[int, st
         command,
         capture_output=True,
         text=True,
+        errors="replace",
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         timeout=timeout_s,
         preexec_fn=None if _LIBC is None else _end_with_caller,

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from kfac_bench.benchmark import local_process
+
 CHILD = """
 import sys, time
 with open(sys.argv[1], "w") as fifo:
@@ -28,3 +30,10 @@ def test_a_command_ends_if_its_caller_is_killed(tmp_path):
         caller.kill()
         # The file ends when the child does.
         assert fifo.read() == ""
+
+
+def test_output_that_is_not_utf_8_is_no_error():
+    program = r"import os, sys; os.write(2, b'caf\xe9'); sys.exit(3)"
+    code, line = local_process.run([sys.executable, "-c", program])
+    assert code == 3
+    assert line.startswith("caf")
