@@ -47,7 +47,7 @@ def seconds_to_target(run: Run, level: Level) -> float:
 def targets_per_s_per_rank(run: Run, level: Level) -> float:
     """Return how many such runs a rank would bring to the target in a second; inf for a miss."""
     seconds = seconds_to_target(run, level)
-    return math.inf if math.isinf(seconds) else 1 / seconds / _ranks(run)
+    return math.inf if math.isinf(seconds) else _per(1, seconds) / _ranks(run)
 
 
 def epochs_to_target(run: Run, level: Level) -> float:
@@ -84,10 +84,15 @@ def _ranks(run: Run) -> float:
     return number(run.started.environment.get("world_size", 1))
 
 
+def _per(amount: float, seconds: float) -> float:
+    """Return an amount per second; NaN for no seconds, as of a target that step 0 has met."""
+    return amount / seconds if seconds > 0 else math.nan
+
+
 def _rate(run: Run, level: Level) -> float:
     # The configured batch is that of all ranks.
     batch = number(option(run.started.config, "trainer", "batch_size"))
-    return batch / _pace(run)[0] / _ranks(run)
+    return _per(batch, _pace(run)[0]) / _ranks(run)
 
 
 def update_extra_s(run: Run, level: Level) -> float:
@@ -123,7 +128,7 @@ MEASURES: Mapping[str, Callable[[Run, Level], float]] = {
     "ms_per_step": lambda run, level: 1e3 * _pace(run)[0],
     "epoch_s": lambda run, level: _pace(run)[1],
     "examples_per_s_per_rank": _rate,
-    "steps_per_s_per_rank": lambda run, level: 1 / _pace(run)[0] / _ranks(run),
+    "steps_per_s_per_rank": lambda run, level: _per(1, _pace(run)[0]) / _ranks(run),
     "update_extra_s": update_extra_s,
 }
 COMPUTED = frozenset(

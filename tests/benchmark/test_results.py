@@ -271,6 +271,14 @@ def test_measures_of_a_run(tmp_path):
     assert math.isnan(measures.measure(never, "seconds_to_target", None))
 
 
+def test_a_clock_that_stands_still_gives_no_number(tmp_path):
+    """The initial weights may meet the target, after no training seconds."""
+    events = [trained(1, 0.0, 0.5), trained(2, 0.0, 1.0)]
+    run = write(tmp_path, 0.9, 0.0, trained=events, target=0.5)
+    for name in ("targets_per_s_per_rank", "examples_per_s_per_rank", "steps_per_s_per_rank"):
+        assert math.isnan(measures.measure(run, name, None)), name
+
+
 def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
     """This test starts a real process."""
     tree = Benchmark(
