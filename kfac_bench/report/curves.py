@@ -135,7 +135,8 @@ def _fit(axes: Axes, low: float, high: float) -> None:
         wider = (high / low) ** MARGIN
         axes.set_ylim(low / wider, high * wider)
     else:
-        wider = (high - low) * MARGIN
+        # Without a difference, such as one value that is the target, the value is in the middle.
+        wider = (high - low or abs(high) or 1.0) * MARGIN
         axes.set_ylim(low - wider, high + wider)
 
 

@@ -216,3 +216,10 @@ def test_no_style_repeats_before_all_styles_are_used(folder: Path) -> None:
     many = [score.Setting("t", f"o{i}", {}, setting.runs) for i in range(24)]
     looks = set(curves.styles(many).values())
     assert len(looks) == 24
+
+
+def test_a_run_whose_only_shown_value_is_the_target_is_drawn(tmp_path: Path) -> None:
+    """The axis of a share leaves out 0.1 here, so that its two ends would be equal."""
+    write_run(tmp_path / "a", target=0.9, shares=(0.1, 0.9, 0.9))
+    svg = report.figure_svg(report.compare([tmp_path]).settings)
+    assert "target 0.9</text>" in svg
