@@ -5,6 +5,7 @@ stream. Their order, the part of each rank and a resumed run are the same as for
 """
 
 import io
+import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -112,7 +113,9 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
     folders = imagefolder.open_folders(source)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        (root / "classes.txt").write_text("".join(f"{name}\n" for name in folders[0].classes))
+        names = "".join(f"{name}\n" for name in folders[0].classes)
+        # Names of folders are bytes, and need not be UTF-8.
+        (root / "classes.txt").write_bytes(os.fsencode(names))
         for split, folder in zip(("train", "val"), folders, strict=True):
             order = epoch_order(len(folder.labels), 0, 0).tolist()
             for number, start in enumerate(range(0, len(order), per_shard)):

@@ -296,3 +296,12 @@ def test_wrong_shards_are_usage_errors(root, folders, tmp_path):
     with pytest.raises(UsageError, match=r"23 good images .* 0 in val"):
         tar_shards.load(root)
     assert not list(root.glob("*.tmp"))
+
+
+def test_names_of_classes_that_are_not_utf_8_are_kept(tmp_path):
+    for split in ("train", "val"):
+        folder = tmp_path / split / os.fsdecode(b"caf\xe9")
+        folder.mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / "a.JPEG")
+    assert len(list(tar_shards.write(tmp_path / "shards", tmp_path))) == 2
+    assert (tmp_path / "shards" / "classes.txt").read_bytes() == b"caf\xe9\n"
