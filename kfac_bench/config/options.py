@@ -116,7 +116,9 @@ def check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
         raise UsageError(f"{name}={value}: choose one of {', '.join(choices)}")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    if not math.isfinite(value) and not bounds:
+    # math.isfinite() fails for a whole number that is too large for a float.
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    if not is_finite and not bounds:
         raise UsageError(f"{name}={value}: must be a finite number ({meta['help']})")
     holds = {
         "at least": lambda bound: value >= bound,
@@ -125,7 +127,7 @@ def check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
         "below": lambda bound: value < bound,
     }
     for word, bound in bounds.items():
-        if not holds[word](bound) or value in (float("inf"), float("-inf")):
+        if not holds[word](bound) or not is_finite:
             said = " and ".join(f"{w} {b:g}" for w, b in bounds.items())
             raise UsageError(f"{name}={value}: must be {said} ({meta['help']})")
 
