@@ -5,21 +5,20 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser
 from kfac_bench.counted import counted
-from kfac_bench.errors import printable
+from kfac_bench.errors import UsageError, printable, shortage
 from kfac_bench.output import say
 
 
 def data(arguments: list[str]) -> int:
     """Parse the arguments, run the command and return the exit code."""
     options = build_parser().parse_args(arguments)
-    if options.command == "prepare":
-        return _prepare(options)
-    if options.command == "make-demo":
-        from kfac_bench.data.demo import demo_folder
-
-        demo_folder.make(options.layout, options.folder)
-        say(f"{options.folder}: made")
-        return 0
+    if options.command in ("prepare", "make-demo"):
+        try:
+            return _prepare(options) if options.command == "prepare" else _make_demo(options)
+        except OSError as error:
+            if shortage(error):
+                raise
+            raise UsageError(f"{options.folder}: cannot be written ({error.strerror})") from None
     if options.command == "fetch":
         from kfac_bench.data.images import fetch_fashion_mnist
 
@@ -71,6 +70,14 @@ def build_parser() -> Parser:
         "--eval-share", type=float, default=0.01, help="share of documents to hold out (0.01)"
     )
     return parser
+
+
+def _make_demo(options: argparse.Namespace) -> int:
+    from kfac_bench.data.demo import demo_folder
+
+    demo_folder.make(options.layout, options.folder)
+    say(f"{options.folder}: made")
+    return 0
 
 
 def _verify(folder: Path) -> int:

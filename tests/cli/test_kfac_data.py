@@ -98,10 +98,16 @@ def test_verify_reads_the_lgg_demo(capsys, tmp_path):
         (("verify", "{folder}"), "has the layout of no known dataset"),
         (("make-demo", "mnist", "{folder}"), "invalid choice"),
         (("make-demo", "imagenet", "{folder}/has"), "has train or val already"),
+        (("make-demo", "imagenet", "{folder}/file/demo"), "cannot be written (Not a directory)"),
+        (
+            ("prepare", "text", "--source", "{folder}/file", "{folder}/file"),
+            "cannot be written (File exists)",
+        ),
     ],
 )
 def test_bad_input_gives_one_clear_line(capsys, tmp_path, arguments, said):
     (tmp_path / "has" / "train").mkdir(parents=True)
+    (tmp_path / "file").write_text("One word.")
     code, out, err = run(capsys, *(a.format(folder=tmp_path) for a in arguments))
     assert (code, out) == (2, "")
     assert err.startswith("kfac-data: ")
