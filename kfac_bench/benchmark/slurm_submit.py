@@ -37,10 +37,14 @@ def submit(
         options: Options of sbatch, such as ``--ntasks=2``.
 
     Raises:
-        UsageError: There is no Slurm, or Slurm refuses a job. Then no job is left in the queue.
+        UsageError: There is no Slurm, or Slurm refuses a job. Then no job is left in the queue. Or
+            the folder cannot be written.
     """
     output = folder / "slurm"
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written ({error.strerror})") from None
     ids: list[str] = []
     try:
         for label, command in commands.items():

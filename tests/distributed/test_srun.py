@@ -119,6 +119,9 @@ def test_submit_without_slurm_is_a_usage_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="launcher=slurm: there is no sbatch on this machine"):
         slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/slurm: cannot be written"):
+        slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path / "file")
 
 
 LONG = (*KFAC, "trainer.max_steps=8", "trainer.log_freq=1", "trainer.eval_freq=4")
