@@ -12,10 +12,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_bench.record.events import Evaluated, Event, RecordGap, RunEnded, TargetReached
+from kfac_bench.record.events import (
+    Evaluated,
+    Event,
+    RecordGap,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+)
 from kfac_bench.record.runs import Run as Run
 from kfac_bench.record.runs import Setting as Setting
-from kfac_bench.record.runs import clock, differences, flatten, number, plain, seed, target
+from kfac_bench.record.runs import (
+    clock,
+    differences,
+    flatten,
+    number,
+    option,
+    plain,
+    seed,
+    target,
+)
 from kfac_bench.record.runs import group as group
 from kfac_bench.record.runs import load as load
 
@@ -59,7 +75,18 @@ def target_reached(run: Run) -> TargetReached | None:
 
 
 def _target_event(events: Iterable[Event]) -> TargetReached | None:
-    return next((e for e in events if isinstance(e, TargetReached)), None)
+    """Return the first event of a target that is as hard as that of the run's first start.
+
+    A later start may have had another ``trainer.target``, but tables name the first one.
+    """
+    goal, sign = math.nan, 1.0
+    for event in events:
+        if isinstance(event, RunStarted):
+            goal = number(option(event.config, "trainer", "target"))
+            sign = 1.0 if event.higher_is_better else -1.0
+        elif isinstance(event, TargetReached) and not sign * number(event.target) < sign * goal:
+            return event
+    return None
 
 
 def time_to_target_s(run: Run) -> float:

@@ -87,6 +87,22 @@ def test_a_run_that_missed_is_infinite_and_not_dropped(tmp_path: Path) -> None:
     assert score.notes(score.group([run])) == []
 
 
+@pytest.mark.parametrize(
+    ("higher_is_better", "later", "time_s"),
+    [(True, 0.5, INF), (True, 0.97, 2.0), (True, 0.99, 2.0), (False, 1.5, INF), (False, 0.9, 2.0)],
+)
+def test_a_target_that_a_later_start_made_easier_does_not_count(
+    tmp_path: Path, higher_is_better: bool, later: float, time_s: float
+) -> None:
+    """Tables name the target of the first start, which is 0.97."""
+    hit = TargetReached(20, 2.0, "accuracy", later, later)
+    options = {"trainer.target": later}
+    events = (Resumed(10, 1.0, "checkpoint", {}, options), hit, RunEnded(20, 2.0, "reached"))
+    run = score.load(write_run(tmp_path / "a", *events, higher_is_better=higher_is_better))
+    assert score.time_to_target_s(run) == time_s
+    assert score.row(score.group([run])[0]).reached == (time_s < INF)
+
+
 def test_a_time_that_is_no_number_counts_as_missed() -> None:
     event = TargetReached(1, math.nan, "accuracy", 0.98, 0.97)
     assert score.time_to_target_of([event]) == INF
