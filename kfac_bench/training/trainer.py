@@ -185,9 +185,12 @@ class Trainer:
     def _fit(self) -> str:
         # Curves start with the metrics of the initial weights.
         if self.step == 0:
-            self._evaluate()
+            is_reached = self._evaluate()
             if self._stopping:
                 return "interrupted"
+            if is_reached:
+                self.save()
+                return "reached"
         # The clock starts here: building the run and the first evaluation are not training.
         self._meter.start(self.course.examples_seen(self.step))
         self.clock.start()

@@ -207,6 +207,19 @@ def test_target_stops_the_run(tmp_path):
     assert all(e.metrics["squared_error"] > 12 for e in evaluated[:-1])
 
 
+def test_initial_weights_that_meet_the_target_need_no_step(tmp_path):
+    options = (*METHODS["kfac eigen"], "run_id=r")
+    assert train(tmp_path, *options, "trainer.target=1000")[0] == "reached"
+    path = tmp_path / "r"
+    [hit] = of_kind(path, TargetReached)
+    assert (hit.step, hit.train_s, end(path).step) == (0, 0.0, 0)
+    assert not of_kind(path, Trained)
+    # The checkpoint of step 0 continues for a better target.
+    more = ("trainer.target=12", "trainer.eval_freq=1")
+    assert train(tmp_path, *options, *more)[0] == "reached"
+    assert end(path).step > 0
+
+
 def test_the_metric_counts_every_example_once_in_batches_of_any_size(tmp_path):
     figures = []
     for size in (1000, 450, 7):
