@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +58,13 @@ class GradientWatch:
     """Remembers ``.grad`` of layers at the end of a backward, and compares it later.
 
     ``zero_grad()`` removes ``.grad``, or fills it with zeros. Both discard the gradient. Clipping,
-    unscaling and averaging over ranks change ``.grad`` in place and keep it.
+    unscaling and averaging over ranks change ``.grad`` in place and keep it. The gradient of a
+    backward that raised an exception counts as discarded.
     """
 
     def __init__(self) -> None:
         self._marks: dict[str, _Mark] = {}
+        self._failed: set[str] = set()  # layers that a backward had reached when it failed
         self._reached: dict[int, dict[str, Layer]] = {}  # by graph task, while it runs
 
     def expect(self, layer: Layer) -> None:
@@ -71,12 +74,18 @@ class GradientWatch:
             self._reached[task] = {}
             # Wrappers queue callbacks too, which average gradients. Queueing twice waits for them.
             queue = Variable._execution_engine.queue_callback
-            queue(partial(queue, partial(self._mark, task)))
+            mark = partial(self._mark, task)
+            queue(partial(queue, mark))
+            # A backward that fails runs no callback. It only frees the callbacks.
+            finalize(mark, self._fail, task).atexit = False
         self._reached[task][layer.name] = layer
 
     def _mark(self, task: int) -> None:
         for layer in self._reached.pop(task, {}).values():
             self._remember(layer)
+
+    def _fail(self, task: int) -> None:
+        self._failed.update(self._reached.pop(task, {}))
 
     def _remember(self, layer: Layer) -> None:
         # Without a .grad, a framework keeps the gradient elsewhere: FSDP2 between micro-batches.
@@ -87,6 +96,8 @@ class GradientWatch:
 
     def is_removed(self, layer: Layer) -> bool:
         """Return whether the gradient of the last backward is no longer in ``.grad``."""
+        if layer.name in self._failed:
+            return True
         return layer.name in self._marks and layer.weight.grad is None
 
     def zeroed(self, layer: Layer) -> Tensor | None:
@@ -107,10 +118,12 @@ class GradientWatch:
     def forget(self, layer: Layer) -> None:
         """Forget the gradient of one layer: its statistics are discarded."""
         self._marks.pop(layer.name, None)
+        self._failed.discard(layer.name)
 
     def clear(self) -> None:
         """Forget all gradients: their statistics are used."""
         self._marks.clear()
+        self._failed.clear()
         self._reached.clear()
 
 

@@ -168,6 +168,24 @@ def test_a_discarded_pass_before_a_paused_one(net):
     assert not kfac._capture.pop()
 
 
+@pytest.mark.parametrize("options", [{}, {"background": True}])
+def test_a_backward_that_fails_leaves_no_statistics(net, options):
+    """A loop may catch the exception of a bad batch and go on with the next one."""
+
+    def fail(module, grad_input, grad_output):
+        raise ArithmeticError("a bad batch")
+
+    def first(model, kfac, optimizer):
+        handle = model.attention.register_full_backward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            training_pass(model, kfac, 77)
+        handle.remove()
+        optimizer.zero_grad()
+
+    got = step_with(copy.deepcopy(net), first, **options)
+    assert_same(got, step_with(copy.deepcopy(net), lambda *_: None, **options), 1e-10)
+
+
 def test_labels_of_a_discarded_pass_before_zero_grad(net):
     """fisher_backward, then zero_grad: rather no statistics in this step than wrong ones."""
     model = copy.deepcopy(net)
