@@ -44,22 +44,27 @@ class NormLayer(Layer):
 
     def size(self, x: Tensor, g: Tensor) -> tuple[int, int]:
         """See :meth:`Layer.size`."""
-        return len(x), 1
+        return self._samples(x), 1
 
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_a`."""
         shape = self.spec.factor_shape("A")
-        return torch.full(shape, len(x), device=g.device, dtype=at_least_float32(g).dtype)
+        return torch.full(shape, self._samples(x), device=g.device, dtype=at_least_float32(g).dtype)
 
     def moment_g(self, x: Tensor, g: Tensor) -> Tensor:
         """See :meth:`Layer.moment_g`."""
         u = self._per_sample(x, g)
         return (u.unsqueeze(-1) * u.unsqueeze(-2)).sum(0)
 
+    def _samples(self, x: Tensor) -> int:
+        """Return the number of samples; an input that is normalized as a whole is one sample."""
+        is_single = x.ndim == len(getattr(self.modules[0], "normalized_shape", ()))
+        return 1 if is_single else len(x)
+
     def _per_sample(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the gradients of scale and shift for each sample, [N, channels, g_dim]."""
         normalized, g = self._normalize(at_least_float32(x)), at_least_float32(g)
-        n, channels = len(x), self.weight.numel()
+        n, channels = self._samples(x), self.weight.numel()
         if isinstance(self.modules[0], _BatchNorm | nn.GroupNorm):
             # The input is [N, C, *positions].
             shape, over = (n, channels, -1), 2

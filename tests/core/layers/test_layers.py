@@ -162,6 +162,20 @@ NORMS = {
 }
 
 
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_without_a_batch_sees_a_batch_of_one(make):
+    module, x, found = make((3, 4)), torch.randn(3, 4), []
+    for inputs in (x, x.unsqueeze(0)):
+        kfac = kfac_of(module, method="ekfac")
+        loss_of(module(inputs), 1).backward()
+        kfac.step()
+        found.append(factors_of(kfac)[""])
+        kfac.detach()
+        module.zero_grad()
+    assert_close(found[0]["G"], found[1]["G"])
+    assert torch.equal(found[0]["A"], found[1]["A"])
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
 @pytest.mark.parametrize("case", NORMS)
 def test_norm_blocks_are_second_moments_of_per_sample_gradients(case, method):
