@@ -78,6 +78,8 @@ class ProjectionLayer(LinearLayer):
         named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
         query = named["query"]
         samples = 1 if query.ndim == 2 else query.shape[0 if module.batch_first else 1]
+        if not samples:
+            return
         inputs = [t for t in named.values() if isinstance(t, Tensor) and t.grad_fn is not None]
         found = False
         stop = {get_gradient_edge(t).node for t in inputs}

@@ -134,6 +134,15 @@ def test_attention_without_a_batch_is_a_batch_of_one():
     assert_same(*results)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_without_samples_counts_nothing(batch_first):
+    model = nn.MultiheadAttention(6, 2, batch_first=batch_first)
+    kfac, x = kfac_of(model), torch.zeros((0, 4, 6) if batch_first else (4, 0, 6))
+    model(x, x, x)[0].sum().backward()
+    kfac.step()
+    assert all(float(s["A"]["weight"]) == 0 for s in kfac.state_dict()["layers"].values())
+
+
 def test_attention_called_twice_and_modified_in_place():
     packed, x = nn.MultiheadAttention(6, 2, batch_first=True), torch.randn(3, 4, 6)
 
