@@ -92,6 +92,24 @@ def test_factors_are_float32_and_close_to_those_of_float32(dtype, method):
         assert float((p.grad - grad).abs().max()) <= 10 * TOLERANCE[dtype] * scale
 
 
+@pytest.mark.parametrize("make", [nn.Linear, nn.LSTM])
+def test_an_input_that_changes_in_place_after_the_layer(make):
+    """The layer has computed with its own copy in half precision, so a script may do that."""
+    found = []
+    for change in (torch.Tensor.add, torch.Tensor.add_):
+        torch.manual_seed(0)
+        model = nn.ModuleList([make(4, 4)])
+        kfac, x = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.randn(5, 6, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model[0](x)
+            output = output if make is nn.Linear else output[0]
+            (output * change(x, 3.0)).mean().backward()
+        kfac.step()
+        found.append(factors_of(kfac))
+    for key, want in found[0].items():
+        assert torch.equal(found[1][key], want), key
+
+
 @DTYPES
 @pytest.mark.parametrize("scale", [2.0**8, 2.0**14])
 def test_factors_do_not_depend_on_the_loss_scale(scale, dtype):

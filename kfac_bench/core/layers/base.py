@@ -108,8 +108,8 @@ class Layer(ABC):
     ) -> Iterator[Call]:
         """Yield the uses of the layer in the forward of ``module`` that has just ended."""
         if isinstance(output, Tensor) and output.requires_grad:
-            x = (args[0] if args else next(iter(kwargs.values()))).detach()
-            yield Call(x, *_edge_of(output))
+            x = args[0] if args else next(iter(kwargs.values()))
+            yield Call(as_used(x, output), *_edge_of(output))
 
     @abstractmethod
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,6 +235,17 @@ class Layer(ABC):
         if self.bias is not None and self.bias.grad is not None:
             assert bias is not None
             local(self.bias.grad)[self.part].copy_(bias)
+
+
+def as_used(x: Tensor, output: Tensor) -> Tensor:
+    """Return the input of a layer as the layer has used it, detached.
+
+    Under autocast a layer computes with a copy of its input in half precision. A script may change
+    the input itself in place before backward, and autograd does not complain. So K-FAC has a copy,
+    too.
+    """
+    is_cast = output.dtype.itemsize < x.dtype.itemsize and x.is_floating_point()
+    return x.detach().to(output.dtype) if is_cast else x.detach()
 
 
 def _edge_of(output: Tensor) -> tuple[GradientEdge, Callable[[Tensor], Tensor] | None]:
