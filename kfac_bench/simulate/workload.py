@@ -58,6 +58,8 @@ def of_file(path: Path, examples: int) -> Workload:
         raise UsageError(f"{path}: layers: expected a list")
     for entry in content["layers"]:
         for spec, each in _layers(entry, path):
+            if spec.name in rows:
+                raise UsageError(f"{path}: layers: {spec.name} is there twice; rename one of them")
             layers.append(spec)
             rows[spec.name] = each * examples
     return Workload(

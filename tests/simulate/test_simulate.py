@@ -354,6 +354,8 @@ LAYER = "name: a, a_dim: 2, g_dim: 2, rows: 1"
         f"layers: [{{{LAYER}, repeat: 0}}]",
         f"layers: [{{{LAYER}, repeat: x}}]",
         f"{{parameters: 0, layers: [{{{LAYER}}}]}}",
+        f"{{parameters: 1, tensors: 1, step_flops_per_example: 1, layers: [{{{LAYER}}}, "
+        f"{{{LAYER}}}]}}",
         "more: 1",
         "\x00",
     ],
