@@ -21,6 +21,11 @@ class EmbeddingLayer(Layer):
             return "sparse gradients"
         return "scale_grad_by_freq" if module.scale_grad_by_freq else None
 
+    def is_same_map(self, other: Layer) -> bool:
+        """See :meth:`Layer.is_same_map`. Padding of one module may be a token of the other."""
+        paddings = (layer.modules[0].padding_idx for layer in (self, other))
+        return super().is_same_map(other) and len(set(paddings)) == 1
+
     def make_spec(self, max_dim: int) -> LayerSpec:
         """See :meth:`Layer.make_spec`."""
         tokens, d = self.weight.shape

@@ -130,6 +130,14 @@ def test_convolutions_of_one_weight_that_see_other_patches_are_left_out(options)
     assert [x.reason for x in report.skipped] == ["weight tied to 1", "weight tied to 0"]
 
 
+def test_embeddings_of_one_weight_with_other_padding_are_left_out():
+    """What is padding in one module is a token with a gradient in the other."""
+    model = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Embedding(5, 3), nn.Linear(3, 2))
+    model[1].weight = model[0].weight
+    report = kfac_of(model).report()
+    assert [x.name for x in report.layers] == ["2"]
+
+
 def test_shared_frozen_parameters_do_not_matter():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(6, 4)
     model[2].bias = model[0].bias
