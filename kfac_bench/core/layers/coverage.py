@@ -132,7 +132,7 @@ def _parts(
         out_name = f"{name}.out_proj" if name else "out_proj"
         out_reason = reason or _reason_to_skip(out_name, module.out_proj, skip, types)
         made = [] if reason else ProjectionLayer.of(name, module, max_dim)
-        reason = reason or _frozen(module.in_proj_weight)
+        reason = reason or _unusable(module.in_proj_weight)
         yield _Part(name, module, own, [] if reason else [*made[:3]], reason)
         out = dict(module.out_proj.named_parameters(recurse=False))
         yield _Part(out_name, module.out_proj, out, [] if out_reason else [*made[3:]], out_reason)
@@ -151,7 +151,7 @@ def _recurrent_parts(
         own_name = f"{name}.{map_name}" if name else map_name
         own = {n: getattr(module, n, None) for n in (f"weight_{map_name}", f"bias_{map_name}")}
         parameters = {n: p for n, p in own.items() if isinstance(p, nn.Parameter)}
-        reason = _skip_pattern(own_name, module, skip) or _frozen(own[f"weight_{map_name}"])
+        reason = _skip_pattern(own_name, module, skip) or _unusable(own[f"weight_{map_name}"])
         layers: list[Layer] = []
         if reason is None:
             layers.append(RecurrentLayer(own_name, module, map_name, unrolled, max_dim))
@@ -204,7 +204,7 @@ def _reason_to_skip(
     layer_type = _type_of(module, types)
     if layer_type is None:
         return f"no layer class for {type(module).__name__} (add one with layer_types)"
-    return layer_type.reason_to_skip(module) or _frozen(module.weight)
+    return layer_type.reason_to_skip(module) or _unusable(module.weight)
 
 
 def _skip_pattern(name: str, module: nn.Module, skip: Sequence[str]) -> str | None:
@@ -214,9 +214,12 @@ def _skip_pattern(name: str, module: nn.Module, skip: Sequence[str]) -> str | No
     return None
 
 
-def _frozen(weight: object) -> str | None:
+def _unusable(weight: object) -> str | None:
+    """Return why a layer with this weight cannot be covered, or None if it can."""
     if not isinstance(weight, nn.Parameter):
         return "weight is not a parameter but computed (a parametrization)"
+    if weight.is_complex():
+        return "complex weight"
     return None if weight.requires_grad else "weight is frozen"
 
 

@@ -138,6 +138,14 @@ def test_embeddings_of_one_weight_with_other_padding_are_left_out():
     assert [x.name for x in report.layers] == ["2"]
 
 
+def test_complex_weights_are_left_out():
+    """Factors are real, so the imaginary part of the gradient would be lost."""
+    model = nn.Sequential(nn.Linear(4, 3, dtype=torch.complex64), nn.Linear(3, 2))
+    report = kfac_of(model).report()
+    assert [x.name for x in report.layers] == ["1"]
+    assert "complex" in report.skipped[0].reason
+
+
 def test_shared_frozen_parameters_do_not_matter():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(6, 4)
     model[2].bias = model[0].bias
