@@ -6,10 +6,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kfac_bench.core.execution.adam import AdamMoments
 from kfac_bench.core.execution.background_slices import factors_of
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
+from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import FACTORS, side_of
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import first_step
@@ -104,7 +108,7 @@ def take(merged: LayersState, run: Executor, steps: int) -> bool:
     run.store.clear()
     for placement in run.plan.placements:
         name = placement.layer.name
-        device = run.layers[name].weight.device
+        layer = run.layers[name]
         entries = merged.get(name, {})
         for factor in placement.layer.factors:
             if factor not in entries:
@@ -113,27 +117,33 @@ def take(merged: LayersState, run: Executor, steps: int) -> bool:
             entry = entries[factor]
             # Copies: later steps change the store in place, but never the caller's state.
             if run.plan.keeps(run.collective.rank, placement, factor):
-                run.store.keep_factor(key, entry["factor"].to(device, copy=True))
-                run.store.weights[key] = entry["weight"].to(device, copy=True)
+                run.store.keep_factor(key, _copy(entry["factor"], layer))
+                run.store.weights[key] = _copy(entry["weight"], layer)
             saved = entry.get(_kind(run))
             if saved is None:
                 missing.add(key)
             elif run.collective.rank in placement.grad_workers:
-                run.store.load_decomposition(key, [x.to(device, copy=True) for x in saved])
+                run.store.load_decomposition(key, [_copy(x, layer) for x in saved])
         is_grad_worker = run.collective.rank in placement.grad_workers
         if run.plan.method == EIGEN_ADAM and "adam" in entries and is_grad_worker:
             saved = entries["adam"]
             # Moments belong to a basis: without the saved one they start again.
             if run.store.is_decomposed(placement.layer):
                 names = ("first", "second", "skipped")
-                first, second, skipped = (saved[k].to(device, copy=True) for k in names)
+                first, second, skipped = (_copy(saved[k], layer) for k in names)
                 run.store.adam[name] = AdamMoments(first, second, skipped, int(saved["steps"]))
         if run.plan.method == "ekfac" and "second_moment" in entries:
-            run.store.second_moments[name] = entries["second_moment"].to(device, copy=True)
+            run.store.second_moments[name] = _copy(entries["second_moment"], layer)
     run.store.start_missing_second_moments()
     if run.background_slices is not None:
         missing -= _take_pending(merged, run, steps)
     return not missing
+
+
+def _copy(saved: Tensor, layer: Layer) -> Tensor:
+    """Return a copy on the device of a layer and in the precision of its statistics."""
+    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+    return saved.to(layer.weight.device, dtype, copy=True)
 
 
 def _take_pending(merged: LayersState, run: Executor, steps: int) -> set[FactorKey]:
@@ -155,7 +165,7 @@ def _take_pending(merged: LayersState, run: Executor, steps: int) -> set[FactorK
             covered.update(keys)
             for key, entry in zip(keys, entries, strict=True):
                 layer = run.layers[key[0]]
-                tensors = [x.to(layer.weight.device, copy=True) for x in entry.get(_kind(run), ())]
+                tensors = [_copy(x, layer) for x in entry.get(_kind(run), ())]
                 if tensors:
                     kind = type_of(run.plan.method, is_diagonal=layer.spec.is_diagonal(key[1]))
                     made[key] = kind(*tensors)

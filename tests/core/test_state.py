@@ -87,6 +87,23 @@ def test_loading_replaces_decompositions_that_were_stacked(method):
         assert torch.equal(got, once)
 
 
+@pytest.mark.parametrize("options", [{"method": m} for m in METHODS] + [{"background": True}])
+def test_a_state_of_another_precision_is_taken_over_in_that_of_the_model(options):
+    """As torch does with the weights of a model."""
+    model = tiny_model()
+    kfac = kfac_of(model.double(), **options)
+    inputs, targets = batch(seed=1)
+    backward(model, inputs.double(), targets)
+    kfac.step()
+    state = copy.deepcopy(kfac.state_dict())
+    kfac.detach()
+    model.float().zero_grad()
+    kfac = kfac_of(model, **options)
+    kfac.load_state_dict(state)
+    step(model, kfac, seed=2)
+    assert {t.dtype for t in tensors_of(kfac.state_dict())} == {torch.float32}
+
+
 @pytest.mark.parametrize("steps", [-1, 2**62, 1.5])
 def test_a_number_of_steps_that_no_run_has_is_refused(steps):
     kfac = kfac_of(tiny_model())
