@@ -104,6 +104,22 @@ def test_a_state_of_another_precision_is_taken_over_in_that_of_the_model(options
     assert {t.dtype for t in tensors_of(kfac.state_dict())} == {torch.float32}
 
 
+def test_layers_that_steps_leave_out_keep_one_copy_of_their_decompositions():
+    """As with layer drop. The layers that a step reaches are preconditioned as one batch."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), *(nn.Linear(5, 5) for _ in range(4)))
+    with planned(batch_numel=1 << 20):
+        kfac = kfac_of(model, update_freq=100, factor_update_freq=100)
+    for left_out in (None, 2, 3, 4):
+        model.zero_grad()
+        h = batch(seed=1)[0]
+        for i, layer in enumerate(model):
+            h = layer(h) if i != left_out else h
+        h.square().mean().backward()
+        kfac.step()
+    held = [name for names in kfac._executor.store._stacks for name in names]
+    assert sorted(held) == ["1", "2", "3", "5"]
+
+
 @pytest.mark.parametrize("steps", [-1, 2**62, 1.5])
 def test_a_number_of_steps_that_no_run_has_is_refused(steps):
     kfac = kfac_of(tiny_model())

@@ -210,8 +210,8 @@ class Store:
     def stacked(self, specs: Sequence[LayerSpec]) -> Pair:
         """Return the decompositions of a batch of layers of one shape, each as one tensor.
 
-        The stack is kept until one of its layers is decomposed again. The decompositions of the
-        single layers become views into it.
+        The stack is kept until one of its layers is decomposed again, or is in another stack. The
+        decompositions of the single layers become views into it.
         """
         names = tuple(spec.name for spec in specs)
         if len(names) == 1 and not self._stacks:
@@ -219,6 +219,9 @@ class Store:
         # If there are batches, a single layer is copied as well: it may be a view of what was
         # decomposed or sent together with others, and would keep all of their memory.
         if names not in self._stacks:
+            # A step may leave out layers. A stack for each choice of layers would fill the memory.
+            for others in [others for others in self._stacks if not set(names).isdisjoint(others)]:
+                del self._stacks[others]
             a, g = (self._stack(specs, side) for side in FACTORS)
             self._stacks[names] = a, g
         return self._stacks[names]
