@@ -27,7 +27,7 @@ from kfac_bench.benchmark.schema import (
     profile_of,
 )
 from kfac_bench.config import TrainConfig, compose
-from kfac_bench.config.command_options import split_words, whole_number
+from kfac_bench.config.command_options import path_word, split_words, whole_number
 from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
@@ -119,7 +119,7 @@ def cells(
                 value = " ".join(point[each] for each in axis.split(" "))
                 texts += options_of_value(benchmark, sized, axis, value)
             overrides, ranks = _filled_in(texts, words)
-            overrides = (*overrides, *more, f"seed={seed}", f"runs_dir={runs_dir}")
+            overrides = (*overrides, *more, f"seed={seed}", path_word("runs_dir", runs_dir))
             result.append(Cell(label, overrides, ranks, point, seed, before=first))
     return result
 
@@ -140,13 +140,17 @@ def options_of_value(
 def _filled_in(texts: Sequence[str], words: Mapping[str, str]) -> tuple[tuple[str, ...], int]:
     """Return the overrides, and the ranks: ``ranks=N`` is no override, and the last one counts."""
     made = [fill_in(text, words) for text in texts]
+    for i, text in enumerate(texts):
+        if "{shared}" in text:
+            option, _, path = made[i].partition("=")
+            made[i] = path_word(option, path)
     own, overrides = split_words(made, {"ranks": "1"})
     return tuple(overrides), whole_number("ranks", own["ranks"])
 
 
 def _before(each: Before, words: Mapping[str, str], label: str, more: Sequence[str]) -> Cell:
     overrides, ranks = _filled_in(each.overrides, words)
-    own = (f"seed={words['seed']}", f"runs_dir={words['shared']}")
+    own = (f"seed={words['seed']}", path_word("runs_dir", words["shared"]))
     name = fill_in(each.run_id, words)
     return Cell(f"{label}: {name}", (*overrides, *more, *own, f"run_id={name}"), ranks)
 

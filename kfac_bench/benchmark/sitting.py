@@ -20,6 +20,7 @@ from kfac_bench.benchmark import forked, grid, machine_speed, schema
 from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.config import compose
+from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, read
 from kfac_bench.record.packed_runs import PackedRun, pack
@@ -89,7 +90,7 @@ class Sitting:
         name = f"baseline-{re.sub('[^a-zA-Z0-9_]', '-', task)}-{self.name}-{len(own)}"
         words = {"task": task}
         overrides = [schema.fill_in(text, words) for text in self._benchmark.baseline]
-        overrides += [f"runs_dir={self._runs_dir}", f"run_id={name}"]
+        overrides += [path_word("runs_dir", self._runs_dir), f"run_id={name}"]
         code, line = forked.train(overrides)
         if code == 2:
             raise UsageError(f"the baseline {' '.join(overrides)}: {line}")

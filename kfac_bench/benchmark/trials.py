@@ -16,6 +16,7 @@ from kfac_bench.benchmark import forked, grid, schema
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
 from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import compose
+from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
@@ -162,7 +163,7 @@ class TrialRunner:
         for axis, value in run.point.items():
             texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
         base = [schema.fill_in(text, run.point) for text in texts]
-        own = [f"seed={run.seed}", f"runs_dir={self._runs_dir}"]
+        own = [f"seed={run.seed}", path_word("runs_dir", self._runs_dir)]
         return [*base, *overrides_of(run.settings), *own]
 
 

@@ -5,6 +5,7 @@
 the second word is an override.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 from kfac_bench.errors import UsageError
@@ -22,6 +23,22 @@ def split_words(
         else:
             overrides.append(word)
     return own, overrides
+
+
+def quoted(text: str) -> str:
+    """Return a text in the quotes of Hydra's grammar, whatever characters it has."""
+    text = re.sub(r"(\\*)'", lambda found: 2 * found[1] + r"\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", text) + "'"
+
+
+def path_word(option: str, path: object) -> str:
+    """Return the override ``option=path``, with quotes if Hydra would not read the path as it is.
+
+    Without quotes Hydra refuses many characters, such as ``é`` and ``(``, and reads ``1e3`` as a
+    number.
+    """
+    is_plain = re.fullmatch(r"[\w.+-]*/[\w./+-]*", str(path), re.ASCII)
+    return f"{option}={path if is_plain else quoted(str(path))}"
 
 
 def one_of(name: str, text: str, choices: Sequence[str]) -> str:

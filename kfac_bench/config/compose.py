@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench.config import named_variables, problem_file, profiles
 from kfac_bench.config.checks import check
+from kfac_bench.config.command_options import quoted
 from kfac_bench.config.compose_errors import did_you_mean, usage_error, with_key
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.kfac import KFACConfig
@@ -81,7 +82,7 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
         UsageError: With one line, whatever is wrong.
     """
     overrides = expanded(overrides, config_dir)
-    search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
+    search = [] if config_dir is None else [_search_path(config_dir)]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -89,6 +90,10 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     except Exception as error:  # Hydra raises exceptions of many classes for a wrong word
         raise usage_error(error, overrides, config_dir) from None
     return from_composed(composed)
+
+
+def _search_path(config_dir: Path) -> str:
+    return f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"
 
 
 def expanded(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from kfac_bench.config.command_options import quoted
 from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -135,9 +136,9 @@ def _paths(words: Sequence[str]) -> list[str]:
 
 def _quoted(path: str) -> str:
     """Return a path in the quotes of Hydra's grammar."""
-    if not path.isprintable() or path.endswith("\\") or "${" in path:
+    if not path.isprintable() or "${" in path:
         raise UsageError(f"problem={path}: rename the file: its path has special characters")
-    return "'" + path.replace("'", "\\'") + "'"
+    return quoted(path)
 
 
 def title(path: str) -> str:

@@ -12,6 +12,7 @@ from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached
+from tests.support.configs import quick_load
 
 DEMO = schema.load("demo")
 
@@ -85,6 +86,15 @@ def test_cells_are_points_times_seeds():
     assert (found.optimizer.name, found.seed, found.model.name) == ("adamw", 5, "resnet8")
     assert len({c.path() for c in cells}) == 8
     assert all(str(c.path()).startswith("some/where/") for c in cells)
+
+
+@pytest.mark.parametrize("folder", ["caf\u00e9 (1)/it's, \\'", "1e3", "true", "plain/1e3"])
+def test_runs_go_into_a_folder_of_any_name(folder):
+    cell = grid.cells(small(), folder, [0])[0]
+    assert quick_load(cell.overrides).runs_dir == folder
+    first = ["experiment=digits/resnet", "model.weights={shared}/first"]
+    (cell,) = grid.cells(small(axes={}, overrides=first), f"{folder}/runs", [0])
+    assert quick_load(cell.overrides).model.weights == f"{folder}/shared/first"
 
 
 def test_given_seeds_replace_those_of_the_benchmark():

@@ -109,7 +109,7 @@ class Lab:
         self.said.clear()
 
     def sitting(self, benchmark, part="tuning", minutes=None):
-        runs_dir = Path(f"machine{self.count}") / part
+        runs_dir = Path(f"machine n\u00b0{self.count}") / part  # Hydra takes this in quotes only
         store = ResultStore(self.results, "contest", part, benchmark.axes["task"])
         now = lambda: self.now_s  # noqa: E731
         return Sitting(benchmark, runs_dir, self.said.append, store, minutes, now), str(runs_dir)

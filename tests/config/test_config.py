@@ -227,7 +227,7 @@ def test_cells_of_the_demo_have_the_optimizers_of_their_labels():
 
 @pytest.fixture
 def own(tmp_path):
-    return Own(tmp_path / "my_conf")
+    return Own(tmp_path / "my cönf (1)")
 
 
 def test_own_experiments_compose_and_build_on_ours(own):

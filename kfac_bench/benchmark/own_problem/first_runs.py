@@ -11,6 +11,7 @@ from kfac_bench.benchmark.own_problem.asked import Asked, base_words
 from kfac_bench.benchmark.own_problem.budget import Budget, Measured, budget_of
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
 from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder
+from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import Trained
@@ -116,7 +117,7 @@ class _FirstRuns:
     def _run(self, phase: str, name: str, words: Sequence[str]) -> Path:
         """Run AdamW with its defaults; a failure ends the study."""
         folder = self._folder.runs_dir(phase)
-        own = [f"seed={TUNING_SEED}", f"runs_dir={folder}", f"run_id={name}"]
+        own = [f"seed={TUNING_SEED}", path_word("runs_dir", folder), f"run_id={name}"]
         overrides = [*base_words(self._asked, DEFAULT), *words, "trainer.target=null", *own]
         ranks = self._asked.ranks
         if ranks == 1:

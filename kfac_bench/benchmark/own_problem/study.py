@@ -20,6 +20,7 @@ from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
 from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder, wait_until_free
 from kfac_bench.benchmark.own_problem.trial_result import TrialResult
+from kfac_bench.config.command_options import path_word
 
 LEAST_SEEDS = 3
 """So many fresh seeds run, even if the runs take longer than planned."""
@@ -190,7 +191,7 @@ class Phases:
             f"trainer.eval_freq={made.eval_freq}",
             f"trainer.max_train_s={limit_s:.6g}",
             f"seed={seed}",
-            f"runs_dir={runs_dir}",
+            path_word("runs_dir", runs_dir),
         )
         return Cell(self._labels[name], overrides, self._asked.ranks, {}, seed)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kfac_bench.benchmark import local_process
 from kfac_bench.config import compose
+from kfac_bench.config.command_options import path_word
 from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
@@ -83,7 +84,7 @@ def scaling_runs(
         UsageError: An override is wrong, or a rank would get no example.
     """
     base = compose.load(overrides)
-    fixed = [*overrides, *_fixed(steps or base.kfac.update_freq), f"runs_dir={runs_dir}"]
+    fixed = [*overrides, *_fixed(steps or base.kfac.update_freq), path_word("runs_dir", runs_dir)]
     if base.trainer.threads is None:
         fixed.append("trainer.threads=1")
     runs = []

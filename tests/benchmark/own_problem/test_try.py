@@ -65,11 +65,11 @@ def test_a_missing_target_is_what_adamw_reaches(tmp_path):
     problem_file.run_named([f"problem={file}"])
     asked = Asked(file, ["trainer.threads=1"], 4.0, 1, SEEDS, None, {"adamw": [], "sgd": []})
     said = []
-    folder = StudyFolder(tmp_path / "try", Question("0", "", "adamw,sgd", 4.0, 1, SEEDS))
+    folder = StudyFolder(tmp_path / "trÿ (1)", Question("0", "", "adamw,sgd", 4.0, 1, SEEDS))
     plan = first_runs.make_plan(asked, folder, said.append)
     assert plan.is_own_target
     assert 0.5 < plan.target <= 1
-    (run,) = (tmp_path / "try/reference").iterdir()
+    (run,) = (tmp_path / "trÿ (1)/reference").iterdir()
     assert plan.target == pytest.approx(score.best_metric(load(run)), abs=1e-4)
     assert "AdamW trains for" in said[-1]
 
