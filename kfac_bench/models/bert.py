@@ -43,6 +43,11 @@ class BertConfig(ModelConfig):
                 "positions; set a smaller data.sequence_length"
             )
         sizes = bert.config(self.name, num_classes, self.dropout, self.hidden, self.layers)
+        if sizes.hidden_size % sizes.num_attention_heads:
+            raise UsageError(
+                f"model.hidden={sizes.hidden_size}: {sizes.num_attention_heads} heads of 64 units "
+                f"cannot share it. Set a multiple of 64, such as {64 * sizes.num_attention_heads}"
+            )
         heads = {
             "pretraining": bert.PretrainingBert,
             "question_answering": bert.QuestionAnsweringBert,

@@ -15,7 +15,9 @@ from kfac_bench.config import compose
 from kfac_bench.data.base.batch import split
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.language import masked_text
+from kfac_bench.errors import UsageError
 from kfac_bench.models import networks
+from kfac_bench.models.bert import BertConfig
 from kfac_bench.models.networks import bert
 from kfac_bench.record.events import Evaluated, Trained
 from kfac_bench.tasks.objectives.pretraining import Pretraining
@@ -78,6 +80,13 @@ def test_bert_is_the_network_of_transformers(batch, tmp_path):
     two.load_state_dict(one.state_dict())
     want = two(**{k: v for k, v in inputs.items() if k != "positions"})
     torch.testing.assert_close(one(inputs), torch.stack([want.start_logits, want.end_logits], 1))
+
+
+def test_a_width_that_heads_cannot_share_is_one_line():
+    config = BertConfig(name="bert_tiny", hidden=200)
+    with pytest.raises(UsageError, match=r"model.hidden=200: 3 heads .*192") as caught:
+        config.build((16,), 100, "pretraining")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_padding_changes_nothing(batch):
