@@ -4,6 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 
 from kfac_bench.benchmark import forked, grid, local_process
@@ -112,7 +113,7 @@ class _FirstRuns:
                 f"{budget.reference_s:.3g} s, so no target can be fixed. Set target= in "
                 "Problem(...), or use more --minutes"
             )
-        return float(f"{best:.4g}")
+        return rounded(best, higher_is_better=run.started.higher_is_better)
 
     def _run(self, phase: str, name: str, words: Sequence[str]) -> Path:
         """Run AdamW with its defaults; a failure ends the study."""
@@ -132,6 +133,12 @@ class _FirstRuns:
             raise UsageError(prefix + line)
         shutil.rmtree(folder / name / "checkpoints", ignore_errors=True)
         return folder / name
+
+
+def rounded(best: float, *, higher_is_better: bool) -> float:
+    """Return four digits of a metric, as a target that the metric itself has reached."""
+    rounding = ROUND_FLOOR if higher_is_better else ROUND_CEILING
+    return float(Context(prec=4, rounding=rounding).create_decimal(repr(best)))
 
 
 def _step_s(path: Path) -> float:

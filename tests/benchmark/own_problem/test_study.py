@@ -245,6 +245,22 @@ def test_seeds_that_take_too_long_are_left_out(simulation, monkeypatch):
     assert f"of {SEEDS} seeds fit into the budget." in text
 
 
+@pytest.mark.parametrize(
+    ("best", "higher_is_better", "target"),
+    [
+        (0.99996, True, 0.9999),
+        (0.93, True, 0.93),
+        (1.23444e-5, False, 1.235e-5),
+        (0.93, False, 0.93),
+        (-1.23456, True, -1.235),
+        (0.0, False, 0.0),
+    ],
+)
+def test_adamw_has_reached_the_target_that_its_metric_fixes(best, higher_is_better, target):
+    assert first_runs.rounded(best, higher_is_better=higher_is_better) == target
+    assert best >= target if higher_is_better else best <= target
+
+
 # ---- the folder ----
 
 
