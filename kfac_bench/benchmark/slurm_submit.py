@@ -91,4 +91,4 @@ def _plain(label: str) -> str:
 
 
 def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+    return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:8]

@@ -181,7 +181,8 @@ class COCO(Data):
         """Yield names and sizes of the images, and boxes and areas; see `Data.contents`."""
         images: Sequence[CocoImage] = self._train if split == "train" else self.truth
         yield from of_files([image.path for image in images], images[0].path.parent)
-        yield "\n".join(self.looks.classes).encode()
+        # JSON may contain halves of characters, which strict UTF-8 refuses.
+        yield "\n".join(self.looks.classes).encode("utf-8", "surrogatepass")
         for image in images:
             # Not the polygons: they are long, and another mask has another area.
             objects = [(x.bbox, x.label, x.area, x.crowd) for x in image.instances]

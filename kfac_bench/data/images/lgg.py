@@ -7,6 +7,7 @@ slices `<volume>_<number>.tif` (three MR sequences as channels). Each slice has 
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ def _read(image: Path, mask: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
 
 def _held_out(patients: set[str], share: float) -> set[str]:
     # A hash spreads the patients of each institution over both sets.
-    by_hash = sorted(patients, key=lambda name: hashlib.sha256(name.encode()).digest())
+    by_hash = sorted(patients, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
     return set(by_hash[: max(1, round(share * len(patients)))])
 
 

@@ -58,8 +58,8 @@ class TarShards:
     def contents(self) -> Iterator[bytes]:
         """Yield the names of the shards, and the key, size and label of each image."""
         for path in self.paths:
-            yield f"{path.name}\n".encode()
-        yield "\n".join(self._keys).encode()
+            yield os.fsencode(f"{path.name}\n")
+        yield os.fsencode("\n".join(self._keys))
         for numbers in (self._shards, self._sizes, self.labels):
             yield np.asarray(numbers, np.int64).tobytes()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pycocotools import mask as pycocotools_mask
 
+from kfac_bench.data.base.fingerprint import fingerprint
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.demo import demo_coco
 from kfac_bench.data.images import coco_annotations, coco_dataset, coco_masks
@@ -135,6 +136,12 @@ def test_labels_follow_the_category_ids_and_training_leaves_out_crowds(tmp_path)
     assert torch.equal(target["masks"], big)
     _, target = seen[2]
     torch.testing.assert_close(target["boxes"], torch.tensor([[3.0, 3, 5, 5]]) * 64 / 5)  # clipped
+
+
+def test_a_name_that_is_no_unicode_text_has_a_fingerprint(tmp_path):
+    """JSON may contain halves of characters."""
+    odd = changed(categories=(0, {"name": "\ud800"}))
+    assert fingerprint(opened(write(tmp_path, odd, odd)))["eval"]["examples"] == 3
 
 
 def test_evaluation_images_keep_their_size(tmp_path):

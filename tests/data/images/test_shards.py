@@ -13,6 +13,7 @@ from PIL import Image
 from webdataset import TarWriter, tariterators
 
 from kfac_bench.data import verify
+from kfac_bench.data.base.fingerprint import fingerprint
 from kfac_bench.data.base.order import Shard, epoch_order
 from kfac_bench.data.images import imagefolder, tar_index, tar_shards
 from kfac_bench.errors import UsageError
@@ -305,3 +306,17 @@ def test_names_of_classes_that_are_not_utf_8_are_kept(tmp_path):
         Image.new("RGB", (4, 4)).save(folder / "a.JPEG")
     assert len(list(tar_shards.write(tmp_path / "shards", tmp_path))) == 2
     assert (tmp_path / "shards" / "classes.txt").read_bytes() == b"caf\xe9\n"
+
+
+def test_names_in_a_shard_that_are_not_utf_8_have_a_fingerprint(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    picture = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(picture, "JPEG")
+    for split in ("train", "val"):
+        path = tmp_path / f"{split}-0.tar"
+        with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+            for name, content in (("caf\xe9.jpg", picture.getvalue()), ("caf\xe9.cls", b"0")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    assert fingerprint(tar_shards.load(tmp_path, 4, 0))["train"]["examples"] == 1
