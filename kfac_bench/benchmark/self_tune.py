@@ -60,7 +60,7 @@ def self_tune(
     chosen: dict[str, Settings] = {}
     try:
         for optimizer, candidates in found.items():
-            chosen[optimizer], mean = candidates.choose(runner)
+            chosen[optimizer], mean = candidates.choose(runner, say)
             shown = " ".join(overrides_of(chosen[optimizer]))
             say(f"{optimizer}: {shown}: mean ratio {mean:.2f} over {len(tasks)} tasks")
     except TimeIsUp:
@@ -117,15 +117,20 @@ class Candidates:
         """Return the winner of the study with this seed, and its seconds by task."""
         return min(self.studies[seed], key=lambda each: mean_ratio(each[1], self.best_s))
 
-    def choose(self, runner: TrialRunner) -> tuple[Settings, float]:
+    def choose(self, runner: TrialRunner, say: Callable[[str], None]) -> tuple[Settings, float]:
         """Run the winners on the seeds of all studies; return the best one and its mean ratio.
+
+        Args:
+            runner: Runs trials, unless they have run.
+            say: Prints a line for each winner and task.
 
         Raises:
             TimeIsUp: The time limit of the sitting has passed.
         """
         results = []
-        for own in self._tuning.seeds:
+        for number, own in enumerate(self._tuning.seeds, start=1):
             settings, on_own = self.winner(own)
+            study = f"study {number} of {len(self._tuning.seeds)}"
             medians = {}
             for task in self.best_s:
                 point = {"task": task, "optimizer": self._optimizer}
@@ -136,6 +141,7 @@ class Candidates:
                     for seed in self._tuning.seeds
                 ]  # fmt: skip
                 medians[task] = median(times)
+                say(f"{self._optimizer}, {study}, {task}: median {medians[task]:.2f} s")
             results.append((mean_ratio(medians, self.best_s), settings))
         mean, settings = min(results, key=lambda each: each[0])
         return settings, mean

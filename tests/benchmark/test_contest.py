@@ -382,6 +382,11 @@ def test_held_out_tasks_have_no_say_in_self_tuning(lab):
     sitting, runs_dir = lab.sitting(benchmark)
     self_tune.self_tune("contest", benchmark, runs_dir, lab.out, lab.said.append, sitting)
     assert {c.model.name for c in lab.trained} == {"resnet8"}
+    shown = [line for line in lab.said if line.startswith("sgd, study")]
+    assert [line.partition(": median")[0] for line in shown] == [
+        "sgd, study 1 of 2, digits/resnet",
+        "sgd, study 2 of 2, digits/resnet",
+    ]
     with pytest.raises(UsageError, match="sgd on digits/autoencoder: a trial of seed 1 is missing"):
         self_tune.self_tune("contest", contest(), runs_dir, lab.out, print, sitting)
     with pytest.raises(UsageError, match="name them by --results"):
