@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_bench.core import KFAC
+from kfac_bench.core.execution import messages
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
+from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.core.planning.ops import Message, ReduceFactors, ReduceScales
 from kfac_bench.core.planning.plan import STRATEGIES, Stage
 from tests.core.test_preconditioner import backward, batch, layers_of, matrix_grad, sgd, tiny_model
@@ -122,6 +124,19 @@ def test_state_is_float32_and_training_continues_bit_exactly(dtype, method):
             k.step()
         for a, b in zip(layers_of(model), layers_of(other), strict=True):
             assert torch.equal(matrix_grad(a), matrix_grad(b))
+
+
+def test_a_statistic_of_zeros_on_several_ranks():
+    """The gradients of the layers before a head that starts at zero are zeros at first."""
+    spec = LayerSpec("layer", 2, 2)
+    op = ReduceScales((0, 1), 0, 2, ((spec, "G"),))
+    statistics = {("layer", "G"): (torch.zeros(1, 2, 2), torch.tensor(8.0))}
+    bucket = torch.empty(2)
+    messages.pack_scales(op, statistics, bucket)
+    messages.unpack_scales(op, 2 * bucket, statistics)  # the other rank has the same
+    scaled, (weight, size) = statistics["layer", "G"]
+    assert not scaled.any()
+    assert (weight, size) == (16, 0)
 
 
 def train_on_rank(strategy, method, dtype, scale, options):

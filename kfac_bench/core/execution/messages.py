@@ -53,11 +53,12 @@ def unpack_scales(op: ReduceScales, bucket: Tensor, statistics: Statistics) -> N
     The second entry of a statistic becomes its total weight and its mean size over ranks, with
     which :func:`unpack_factors` undoes the scaling.
     """
-    tiny = torch.finfo(bucket.dtype).tiny
+    tiny, most = torch.finfo(bucket.dtype).tiny, torch.finfo(bucket.dtype).max
     for (spec, factor), part in parts(bucket, op.members, [2] * len(op.members)):
         total, size = part[0], part[1]  # the size is the mean size times the total weight
         statistic, weight = statistics[spec.name, factor]
-        statistic.mul_(weight / size.clamp_min(tiny))
+        # A statistic of zeros must stay zeros: a factor of infinity would make them NaN.
+        statistic.mul_((weight / size.clamp_min(tiny)).clamp_max(most))
         mean_size = size / total.clamp_min(tiny)
         statistics[spec.name, factor] = statistic, torch.stack([total, mean_size])
 
