@@ -65,11 +65,11 @@ def _met_offsets(
     On a small image the outer offsets of a kernel may meet only padding.
     """
     met = []
-    befores, afters = padding[-2::-2], padding[-1::-2]  # F.pad begins with the last axis
-    for size, k, s, before, after, d in zip(
-        sizes, kernel, stride, befores, afters, dilation, strict=True
+    counts = output_size(sizes, kernel, stride, padding, dilation)
+    befores = padding[-2::-2]  # F.pad begins with the last axis
+    for size, k, s, before, count, d in zip(
+        sizes, kernel, stride, befores, counts, dilation, strict=True
     ):
-        count = _positions(before + size + after, k, s, d)
         meets = [
             offset
             for offset in range(k)
@@ -193,6 +193,19 @@ def sum_by_offset(x: Tensor, meets: Sequence[Tensor], groups: int) -> Tensor:
     for i in reversed(range(len(meets))):
         x = (x.movedim(2 + i, -1) @ meets[i].to(x.dtype)).movedim(-1, 2 + i)
     return x.reshape(n, groups, c // groups * math.prod(x.shape[2:]))
+
+
+def output_size(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """Return the spatial shape of the output of a convolution; ``padding`` is that of F.pad."""
+    befores, afters = padding[-2::-2], padding[-1::-2]  # F.pad begins with the last axis
+    padded = map(sum, zip(sizes, befores, afters, strict=True))
+    return list(map(_positions, padded, kernel, stride, dilation))
 
 
 def _positions(size: int, kernel: int, stride: int, dilation: int) -> int:

@@ -1,14 +1,22 @@
 """Convolutions in one, two and three dimensions, grouped or not."""
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_bench.core.kernels.blocks import join_flat
 from kfac_bench.core.kernels.gram import FEW_CHANNELS, at_least_float32, channel_gram
-from kfac_bench.core.kernels.patches import input_moment, pad_input, patch_rows, patch_sum
-from kfac_bench.core.layers.base import Layer, with_ones
+from kfac_bench.core.kernels.patches import (
+    input_moment,
+    output_size,
+    pad_input,
+    patch_rows,
+    patch_sum,
+)
+from kfac_bench.core.layers.base import Call, Layer, with_ones
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -51,6 +59,28 @@ class ConvLayer(Layer):
     @property
     def _conv(self) -> Conv:
         return self.modules[0]  # type: ignore[return-value]
+
+    def calls(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> Iterator[Call]:
+        """See :meth:`Layer.calls`.
+
+        Raises:
+            RuntimeError: The output has another shape than a convolution of the input.
+        """
+        conv = self._conv
+        for call in super().calls(module, args, kwargs, output):
+            sizes = [list(t.shape[2 - self.weight.ndim :]) for t in (call.x, output)]
+            pads = conv._reversed_padding_repeated_twice
+            if sizes[1] != output_size(
+                sizes[0], conv.kernel_size, conv.stride, pads, conv.dilation
+            ):
+                raise RuntimeError(
+                    f"{self.name}: the output {sizes[1]} is not that of a convolution of the input "
+                    f"{sizes[0]}, so the forward of {type(module).__name__} has a padding of its "
+                    "own; add the name to skip"
+                )
+            yield call
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`. The patches are made explicitly."""

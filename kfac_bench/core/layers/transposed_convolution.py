@@ -1,6 +1,8 @@
 """Transposed convolutions in one, two and three dimensions, grouped or not."""
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from kfac_bench.core.kernels.transposed_patches import (
     transposed_rows,
     transposed_sum,
 )
-from kfac_bench.core.layers.base import Layer, with_ones
+from kfac_bench.core.layers.base import Call, Layer, with_ones
 from kfac_bench.core.layers.convolution import ConvLayer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -55,6 +57,12 @@ class TransposedConvLayer(ConvLayer):
             module.groups,
             g.shape[2:],
         )
+
+    def calls(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> Iterator[Call]:
+        """See :meth:`Layer.calls`."""
+        return Layer.calls(self, module, args, kwargs, output)
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`. The patches are made explicitly."""
