@@ -107,7 +107,7 @@ def _bernoulli(logits: Tensor, fisher: str) -> Iterator[Tensor]:
 
 def _one_by_one(root: Tensor) -> Iterator[Tensor]:
     """Yield the columns of a diagonal root, one per element of a sample."""
-    flat = root.flatten(1)
+    flat = root.reshape(len(root), -1)
     for i in range(flat.shape[1]):
         column = torch.zeros_like(flat)
         column[:, i] = flat[:, i]

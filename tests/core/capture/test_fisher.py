@@ -247,6 +247,21 @@ def test_type2_of_binary_cross_entropy(weight_sharing):
         assert_close(got[name]["G"], g)
 
 
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+def test_type2_of_one_number_per_sample(likelihood):
+    """The shape [N] means the same as [N, 1]."""
+    model, x, found = nn.Sequential(nn.Linear(4, 1)), torch.randn(N, 4), []
+    for shape in ((N,), (N, 1)):
+        kfac = kfac_of(model, fisher="type2")
+        output = model(x).view(shape)
+        kfac.fisher_backward(output, likelihood)
+        output.square().mean().backward()
+        kfac.step()
+        found.append(factors_of(kfac)["0"]["G"])
+        kfac.detach()
+    assert_close(*found)
+
+
 LIKELIHOODS = {
     "categorical": ((N, 4), {}),
     "tokens": ((N, 3, 4), {"mask": MASK}),
