@@ -128,7 +128,7 @@ class Trial:
     ) -> Tensor:
         """Return delta^T (G kron A + damping I) delta, summed over the layers."""
         grads = {p: p.grad for p in moved}
-        total = torch.zeros((), device=next(iter(moved.values())).device)
+        total = torch.zeros((), device=layers[0].weight.device)
         try:
             for p, delta in moved.items():
                 # Layers turn .grad into a matrix, so delta poses as the gradient for a moment.

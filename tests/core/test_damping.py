@@ -37,6 +37,14 @@ def test_the_damping_stays_within_its_limits():
         assert damping.value == value
 
 
+def test_a_step_without_gradients_says_nothing_about_the_damping():
+    model, damping = nn.Sequential(nn.Linear(3, 2)), LevenbergMarquardt(initial=0.1, interval=1)
+    kfac = kfac_of(model, damping=damping)
+    kfac.step()
+    kfac.adapt_damping(torch.ones(()), lambda: torch.ones(()))
+    assert damping.value == 0.1
+
+
 def test_the_predicted_change_is_that_of_the_dense_quadratic_model():
     """It is grad^T delta + 1/2 delta^T (G kron A + damping I) delta."""
     torch.manual_seed(0)
