@@ -327,6 +327,16 @@ class TestRightScripts:
         kfac.step()
 
 
+def test_a_norm_layer_whose_shift_has_no_gradient_is_fine():
+    """Here the gradient of its shift is a sum of opposite numbers, the one of its scale is not."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, optimizer, **OPTIONS, skip=[])
+    x = batch()[0][:, :4]
+    model(torch.cat([x, -x])).square().mean().backward()
+    kfac.step()
+
+
 class TestSum:
     """A cross entropy that is a sum over the examples."""
 

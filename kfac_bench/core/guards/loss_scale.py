@@ -20,6 +20,7 @@ from kfac_bench.core.capture.safe_hook import SafeHook
 from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.guards.notices import Notices
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.norms import NormLayer
 
 LEAST_SCALE = 2.0**7
 """Smallest factor that is reported. GradScaler starts at 2^16."""
@@ -50,6 +51,7 @@ class OutputGradients:
             layer
             for layer in layers
             if layer.bias is not None
+            and not isinstance(layer, NormLayer)  # its g has gradients of the scale, too
             and not layer.reads_saved_tensors
             and layer.forward_context is None  # its calls exist only at steps with statistics
             and not is_sharded(layer.weight)
