@@ -223,6 +223,7 @@ class KFAC:
             all ranks. Reports sum it.
         collective: The communication backend in use.
         fisher: The option ``fisher``.
+        background: The option ``background``.
         steps: Number of finished calls of :meth:`step`.
         track_cosine: Set True before a step to compute per-layer cosines in that step; read them
             with :meth:`statistics`.
@@ -288,7 +289,7 @@ class KFAC:
             grafting=grafting,
             factored_damping=factored_damping,
         )
-        self.fisher = fisher
+        self.fisher, self.background = fisher, background
         self.collective = collective or default_collective()
         if adam is not None and early_updates:
             # The eigenbasis changes most in the first steps.

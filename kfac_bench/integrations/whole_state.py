@@ -37,5 +37,7 @@ def load_whole_state(preconditioner: KFAC, state: Mapping[str, Any]) -> None:
 
 def _each_rank_holds_everything(preconditioner: KFAC) -> bool:
     plan = preconditioner.plan
+    if preconditioner.background and plan.world_size > 1:
+        return False  # only the rank that decomposes a factor holds what is not in use yet
     every = tuple(range(plan.world_size))
     return plan.factors_on == "all" and all(p.grad_workers == every for p in plan.placements)

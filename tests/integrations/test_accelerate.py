@@ -165,28 +165,35 @@ def test_wrong_use_is_refused():
         check_engine(DistributedType.DEEPSPEED)
 
 
-def on_rank(folder, strategy):
+def on_rank(folder, options):
     """Save and load in a process of two."""
     environment = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": 2}
     os.environ |= {name: str(value) for name, value in environment.items()}
-    script = Script(options=OPTIONS | {"strategy": strategy})
+    script = Script(options=OPTIONS | options)
     assert script.kfac.collective.world_size == 2
-    script.train(0, 6)
+    script.train(0, 4)
     script.accelerator.save_state(folder)
-    want = script.train(6, 14)
+    want = script.train(4, 12)
     forget()
-    script = Script(options=OPTIONS | {"strategy": strategy})
+    script = Script(options=OPTIONS | options)
     script.accelerator.load_state(folder)
-    assert_equal(script.train(6, 14), want)
+    assert_equal(script.train(4, 12), want)
     forget()
     return want
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt", "owner_reduce"])
-def test_two_ranks_continue_bit_by_bit(tmp_path, strategy):
-    first, other = run_ranks(2, on_rank, tmp_path, strategy)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"strategy": name} for name in ("comm_opt", "mem_opt", "owner_reduce")),
+        {"background": True},
+    ],
+    ids=str,
+)
+def test_two_ranks_continue_bit_by_bit(tmp_path, options):
+    first, other = run_ranks(2, on_rank, tmp_path, options)
     assert_equal(first, other)
 
 
