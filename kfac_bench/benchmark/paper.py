@@ -1,6 +1,6 @@
 """The report of a benchmark: Markdown, a figure and one page; and all rows in one document."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +44,10 @@ def write(row: BenchmarkRow) -> RowReport:
     drawn = figure.svg(row.benchmark, lines)
     trained = suite.runs_of(found)
     files = []
-    texts = {".md": _markdown(row, tables, drawn is not None, stem.name)}
-    if drawn is not None:
-        texts[".svg"] = drawn
+    pictures = {} if drawn is None else {".svg": drawn}
     if row.benchmark.curves and trained:
-        texts["-curves.svg"] = curves.curves_svg(group(trained))
+        pictures["-curves.svg"] = curves.curves_svg(group(trained))
+    texts = {".md": _markdown(row, tables, pictures, stem.name), **pictures}
     for ending, text in texts.items():
         path = stem.with_name(stem.name + ending)
         write_text(path, text, make_folder=True)
@@ -86,10 +85,15 @@ def _tables(row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt]) 
     return [*tables, *more, sheet.attempts(found, row.folder)]
 
 
-def _markdown(row: BenchmarkRow, tables: Sequence[Table], drawn: bool, stem: str) -> str:
+def _markdown(
+    row: BenchmarkRow, tables: Sequence[Table], pictures: Collection[str], stem: str
+) -> str:
+    """Return the Markdown file; ``pictures`` has the endings of the figures beside the file."""
     head = f"# {row.name}{_profile(row)}\n\n{escape_markdown(row.benchmark.source)}\n"
-    picture = f"\n![{escape_markdown(row.benchmark.title)}]({stem}.svg)\n" if drawn else ""
-    if row.benchmark.curves:
+    picture = (
+        f"\n![{escape_markdown(row.benchmark.title)}]({stem}.svg)\n" if ".svg" in pictures else ""
+    )
+    if "-curves.svg" in pictures:
         picture += f"\n![Curves]({stem}-curves.svg)\n"
     first, *rest = (table.markdown() for table in tables)
     return "\n".join([head, first + picture, *rest])

@@ -1,6 +1,7 @@
 """The results of a row, from hand-made event files with known numbers."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -351,6 +352,18 @@ def test_a_matrix_has_the_shape_of_the_papers_table(row):
     assert shown.columns == ["batch", "accuracy, SGD", "accuracy, K-FAC"]
     assert shown.rows == [["64", "75 (80)", "40 (90)"], ["256", "\u2013 (70)", None]]
     assert sheet.matrix(ROW, []) is None
+
+
+def test_a_report_of_failed_cells_names_no_figure_that_is_not_there(row, tmp_path):
+    cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
+    grid.record_failure(cell.path(), "x", "out of memory", -9)
+    curved = Benchmark(**(vars(ROW) | {"curves": True}))
+    written = paper.write(
+        replace(row, benchmark=curved, cells=[cell], computed=[], folder=tmp_path)
+    )
+    assert "out of memory" in written.files[0].read_text()
+    for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", written.files[0].read_text()):
+        assert (tmp_path / name).exists(), name
 
 
 def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
