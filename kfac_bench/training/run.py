@@ -27,6 +27,7 @@ from kfac_bench.record.event_log import EventLog, JsonlSink, Sink
 from kfac_bench.record.events import DataChanged, RunEnded, RunStarted, TargetReached, read
 from kfac_bench.record.progress import progress
 from kfac_bench.record.sinks.console import ConsoleSink
+from kfac_bench.tasks.task import reached
 from kfac_bench.training import (
     build,
     checkpoint,
@@ -205,7 +206,14 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     # A run that failed or was interrupted at its last step may lack its last checkpoint.
     if ended is None or ended.status in ("failed", "interrupted"):
         return None
-    at_target = ended.status == "reached" and hit and hit.target == trainer.config.target
+    goal = trainer.config.target
+    # A run goes on for a target that is harder than its last one, or without a target.
+    at_target = (
+        ended.status == "reached"
+        and hit is not None
+        and goal is not None
+        and reached(trainer.task, hit.value, goal)
+    )
     limit = trainer.config.max_train_s
     time_is_up = limit is not None and ended.train_s >= limit
     if not (at_target or time_is_up) and ended.step < trainer.course.max_steps:

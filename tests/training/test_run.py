@@ -267,6 +267,9 @@ def test_a_run_that_reached_its_target_continues_only_for_a_better_target(tmp_pa
     first = end(path).step
     assert train(tmp_path, *options, "trainer.target=15")[0] == "reached"
     assert "is complete (reached" in capsys.readouterr().out
+    # It has reached an easier target, too.
+    assert train(tmp_path, *options, "trainer.target=16")[0] == "reached"
+    assert "is complete (reached" in capsys.readouterr().out
     assert train(tmp_path, *options, "trainer.target=12")[0] == "reached"
     assert steps_of(path, Resumed) == [first]
     assert end(path).step > first
