@@ -82,6 +82,7 @@ class TrainerConfig(Section):
         "run directory and ends; null: never on one rank, soon after backend.timeout_s on several",
         RECORD,
         above=0,
+        at_most=1e9,  # as of backend.timeout_s
     )
     check_ranks: bool = option(
         True,

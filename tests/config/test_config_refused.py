@@ -48,6 +48,8 @@ BAD = [
     ("trainer=null", "trainer"),
     ("model.name=???", "name"),
     # out of range
+    ("trainer.watchdog_s=1e12", "must be above 0 and at most 1e+09"),
+    ("backend.timeout_s=1e12", "must be above 0 and at most 1e+09"),
     pytest.param(f"seed={10**400}", "must be at least 0 and below 4.29497e+09", id="huge seed"),
     ("kfac.update_freq=-3", "kfac.update_freq=-3: must be at least 1"),
     ("kfac.update_freq=0", "kfac.update_freq=0: must be at least 1"),
