@@ -19,8 +19,6 @@ from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.packed_runs import PackedRun
 from kfac_bench.record.text_file import write_text
 
-PARTS = ("tuning", "table")
-
 
 class ResultStore:
     """The packed runs of one part of a benchmark.

@@ -274,12 +274,11 @@ def event_of(fields: Any) -> Event | None:
     return cls(**checked(cls, fields))
 
 
-CLOCKS = ("wall", "cpu")
-"""Kinds of training clocks: the time of day, or the processor time of this process."""
-
-
 class Clock:
-    """The training clock: a stopwatch that is paused during everything but training."""
+    """The training clock: a stopwatch that is paused during everything but training.
+
+    Its kind is ``wall`` (the time of day) or ``cpu`` (the processor time of this process).
+    """
 
     def __init__(self, kind: str) -> None:
         self._elapsed_s = 0.0
