@@ -1,7 +1,7 @@
 """Which :class:`KFAC` has its hooks on a module: at most one at a time.
 
-Two KFACs on one module would both write its gradient. Two KFACs on different modules (the generator
-and the discriminator of a GAN) are fine.
+Two KFACs on one module, or on one parameter, would both write its gradient. Two KFACs on different
+modules (the generator and the discriminator of a GAN) are fine.
 """
 
 import gc
@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfac_bench.core.layers.base import Layer
 
@@ -31,6 +32,8 @@ class Owner(Protocol):
 
 
 _owner_of: WeakKeyDictionary[nn.Module, ref[Owner]] = WeakKeyDictionary()
+_owner_of_parameter = WeakTensorKeyDictionary()
+"""Modules of two KFACs may share a parameter."""
 
 
 def owners(modules: Iterable[nn.Module]) -> Iterator[Owner]:
@@ -59,7 +62,20 @@ def check_free(layers: Sequence[Layer]) -> None:
 
 
 def _first_taken(layers: Sequence[Layer]) -> Layer | None:
-    return next((layer for layer in layers if any(owners(layer.modules))), None)
+    return next((layer for layer in layers if any(_owners_of(layer))), None)
+
+
+def _owners_of(layer: Layer) -> Iterator[Owner]:
+    """Yield the owners of the modules of a layer, and those of its parameters."""
+    yield from owners(layer.modules)
+    for parameter in _parameters(layer):
+        reference = _owner_of_parameter.get(parameter)
+        if reference is not None and (owner := reference()) is not None:
+            yield owner
+
+
+def _parameters(layer: Layer) -> list[Tensor]:
+    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
 
 
 def take(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> None:
@@ -76,6 +92,8 @@ def take(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> N
     for layer in layers:
         for module in layer.modules:
             _owner_of[module] = ref(owner)
+        for parameter in _parameters(layer):
+            _owner_of_parameter[parameter] = ref(owner)
 
 
 def release(owner: Owner, layers: Sequence[Layer]) -> None:
@@ -84,6 +102,10 @@ def release(owner: Owner, layers: Sequence[Layer]) -> None:
         for module in layer.modules:
             if any(other is owner for other in owners([module])):
                 del _owner_of[module]
+        for parameter in _parameters(layer):
+            reference = _owner_of_parameter.get(parameter)
+            if reference is not None and reference() is owner:
+                del _owner_of_parameter[parameter]
 
 
 def _remove(hooks: Sequence[Removable]) -> None:

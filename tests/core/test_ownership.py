@@ -42,6 +42,18 @@ def _nothing_stays():
     assert stance() == "default"
 
 
+def test_a_second_kfac_on_a_parameter_of_another_module_is_refused():
+    """Both would precondition the same gradient."""
+    for name in ("weight", "bias"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        setattr(model[1], name, getattr(model[0], name))
+        first = KFAC(model[0], sgd(model))
+        with pytest.raises(RuntimeError, match="has another KFAC already"):
+            KFAC(model[1], sgd(model))
+        first.detach()
+        KFAC(model[1], sgd(model)).detach()
+
+
 def test_a_second_kfac_on_a_model_is_refused():
     model = network()
     first = KFAC(model, sgd(model))
