@@ -502,6 +502,18 @@ def test_few_inputs_and_gradients_wait_for_the_thread():
         kfac.step()
 
 
+def test_the_state_is_complete_after_detach():
+    """A framework saves its last checkpoint after it has removed the callback."""
+    model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(3)))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), background=True)
+    model(torch.randn(8, 500)).square().mean().backward()
+    kfac.step()
+    begun = len(kfac._executor.background_slices._results)
+    kfac.detach()
+    entries = [e for layer in kfac.state_dict()["layers"].values() for e in layer.values()]
+    assert sum("pending" in entry for entry in entries) == begun > 1
+
+
 def test_detach_and_garbage_collection_end_the_thread():
     before = set(threads())
     _, kfac, model = train(range(2))

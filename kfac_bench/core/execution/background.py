@@ -79,9 +79,9 @@ class Background:
             self._pool.submit(int).result()
 
     def stop(self) -> None:
-        """Drop the jobs that have not begun, and end the thread."""
+        """Wait until all jobs have ended, and end the thread. A state may still be saved."""
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown()
             self._pool = None
 
     def forget_thread(self) -> None:
