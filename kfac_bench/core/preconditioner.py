@@ -279,6 +279,7 @@ class KFAC:
         )
         validation.check_model(model)
         validation.check_optimizer(optimizer)
+        validation.check_coverage(skip, max_dim)
         validation.check_block_size(block_size, method)
         adam = find_eigen_adam(optimizer)
         validation.check_eigen_adam(

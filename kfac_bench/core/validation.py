@@ -102,6 +102,14 @@ def check_eigen_adam(
         )
 
 
+def check_coverage(skip: object, max_dim: object) -> None:
+    """Check the options that say which layers are covered, and by what factors."""
+    if isinstance(skip, str):
+        raise ValueError(f"skip={skip!r}: give a list of patterns, such as skip=[{skip!r}]")
+    if not isinstance(max_dim, int) or isinstance(max_dim, bool) or max_dim < 1:
+        raise ValueError(f"max_dim={max_dim!r}: choose a whole number of rows of at least 1")
+
+
 def check_block_size(block_size: object, method: str) -> None:
     """Check the rows of the largest block, None if factors are not divided."""
     if block_size is None:

@@ -81,3 +81,18 @@ def test_the_list_of_skipped_modules_is_short():
     bare = nn.Sequential(nn.ReLU())
     with pytest.raises(ValueError, match="no module of it has parameters"):
         KFAC(bare, sgd(network()))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"skip": "head"}, r"skip='head': give a list of patterns, such as skip=\['head'\]"),
+        ({"max_dim": None}, "max_dim=None: choose a whole number of rows of at least 1"),
+        ({"max_dim": 0}, "max_dim=0: choose"),
+    ],
+)
+def test_options_of_coverage_that_mean_nothing_are_refused(options, said):
+    """The letters of a text are patterns, too: they would leave out nearly all layers."""
+    model = network()
+    with pytest.raises(ValueError, match=said):
+        KFAC(model, sgd(model), **options)
