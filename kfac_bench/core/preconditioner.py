@@ -679,6 +679,8 @@ class KFAC:
     @property
     def will_decompose_all(self) -> bool:
         """Whether the next step decomposes all factors at once, and so takes long."""
+        if self._decompose_now:
+            return True
         if len(self.plan.slices) > 1 or self._executor.background is not None:
             return False
         return bool(self._schedules.slices_due(self.steps, 1))

@@ -254,6 +254,19 @@ def test_statistics_are_collected_only_when_due():
     assert not torch.equal(seen[1], seen[2])
 
 
+def test_kfac_tells_that_a_loaded_state_lacks_decompositions():
+    model = tiny_model()
+    kfac = kfac_of(model, update_freq=9, factor_update_freq=9, spread=False)
+    backward(model, *batch())
+    kfac.step()
+    state = kfac.state_dict()
+    kfac.load_state_dict(state)
+    assert not kfac.will_decompose_all
+    del state["layers"]["0"]["A"]["eigen"]
+    kfac.load_state_dict(state)
+    assert kfac.will_decompose_all
+
+
 def test_kfac_tells_what_the_next_step_will_do():
     model = tiny_model()
     damping = LevenbergMarquardt(interval=2)
