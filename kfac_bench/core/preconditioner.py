@@ -586,6 +586,7 @@ class KFAC:
         """The weight of this rank's loss, beside the loss scale. Set it before ``backward``.
 
         It is 1 unless ranks have unequal shares of a batch and weigh their mean losses by them.
+        With 0 the rank adds no statistics.
         """
         return self._executor.batch_statistics.loss_weight
 

@@ -267,6 +267,18 @@ def test_kfac_tells_that_a_loaded_state_lacks_decompositions():
     assert kfac.will_decompose_all
 
 
+def test_a_rank_whose_loss_has_no_weight_adds_no_statistics():
+    """A rank without examples may send zeros backward, so that all ranks do the same."""
+    model = tiny_model()
+    kfac = kfac_of(model, method="ekfac")
+    for weight in (1.0, 0.0):
+        kfac.loss_weight = weight
+        model.zero_grad()
+        (weight * F.cross_entropy(model(batch()[0]), batch()[1])).backward()
+        kfac.step()
+    assert {float(weight) for weight in kfac._executor.store.weights.values()} == {1.0}
+
+
 def test_kfac_tells_what_the_next_step_will_do():
     model = tiny_model()
     damping = LevenbergMarquardt(interval=2)

@@ -22,7 +22,8 @@ class BatchStatistics:
         factors: Statistics of A and G, and their weights.
         second_moments: EKFAC's second moments, and their weights.
         dropped: Statistics left out because they were not finite; a 0-d tensor on the device.
-        loss_weight: What multiplied this rank's loss beside the loss scale of all ranks.
+        loss_weight: What multiplied this rank's loss beside the loss scale of all ranks. With 0
+            the rank has no statistics.
     """
 
     def __init__(self, scale: Scale, *, of_sums: bool = False, from_identity: bool = False) -> None:
@@ -40,7 +41,7 @@ class BatchStatistics:
 
         The loss scale stays in it until :meth:`fold`.
         """
-        if new is None:
+        if new is None or not self.loss_weight:
             zeros = _zeros(layer.spec.factor_shape(factor), layer.weight)
             self.factors[layer.name, factor] = zeros, zeros.new_zeros(())
             return
@@ -59,7 +60,7 @@ class BatchStatistics:
 
         If a and g are independent, it is the product of the eigenvalues of A and G.
         """
-        if new is None or new.second_moment is None:
+        if new is None or new.second_moment is None or not self.loss_weight:
             zeros = _zeros(layer.spec.grad_shape, layer.weight)
             self.second_moments[layer.name] = zeros, zeros.new_zeros(())
             return
