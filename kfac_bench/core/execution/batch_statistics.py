@@ -72,7 +72,8 @@ class BatchStatistics:
     def _only_finite(self, moment: Tensor, samples: Number) -> tuple[Tensor, Tensor]:
         """Return the statistic and its weight, zeros for one that is not finite."""
         finite = torch.isfinite(moment.sum())
-        self.dropped = ~finite + (0 if self.dropped is None else self.dropped)
+        # Without samples, because a gradient was discarded, nothing is lost.
+        self.dropped = (~finite & (samples > 0)) + (0 if self.dropped is None else self.dropped)
         return moment.masked_fill_(~finite, 0.0), finite * (1.0 * samples)
 
     def _per_sample(self, samples: Number) -> Number:

@@ -155,6 +155,7 @@ def test_a_layer_that_only_the_discarded_pass_used(net, to_none):
     kfac.step()
     weights = {n: float(s["A"]["weight"]) for n, s in kfac.state_dict()["layers"].items()}
     assert weights == {"used": 1.0, "other": 0.0}
+    assert kfac.dropped_statistics == 0
 
 
 def test_a_discarded_pass_before_a_paused_one(net):
