@@ -5,7 +5,7 @@ modules (the generator and the discriminator of a GAN) are fine.
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -32,7 +32,7 @@ class Owner(Protocol):
 
 
 _owner_of: WeakKeyDictionary[nn.Module, ref[Owner]] = WeakKeyDictionary()
-_owner_of_parameter = WeakTensorKeyDictionary()
+_owner_of_parameter: MutableMapping[Tensor, ref[Owner]] = WeakTensorKeyDictionary()
 """Modules of two KFACs may share a parameter."""
 
 
