@@ -10,6 +10,8 @@ import pytest
 
 from kfac_bench import cli
 from kfac_bench.record import run_lock
+from kfac_bench.record.event_log import JsonlSink
+from kfac_bench.record.events import Resumed
 from kfac_bench.training import checkpoint
 from tests.support import ROOT
 from tests.support.runs import before_step, kill, train
@@ -81,6 +83,14 @@ def test_prune_keeps_the_newest_and_the_best(runs, capsys):
     assert re.search(rf"^{runs}/whole: removed {count} checkpoints, \d+\.\d kB$", said, re.M)
     assert re.search(rf"^freed \d+\.\d kB: {count} checkpoints of 1 run$", said, re.M)
     assert tried == said.replace("removed", "would remove").replace("freed", "would free")
+
+
+def test_prune_keeps_as_many_best_ones_as_the_last_start_asked_for(runs, capsys):
+    record = JsonlSink(runs / "whole/events.jsonl")
+    record.write(Resumed(12, 1.0, "checkpoint", {}, {"trainer.keep_best": 2}))
+    record.close()
+    call(capsys, "prune", "--runs-dir", runs)
+    assert steps(runs / "whole") == [6, 12], "both steps were evaluated"
 
 
 def test_prune_never_removes_the_last_good_checkpoint(runs, capsys):
