@@ -6,7 +6,7 @@ from pathlib import Path
 from kfac_bench import report
 from kfac_bench.benchmark import scaling
 from kfac_bench.dashboard.views import Scope
-from kfac_bench.record.runs import Run, option, plain
+from kfac_bench.record.runs import Run, last_option, plain
 from kfac_bench.report.tables import Table
 
 PROJECT = "kfac_bench"
@@ -37,9 +37,9 @@ def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> S
 
 
 def _same(runs: Sequence[Run], name: str) -> str | None:
-    """Return the logger option ``name`` of all runs; None if the runs differ."""
-    values = {option(run.started.config, "logger", name) for run in runs}
-    value = values.pop() if len(values) == 1 else None
+    """Return the logger option ``name`` of all runs, of their last starts; None if they differ."""
+    values = [last_option(run.events, "logger", name) for run in runs]
+    value = values[0] if values and all(each == values[0] for each in values) else None
     return plain(value) if isinstance(value, str) else None
 
 

@@ -27,7 +27,7 @@ from kfac_bench.record.events import (
     parse,
 )
 from kfac_bench.record.own_files import read_own
-from kfac_bench.record.runs import find, number, option, plain
+from kfac_bench.record.runs import find, last_option, number, plain
 from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.training import predictions
 
@@ -177,8 +177,8 @@ def _upload(
     if "computed" in started.config:
         yield "computed, not trained: nothing to send"
         return
-    project = project or _text(started, "project") or "kfac_bench"
-    entity = entity or _text(started, "entity")
+    project = project or _text(events, "project") or "kfac_bench"
+    entity = entity or _text(events, "entity")
     wanted = points(events, directory)
     run_id, state = plain(started.run_id), ""
     if offline:
@@ -258,6 +258,6 @@ def _trusted(event: Predicted, directory: Path) -> Predicted:
     return replace(event, items=items)
 
 
-def _text(started: RunStarted, name: str) -> str | None:
-    value = option(started.config, "logger", name)
+def _text(events: Sequence[Event], name: str) -> str | None:
+    value = last_option(events, "logger", name)
     return plain(value) if isinstance(value, str) else None

@@ -16,7 +16,6 @@ from pathlib import Path
 from kfac_bench.counted import counted, size_text
 from kfac_bench.errors import UsageError
 from kfac_bench.record import checkpoint_folder, run_lock, runs
-from kfac_bench.record.events import Resumed
 from kfac_bench.record.own_files import refuse_special
 from kfac_bench.record.run_list import CHECKPOINTS, age_of, directories, size_of
 
@@ -133,11 +132,7 @@ def _removable(path: Path, keep: int) -> list[str]:
 
 def _keep_best(path: Path) -> int:
     """Return how many best checkpoints the run keeps by the option of its last start."""
-    run = runs.load(path)
-    starts = [event for event in run.events if isinstance(event, Resumed)]
-    first = runs.option(run.started.config, "trainer", "keep_best")
-    # A start names only the options that it has changed.
-    found = starts[-1].options.get("trainer.keep_best", first) if starts else first
+    found = runs.last_option(runs.load(path).events, "trainer", "keep_best")
     return found if isinstance(found, int) and found >= 0 else 1
 
 

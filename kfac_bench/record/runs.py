@@ -16,7 +16,7 @@ from kfac_bench.config import problem_file
 from kfac_bench.config.options import RESULT
 from kfac_bench.config.roles import declared, original_results
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE, Event, RunStarted, read
+from kfac_bench.record.events import EVENTS_FILE, Event, Resumed, RunStarted, read
 
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
 
@@ -123,6 +123,18 @@ def option(config: Mapping[str, Any], *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def last_option(events: Iterable[Event], *keys: str) -> Any:
+    """Return an option as the last start of a run had it, or None if no start names it."""
+    first = last = None
+    for event in events:
+        if isinstance(event, RunStarted):
+            first = last = option(event.config, *keys)
+        elif isinstance(event, Resumed):
+            # A later start names only the options that differ from those of the first one.
+            last = event.options.get(".".join(keys), first)
+    return last
 
 
 def seed(run: Run) -> int:

@@ -18,10 +18,12 @@ from kfac_bench.core.planning import ops
 from kfac_bench.dashboard import scope, views
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.errors import UsageError
+from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import (
     Checkpointed,
     Evaluated,
     Predicted,
+    Resumed,
     RunEnded,
     SampleSkipped,
     TargetReached,
@@ -33,6 +35,7 @@ from kfac_bench.record.sinks.wandb import WandbSink
 from kfac_bench.training import environment
 from tests.support.runs import train
 from tests.support.wandb_here import KEY
+from tests.support.written_runs import write_run
 
 pytestmark = pytest.mark.usefixtures("fresh_wandb")
 GOLDEN = Path(__file__).parent / "golden" / "dashboard.json"
@@ -270,6 +273,21 @@ def test_push_creates_both_and_then_overwrites_them(stand_in, tmp_path, capsys):
             spec = json.loads(kinds[kind]["spec"])
             assert views._without_ids(spec) == golden[name]["spec"]
             assert kinds[kind]["displayName"] == views.TITLE
+
+
+def test_the_project_of_a_run_is_that_of_its_last_start(tmp_path):
+    path = write_run(tmp_path / "a")
+    record = JsonlSink(path / "events.jsonl")
+    mine = {"logger.project": "mine", "logger.entity": "team"}
+    for options, expected in (
+        (mine, ("mine", "team")),
+        ({"logger.project": "new"}, ("new", "")),
+        ({"logger.project": ["no text"]}, ("kfac_bench", "")),
+    ):
+        record.write(Resumed(30, 2.0, "checkpoint", {}, options))
+        found = scope.of_runs([path], None, None)
+        assert (found.project, found.entity) == expected
+    record.close()
 
 
 def test_without_runs_the_scope_has_the_named_project_or_the_default(tmp_path):
