@@ -215,7 +215,7 @@ def test_initial_weights_that_meet_the_target_need_no_step(tmp_path):
     assert (hit.step, hit.train_s, end(path).step) == (0, 0.0, 0)
     assert not of_kind(path, Trained)
     # The checkpoint of step 0 continues for a better target.
-    more = ("trainer.target=12", "trainer.eval_freq=1")
+    more = ("trainer.target=18", "trainer.eval_freq=1")
     assert train(tmp_path, *options, *more)[0] == "reached"
     assert end(path).step > 0
 
