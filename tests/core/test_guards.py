@@ -327,6 +327,16 @@ class TestRightScripts:
         kfac.step()
 
 
+def test_an_overflow_before_many_steps_without_statistics_is_fine():
+    """The steps between two statistics must not add up to what looks like a loss scale."""
+    every = {"update_freq": 128, "factor_update_freq": 128, "spread": False}
+    model, _, kfac = setup(**every, early_updates=False)
+    for step in range(129):
+        model.zero_grad()
+        backward(model, scale=1.0 if step else float("inf"))  # weights do not change
+        kfac.step()
+
+
 def test_a_norm_layer_whose_shift_has_no_gradient_is_fine():
     """Here the gradient of its shift is a sum of opposite numbers, the one of its scale is not."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))

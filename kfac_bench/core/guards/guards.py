@@ -77,8 +77,10 @@ class Guards:
         self._changes.look(self._notices)
 
     def see_gradients(self) -> None:
-        """Remember the gradients that K-FAC has just written."""
+        """Remember the gradients that K-FAC has just written; forget those before."""
         self.order.mark()
+        if self._scale is not None:
+            self._scale.end_step()
         if self._unscaling is not None:
             self._unscaling.mark()
 

@@ -91,9 +91,13 @@ class OutputGradients:
             self._sum = total if self._sum is None else self._sum + total
             self._size = size if self._size is None else self._size + size
 
-    def take(self) -> Tensor | None:
+    def forget(self) -> None:
+        """Start a new step."""
+        self._sum = self._size = None
+
+    def norms(self) -> Tensor | None:
         """Return three norms: of the sum, of the sum of absolute values, of the bias' gradient."""
-        total, size, self._sum, self._size = self._sum, self._size, None, None
+        total, size = self._sum, self._size
         if self._layer is None or self._layer.bias is None or total is None or size is None:
             return None
         grad = self._layer.bias.grad
@@ -117,9 +121,14 @@ class LossScaleCheck:
 
     def see(self, loss_scale: float | Tensor) -> None:
         """Compare the gradients of this step; ``loss_scale`` is what the user passed."""
-        if self._outputs is None or (norms := self._outputs.take()) is None:
+        if self._outputs is None or (norms := self._outputs.norms()) is None:
             return
         self._evidence = torch.cat([norms, norms.new_ones(1) * loss_scale])
+
+    def end_step(self) -> None:
+        """Forget the gradients of a step, also of one without statistics."""
+        if self._outputs is not None:
+            self._outputs.forget()
 
     def judge(self, notices: Notices) -> bool:
         """Warn about a loss scale; return whether there was one. This reads from the device."""
