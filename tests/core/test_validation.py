@@ -96,3 +96,14 @@ def test_options_of_coverage_that_mean_nothing_are_refused(options, said):
     model = network()
     with pytest.raises(ValueError, match=said):
         KFAC(model, sgd(model), **options)
+
+
+def test_the_kl_clip_needs_a_learning_rate():
+    """Adafactor of transformers has none by default."""
+    model = network()
+    optimizer = sgd(model)
+    kfac = KFAC(model, optimizer)
+    optimizer.param_groups[0]["lr"] = None
+    model(torch.randn(8, 6)).square().mean().backward()
+    with pytest.raises(ValueError, match="SGD has lr=None, but the KL clip needs"):
+        kfac.step()

@@ -42,9 +42,19 @@ class WriteBack:
         self._cosine_of: list[str] = []
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of each layer's weight."""
+        """Return the learning rate of each layer's weight.
+
+        Raises:
+            ValueError: The optimizer chooses its rate itself.
+        """
         groups = self._optimizer.param_groups
-        return {name: float(groups[index]["lr"]) for name, index in self._group_of.items()}
+        rates = {name: groups[index]["lr"] for name, index in self._group_of.items()}
+        if any(rate is None for rate in rates.values()):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} has lr=None, but the KL clip needs the learning "
+                "rate: give the optimizer a rate, or set kl_clip=None"
+            )
+        return {name: float(rate) for name, rate in rates.items()}
 
     def write(self, gradients: Gradients, kl_clip: float | None, *, track_cosine: bool) -> None:
         """Write preconditioned gradients into ``.grad``; no clip if ``kl_clip`` is None."""
