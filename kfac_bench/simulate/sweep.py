@@ -46,7 +46,7 @@ def variant(text: str) -> Variant:
         raise UsageError(f"strategy {text}: {name} takes no fraction; remove @{share}")
     try:
         fraction = float(Fraction(share))
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):
         raise UsageError(f"strategy {text}: write the fraction as 1/4 or 0.25") from None
     if not 0 < fraction <= 1:
         raise UsageError(f"strategy {text}: the fraction must be in (0, 1]")

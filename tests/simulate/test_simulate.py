@@ -427,6 +427,7 @@ def test_help_prints_the_usage(capsys):
         (["strategies=magic"], "strategy magic: unknown; choose one of sgd, comm_opt"),
         (["strategies=comm_opt@1/2"], "takes no fraction"),
         (["strategies=hybrid_opt@0/0"], "write the fraction as 1/4"),
+        (["strategies=hybrid_opt@1e400"], "write the fraction as 1/4"),
         (["strategies=hybrid_opt@2"], "must be in (0, 1]"),
         (["world_size=4", "strategies=hybrid_opt@3/4"], "do not divide the ranks"),
         (["trainer.batch_size=8"], "set per_rank_batch"),
