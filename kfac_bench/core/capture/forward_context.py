@@ -48,7 +48,9 @@ class _ContextHooks:
     def _enter(self, module: nn.Module, inputs: object) -> None:
         # Not left out inside pause(): checkpointing must repeat the same operations there.
         if self._is_enabled() and module.training and torch.is_grad_enabled():
-            self._context.__enter__()
+            # Ctrl-C in a forward calls no hook, so the context of that forward may still be there.
+            if not self._is_inside:
+                self._context.__enter__()
             self._is_inside = True
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:

@@ -361,6 +361,23 @@ def test_an_error_in_the_forward_ends_the_context():
     kfac.detach()
 
 
+def test_a_forward_after_an_interrupted_one_ends_the_context():
+    """As in a notebook, where Ctrl-C ends a cell and not the process."""
+
+    def interrupt(module, inputs, output):
+        raise KeyboardInterrupt
+
+    model, x = nn.LSTM(3, 4), torch.randn(5, 2, 3)
+    kfac = kfac_of(model)
+    handle = model.register_forward_hook(interrupt, prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    handle.remove()
+    loss_of(model(x)[0], 2).backward()
+    assert not torch.overrides._get_current_function_mode_stack()
+    kfac.step()
+
+
 def test_outputs_may_be_changed_in_place():
     for batch_first in (True, False):
         one = nn.GRU(D, H, batch_first=batch_first)
