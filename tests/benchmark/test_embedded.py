@@ -175,6 +175,11 @@ def test_psnr_is_computed_for_pixels_from_0_to_1():
         task.forward(Fixed(torch.zeros(2, 2, 4, 4)), batch)
 
 
+def test_psnr_of_an_output_that_is_not_finite_reaches_no_target():
+    psnr = [Denoising(4).metrics(torch.tensor([4.0, e]))["psnr"] for e in (0, math.inf, math.nan)]
+    assert psnr == pytest.approx([math.inf, -math.inf, math.nan], nan_ok=True)
+
+
 def test_the_curvature_of_denoising_is_the_hessian_of_its_loss():
     task, clean = Denoising(6), torch.rand(1, 1, 2, 3)
 

@@ -47,7 +47,9 @@ class Denoising(SummedTask):
     def metrics(self, totals: Tensor) -> dict[str, float]:
         """Return `psnr` over all pixels that the totals count."""
         pixels, error = totals.tolist()
-        return {"psnr": 10 * math.log10(pixels / error) if error > 0 else math.inf}
+        mean = error / pixels
+        # An error that is NaN or infinite gives NaN or minus infinity.
+        return {"psnr": -10 * math.log10(mean) if mean != 0 else math.inf}
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
