@@ -126,6 +126,13 @@ def test_a_false_detection_in_an_empty_volume_scores_0():
     assert task.metrics(task.totals(IDENTITY, batch))["dice"] == 0
 
 
+def test_a_volume_of_which_no_slice_was_read_does_not_count():
+    task = Segmentation(volumes=3)
+    batch = (torch.ones(2, 1, 2, 2), torch.tensor([0, 1]).view(2, 1, 1, 1).expand(2, 1, 2, 2))
+    totals = task.totals(IDENTITY, (*batch, torch.tensor([0, 2])))
+    assert task.metrics(totals)["dice"] == 0.5
+
+
 def test_logits_that_do_not_fit_the_masks_are_refused():
     with pytest.raises(UsageError, match="one logit per pixel"):
         Segmentation().forward(IDENTITY, (torch.zeros(2, 3, 4, 4), torch.zeros(2, 1, 4, 4)))

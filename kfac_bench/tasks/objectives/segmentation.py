@@ -28,8 +28,9 @@ class Segmentation(SummedTask):
 
     Metrics: `dice` is the mean over VOLUMES, including volumes without a tumour, of
     2 |P and T| / (|P| + |T|). P are the pixels of a volume with a positive logit, T the pixels of
-    its masks, both counted over all slices; the value is 1 if both are empty. `loss` is the
-    training loss, mean over the images. `volumes` is the number of volumes of the evaluation set.
+    its masks, both counted over all slices; the value is 1 if both are empty. A volume of which no
+    slice can be read does not count. `loss` is the training loss, mean over the images. `volumes`
+    is the number of volumes of the evaluation set.
     An evaluation batch has a third tensor, int64 [n]: the volume of each image, counted from 0.
 
     The likelihood treats pixels as independent. Dice is not its negative logarithm. So with
@@ -42,7 +43,7 @@ class Segmentation(SummedTask):
     def __init__(self, volumes: int = 1, smooth: float = 1.0, bce: float = 1.0) -> None:
         self.metric = "dice"
         self.higher_is_better = True
-        self.num_totals = 2 + 3 * volumes
+        self.num_totals = 2 + 4 * volumes
         self.likelihood = "bernoulli"
         self.volumes = volumes
         self.smooth = smooth
@@ -67,12 +68,13 @@ class Segmentation(SummedTask):
 
     @torch.no_grad()
     def totals(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return [images, sum of losses, then of each volume |P and T|, |P|, |T|], float64."""
+        """Return [images, sum of losses, of each volume |P and T|, |P|, |T|, slices], float64."""
         _, masks, volumes = batch
         logits = _logits(model, batch)
         predicted, true = (logits > 0).flatten(1), (masks > 0).flatten(1)
-        counts = torch.stack([x.sum(1) for x in (predicted & true, predicted, true)], dim=1)
-        by_volume = counts.new_zeros(self.volumes, 3).index_add_(0, volumes, counts)
+        sums = [x.sum(1) for x in (predicted & true, predicted, true)]
+        counts = torch.stack([*sums, torch.ones_like(sums[0])], dim=1)
+        by_volume = counts.new_zeros(self.volumes, 4).index_add_(0, volumes, counts)
         loss = self._losses(logits.double(), masks).sum()
         head = torch.stack([torch.full_like(loss, len(masks)), loss])
         return torch.cat([head, by_volume.double().flatten()])
@@ -80,10 +82,10 @@ class Segmentation(SummedTask):
     def metrics(self, totals: Tensor) -> dict[str, float]:
         """Return `dice` and `loss` over all volumes and images that the totals count."""
         images, loss = totals[:2].tolist()
-        both, predicted, true = totals[2:].view(self.volumes, 3).unbind(1)
+        both, predicted, true, slices = totals[2:].view(self.volumes, 4).unbind(1)
         each = predicted + true
         dice = torch.where(each > 0, 2 * both / each.clamp_min(1), 1.0)
-        return {"dice": dice.mean().item(), "loss": loss / images}
+        return {"dice": dice[slices > 0].mean().item(), "loss": loss / images}
 
     @torch.no_grad()
     def show(self, model: nn.Module, batch: Batch, count: int) -> list[Prediction]:
