@@ -131,7 +131,9 @@ def _scan_volume(folder: Path, faults: list[Unreadable]) -> Volume:
     """Read one volume; add the reasons why files cannot be used to `faults`."""
     files = set(folder.glob("*.tif"))
     numbers = {p: int(m[1]) for p in files if (m := re.fullmatch(r".*_(\d+)\.tif", p.name))}
-    masks = {p: p.with_name(f"{p.stem}_mask.tif") for p in sorted(numbers, key=numbers.__getitem__)}
+    # Two slices may have the same number. All processes must see them in the same order.
+    ordered = sorted(numbers, key=lambda p: (numbers[p], p.name))
+    masks = {p: p.with_name(f"{p.stem}_mask.tif") for p in ordered}
     strays = files - masks.keys() - set(masks.values())
     faults += [Unreadable(str(p), "it is neither a slice nor a mask of a slice") for p in strays]
     if not masks:

@@ -73,6 +73,16 @@ def test_slices_are_in_order_with_their_masks_and_normalized_by_volume(made):
     assert masks.max() == 1
 
 
+def test_slices_with_the_same_number_have_the_same_order_in_every_process(tmp_path):
+    folder = tmp_path / "kaggle_3m" / "TCGA_DEMO_1_1"
+    folder.mkdir(parents=True)
+    names = [f"{letter}_1" for letter in "abcdefg"]
+    for name in names:
+        Image.new("RGB", (8, 8)).save(folder / f"{name}.tif")
+        Image.new("L", (8, 8)).save(folder / f"{name}_mask.tif")
+    assert [image.stem for image, _ in lgg.scan(tmp_path)[0][0].slices] == names
+
+
 def test_the_split_is_by_patient_and_stable(root):
     folder = next(p for p in (root / "kaggle_3m").iterdir())
     again = folder.with_name(folder.name[:-8] + "20110101")  # the same patient, later
