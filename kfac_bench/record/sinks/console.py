@@ -5,6 +5,7 @@ printed without markup and without control characters.
 """
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -169,7 +170,9 @@ class ConsoleSink:
     def _evaluated(self, event: Evaluated) -> None:
         value = event.metrics.get(self._metric)
         improved = value is not None and (
-            self._best is None or self._sign * value > self._sign * self._best
+            self._best is None
+            or math.isnan(self._best)
+            or self._sign * value > self._sign * self._best
         )
         if improved:
             self._best = value

@@ -215,6 +215,14 @@ def test_each_evaluation_is_shown_and_beside_a_worse_value_the_best(higher_is_be
     assert [(float(value), text) for value, text in shown] == [*zip(values, best, strict=True)]
 
 
+def test_any_value_is_better_than_nan():
+    stream = Stream()
+    sink = ConsoleSink(metric="m", higher_is_better=True, stream=stream)
+    for value in ("nan", "0.5", "0.4"):
+        sink.write(Evaluated(1, 1.0, 1.0, {"m": float(value)}))
+    assert re.findall(r"best (\S+)\)", stream.text) == ["0.5"]
+
+
 def test_training_lines_are_rate_limited(monkeypatch):
     now = 100.0
     monkeypatch.setattr("kfac_bench.record.sinks.console.time.monotonic", lambda: now)
