@@ -101,6 +101,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
     from kfac_bench.data.language import documents, prepare
 
+    _refuse_folder_inside_source(options)
     prepare.prepare(
         partial(documents.read, options.layout, options.source),
         options.folder,
@@ -113,3 +114,13 @@ def _prepare(options: argparse.Namespace) -> int:
     )
     say(f"{options.folder}: made")
     return 0
+
+
+def _refuse_folder_inside_source(options: argparse.Namespace) -> None:
+    """Raise UsageError if the files of the new folder would be read as text of the source."""
+    reads_all_files = options.layout != "wikitext" and options.source.is_dir()
+    if reads_all_files and options.folder.resolve().is_relative_to(options.source.resolve()):
+        raise UsageError(
+            f"{options.folder}: is inside --source {options.source}, so its own files would be "
+            "read as text. Choose a folder outside of the source"
+        )

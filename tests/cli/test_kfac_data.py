@@ -103,6 +103,10 @@ def test_verify_reads_the_lgg_demo(capsys, tmp_path):
             ("prepare", "text", "--source", "{folder}/file", "{folder}/file"),
             "cannot be written (File exists)",
         ),
+        (
+            ("prepare", "text", "--source", "{folder}", "{folder}/made"),
+            "made: is inside --source",
+        ),
     ],
 )
 def test_bad_input_gives_one_clear_line(capsys, tmp_path, arguments, said):
