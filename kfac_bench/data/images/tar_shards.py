@@ -104,7 +104,8 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
     shards.
 
     Raises:
-        UsageError: `root` has shards already; also as in `imagefolder.load`.
+        UsageError: `root` has shards already, or a file is too large; also as in
+            `imagefolder.load`.
     """
     if per_shard < 1:
         raise UsageError(f"images per shard must be at least 1, got {per_shard}")
@@ -134,9 +135,17 @@ def _write_shard(path: Path, source: reading.Source, indices: Sequence[int], sta
         with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
             for number, index in enumerate(indices, start):
                 kind = source.name(index).rpartition(".")[2].lower()
-                _add(tar, f"{number:08d}.{'jpg' if kind == 'jpeg' else kind}", source.read(index))
+                content = _encoded(source, index)
+                _add(tar, f"{number:08d}.{'jpg' if kind == 'jpeg' else kind}", content)
                 _add(tar, f"{number:08d}.{LABEL}", str(source.labels[index]).encode())
         partial.replace(path)
+
+
+def _encoded(source: reading.Source, index: int) -> bytes:
+    try:
+        return source.read(index)
+    except ValueError as error:  # the file is too large
+        raise UsageError(f"{source.name(index)}: {error}. Remove this file") from None
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

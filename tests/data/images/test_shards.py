@@ -299,6 +299,12 @@ def test_wrong_shards_are_usage_errors(root, folders, tmp_path):
     assert not list(root.glob("*.tmp"))
 
 
+def test_a_file_that_is_too_large_is_named(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr("kfac_bench.data.images.opening.MOST_FILE_BYTES", 100)
+    with pytest.raises(UsageError, match=r"image_\d+\.JPEG: it is larger than"):
+        list(tar_shards.write(tmp_path / "new", folders))
+
+
 def test_names_of_classes_that_are_not_utf_8_are_kept(tmp_path):
     for split in ("train", "val"):
         folder = tmp_path / split / os.fsdecode(b"caf\xe9")
