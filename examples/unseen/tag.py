@@ -23,15 +23,18 @@ LENGTH, CHARACTERS, KINDS = 64, 128, 7
 KIND = {
     tokenize.NAME: 1,
     tokenize.NUMBER: 3,
-    tokenize.STRING: 4,
     tokenize.OP: 5,
     tokenize.COMMENT: 6,
 }
+# From Python 3.12 on, an f-string is several tokens: FSTRING_START, FSTRING_MIDDLE, FSTRING_END.
+KIND |= {number: 4 for number, name in tokenize.tok_name.items() if "STRING" in name}
 
 
 def tagged(name):
     """Return the characters of a module and the kind of each."""
-    path = Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
+    # Some of the modules are packages in newer versions of Python.
+    path = Path(sysconfig.get_paths()["stdlib"]) / name
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     with tokenize.open(path) as file:
         lines = file.readlines()
     kinds = [[0] * len(line) for line in lines]

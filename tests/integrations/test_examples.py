@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -46,6 +47,14 @@ def test_the_package_imports_no_framework():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.slow
+def test_the_tagging_problem_reads_modules_that_are_packages():
+    """Such as zipfile from Python 3.12 on."""
+    text, kinds = runpy.run_path(str(ROOT / "examples/unseen/tag.py"))["tagged"]("json")
+    assert len(text) == len(kinds)
+    assert set(kinds) == set(range(7))
 
 
 @pytest.mark.slow
