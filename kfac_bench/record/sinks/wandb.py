@@ -302,6 +302,8 @@ def _of_one_size(files: Sequence[Path]) -> list[Image.Image]:
 def _define(run: Any, name: str, summary: str | None) -> None:
     # Each name is defined, because "*" in wandb matches neither "/" nor an escaped dot.
     # A dot, as in names of layers, is escaped, because it would mean a nested value.
+    if "*" in name:  # W&B takes the star for a pattern, and refuses a star inside a name
+        return
     axis = "train_s" if name.startswith("eval/") else "step"
     run.define_metric(name.replace(".", r"\."), step_metric=axis, summary=summary)
 

@@ -75,6 +75,7 @@ def test_run_is_written_and_read_back(tmp_path, capfd):
     said = []
     sink = new_sink(tmp_path, say=said.append, group="g", tags=["a"])
     train(sink)
+    sink.write(Evaluated(step=3, train_s=1.5, epoch=0.3, metrics={"a*b": 1.0}))
     sink.close()
 
     records = [json.loads(line) for line in inspect(tmp_path, "--json").splitlines()]
@@ -86,6 +87,7 @@ def test_run_is_written_and_read_back(tmp_path, capfd):
     assert rows[0]["kfac/cosine_median"] == 0.5
     assert rows[0]["kfac/stage_s/factors"] == 0.01
     assert all({"step", "train_s"} <= row.keys() for row in rows)
+    assert rows[-1].pop("eval/a*b") == 1.0
 
     (run,) = [r["run"] for r in records if r["type"] == "run"]
     assert run["config"]["update"]["kfac"] == {"damping": 1e-3, "path": "x"}
