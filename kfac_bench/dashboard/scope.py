@@ -31,7 +31,7 @@ def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> S
     return Scope(
         project or _same(runs, "project") or PROJECT,
         entity or _same(runs, "entity") or "",
-        [wandb_id(run.started.run_id) for run in runs],
+        [wandb_id(plain(run.started.run_id)) for run in runs],
         [_time_to_target(found), *scaling.tables(runs)] if found else [],
     )
 

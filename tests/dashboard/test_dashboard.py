@@ -29,13 +29,13 @@ from kfac_bench.record.events import (
     TargetReached,
     Trained,
 )
-from kfac_bench.record.runs import flatten
+from kfac_bench.record.runs import flatten, plain
 from kfac_bench.record.sinks import wandb_history
-from kfac_bench.record.sinks.wandb import WandbSink
+from kfac_bench.record.sinks.wandb import WandbSink, wandb_id
 from kfac_bench.training import environment
 from tests.support.runs import train
 from tests.support.wandb_here import KEY
-from tests.support.written_runs import write_run
+from tests.support.written_runs import EVIL, write_run
 
 pytestmark = pytest.mark.usefixtures("fresh_wandb")
 GOLDEN = Path(__file__).parent / "golden" / "dashboard.json"
@@ -288,6 +288,11 @@ def test_the_project_of_a_run_is_that_of_its_last_start(tmp_path):
         found = scope.of_runs([path], None, None)
         assert (found.project, found.entity) == expected
     record.close()
+
+
+def test_a_run_id_from_somebody_else_becomes_the_id_that_the_upload_uses(tmp_path):
+    found = scope.of_runs([write_run(tmp_path / "run", text=EVIL)], None, None)
+    assert found.run_ids == [wandb_id(plain(EVIL))]
 
 
 def test_without_runs_the_scope_has_the_named_project_or_the_default(tmp_path):
