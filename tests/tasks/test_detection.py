@@ -218,16 +218,6 @@ def test_the_size_of_a_detection_is_its_mask_for_segm_and_its_box_for_bbox():
     assert metrics["bbox_AP_small"] == pytest.approx(1)
 
 
-def test_an_unreadable_image_still_costs_a_forward():
-    seen = []
-    model = torch.nn.Linear(1, 1)
-    model.forward = seen.append
-    evaluation = Detection(world(1)[0], CLASSES).evaluation()
-    evaluation.add(model, ([], []))
-    assert [len(images) for images in seen] == [1]
-    assert evaluation.metrics(Ranks(CPU))["bbox_mAP"] == 0
-
-
 def test_with_goals_the_metric_is_the_smallest_share_of_a_goal():
     truth, outputs = world(2)
     found = [found_in(p.id, o) for p, o in zip(truth, outputs, strict=True)]

@@ -19,7 +19,6 @@ from rich.table import Column
 from rich.text import Text
 
 from kfac_bench.record.events import (
-    Checkpointed,
     Evaluated,
     Event,
     Predicted,
@@ -41,7 +40,7 @@ class ConsoleSink:
     """The view of the run on ``stream``, by default standard output.
 
     A terminal shows a progress bar. Elsewhere training gets at most one line per ``interval_s``
-    seconds of wall time. Each evaluation gets a line. Checkpoints are shown only if ``verbose``.
+    seconds of wall time. Each evaluation gets a line. Checkpoints are not shown.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ConsoleSink:
         higher_is_better: bool,
         total_steps: int | None = None,
         target: float | None = None,
-        verbose: bool = False,
         interval_s: float = 5.0,
         stream: TextIO | None = None,
     ) -> None:
@@ -59,7 +57,6 @@ class ConsoleSink:
         self._sign = 1.0 if higher_is_better else -1.0
         self._total_steps = total_steps
         self._target = target
-        self._verbose = verbose
         self._stream = stream if stream is not None else sys.stdout
         self._encoding = self._stream.encoding or "utf-8"
         self._trained_lines = _Interval(interval_s)
@@ -84,9 +81,6 @@ class ConsoleSink:
                 self._trained(event)
             case Evaluated():
                 self._evaluated(event)
-            case Checkpointed():
-                if self._verbose:
-                    self.say(f"step {event.step}  saved {event.path} in {event.write_s:.1f} s")
             case TargetReached():
                 self.say(
                     f"target reached: {event.metric} {event.value:.4g} {self._relation} "

@@ -122,8 +122,6 @@ class WandbSink:
         *,
         metric: str,
         higher_is_better: bool,
-        group: str | None = None,
-        tags: Sequence[str] = (),
         say: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
     ) -> None:
@@ -147,8 +145,6 @@ class WandbSink:
             "name": run_id[:128],
             "project": project,
             "entity": entity,
-            "group": group,
-            "tags": list(tags),
             "config": config,
         }
         if self.mode != "disabled":

@@ -150,11 +150,7 @@ class _DetectionPass:
 
     def add(self, model: nn.Module, batch: Batch) -> None:
         """Look for objects in each image alone, because padding would change the result."""
-        images, targets = batch
-        if not images:
-            # The images could not be read, but ranks in lockstep need equally many forwards.
-            model([torch.zeros(3, 64, 64, device=next(model.parameters()).device)])
-        for image, target in zip(images, targets, strict=True):
+        for image, target in zip(*batch, strict=True):
             (output,) = model([image])
             self._found.append(found_in(int(target["image_id"]), output))
 

@@ -73,7 +73,7 @@ def inspect(directory: Path, *options: str) -> str:
 
 def test_run_is_written_and_read_back(tmp_path, capfd):
     said = []
-    sink = new_sink(tmp_path, say=said.append, group="g", tags=["a"])
+    sink = new_sink(tmp_path, say=said.append)
     train(sink)
     sink.write(Evaluated(step=3, train_s=1.5, epoch=0.3, metrics={"a*b": 1.0}))
     sink.close()
