@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             case = Case(name, size, options.device, precision)
             left = deadline - time.perf_counter()
             if left < cost.get(name, 0.0):
-                say_left_out(results, case, f"{left:.0f} s left, needs {cost[name]:.0f} s")
+                needs = f"{left:.0f} s left, needs {cost[name]:.0f} s" if name in cost else ""
+                say_left_out(results, case, needs or "no time left")
                 continue
             # The first configurations get more time than the last ones.
             share = 2 * left / (len(todo) - i + 1)

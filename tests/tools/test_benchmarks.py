@@ -495,6 +495,13 @@ def test_configurations_that_do_not_fit_the_time_are_listed(gpu_options, monkeyp
     assert "* bert_base (batch 8, 512 tokens, bf16): 70 s left" in gpu_options.page.read_text()
 
 
+def test_models_that_nothing_was_measured_of_are_listed_when_the_time_is_over(gpu_options):
+    gpu_options.minutes = 0.01
+    results = gpu.run(gpu_options)
+    assert [x["reason"] for x in results["left_out"]] == ["no time left"] * 21
+    assert "* bert_base (batch 8, 512 tokens, bf16): no time left" in gpu_options.page.read_text()
+
+
 def test_a_failed_configuration_does_not_end_the_others(gpu_options, monkeypatch):
     seen = []
 
