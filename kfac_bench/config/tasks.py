@@ -7,6 +7,7 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import RESULT, Section, option
 from kfac_bench.config.registry import TASKS
+from kfac_bench.errors import UsageError
 
 
 @dataclass
@@ -28,6 +29,14 @@ class TaskConfig(Section):
             data: The :class:`kfac_bench.data.base.dataset.Data` that is trained on.
         """
         raise NotImplementedError
+
+    def check(self, config: Any) -> None:
+        """See :meth:`Section.check`."""
+        if self.label_smoothing and self.name != "classification":
+            raise UsageError(
+                f"task.label_smoothing={self.label_smoothing:g} has no effect on task={self.name}. "
+                "Only task=classification smooths labels: set task.label_smoothing=0"
+            )
 
     def output(self, model: Any, inputs: Any) -> Any:
         """Return the output of the model, from which a dry run counts work.

@@ -45,6 +45,7 @@ class DetectionConfig(TaskConfig):
 
     def check(self, config: TrainConfig) -> None:
         """See :meth:`Section.check`."""
+        super().check(config)
         if config.kfac.enabled and config.kfac.fisher != "empirical":
             raise UsageError(
                 f"kfac.fisher={config.kfac.fisher} does not fit task=detection, whose losses have "

@@ -28,6 +28,7 @@ class PretrainingConfig(TaskConfig):
 
     def check(self, config: TrainConfig) -> None:
         """See :meth:`Section.check`."""
+        super().check(config)
         if config.kfac.enabled and config.kfac.fisher != "empirical":
             raise UsageError(
                 f"kfac.fisher={config.kfac.fisher} draws labels from one likelihood, but "

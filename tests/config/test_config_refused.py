@@ -135,6 +135,11 @@ def test_model_and_task_must_fit():
     assert compose.load(["model=autoencoder"]).task.name == "reconstruction"
 
 
+def test_a_task_that_smooths_no_labels_refuses_the_option():
+    text = refused(["model=autoencoder", "task.label_smoothing=0.1"])
+    assert "task.label_smoothing=0.1 has no effect on task=reconstruction" in text
+
+
 def test_ekfac_and_a_damping_of_the_factors_clash():
     said = ["kfac.method=ekfac", "kfac.factored_damping=true"]
     assert "kfac.factored_damping=true does not fit kfac.method=ekfac" in refused(said)
