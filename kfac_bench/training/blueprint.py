@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from kfac_bench.config import TrainConfig
+from kfac_bench.config import DataConfig, TrainConfig
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.errors import UsageError, shortage
 from kfac_bench.tasks.task import Task
 
 
@@ -46,7 +47,7 @@ class Blueprint:
         task = config.task.name
         shape, num_classes = config.data.shape()
         return cls(
-            data=partial(config.data.build, task),
+            data=partial(_build_data, config.data, task),
             task=config.task.build,
             model=partial(config.model.build, task=task),
             shape=shape,
@@ -60,3 +61,16 @@ class Blueprint:
     def assumed_model(self) -> nn.Module:
         """Return the network of a dry run."""
         return self.model(self.shape, self.num_classes)
+
+
+def _build_data(config: DataConfig, task: str) -> Data:
+    """Build the dataset; raise :class:`UsageError` if a file or folder cannot be read."""
+    try:
+        data: Data = config.build(task)
+    except OSError as error:
+        if shortage(error):
+            raise
+        place = error.filename or config.root
+        reason = error.strerror or error
+        raise UsageError(f"data={config.name}: {place} cannot be read ({reason})") from None
+    return data

@@ -238,3 +238,9 @@ def test_a_slow_reader_increases_the_share_of_waiting(tmp_path, monkeypatch):
         assert event.data_wait_share > 0.5
     assert event.train_s > 0.8
     assert end(path).status == "finished"
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path):
+    options = ("data=imagefolder", f"data.root={300 * 'x'}")
+    with pytest.raises(UsageError, match=r"^data=imagefolder: x+/train cannot be read \(File name"):
+        train(tmp_path, *options, base=RESNET)
