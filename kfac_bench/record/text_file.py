@@ -53,6 +53,8 @@ def around_marks(page: Path, begin: str, end: str, option: str) -> tuple[str, st
         old = page.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{option} {page}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{option} {page}: is no text in UTF-8. Name another page") from None
     before, found, rest = old.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found or not found_end:
