@@ -83,7 +83,13 @@ def _make_demo(options: argparse.Namespace) -> int:
 def _verify(folder: Path) -> int:
     from kfac_bench.data import verify
 
-    content, faults = verify.verify(folder)
+    try:
+        content, faults = verify.verify(folder)
+    except OSError as error:
+        if shortage(error):
+            raise
+        place = error.filename or folder
+        raise UsageError(f"{place}: cannot be read ({error.strerror or error})") from None
     for fault in faults:
         say(printable(f"{fault.path}: {fault.reason}"))
     say(f"{content}; {counted(len(faults), 'fault', none='no')}")

@@ -52,7 +52,9 @@ class TextConfig(FilesConfig):
     @classmethod
     def is_at(cls, root: Path) -> bool:
         """See :meth:`FilesConfig.is_at`."""
-        return any(root.glob("text-*.json"))
+        from kfac_bench.data.language import text_shards
+
+        return bool(text_shards.lengths(root))
 
     @classmethod
     def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:

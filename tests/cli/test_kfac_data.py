@@ -96,6 +96,7 @@ def test_verify_reads_the_lgg_demo(capsys, tmp_path):
     [
         (("verify", "{folder}/none"), "none: no such folder"),
         (("verify", "{folder}"), "has the layout of no known dataset"),
+        (("verify", 300 * "x"), "cannot be read (File name too long)"),
         (("make-demo", "mnist", "{folder}"), "invalid choice"),
         (("make-demo", "imagenet", "{folder}/has"), "has train or val already"),
         (("make-demo", "imagenet", "{folder}/file/demo"), "cannot be written (Not a directory)"),
@@ -112,6 +113,7 @@ def test_verify_reads_the_lgg_demo(capsys, tmp_path):
 def test_bad_input_gives_one_clear_line(capsys, tmp_path, arguments, said):
     (tmp_path / "has" / "train").mkdir(parents=True)
     (tmp_path / "file").write_text("One word.")
+    (tmp_path / "text-notes.json").write_text("{}")
     code, out, err = run(capsys, *(a.format(folder=tmp_path) for a in arguments))
     assert (code, out) == (2, "")
     assert err.startswith("kfac-data: ")
