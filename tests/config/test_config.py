@@ -191,16 +191,16 @@ TO_TARGETS = [name for name in compose.options_of("benchmark") if not schema.loa
 def is_written(cell):
     """Return whether the cell's experiment exists; kfac-bench tune writes those of contests."""
     _, _, experiment = cell.overrides[0].partition("experiment=")
-    is_tuned = experiment.startswith("contest/")
+    is_tuned = experiment.startswith(("contest/", "contest_twice/"))
     return not is_tuned or (compose.CONF_DIR / "experiment" / f"{experiment}.yaml").exists()
 
 
 CELLS = [
-    (pytest.param if is_quick else slow)(cell, id=f"{name}: {cell.label}")
+    (pytest.param if name in ("demo", "embedded") else slow)(cell, id=f"{name}: {cell.label}")
     for name in TO_TARGETS
     for cells in [grid.cells(schema.load(name), "runs/test")]
     for cell in filter(is_written, cells)
-    for is_quick in [cell.seed == cells[0].seed and not schema.load(name).held_out]
+    if cell.seed == cells[0].seed
 ]
 
 

@@ -64,7 +64,7 @@ def test_a_run_shows_the_worst_of_its_first_evaluation_examples(tmp_path):
 
 
 def test_a_run_that_reaches_its_target_shows_the_chosen_number_of_predictions(tmp_path, capsys):
-    status, path = train(tmp_path, *SHORT, "trainer.target=100", "trainer.predictions=3")
+    status, path = train(tmp_path, *SHORT, "trainer.target=18", "trainer.predictions=3")
     assert status == "reached"
     [event] = of_kind(path, Predicted)
     assert len(event.items) == 3
