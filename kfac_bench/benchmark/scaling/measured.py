@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kfac_bench.counted import counted
 from kfac_bench.record.events import Trained
 from kfac_bench.record.runs import Run, number, option, plain
 
@@ -106,7 +107,7 @@ def step_finding(points: Sequence[ScalingPoint]) -> str:
         return ""
     low, high = f"{ratios[0]:.2f}x", f"{ratios[-1]:.2f}x"
     extent = low if low == high else f"{low} to {high}"
-    return f"On {_ranks(most)} a step with K-FAC takes {extent} the time of a step without"
+    return f"On {counted(most, 'rank')} a step with K-FAC takes {extent} the time of a step without"
 
 
 def efficiency_finding(points: Sequence[ScalingPoint]) -> str:
@@ -117,12 +118,8 @@ def efficiency_finding(points: Sequence[ScalingPoint]) -> str:
     if not shares or len({p.world_size for p in points}) < 2:
         return ""
     best, worst = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
-    words = f"On {_ranks(most)} {best} has an efficiency of {shares[best]:.0f} %"
+    words = f"On {counted(most, 'rank')} {best} has an efficiency of {shares[best]:.0f} %"
     return words + (f", {worst} of {shares[worst]:.0f} %" if worst != best else "")
-
-
-def _ranks(number: int) -> str:
-    return f"{number:,} rank{'s' if number != 1 else ''}"
 
 
 def measure(runs: Iterable[Run]) -> list[ScalingPoint]:
