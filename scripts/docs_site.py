@@ -21,8 +21,8 @@ from mkdocs.structure.pages import Page
 
 from kfac_bench.benchmark.scaling import scaling_options
 from kfac_bench.cli import bench_command, data_command, plan_command, train_command
-from kfac_bench.config import compose
-from kfac_bench.config.options import options
+from kfac_bench.config import compose, option_table
+from kfac_bench.config.option_table import HelpedOption, Owners
 from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.simulate import simulate_options
 
@@ -126,10 +126,10 @@ def _run_options() -> str:
         "another value is another run."
     )
     sections: dict[str, list[str]] = {}
-    for found in options(compose.load([])):
-        section = found[0].rpartition(".")[0]
+    for name, [(_, option), *_] in option_table.every_option().items():
+        section = name.rpartition(".")[0]
         if section not in {*TABLES, "kfac"}:
-            sections.setdefault(section, []).append(_option_row(*found))
+            sections.setdefault(section, []).append(_option_row(option))
     parts = [intro]
     for section, rows in sections.items():
         parts += [f"## {section or 'the run'}", "\n".join([_OPTIONS_HEAD, *rows])]
@@ -141,7 +141,8 @@ def _kfac_options() -> str:
         "`kfac=NAME` chooses a strategy, `kfac=none` trains without K-FAC. A script passes the "
         "same options to [`KFAC`](../api.md) as keywords."
     )
-    rows = [_option_row(*o) for o in options(compose.load([])) if o[0].startswith("kfac.")]
+    every = option_table.every_option()
+    rows = [_option_row(found[0][1]) for name, found in every.items() if name.startswith("kfac.")]
     choices = ", ".join(f"`{name}`" for name in compose.options_of("kfac"))
     return _page(
         "Options of K-FAC",
@@ -154,20 +155,17 @@ def _kfac_options() -> str:
 def _group(group: str) -> str:
     """Return the page of one configuration group: its choices, and the options of each."""
     choices = ["| choice | what it is |", "| --- | --- |"]
-    rows: dict[str, str] = {}
-    owners: dict[str, list[str]] = {}
     for choice in TABLES[group]:
-        section = options_class(group, choice)
-        first = (inspect.getdoc(section) or "").partition("\n\n")[0].replace("\n", " ")
-        choices.append(f"| `{group}={choice}` | {_cell(first)} |")
-        for found in options(section(), f"{group}."):
-            rows.setdefault(found[0], _option_row(*found))
-            owners.setdefault(found[0], []).append(choice)
+        about = (inspect.getdoc(options_class(group, choice)) or "").partition("\n\n")[0]
+        choices.append(f"| `{group}={choice}` | {_cell(' '.join(about.splitlines()))} |")
     # Options with the same owners share a table; the options of all choices come first.
     tables: dict[str, list[str]] = {"all choices": []}
-    for name, own in owners.items():
-        title = "all choices" if len(own) == len(TABLES[group]) else ", ".join(own)
-        tables.setdefault(title, []).append(rows[name])
+    for name, found in option_table.every_option().items():
+        if name.startswith(f"{group}."):
+            for same in option_table.meanings(found):
+                owners = sorted(choice for choice, _ in same)
+                title = "all choices" if len(same) == len(TABLES[group]) else ", ".join(owners)
+                tables.setdefault(title, []).append(_group_row(same))
     return _page(
         f"Configuration group {group}",
         f"`{group}=NAME` on the command line makes a choice. `kfac-train {group}=NAME --cfg job` "
@@ -181,12 +179,29 @@ def _group(group: str) -> str:
     )
 
 
-def _option_row(name: str, value: Any, meta: Mapping[str, Any]) -> str:
-    default = "null" if value is None else str(value)
-    bounds = " and ".join(f"{word} {bound:g}" for word, bound in meta["bounds"].items())
-    allowed = ", ".join(meta["choices"]) or bounds
-    role = meta["role"].value
-    return f"| `{name}` | `{default}` | {_cell(allowed)} | {role} | {_cell(meta['help'])} |"
+def _group_row(found: Owners) -> str:
+    """Return the row of an option that means the same in several choices of its group."""
+    option = found[0][1]
+    defaults = option_table.defaults(found)
+    texts = [
+        f"`{value}`" + (f" with {', '.join(sorted(choices))}" if len(defaults) > 1 else "")
+        for value, choices in defaults
+    ]
+    if option.name.endswith(".name"):
+        texts = ["the choice"]
+    return _option_row(option, "; ".join(texts))
+
+
+def _option_row(option: HelpedOption, default: str = "") -> str:
+    allowed = option_table.allowed(option).replace("|", ", ")
+    cells = (
+        f"`{option.name}`",
+        default or f"`{option_table.shown(option.default)}`",
+        _cell(allowed),
+        option.declared["role"].value,
+        _cell(option.declared["help"]),
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(text: str) -> str:

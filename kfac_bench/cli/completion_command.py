@@ -16,7 +16,7 @@ from kfac_bench.cli.entry import Parser
 from kfac_bench.output import say
 
 if TYPE_CHECKING:
-    from kfac_bench.config.option_help import HelpedOption
+    from kfac_bench.config.option_table import Owners
 
 _BASH = """\
 # Completion of kfac-train, kfac-plan, kfac-bench and kfac-data in bash.
@@ -149,28 +149,28 @@ def _benchmarks() -> list[str]:
 
 def _overrides(word: str) -> Iterable[str]:
     """Return groups and options; after "=" their values, after a dot the options of the group."""
-    from kfac_bench.config import option_help, profiles
+    from kfac_bench.config import option_table, profiles
     from kfac_bench.config.conf_files import options_of
 
-    groups = option_help.groups()
+    groups = option_table.groups()
     name, equals, _ = word.partition("=")
     if equals and name in groups:
         return [f"{name}={choice}" for choice in options_of(name)]
     if equals and name == "profile":
         return [f"profile={profile}" for profile in profiles.PROFILES]
     if not equals and "." not in word:
-        single = [name for name in option_help.every_option() if "." not in name]
+        single = [name for name in option_table.every_option() if "." not in name]
         return [
             *(f"{group}=" for group in (*groups, "profile", "problem", *single)),
-            *(f"{group}." for group in (*groups, "trainer") if group != option_help.EXPERIMENT),
+            *(f"{group}." for group in (*groups, "trainer") if group != option_table.EXPERIMENT),
         ]
-    known = option_help.every_option()
+    known = option_table.every_option()
     if not equals:
         return [f"{name}=" for name in known]
     return [f"{name}={value}" for value in _values(known, name)]
 
 
-def _values(known: Mapping[str, Sequence[tuple[str, HelpedOption]]], name: str) -> Iterable[str]:
+def _values(known: Mapping[str, Owners], name: str) -> Iterable[str]:
     for _, option in known.get(name, ()):
         yield from option.declared["choices"]
         if isinstance(option.default, bool):

@@ -20,7 +20,7 @@ class BackendConfig(Section):
     name: str = option(MISSING, "backend", RESULT, resumable=True, choices=BACKENDS)
     timeout_s: float = option(
         600.0,
-        "seconds that a rank waits for the others before it gives up (ddp)",
+        "seconds that a rank waits for the others before it gives up; horovod: only at the start",
         RECORD,
         above=0,
         at_most=1e9,  # Python's timers take no more than some 9e9 s.

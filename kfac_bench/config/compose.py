@@ -21,7 +21,7 @@ from kfac_bench.config.command_options import quoted
 from kfac_bench.config.compose_errors import did_you_mean, usage_error, with_key
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.kfac import KFACConfig
-from kfac_bench.config.options import options
+from kfac_bench.config.options import allows_one_value, options
 from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.config.train import LoggerConfig, TrainConfig
 from kfac_bench.errors import UsageError
@@ -135,14 +135,10 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def shown(found: TrainConfig) -> str:
-    """Return the configuration as ``--cfg job`` prints it, without options that have no meaning.
-
-    Such an option allows one value only: for example, the image size of a text dataset.
-    """
+    """Return the configuration as ``--cfg job`` prints it, without options that have no meaning."""
     tree = OmegaConf.create(to_yaml(found))
     for name, _, meta in options(found):
-        bounds = meta.get("bounds", {})
-        if "at least" in bounds and bounds["at least"] == bounds.get("at most"):
+        if allows_one_value(meta):
             group, _, option = name.rpartition(".")
             del OmegaConf.select(tree, group)[option]
     return OmegaConf.to_yaml(tree)

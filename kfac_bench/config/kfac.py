@@ -102,8 +102,8 @@ class KFACConfig(Section):
     )
     damping: float | None = option(
         None,
-        "Tikhonov damping gamma; the first value if it adapts; null: relative to the mean "
-        "eigenvalue of each layer",
+        "Tikhonov damping gamma, usually 1e-4 to 1e-1; the first value if it adapts; null: for "
+        "each layer the mean eigenvalue of its curvature",
         RESULT,
         original=1e-3,
         above=0,
@@ -141,7 +141,10 @@ class KFACConfig(Section):
         choices=FACTOR_INITS,
     )
     factor_convention: str = option(
-        "kfc", "convention by which factors are scaled", RESULT, choices=CONVENTIONS
+        "kfc",
+        "how factors are scaled; if you copy a damping from a paper, set the paper's convention",
+        RESULT,
+        choices=CONVENTIONS,
     )
     fisher: str = option(
         "empirical",

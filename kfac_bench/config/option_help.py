@@ -1,38 +1,36 @@
 """The help of groups, choices and options: what ``kfac-train --help`` prints after its usage.
 
-Every text comes from the dataclass that declares the option. A default is the value that a run
-with that choice has: the value of the choice's file in conf/, or else that of the dataclass.
+Names, meanings and defaults come from :mod:`kfac_bench.config.option_table`.
 """
 
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
-
-import yaml
-from omegaconf import MISSING
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from kfac_bench.config.compose_errors import did_you_mean
 from kfac_bench.config.conf_files import CONF_DIR, options_of
-from kfac_bench.config.options import options
-from kfac_bench.config.registry import TABLES, options_class
-from kfac_bench.config.train import LoggerConfig, TrainConfig
+from kfac_bench.config.option_table import (
+    EXPERIMENT,
+    HelpedOption,
+    Owners,
+    allowed,
+    class_of,
+    defaults,
+    every_option,
+    groups,
+    meanings,
+    of_choice,
+    shown,
+)
+from kfac_bench.config.options import allows_one_value
+from kfac_bench.config.registry import TABLES
 from kfac_bench.errors import UsageError
 
 WIDTH = 80
-EXPERIMENT = "experiment"
-
-
-class HelpedOption(NamedTuple):
-    """An option with its default and what it declares."""
-
-    name: str
-    default: Any
-    declared: dict[str, Any]
-    owner: type[Any]
-    """The dataclass that has the option."""
+OPTIONS_HEAD = "options (other choices may have other defaults: --help OPTION shows them):"
 
 
 def describe(words: Sequence[str], config_dir: Path | None = None) -> str:
@@ -50,78 +48,33 @@ def describe(words: Sequence[str], config_dir: Path | None = None) -> str:
     return "\n\n".join("\n".join(_of_word(word, config_dir)) for word in words)
 
 
-def groups() -> list[str]:
-    """Return the groups that have choices: the folders of conf/ that a command line may name."""
-    return sorted([*TABLES, "kfac", "logger", EXPERIMENT])
-
-
-def of_choice(group: str, choice: str) -> list[HelpedOption]:
-    """Return the options of one choice of a group, with the defaults of its file in conf/."""
-    owner = _class_of(group, choice)
-    file = CONF_DIR / group / f"{choice}.yaml"
-    values: dict[str, Any] = {}
-    if file.is_file():
-        values = yaml.safe_load(file.read_text()) or {}
-    # The file of a model that also chooses its task and data has the model's options one deeper.
-    values = values.get(group, values)
-    return [
-        HelpedOption(name, values.get(name.partition(".")[2], value), declared, owner)
-        for name, value, declared in options(owner(), f"{group}.")
-    ]
-
-
-def every_option() -> dict[str, list[tuple[str, HelpedOption]]]:
-    """Return, by name, the choices that have the option; "" stands for no group with choices."""
-    found: dict[str, list[tuple[str, HelpedOption]]] = {}
-    for choice, option in _of_all_choices():
-        found.setdefault(option.name, []).append((choice, option))
-    return found
-
-
-def _of_all_choices() -> Iterator[tuple[str, HelpedOption]]:
-    default = default_choices()
-    for group in groups():
-        if group in TABLES:
-            # The default choice comes first: its values are what a command without words has.
-            for choice in sorted(TABLES[group], key=lambda name: name != default[group]):
-                yield from ((choice, option) for option in of_choice(group, choice))
-        elif group != EXPERIMENT:
-            yield from (("", option) for option in of_choice(group, default[group]))
-    hints = get_type_hints(TrainConfig)
-    yield from (("", option) for option in _of_class("trainer.", hints["trainer"]))
-    for name, value, declared in options(TrainConfig()):
-        if "." not in name and declared:
-            yield "", HelpedOption(name, value, declared, TrainConfig)
-
-
-def default_choices() -> dict[str, str]:
-    """Return the choice of each group in conf/train.yaml."""
-    entries = yaml.safe_load((CONF_DIR / "train.yaml").read_text())["defaults"]
-    return {k: v for entry in entries if isinstance(entry, dict) for k, v in entry.items()}
-
-
-def _of_class(prefix: str, owner: type[Any]) -> Iterator[HelpedOption]:
-    for name, value, declared in options(owner(), prefix):
-        yield HelpedOption(name, value, declared, owner)
-
-
-def _class_of(group: str, choice: str) -> type[Any]:
-    if group in TABLES and choice in TABLES[group]:
-        return options_class(group, choice)
-    if group == "logger":
-        return LoggerConfig
-    section: type[Any] = get_type_hints(TrainConfig)[group]
-    return section
-
-
 def _everything(config_dir: Path | None) -> str:
+    known = every_option()
     lines = ["groups:"]
     for group in groups():
         lines += _choices(group, config_dir)
-    lines.append("options:")
-    for found in every_option().values():
-        lines += _short(found[0][1])
+    lines.append(OPTIONS_HEAD)
+    for found in known.values():
+        lines += _listed(found)
     return "\n".join(lines)
+
+
+def _listed(found: Owners) -> list[str]:
+    """Return an option as lists show it: once for each meaning that choices give it."""
+    lines = []
+    for same in meanings(found):
+        lines += _short(same[0][1])
+        if limit := _only_of(same):
+            lines += _wrapped(limit)
+    return lines
+
+
+def _only_of(found: Owners) -> str:
+    """Say which choices of the group have the option; nothing if all of them have it."""
+    group = found[0][1].name.partition(".")[0]
+    if group not in TABLES or len(found) == len(TABLES[group]):
+        return ""
+    return f"only with {group}={'|'.join(choice for choice, _ in found)}"
 
 
 def _choices(group: str, config_dir: Path | None) -> list[str]:
@@ -149,19 +102,15 @@ def _of_word(word: str, config_dir: Path | None) -> list[str]:
     raise UsageError(f"--help {word}: no such group or option{meant}")
 
 
-def _of_group(
-    group: str, known: dict[str, list[tuple[str, HelpedOption]]], config_dir: Path | None
-) -> list[str]:
+def _of_group(group: str, known: dict[str, Owners], config_dir: Path | None) -> list[str]:
     lines = [] if group == "trainer" else _choices(group, config_dir)
     if group == EXPERIMENT:
         print_options = "  kfac-train experiment=NAME --cfg job"
         return [*lines, "An experiment sets options of all groups. Print them with:", print_options]
-    lines.append("options:")
+    lines.append(OPTIONS_HEAD)
     for name, found in known.items():
         if name.startswith(f"{group}."):
-            lines += _short(found[0][1])
-            if group in TABLES and len(found) < len(TABLES[group]):
-                lines += _wrapped(f"only of {group}={'|'.join(choice for choice, _ in found)}")
+            lines += _listed(found)
     return lines
 
 
@@ -169,37 +118,47 @@ def _of_choice(group: str, choice: str) -> list[str]:
     file = CONF_DIR / group / f"{choice}.yaml"
     if group == EXPERIMENT or not file.is_file():  # such as a file of the user's own folder
         return [f"Print the options: kfac-train {group}={choice} --cfg job"]
-    about = inspect.getdoc(_class_of(group, choice)) or ""
+    about = inspect.getdoc(class_of(group, choice)) or ""
     lines = _wrapped(f"{group}={choice}: {about.splitlines()[0]}", "")
-    return [*lines, *(line for option in of_choice(group, choice) for line in _short(option))]
+    for option in of_choice(group, choice):
+        if not allows_one_value(option.declared):
+            lines += _short(option)
+    return lines
 
 
 def _short(option: HelpedOption) -> list[str]:
-    allowed = _allowed(option)
-    text = f"{option.declared['help']}{f' ({allowed})' if allowed else ''}"
-    return [f"  {option.name}={_shown(option.default)}", *_wrapped(text)]
+    limits = allowed(option)
+    text = f"{option.declared['help']}{f' ({limits})' if limits else ''}"
+    return [f"  {option.name}={shown(option.default)}", *_wrapped(text)]
 
 
-def _long(found: list[tuple[str, HelpedOption]]) -> list[str]:
+def _long(found: Owners) -> list[str]:
     """Return the help of one option, which several choices of its group may have."""
-    name, default, declared, owner = found[0][1]
-    kind = _kind(get_type_hints(owner)[name.rpartition(".")[2]])
-    lines = [name, *_wrapped(declared["help"], "  "), "", f"  default: {_shown(default)}"]
-    others = {choice: _shown(option.default) for choice, option in found[1:]}
-    unlike = {choice: shown for choice, shown in others.items() if shown != _shown(default)}
-    group = name.partition(".")[0]
-    if found[0][0]:
-        lines[-1] += f" with {group}={found[0][0]}"
-    for shown in sorted({*unlike.values()}):
-        same = "|".join(choice for choice, value in unlike.items() if value == shown)
-        lines += _wrapped(f"{shown} with {group}={same}", " " * 11)
-    lines.append(f"  type:    {kind}")
-    if allowed := _allowed(found[0][1]):
-        lines += _wrapped(f"allowed: {allowed}", "  ")
-    if group in TABLES and len(found) < len(TABLES[group]):
-        lines += _wrapped(f"only of {group}={'|'.join(choice for choice, _ in found)}", "  ")
+    lines = [found[0][1].name]
+    for number, same in enumerate(meanings(found)):
+        lines += ["", *_meaning(same)] if number else _meaning(same)
+    declared = found[0][1].declared
     if declared["resumable"] or declared["role"].value == "record":
         lines.append("  A run may be continued with another value.")
+    return lines
+
+
+def _meaning(found: Owners) -> list[str]:
+    """Return meaning, defaults, type and range of an option, for choices that agree on them."""
+    name, _, declared, owner = found[0][1]
+    group, _, own_name = name.rpartition(".")
+    said = [
+        f"{value} with {group}={'|'.join(choices)}" if any(choices) else value
+        for value, choices in defaults(found)
+    ]
+    lines = [*_wrapped(declared["help"], "  "), "", *_wrapped(f"default: {said[0]}", "  ")]
+    for text in said[1:]:
+        lines += _wrapped(text, " " * 11)
+    lines.append(f"  type:    {_kind(get_type_hints(owner)[own_name])}")
+    if limits := allowed(found[0][1]):
+        lines += _wrapped(f"allowed: {limits}", "  ")
+    if limit := _only_of(found):
+        lines += _wrapped(limit, "  ")
     return lines
 
 
@@ -207,19 +166,6 @@ def _wrapped(text: str, indent: str = " " * 6) -> list[str]:
     joined = text.replace("|", "| ")
     wrapped = textwrap.wrap(joined, WIDTH, initial_indent=indent, subsequent_indent=indent)
     return [line.replace("| ", "|") for line in wrapped]
-
-
-def _allowed(option: HelpedOption) -> str:
-    bounds = " and ".join(f"{word} {bound:g}" for word, bound in option.declared["bounds"].items())
-    return "|".join(option.declared["choices"]) or bounds
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "" if value == MISSING else str(value)
 
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
 from typing import Any
@@ -128,8 +128,20 @@ def check_option(name: str, value: Any, meta: dict[str, Any]) -> None:
     }
     for word, bound in bounds.items():
         if not holds[word](bound) or not is_finite:
-            said = " and ".join(f"{w} {b:g}" for w, b in bounds.items())
+            said = range_in_words(bounds)
             raise UsageError(f"{name}={value}: must be {said} ({meta['help']})")
+
+
+def allows_one_value(meta: Mapping[str, Any]) -> bool:
+    """Return whether the option has no meaning: for example, the image size of a text dataset."""
+    bounds = meta.get("bounds", {})
+    return "at least" in bounds and bounds["at least"] == bounds.get("at most")
+
+
+def range_in_words(bounds: Mapping[str, float]) -> str:
+    """Return the bounds of an option as ``at least 0 and below 1``; nothing without bounds."""
+    # Ten digits hold the largest bound, that of the seed.
+    return " and ".join(f"{word} {bound:.10g}" for word, bound in bounds.items())
 
 
 def check_patterns(name: str, patterns: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EigenAdamConfig(MomentsConfig):
-    """Adam in the eigenbasis of K-FAC's factors; it needs kfac.method=eigen_adam."""
+    """Adam in the eigenbasis of K-FAC's factors; it also chooses kfac=eigen_adam."""
 
     is_elementwise: ClassVar[bool] = False
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
 from kfac_bench import config
-from kfac_bench.config import KFACConfig, TrainConfig, compose, option_help, registry, roles
+from kfac_bench.config import (
+    KFACConfig,
+    TrainConfig,
+    compose,
+    option_help,
+    option_table,
+    registry,
+    roles,
+)
 from kfac_bench.config.options import Role
 from kfac_bench.core import KFAC, validation
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
@@ -168,9 +176,23 @@ def test_help_of_an_option_says_the_defaults_of_each_choice():
     lines = option_help.describe(["optimizer.beta2"]).splitlines()
     assert not [line for line in lines if "sgd" in line]
     for choice in ("adam", "kl_soap"):
-        value = option_help.of_choice("optimizer", choice)
+        value = option_table.of_choice("optimizer", choice)
         (beta2,) = (o.default for o in value if o.name == "optimizer.beta2")
         assert any(str(beta2) in line and choice in line for line in lines), choice
+
+
+def test_help_tells_meanings_of_one_name_apart():
+    """Nesterov's variant is something else with Adam; a text has no image size."""
+    text = option_help.describe(["optimizer.nesterov"])
+    sgd, adam = text.split("\n\n  default: ")[:2]
+    assert "NAdam" not in sgd
+    assert adam.startswith("false with optimizer=sgd|lars\n")
+    assert "NAdam" in adam
+    every = " ".join(option_help.describe([]).split())
+    assert "characters of an example (at least 1) only with data=pydoc" in every
+    assert "tokens of an example (at least 8) only with data=text" in every
+    assert "text has no images" not in every
+    assert "image_size" not in option_help.describe(["data=text"])
 
 
 def test_help_of_a_group_and_of_a_choice():
@@ -189,7 +211,7 @@ def test_help_of_a_group_and_of_a_choice():
 
 
 def test_default_values_in_the_help_are_those_of_a_run():
-    shown = {name: found[0][1].default for name, found in option_help.every_option().items()}
+    shown = {name: found[0][1].default for name, found in option_table.every_option().items()}
     run = {name: value for name, value, _ in config.options(DEFAULT)}
     assert {name: shown[name] for name in run} == run
 

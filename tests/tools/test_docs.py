@@ -118,6 +118,13 @@ def test_commands_have_options_that_exist():
             assert parser.parse_args(words).command, page
 
 
+def test_the_pages_of_groups_say_the_defaults_of_each_choice():
+    page = MADE["reference/groups/optimizer.md"]
+    (lr,) = re.findall(r"^\| `optimizer\.lr` \|.*$", page, re.MULTILINE)
+    assert "`0.1` with sgd, shampoo; `0.001` with adam, adamw," in lr
+    assert not any("???" in text for text in MADE.values())
+
+
 def test_pages_are_short():
     words = {page: len(text.split()) for page, text in (PAGES | MADE).items()}
     long = {page for page, n in words.items() if n > MOST_WORDS and not page.startswith(RESULTS)}
