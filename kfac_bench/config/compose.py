@@ -18,11 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from kfac_bench.config import named_variables, problem_file, profiles
 from kfac_bench.config.checks import check
 from kfac_bench.config.command_options import quoted
-from kfac_bench.config.compose_errors import did_you_mean, usage_error, with_key
+from kfac_bench.config.compose_errors import usage_error, with_key
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.options import allows_one_value, options
 from kfac_bench.config.registry import TABLES, options_class
+from kfac_bench.config.suggestions import no_such_option
 from kfac_bench.config.train import LoggerConfig, TrainConfig
 from kfac_bench.errors import UsageError
 
@@ -124,7 +125,7 @@ def _refuse_additions(node: Any, prefix: str = "") -> None:
     known = {field.name for field in dataclasses.fields(schema)}
     for key in node:
         if key not in known:
-            raise UsageError(f"{prefix}{key}: no such option{did_you_mean(str(key), known)}")
+            raise UsageError(no_such_option(f"{prefix}{key}", known))
         if not OmegaConf.is_missing(node, key):
             _refuse_additions(node[key], f"{prefix}{key}.")
 

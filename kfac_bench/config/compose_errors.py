@@ -5,9 +5,10 @@ apart. It knows nothing of how a configuration is composed: :mod:`kfac_bench.con
 """
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import yaml
@@ -17,6 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.registry import TABLES, options_class
+from kfac_bench.config.suggestions import (
+    did_you_mean,
+    no_such_choice,
+    no_such_option,
+    what_to_choose,
+)
 from kfac_bench.config.train import LoggerConfig, TrainConfig, TrainerConfig
 from kfac_bench.errors import UsageError
 
@@ -25,32 +32,58 @@ def usage_error(
     error: Exception, overrides: Sequence[str], config_dir: Path | None = None
 ) -> UsageError:
     """Return what Hydra raised while it composed, as one line."""
-    if isinstance(error, yaml.YAMLError):
-        return UsageError(_describe_yaml(error))
-    return UsageError(_describe(error, overrides, config_dir))
+    failure = _Failure(error, overrides, config_dir)
+    for describe in _DESCRIPTIONS:
+        if (line := describe(failure)) is not None:
+            return UsageError(line)
+    return UsageError(f"{' '.join(overrides)}: {_first_line(error)}")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the most similar known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+def with_key(text: str) -> str:
+    """Return the first line of OmegaConf's text, after the option that the text is about."""
+    key = _full_key(text)
+    return f"{key}: {_first_line(text)}" if key else _first_line(text)
 
 
-def _choose(word: str, choices: Sequence[str]) -> str:
-    """Say what to choose from: every name, or only similar names where a line has no room."""
-    # Experiments had flat names before they got folders: digits_resnet is digits/resnet now.
-    moved = [c for c in choices if word in (c.replace("/", "_"), c.rpartition("/")[2])]
-    if moved:
-        return f"; did you mean {min(moved, key=lambda c: c.replace('/', '_') != word)}?"
-    if len(choices) <= 40:
-        known = ", ".join(choices) or "none: the folder is empty"
-        return f"{did_you_mean(word, choices)}; choose one of {known}"
-    like = [name for name in choices if word in name] or difflib.get_close_matches(word, choices, 5)
-    meant = f"; did you mean {', '.join(like[:5])}?" if like else ""
-    return f"{meant or ';'} kfac-train --help lists all {len(choices)}"
+@dataclass(frozen=True)
+class _Failure:
+    """An exception of Hydra or OmegaConf, with the command line that caused it."""
+
+    error: Exception
+    overrides: Sequence[str]
+    config_dir: Path | None
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the exception."""
+        return str(self.error)
+
+    @cached_property
+    def detail(self) -> str:
+        """The text of OmegaConf, where Hydra passes it on."""
+        cause = self.error.__cause__
+        text = self.text if cause is None else str(cause)
+        return re.sub(r"^In '[^']+': \w+ raised while composing config:\n", "", text)
+
+    @cached_property
+    def where(self) -> str:
+        """``path:line: `` of the file that the exception is about, or nothing."""
+        return _file_and_line(self.text, self.config_dir)
+
+    @cached_property
+    def given(self) -> str:
+        """The override that the exception is about, or else its option."""
+        key = _full_key(self.detail) or "option"
+        return next((o for o in self.overrides if o.lstrip("+").startswith(f"{key}=")), key)
 
 
-def _describe_yaml(error: yaml.YAMLError) -> str:
+# ---- the descriptions, in the order in which they are tried; each returns None if it does not fit
+
+
+def _invalid_yaml(failure: _Failure) -> str | None:
+    error = failure.error
+    if not isinstance(error, yaml.YAMLError):
+        return None
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = getattr(error, "problem", None) or _first_line(error)
     if mark is None:
@@ -58,59 +91,129 @@ def _describe_yaml(error: yaml.YAMLError) -> str:
     return f"{mark.name}:{mark.line + 1}: not valid YAML: {problem}"
 
 
-def _describe(error: Exception, overrides: Sequence[str], config_dir: Path | None) -> str:
-    """Return one line for an exception; the first description that fits is taken."""
-    text, cause = str(error), error.__cause__
-    if found := re.search(r"Could not find '([^/']+)/([^']*)'", text):
-        group, name = found.groups()
-        choices = options_of(group, config_dir)
-        return f"{group}={name}: no such {group}{_choose(name, choices)}"
-    if found := re.search(r"Could not load 'schema/(\w+)/(\w+)'", text):
-        group, name = found.groups()
-        where = _file_and_line(text, config_dir)
-        return (
-            f"{where}/schema/{group}/{name}: kfac_bench/config/registry.py has no such row"
-            f"{_choose(name, list(TABLES.get(group, ())))}"
-        )
-    where = _file_and_line(text, config_dir)
-    detail = text if cause is None else str(cause)
-    detail = re.sub(r"^In '[^']+': \w+ raised while composing config:\n", "", detail)
-    if isinstance(error, UnicodeDecodeError):
-        return f"{_undecodable(config_dir) or 'a configuration file'}: not UTF-8 text ({text})"
-    if "Key 'experiment' not in 'TrainConfig'" in detail:
-        return f"{where}an experiment file starts with the line '# @package _global_'"
-    if found := re.search(r"Key '([^']+)' (?:is )?not in '?(\w+)'?", detail):
-        key, schema = found.groups()
-        full = _full_key(detail) or key
-        parent = full.rpartition(".")[0]
-        known = _known_keys(schema, parent)
-        return f"{where}{full}: no such option{did_you_mean(key, known)}"
-    if found := re.search(
-        r"Value '(.*?)'.* (?:could not be converted to|is not a valid) (\w+)", detail, re.DOTALL
-    ):
-        value, kind = found.groups()
-        return f"{where}{_full_key(detail) or 'option'}={value}: expected {_kind(kind)}"
-    if type(error).__name__ == "OverrideParseException":
-        given = next((o for o in overrides if o.strip() and o in text), " ".join(overrides))
-        return f"{given!r} is not an override: write option=value, quote special characters"
-    if "Could not override" in text and (found := re.search(r"override '([^']+)'", text)):
-        key = found[1]
-        groups = [p.name for p in CONF_DIR.iterdir() if p.is_dir()]
-        return f"{where}{key}: no such option or group{did_you_mean(key, groups)}"
-    if "Ambiguous value" in text:
-        return f"{_first_line(error)}: give one value, or add --multirun to run each"
-    if isinstance(error, ValueError) and "Config group override" in text:
-        given = " ".join(overrides)
-        return f"{given}: {_first_line(error)}: a group is chosen by name, as in kfac=comm_opt"
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return f"{where}{with_key(detail)}"
-    return f"{' '.join(overrides)}: {_first_line(error)}"
+def _unknown_choice(failure: _Failure) -> str | None:
+    found = re.search(r"Could not find '([^/']+)/([^']*)'", failure.text)
+    if not found:
+        return None
+    group, word = found.groups()
+    return no_such_choice(group, word, options_of(group, failure.config_dir))
 
 
-def with_key(text: str) -> str:
-    """Return the first line of OmegaConf's text, after the option that the text is about."""
-    key = _full_key(text)
-    return f"{key}: {_first_line(text)}" if key else _first_line(text)
+def _unknown_row(failure: _Failure) -> str | None:
+    found = re.search(r"Could not load 'schema/(\w+)/(\w+)'", failure.text)
+    if not found:
+        return None
+    group, name = found.groups()
+    return (
+        f"{failure.where}/schema/{group}/{name}: kfac_bench/config/registry.py has no such row"
+        f"{what_to_choose(name, list(TABLES.get(group, ())))}"
+    )
+
+
+def _not_text(failure: _Failure) -> str | None:
+    if not isinstance(failure.error, UnicodeDecodeError):
+        return None
+    path = _undecodable(failure.config_dir) or "a configuration file"
+    return f"{path}: not UTF-8 text ({failure.text})"
+
+
+def _no_package(failure: _Failure) -> str | None:
+    if "Key 'experiment' not in 'TrainConfig'" not in failure.detail:
+        return None
+    return f"{failure.where}an experiment file starts with the line '# @package _global_'"
+
+
+def _unknown_option(failure: _Failure) -> str | None:
+    found = re.search(r"Key '([^']+)' (?:is )?not in '?(\w+)'?", failure.detail)
+    if not found:
+        return None
+    key, schema = found.groups()
+    full = _full_key(failure.detail) or key
+    return failure.where + no_such_option(full, _known_keys(schema, full.rpartition(".")[0]))
+
+
+def _wrong_type(failure: _Failure) -> str | None:
+    found = re.search(
+        r"Value '(.*?)'.* (?:could not be converted to|is not a valid) (\w+)",
+        failure.detail,
+        re.DOTALL,
+    )
+    if not found:
+        return None
+    value, kind = found.groups()
+    articles = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+    expected = articles.get(kind, kind.lower())
+    return f"{failure.where}{_full_key(failure.detail) or 'option'}={value}: expected {expected}"
+
+
+def _no_list(failure: _Failure) -> str | None:
+    if "is not a ListConfig, list or tuple" not in failure.detail:
+        return None
+    key, equals, value = failure.given.partition("=")
+    example = f"{key}=[{value}]" if equals else f"{key}: [a, b]"
+    return f"{failure.where}{failure.given}: expected a list, such as {example}"
+
+
+def _null(failure: _Failure) -> str | None:
+    if not re.search(r"field '\S+' is not Optional", failure.detail):
+        return None
+    return f"{failure.where}{_full_key(failure.detail)}=null: the option needs a value"
+
+
+def _no_override(failure: _Failure) -> str | None:
+    if type(failure.error).__name__ != "OverrideParseException":
+        return None
+    overrides = failure.overrides
+    given = next((o for o in overrides if o.strip() and o in failure.text), " ".join(overrides))
+    return f"{given!r} is not an override: write option=value, quote special characters"
+
+
+def _unknown_group(failure: _Failure) -> str | None:
+    found = re.search(r"override '([^']+)'", failure.text)
+    if "Could not override" not in failure.text or not found:
+        return None
+    groups = [path.name for path in CONF_DIR.iterdir() if path.is_dir()]
+    return f"{failure.where}{found[1]}: no such option or group{did_you_mean(found[1], groups)}"
+
+
+def _several_values(failure: _Failure) -> str | None:
+    if "Ambiguous value" not in failure.text:
+        return None
+    return f"{_first_line(failure.error)}: give one value, or add --multirun to run each"
+
+
+def _no_name(failure: _Failure) -> str | None:
+    if not isinstance(failure.error, ValueError) or "Config group override" not in failure.text:
+        return None
+    given, problem = " ".join(failure.overrides), _first_line(failure.error)
+    return f"{given}: {problem}: a group is chosen by name, as in kfac=comm_opt"
+
+
+def _other(failure: _Failure) -> str | None:
+    if not isinstance(failure.error, HydraException | OmegaConfBaseException):
+        return None
+    return f"{failure.where}{with_key(failure.detail)}"
+
+
+_DESCRIPTIONS: tuple[Callable[[_Failure], str | None], ...] = (
+    _invalid_yaml,
+    _unknown_choice,
+    _unknown_row,
+    _not_text,
+    _no_package,
+    _unknown_option,
+    _wrong_type,
+    _no_list,
+    _null,
+    _no_override,
+    _unknown_group,
+    _several_values,
+    _no_name,
+    _other,
+)
+
+
+# ---- what the texts say
 
 
 def _undecodable(config_dir: Path | None) -> Path | None:
@@ -134,11 +237,6 @@ def _known_keys(schema: str, parent: str) -> set[str]:
     classes += [options_class(group, name) for group, table in TABLES.items() for name in table]
     names = {f.name for c in classes if c.__name__ == schema for f in dataclasses.fields(c)}
     return names | ({"experiment"} if not parent else set())
-
-
-def _kind(kind: str) -> str:
-    article = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-    return article.get(kind, kind.lower())
 
 
 def _file_and_line(text: str, config_dir: Path | None) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kfac_bench.config.compose_errors import did_you_mean
 from kfac_bench.config.conf_files import CONF_DIR, options_of
 from kfac_bench.config.option_table import (
     EXPERIMENT,
@@ -27,6 +26,7 @@ from kfac_bench.config.option_table import (
 )
 from kfac_bench.config.options import allows_one_value
 from kfac_bench.config.registry import TABLES
+from kfac_bench.config.suggestions import did_you_mean, no_such_option
 from kfac_bench.errors import UsageError
 
 WIDTH = 80
@@ -98,8 +98,8 @@ def _of_word(word: str, config_dir: Path | None) -> list[str]:
         raise UsageError(f"--help {word}: no such {group}{meant}")
     if group in known:  # kfac.damping=0.1
         return _long(known[group])
-    meant = did_you_mean(word, [*groups(), "trainer", *known])
-    raise UsageError(f"--help {word}: no such group or option{meant}")
+    own_group = () if "." in word else [*groups(), "trainer"]
+    raise UsageError(f"--help {no_such_option(word, own_group)}")
 
 
 def _of_group(group: str, known: dict[str, Owners], config_dir: Path | None) -> list[str]:

@@ -296,5 +296,5 @@ def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkey
 
 
 def test_a_cell_with_wrong_overrides_is_refused():
-    with pytest.raises(UsageError, match="did you mean damping"):
+    with pytest.raises(UsageError, match=r"did you mean kfac\.damping"):
         Cell("x", ("kfac.dampign=1",)).path()

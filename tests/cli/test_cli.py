@@ -170,7 +170,7 @@ def test_a_closed_pipe_is_no_error(command, script, arguments):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["kfac.dampign=1"], "did you mean damping?"),
+        (["kfac.dampign=1"], "did you mean kfac.damping?"),
         (["kfac.update_freq=-3"], "must be at least 1"),
         (["model=resnet51"], "choose one of autoencoder"),
         (["--cfg", "all"], "--cfg"),
@@ -191,7 +191,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fra
         (["lst"], "choose from"),
         (["run", "no_such"], "no such benchmark; choose one of claim1_epochs"),
         (["run", "demo", "--seeds", "x"], "--seeds: 'x' is not a whole number"),
-        (["run", "demo", "--seeds", "0", "kfac.dampign=1"], "did you mean damping?"),
+        (["run", "demo", "--seeds", "0", "kfac.dampign=1"], "did you mean kfac.damping?"),
         (["report", "demo", "--retry", "profile=smoke"], "unrecognized arguments: --retry"),
         (["tune", "demo"], "--out"),
         (["tune", "demo", "--out", "/nowhere"], "/nowhere: no such folder"),
@@ -463,7 +463,7 @@ def test_a_sweep_leaves_no_stray_files(swept):
 @pytest.mark.parametrize(
     ("overrides", "fragment"),
     [
-        (["kfac.dampign=0,1"], "did you mean damping?"),
+        (["kfac.dampign=0,1"], "did you mean kfac.damping?"),
         (["model=foo,bar"], "no such model"),
         (["a b"], "'a b' is not an override"),
     ],

@@ -15,16 +15,21 @@ FUZZ = settings(max_examples=25, deadline=None, derandomize=True)
 
 BAD = [
     # unknown names
-    ("kfac.dampign=1", "kfac.dampign: no such option; did you mean damping?"),
-    ("trainer.max_step=1", "trainer.max_step: no such option; did you mean max_steps?"),
+    ("kfac.dampign=1", "kfac.dampign: no such option; did you mean kfac.damping?"),
+    ("trainer.max_step=1", "trainer.max_step: no such option; did you mean trainer.max_steps?"),
     ("trainr.max_steps=1", "trainr: no such option; did you mean trainer?"),
     ("expriment=x", "expriment: no such option; did you mean experiment?"),
-    ("optimizer.beta1=0.5", "optimizer.beta1: no such option"),
+    ("optimizer.beta1=0.5", "the chosen optimizer has no such option; only optimizer=adam|adamw|"),
+    ("lr=0.1", "lr: no such option; did you mean optimizer.lr?"),
+    ("max_dim=9", "max_dim: no such option; did you mean kfac.max_dim or optimizer.max_dim?"),
+    ("trainer.epochs=9", "trainer.epochs: no such option; did you mean trainer.max_epochs?"),
+    ("epochs=9", "epochs: no such option; did you mean trainer.max_epochs?"),
     ("seed.x=1", "seed"),
     ("model=resnet51", "model=resnet51: no such model; did you mean resnet"),
     ("model=foo", "bert_tiny, lstm, maskrcnn_resnet50_fpn, maskrcnn_tiny, problem, resnet101"),
     ("optimizer=sdg", "choose one of adam, adamw"),
-    ("kfac=kaisa", "choose one of comm_opt, eigen_adam, hybrid_opt, layer_wise, local_factors"),
+    ("kfac=inverse", "did you mean kfac.method=inverse? kfac= chooses one of comm_opt, eigen"),
+    ("kfac=kaisa", "chooses one of comm_opt, eigen_adam, hybrid_opt, layer_wise, local_factors"),
     ("data=cifar", "did you mean cifar10?"),
     ("task=classify", "choose one of classification, denoising, detection, language_model"),
     ("logger=wand", "choose one of none, tensorboard, wandb"),
@@ -34,7 +39,7 @@ BAD = [
     ("experiment=zzz", "experiment=zzz: no such experiment; kfac-train --help lists all "),
     ("+extra=1", "extra: no such option"),
     ("++kfac.extra=1", "kfac.extra: no such option"),
-    ("+kfac.dampign=1", "kfac.dampign: no such option; did you mean damping?"),
+    ("+kfac.dampign=1", "kfac.dampign: no such option; did you mean kfac.damping?"),
     ("+trainer.extra.deep=1", "trainer.extra: no such option"),
     ("~model", "model"),
     ("~kfac.damping", "damping"),
@@ -42,9 +47,9 @@ BAD = [
     ("trainer.max_steps=abc", "trainer.max_steps=abc: expected a whole number"),
     ("seed=1.5", "seed=1.5: expected a whole number"),
     ("kfac.damping=yes", "kfac.damping=yes: expected a number"),
-    ("seed=null", "seed"),
+    ("seed=null", "seed=null: the option needs a value"),
     ("dry_run=maybe", "dry_run=maybe: expected true or false"),
-    ("kfac.skip=abc", "kfac.skip"),
+    ("kfac.skip=abc", "kfac.skip=abc: expected a list, such as kfac.skip=[abc]"),
     ("trainer=3", "trainer"),
     ("trainer=null", "trainer"),
     ("model.name=???", "name"),
@@ -117,9 +122,9 @@ def test_bad_input_is_one_clear_line(override, fragment):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("trainer.watchdog_s", 1e12, "must be above 0 and at most 1e+09"),
-        ("backend.timeout_s", 1e12, "must be above 0 and at most 1e+09"),
-        pytest.param("seed", 10**400, "must be at least 0 and below 4.29497e+09", id="seed"),
+        ("trainer.watchdog_s", 1e12, "must be above 0 and at most 1000000000"),
+        ("backend.timeout_s", 1e12, "must be above 0 and at most 1000000000"),
+        pytest.param("seed", 10**400, "must be at least 0 and below 4294967296", id="seed"),
     ],
 )
 def test_a_number_that_the_machine_cannot_hold_is_one_line(name, value, said):
@@ -190,7 +195,7 @@ def test_only_a_number_as_damping_decays_at_epochs():
 
 def test_a_misspelt_option_suggests_an_option_of_the_chosen_optimizer():
     text = refused(["optimizer=adam", "optimizer.beta_1=0.5"])
-    assert "did you mean beta1?" in text
+    assert "did you mean optimizer.beta1?" in text
 
 
 HEAD = "# @package _global_\n"
@@ -202,13 +207,13 @@ BAD_FILES = {
     "misspelt": (
         HEAD + "trainer:\n  max_steps: 5\n  max_stpes: 7\n",
         4,
-        "trainer.max_stpes: no such option; did you mean max_steps?",
+        "trainer.max_stpes: no such option; did you mean trainer.max_steps?",
     ),
     "section": (HEAD + "seed: 1\ntriner:\n  max_steps: 5\n", 3, "triner: no such option"),
     "after_defaults": (
         HEAD + "defaults:\n  - override /kfac: none\n  - _self_\nkfac:\n  dampng: 7\n",
         6,
-        "kfac.dampng: no such option; did you mean damping?",
+        "kfac.dampng: no such option; did you mean kfac.damping?",
     ),
     "type": (
         HEAD + "trainer:\n  max_steps: 5\n  batch_size: many\n",
