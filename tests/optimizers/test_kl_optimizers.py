@@ -201,3 +201,24 @@ def test_sparse_gradients_are_refused():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="KLShampoo cannot update weights with sparse"):
         KLShampoo(table.parameters()).step()
+
+
+@pytest.mark.parametrize("make", [KLShampoo, KLSOAP])
+def test_weights_in_half_precision_have_a_float32_state_also_when_it_is_loaded(make):
+    grads = [g.bfloat16() for shape in ((4, 6), (5,)) for g in gradients(shape, 4)]
+    weights = [nn.Parameter(torch.zeros_like(g)) for g in (grads[0], grads[4])]
+    exact = [nn.Parameter(torch.zeros_like(w, dtype=torch.float32)) for w in weights]
+    settings = {"lr": 2.0**-6, "precondition_freq": 2}
+    half, single = make(weights, **settings), make(exact, **settings)
+    for step in range(4):
+        for w, e, grad in zip(weights, exact, (grads[step], grads[4 + step]), strict=True):
+            w.grad, e.grad = grad, grad.float()
+        half.step()
+        single.step()
+        loaded = make(weights, **settings)
+        loaded.load_state_dict(half.state_dict())
+        half = loaded
+    for w, e in zip(weights, exact, strict=True):
+        torch.testing.assert_close(w.float(), e, rtol=0.02, atol=1e-3)
+        for name, value in half.state[w].items():
+            torch.testing.assert_close(value, single.state[e][name], rtol=0, atol=0)

@@ -30,6 +30,8 @@ What the paper leaves open, or what differs from it:
 * A side larger than ``max_dim`` keeps the standard basis and a diagonal factor.
 * Eigenvalues below ``floor`` times their mean count as that, so that directions without gradients
   do not blow up the other factor.
+* The state and the updates of weights in half precision are float32: torch decomposes no matrices
+  in half precision.
 """
 
 from __future__ import annotations
@@ -128,20 +130,18 @@ class KLOptimizer(Optimizer):
     def _step_vectors(self, group: dict[str, Any], vectors: list[Tensor]) -> None:
         """Update biases and other vectors by Adam."""
         for p in vectors:
-            state = self.state[p]
+            state, gradient = self.state[p], _gradient(p)
             if not state:
-                state.update(step=0, momentum=torch.zeros_like(p), square=torch.zeros_like(p))
+                zeros = torch.zeros_like(gradient)
+                state.update(step=0, momentum=zeros, square=zeros.clone())
             state["step"] += 1
-            gradient = p.grad
-            assert gradient is not None
             moment = _first_moment(group, state, gradient)
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.sub_(_adam(group, state, gradient, moment), alpha=group["lr"])
 
     def _step_matrix(self, group: dict[str, Any], p: Tensor) -> None:
         """Update a weight of two or more dimensions."""
-        assert p.grad is not None
-        gradient = p.grad.reshape(len(p), -1)
+        gradient = _gradient(p).reshape(len(p), -1)
         state = self.state[p]
         left, right = _factors(group, state, gradient)
         state["step"] += 1
@@ -158,6 +158,17 @@ class KLOptimizer(Optimizer):
         back = [None if f.basis is None else f.basis.mT for f in (left, right)]
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(_rotate(update, *back).view_as(p), alpha=group["lr"])
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Take over a state; its tensors stay in their own precision."""
+        super().load_state_dict(state_dict)
+        # torch has rounded the tensors to the precision of the weights.
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        params = (p for group in self.param_groups for p in group["params"])
+        for i, p in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.to(p.device, copy=True)
 
     def _direction(
         self,
@@ -210,6 +221,12 @@ class KLSOAP(KLOptimizer):
         # The first gradient is diagonal in its own eigenbases. Adam would bring the rounding errors
         # beside the diagonal to the size of the diagonal.
         return _whiten(group, factors, moment) if state["step"] == 1 else update
+
+
+def _gradient(p: Tensor) -> Tensor:
+    """Return the gradient of a parameter in at least float32."""
+    assert p.grad is not None
+    return p.grad.to(torch.promote_types(p.grad.dtype, torch.float32))
 
 
 def _factors(group: dict[str, Any], state: State, gradient: Tensor) -> tuple[KLFactor, KLFactor]:
