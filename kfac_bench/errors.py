@@ -71,6 +71,11 @@ class RunFailedError(Exception):
     """The reason why a run cannot go on, on all ranks: an infinite loss or a full disk."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters as escapes.
 

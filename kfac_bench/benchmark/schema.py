@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench.benchmark.claim import Claim
 from kfac_bench.config import compose
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 
 Each = dict[str, dict[str, list[str]]]
 """Axis to value to the overrides that the value stands for. A key may join several axes, and their
@@ -232,7 +232,7 @@ def load(name: str) -> Benchmark:
         # The merge with the dataclass checks names and types.
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Benchmark), *parts))
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{path}: {first_line(error)}") from None
     assert isinstance(result, Benchmark)
     _check_contest(result, path)
     return result

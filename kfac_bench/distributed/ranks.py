@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_bench.core.distributed.collective import Collective, SingleProcess, Work
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def lost_rank(error: BaseException) -> str | None:
     is_lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
     if not (isinstance(error, RuntimeError) and is_lost):
         return None
-    line = str(error).splitlines()[0].partition(". This is typically")[0]
+    line = first_line(error).partition(". This is typically")[0]
     # gloo begins with the place in its C++ source, which tells a user nothing.
     return re.sub(r"\[\S*/\S*:\d+\] ", "", line)
 

@@ -54,16 +54,15 @@ def prune(
         raise UsageError(f"--older-than {older_than_days:g}: must be at least 0 days")
     pruned = Pruned()
     for path in directories(root):
-        if age_of(path) < older_than_days * DAY_S:
-            continue
         try:
-            _prune_run(path, keep, pruned, say, dry_run)
-        except UsageError as error:
+            if age_of(path) >= older_than_days * DAY_S:
+                _prune_run(path, keep, pruned, say, dry_run)
+        except (UsageError, OSError) as error:
+            if not path.exists():  # somebody else has removed the run meanwhile
+                continue
             pruned.left_alone += 1
-            say(f"left alone: {error}")
-        except OSError as error:
-            pruned.left_alone += 1
-            say(f"left alone: {path}: {error.strerror or error}")
+            why = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else error
+            say(f"left alone: {why}")
     return pruned
 
 

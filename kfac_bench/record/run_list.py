@@ -50,10 +50,12 @@ def directories(root: Path) -> Iterator[Path]:
 
 def listed(root: Path) -> list[ListedRun]:
     """Return the runs in `root`, the newest first."""
-    return sorted((_listed(path) for path in directories(root)), key=lambda run: run.age_s)
+    every = (_listed(path) for path in directories(root))
+    return sorted((run for run in every if run is not None), key=lambda run: run.age_s)
 
 
-def _listed(path: Path) -> ListedRun:
+def _listed(path: Path) -> ListedRun | None:
+    """Return what is shown of a run; None if somebody removes the run meanwhile."""
     task = optimizer = ""
     state, step = UNREADABLE, 0
     try:
@@ -67,8 +69,12 @@ def _listed(path: Path) -> ListedRun:
         state = RUNNING if is_running else state
     except UsageError:
         pass
-    steps = [] if (path / CHECKPOINTS).is_symlink() else checkpoint_folder.steps(path / CHECKPOINTS)
-    return ListedRun(path, task, optimizer, state, step, len(steps), size_of(path), age_of(path))
+    folder = path / CHECKPOINTS
+    try:
+        count = 0 if folder.is_symlink() else len(checkpoint_folder.steps(folder))
+        return ListedRun(path, task, optimizer, state, step, count, size_of(path), age_of(path))
+    except FileNotFoundError:
+        return None
 
 
 def size_of(folder: Path) -> int:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 from kfac_bench.record.events import RunStarted, read
 from kfac_bench.training import checkpoint
 from kfac_bench.training.checkpoint import Checkpoint
@@ -73,4 +73,4 @@ def _write(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Pat
         # safetensors raises an exception type of its own, for example for a full disk.
         with suppress(OSError):
             partial.unlink()
-        raise UsageError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None
+        raise UsageError(f"{path}: cannot be written ({first_line(error)})") from None

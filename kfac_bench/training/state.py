@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from kfac_bench.core import KFAC
 from kfac_bench.core.distributed.dtensor import full, local
 from kfac_bench.distributed.backend import Backend
+from kfac_bench.errors import first_line
 from kfac_bench.training.checkpoint import Checkpoint
 
 _NO_SETTINGS = {"params", "step"}
@@ -71,9 +72,7 @@ class State:
         try:
             return self._load(saved)
         except RuntimeError as error:  # torch raises it for tensors of another kind
-            raise ValueError(
-                f"{saved.path}: no state of a run ({str(error).splitlines()[0]})"
-            ) from None
+            raise ValueError(f"{saved.path}: no state of a run ({first_line(error)})") from None
 
     def _load(self, saved: Checkpoint) -> tuple[float, bool]:
         main = saved.shards[0]
@@ -90,9 +89,7 @@ class State:
         try:
             self._backend.load(self._model, self._optimizer, saved.shards)
         except RuntimeError as error:
-            raise ValueError(
-                f"{saved.path}: another model ({str(error).splitlines()[0]})"
-            ) from None
+            raise ValueError(f"{saved.path}: another model ({first_line(error)})") from None
         for group, before in zip(self._optimizer.param_groups, settings, strict=True):
             # Momenta come from the checkpoint, settings from the configuration.
             group.update(before)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_bench.config import ModelConfig
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 from kfac_bench.models.bert import BertConfig
 from kfac_bench.training import checkpoint
 
@@ -92,7 +92,7 @@ def _safetensors(file: Path) -> Mapping[str, Tensor]:
         tensors: Mapping[str, Tensor] = load_file(file)
     except Exception as error:
         # safetensors raises an exception type of its own for a damaged file.
-        raise UsageError(f"{file}: cannot be read ({str(error).splitlines()[0][:100]})") from None
+        raise UsageError(f"{file}: cannot be read ({first_line(error)[:100]})") from None
     return tensors
 
 

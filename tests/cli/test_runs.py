@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.record import run_lock
+from kfac_bench.record import prune, run_list, run_lock
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import Resumed
 from kfac_bench.training import checkpoint
@@ -138,6 +138,21 @@ def test_prune_removes_unfinished_checkpoints_and_keeps_as_many_as_asked(runs, c
     assert steps(runs / "whole")[-3:] == [6, 9, 12]
     assert not partial.exists()
     assert steps(runs / "killed") == [3]
+
+
+@pytest.mark.parametrize("action", ["list", "prune"])
+def test_a_run_that_somebody_removes_meanwhile_is_passed_over(runs, capsys, monkeypatch, action):
+    def found(root):
+        for path in directories(root):
+            if path.name == "killed":
+                shutil.rmtree(path)
+            yield path
+
+    directories = run_list.directories
+    monkeypatch.setattr({"list": run_list, "prune": prune}[action], "directories", found)
+    said = call(capsys, action, "--runs-dir", runs)
+    assert "killed" not in said
+    assert said.endswith(" of 1 run\n") if action == "prune" else "\n1 run, " in said
 
 
 def test_runs_imports_no_torch(runs):

@@ -21,6 +21,7 @@ from PIL import Image
 
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.distributed.backends.ddp import process_group
+from kfac_bench.distributed.ranks import lost_rank
 from kfac_bench.errors import OneRankError, WorkerLostError, shortage
 from tests.support import forks
 from tests.support.runs import CPU, before_step, end, train
@@ -212,3 +213,11 @@ def test_what_counts_as_a_shortage(error, what):
     line = shortage(error)
     assert (line is None) == (what is None)
     assert what is None or what in line
+
+
+def test_a_lost_rank_without_a_message_is_one_line():
+    assert lost_rank(torch.distributed.DistNetworkError()) == "DistNetworkError"
+    assert lost_rank(torch.distributed.DistBackendError("\nno route. This is typically ...")) == (
+        "no route"
+    )
+    assert lost_rank(RuntimeError()) is None

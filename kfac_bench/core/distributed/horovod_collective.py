@@ -71,9 +71,9 @@ class HorovodCollective:
         try:
             return self._hvd.add_process_set(ranks)
         except ValueError as error:
+            why = str(error).partition("\n")[0]
             raise RuntimeError(
-                'K-FAC needs groups of ranks: call hvd.init(process_sets="dynamic") '
-                f"({str(error).splitlines()[0]})"
+                f'K-FAC needs groups of ranks: call hvd.init(process_sets="dynamic") ({why})'
             ) from None
 
     def all_reduce(self, x: Tensor, ranks: tuple[int, ...], name: str) -> _Handle:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from kfac_bench.data.unpacked import Unpacked
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 
 KINDS = ("wikipedia", "wikitext", "text")
 SKIPPED = "it has no text"
@@ -59,7 +59,7 @@ def read(kind: str, source: Path) -> Iterator[Document]:
                     path, file
                 )
         except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+            raise UsageError(f"{path}: cannot be read ({first_line(error)})") from None
 
 
 def _is_text(path: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.language.documents import is_unicode
 from kfac_bench.data.regular_file import regular
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 
 FILES = {"train": "train-v1.1.json", "eval": "dev-v1.1.json"}
 
@@ -54,7 +54,7 @@ def read(path: Path) -> tuple[list[SquadQuestion], list[Unreadable]]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        cause = str(error).splitlines()[0][:100]
+        cause = first_line(error)[:100]
         raise UsageError(f"{path}: not a JSON file ({cause})") from None
     questions: dict[str, SquadQuestion] = {}
     faults: list[Unreadable] = []

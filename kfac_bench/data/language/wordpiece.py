@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.data.regular_file import regular
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD = 0
@@ -43,9 +43,7 @@ def read(path: Path) -> Vocabulary:
     try:
         text = regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path}: the vocabulary cannot be read ({str(error).splitlines()[0]})"
-        ) from None
+        raise UsageError(f"{path}: the vocabulary cannot be read ({first_line(error)})") from None
     tokens = tuple(text.removesuffix("\n").split("\n"))
     if missing := [t for t in SPECIAL if t not in tokens]:
         raise UsageError(f"{path}: the token {missing[0]}, which BERT needs, is missing")

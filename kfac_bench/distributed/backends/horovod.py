@@ -20,7 +20,7 @@ from kfac_bench.core.distributed.horovod_collective import HorovodCollective
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import Backend, find_device
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.errors import LostRanksError, OneRankError, UsageError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError, first_line
 
 
 class Horovod(Backend):
@@ -100,7 +100,7 @@ def join(config: BackendConfig, device: str) -> Iterator[Backend]:
         yield Horovod(Ranks(on, HorovodCollective()))
     except hvd.HorovodInternalError as error:
         # Another rank is gone.
-        raise LostRanksError(str(error).splitlines()[0]) from error
+        raise LostRanksError(first_line(error)) from error
 
 
 def _replace_horovodrun(task: slurm_rank.SlurmTask, timeout_s: float) -> None:
