@@ -38,9 +38,13 @@ def submit(
 
     Raises:
         UsageError: There is no Slurm, or Slurm refuses a job. Then no job is left in the queue. Or
-            the folder cannot be written.
+            the folder cannot be written, or has a backslash in its path.
     """
     output = folder / "slurm"
+    if "\\" in str(folder):
+        raise UsageError(
+            f"{folder}: sbatch takes no backslash in the path of an output; choose another folder"
+        )
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,7 +70,7 @@ def submit(
 
 def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[str]) -> str:
     """Submit one job and return its id. No shell reads the command's arguments."""
-    own = [f"--job-name={name}", f"--output={output}-%j.out"]
+    own = [f"--job-name={name}", f"--output={pattern(output)}-%j.out"]
     call = ["sbatch", "--parsable", *own, *options, str(SCRIPTS / "cell.sbatch"), *command]
     try:
         done = subprocess.run(  # noqa: S603
@@ -83,6 +87,11 @@ def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[s
         line = (done.stderr.strip().splitlines() or ["sbatch failed without a message"])[-1]
         raise UsageError(f"launcher=slurm: {line}")
     return done.stdout.strip().partition(";")[0]  # sbatch prints id;cluster.
+
+
+def pattern(output: Path) -> str:
+    """Return a path as sbatch reads it in ``--output``, where %j and others stand for numbers."""
+    return str(output).replace("%", "%%")
 
 
 def _plain(label: str) -> str:

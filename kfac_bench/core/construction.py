@@ -35,8 +35,11 @@ SMALL_NUMEL = 1 << 16
 operations on small layers take more time to start than to run."""
 
 
-def _batch_numel(device: torch.device, method: str) -> int:
-    if device.type == "cuda":
+def _batch_numel(layers: Sequence[Layer], method: str) -> int:
+    devices = {layer.weight.device for layer in layers}
+    if len(devices) > 1:  # the layers of a batch become one tensor
+        return 0
+    if devices.pop().type == "cuda":
         return BATCH_NUMEL
     return SMALL_NUMEL if method == EIGEN_ADAM else 0
 
@@ -75,7 +78,7 @@ def plan_for(
         cost=measured_cost(method),
         spread=schedules.most_slices(len(layers)) if spread else 1,
         itemsize=state_dtype.itemsize,
-        batch_numel=_batch_numel(layers[0].weight.device, method),
+        batch_numel=_batch_numel(layers, method),
         sharded=world_size > 1 and any_sharded(layers),
     )
     if method == IDENTITY:

@@ -110,9 +110,11 @@ class Trial:
             collective: The ranks.
         """
         moved = {p: p.detach() - before for p, before, _ in self._before}
-        linear = sum(full((moved[p] * grad).sum().float()) for p, _, grad in self._before)
         square = self._curvature(moved, layers, factors)
-        change = (loss_after - loss_before).detach().float()
+        linear = sum(
+            full((moved[p] * grad).sum().float()).to(square.device) for p, _, grad in self._before
+        )
+        change = (loss_after - loss_before).detach().float().to(square.device)
         world = tuple(range(collective.world_size))
         metrics = torch.stack([change / len(world), linear / len(world) + 0.5 * square])
         if len(world) > 1:
@@ -146,7 +148,7 @@ class Trial:
                     delta_matrix, a if len(a) > 1 else a[0], g if len(g) > 1 else g[0]
                 )
                 product = product + self._damping.value * delta_matrix
-                total = total + (product * delta_matrix).sum().float()
+                total = total + (product * delta_matrix).sum().float().to(total.device)
         finally:
             for p, grad in grads.items():
                 p.grad = grad

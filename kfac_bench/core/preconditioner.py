@@ -318,7 +318,13 @@ class KFAC:
         world_size = self.collective.world_size
         validation.check_background(background=background, overlap=overlap, spread=spread)
         validation.check_layers(
-            self._layers, self._skipped, self._model, world_size, strategy, overlap=overlap
+            self._layers,
+            self._skipped,
+            self._model,
+            world_size,
+            strategy,
+            overlap=overlap,
+            background=background,
         )
         ownership.check_free(self._layers)
         self._optimizer = optimizer

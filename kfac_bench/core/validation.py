@@ -133,6 +133,7 @@ def check_layers(
     strategy: str,
     *,
     overlap: bool,
+    background: bool,
 ) -> None:
     """Check that the layers can be preconditioned on ``world_size`` ranks."""
     if not layers:
@@ -143,6 +144,12 @@ def check_layers(
         raise ValueError(
             f"layer {double[0]} has float64 weights: on several ranks K-FAC works in float32; "
             "use model.float()"
+        )
+    devices = sorted({str(layer.weight.device) for layer in layers})
+    if len(devices) > 1 and (world_size > 1 or background):
+        raise ValueError(
+            f"layers are on {' and '.join(devices)}: several ranks, and background=True, need all "
+            "layers of a process on one device"
         )
     if not any_sharded(layers):
         return

@@ -5,6 +5,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +123,13 @@ def test_submit_without_slurm_is_a_usage_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file/slurm: cannot be written"):
         slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path / "file")
+    with pytest.raises(UsageError, match=r"sbatch takes no backslash in the path"):
+        slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path / "a\\b")
+
+
+def test_patterns_of_sbatch_in_a_path_stay_what_they_are():
+    """tests/slurm/test_submit.py submits from such a folder to a real Slurm."""
+    assert slurm_submit.pattern(Path("100%j/a%%")) == "100%%j/a%%%%"
 
 
 LONG = (*KFAC, "trainer.max_steps=8", "trainer.log_freq=1", "trainer.eval_freq=4")

@@ -18,6 +18,8 @@ TINY = (
     "logger=none",
 )
 NODE = ("--exclusive", "--time=5")
+TABLE = "100%j"
+"""A folder whose name is a pattern of sbatch."""
 
 
 def cell(seed):
@@ -33,10 +35,10 @@ def test_the_report_waits_for_cells_that_were_requeued(here, monkeypatch):
     monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
     commands = {f"seed {i}; $(touch {i})": cell(i) for i in (0, 1)}
     report = [sys.executable, "-c", REPORT, "$HOME 'x", "a  b"]
-    *cells, last = slurm_submit.submit(commands, report, here.folder / "table", NODE)
+    *cells, last = slurm_submit.submit(commands, report, here.folder / TABLE, NODE)
     for job in cells:
         here.wait_until_held(job, "step", ranks=1)
-    *again, again_last = slurm_submit.submit(commands, report, here.folder / "table", NODE)
+    *again, again_last = slurm_submit.submit(commands, report, here.folder / TABLE, NODE)
     for job in again:
         assert here.show(job, "Dependency") == ["singleton(unfulfilled)"]
     here("scancel", *again, again_last)
@@ -47,10 +49,10 @@ def test_the_report_waits_for_cells_that_were_requeued(here, monkeypatch):
     assert [here.show(job, "Restarts") for job in cells] == [["1"], ["1"]]
     for seed in (0, 1):
         assert steps_of(here.folder / "runs" / f"r{seed}", Resumed) == [4]
-    (said,) = (here.folder / "table" / "slurm").glob(f"report-{last}.out")
+    (said,) = (here.folder / TABLE / "slurm").glob(f"report-{last}.out")
     assert "\"$HOME 'x\", 'a  b'" in said.read_text()
     assert said.read_text().count("finished 6") == 2
-    assert {p.name for p in here.folder.iterdir()} == {"runs", "table"}, "a label was executed"
+    assert {p.name for p in here.folder.iterdir()} == {"runs", TABLE}, "a label was executed"
 
 
 def test_a_job_that_slurm_refuses_is_one_line_and_leaves_no_job(here):

@@ -73,7 +73,9 @@ class BatchStatistics:
         """Return the statistic and its weight, zeros for one that is not finite."""
         finite = torch.isfinite(moment.sum())
         # Without samples, because a gradient was discarded, nothing is lost.
-        self.dropped = (~finite & (samples > 0)) + (0 if self.dropped is None else self.dropped)
+        lost = (~finite & (samples > 0)).long()
+        # The layers of a model may be on several devices.
+        self.dropped = lost if self.dropped is None else self.dropped + lost.to(self.dropped.device)
         return moment.masked_fill_(~finite, 0.0), finite * (1.0 * samples)
 
     def _per_sample(self, samples: Number) -> Number:
@@ -130,6 +132,8 @@ def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Ten
     """
     if isinstance(loss_scale, float | int) and loss_scale == 1:
         return samples
+    if isinstance(loss_scale, Tensor):
+        loss_scale = loss_scale.to(moment.device)
     inverse = moment.new_ones(()) / (loss_scale * loss_scale)
     finite = torch.isfinite(inverse)
     moment *= torch.where(finite, inverse, torch.zeros_like(inverse))

@@ -28,6 +28,8 @@ class WholeGradients:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
+        # A model may be on several devices. Sums over its layers are made on the first one.
+        self._device = layers[0].weight.device
         self.whole: dict[str, Tensor] = {}
         self.preconditioned: dict[str, Tensor] = {}
 
@@ -47,12 +49,16 @@ class WholeGradients:
 
     def dots(self) -> Iterable[Tensor]:
         """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
-        return ((self.preconditioned[n] * grad).sum() for n, grad in self.whole.items())
+        return (
+            (self.preconditioned[n] * grad).sum().to(self._device) for n, grad in self.whole.items()
+        )
 
     def grafting_scales(self) -> Tensor:
         """Return ||gradient|| / ||preconditioned gradient||, of each of :attr:`names`."""
         squares = [
-            torch.stack([self.preconditioned[n].square().sum(), grad.square().sum()])
+            torch.stack([self.preconditioned[n].square().sum(), grad.square().sum()]).to(
+                self._device
+            )
             for n, grad in self.whole.items()
         ]
         return linalg.grafting_scale(*torch.stack(squares).unbind(1))
@@ -60,7 +66,7 @@ class WholeGradients:
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""
         flat = ((self.preconditioned[n].flatten(), x.flatten()) for n, x in self.whole.items())
-        return torch.stack([cosine_similarity(new, grad, 0) for new, grad in flat])
+        return torch.stack([cosine_similarity(new, grad, 0).to(self._device) for new, grad in flat])
 
     def write(self, scales: Sequence[Tensor] | None) -> None:
         """Write preconditioned gradients into ``.grad``, then forget them.
@@ -70,7 +76,7 @@ class WholeGradients:
         reached = (layer for layer in self._layers if layer.name in self.whole)
         for i, layer in enumerate(reached):
             grad = self.preconditioned[layer.name]
-            layer.set_grad(grad if scales is None else grad * scales[i])
+            layer.set_grad(grad if scales is None else grad * scales[i].to(grad.device))
         # If they stayed until the next step, they would take the memory of two more gradients.
         self.whole, self.preconditioned = {}, {}
 

@@ -36,6 +36,8 @@ class MeanCheck:
             return
         g, self._samples = head.g[0], head.samples
         squares = g.diagonal().sum()
+        if isinstance(loss_scale, Tensor):
+            loss_scale = loss_scale.to(g.device)
         norm = squares * (self._samples**2 / head.rows) / (loss_scale * loss_scale)
         self._evidence = torch.stack([g.sum() / squares, norm])
 

@@ -123,6 +123,8 @@ class LossScaleCheck:
         """Compare the gradients of this step; ``loss_scale`` is what the user passed."""
         if self._outputs is None or (norms := self._outputs.norms()) is None:
             return
+        if isinstance(loss_scale, Tensor):
+            loss_scale = loss_scale.to(norms.device)
         self._evidence = torch.cat([norms, norms.new_ones(1) * loss_scale])
 
     def end_step(self) -> None:
