@@ -81,7 +81,7 @@ def _path(overrides: tuple[str, ...], ranks: int) -> Path:
     config = compose.load(overrides)
     # Without the job's number: jobs of a cluster and the terminal must find the same directory.
     suffix = "" if ranks == 1 or config.run_id is not None else f"-{ranks}ranks"
-    return Path(config.runs_dir) / run_directory.directory_name(config, job="", suffix=suffix)
+    return Path(config.runs_dir) / (run_directory.run_id(config, job="") + suffix)
 
 
 def cells(

@@ -20,7 +20,7 @@ from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
-from kfac_bench.training.run_directory import directory_name
+from kfac_bench.training.run_directory import run_id
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class TrialRunner:
         overrides = self._overrides(run)
         config = compose.load(overrides)
         # Without the job's number, because jobs of a cluster share the directory.
-        name = directory_name(config, job="", suffix=suffix)
+        name = run_id(config, job="") + suffix
         path = Path(config.runs_dir) / name
         is_new = not _has_ended(path)
         if is_new:

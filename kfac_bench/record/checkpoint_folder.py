@@ -123,8 +123,7 @@ def best_first(directory: Path) -> list[int]:
     metrics: dict[int, ValidationMetric] = {}
     for step in steps(directory):
         try:
-            # Manifests of older versions have the key too, so it keeps its name.
-            saved = manifest(path_of(directory, step))["figure"]
+            saved = manifest(path_of(directory, step))["metric"]
             value = float(saved["value"])
             if math.isfinite(value):
                 metrics[step] = ValidationMetric(

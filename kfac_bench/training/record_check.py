@@ -32,7 +32,7 @@ class RecordCheck:
         self._path, self._saved = path, saved
         self._events = read(path)
         position = _position(saved.shards[0].get("record"))
-        self._is_old = position is None
+        self._is_unknown = position is None
         self._reason = None if position is None else record.gap(position)
         if self.lacks_start:
             self._reason = self._reason or "its first event is missing"
@@ -53,10 +53,10 @@ class RecordCheck:
                 "continues, and an event marks the gap"
             )
             log.emit(RecordGap(step, train_s, self._reason))
-        elif self._is_old:
+        elif self._is_unknown:
             say(
-                f"{self._saved.path}: an older version wrote this checkpoint, so nothing can tell "
-                "whether the record is complete"
+                f"{self._saved.path} does not say how long its record was: the record is not "
+                "checked for missing events"
             )
         # A process that is killed right after a checkpoint is complete cannot write its event.
         if not any(isinstance(e, Checkpointed) and e.step == step for e in self._events):
@@ -66,7 +66,7 @@ class RecordCheck:
 
 
 def _position(found: object) -> RecordPosition | None:
-    """Return the position that a checkpoint holds; None for an older or a hand-made checkpoint."""
+    """Return the position that a checkpoint holds; None for a hand-made checkpoint."""
     if not isinstance(found, dict):
         return None
     size, sha256 = found.get("bytes"), found.get("sha256")

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +36,6 @@ they notice a lost agent or node only when their next message fails."""
 
 _CONFIG = "config.yaml"
 
-_LATER_OPTIONS: dict[str, dict[str, Any]] = {
-    "data": {"changed": "refuse"},
-    "kfac": {
-        "background": False,
-        "block_size": None,
-        "damping_decay": 0.5,
-        "damping_decay_epochs": [],
-        "early_updates": False,
-        "factor_init": "debiased",
-        "grafting": False,
-        "interval_growth": 10,
-        "interval_growth_epochs": [],
-    },
-    "adam": {"nesterov": False},
-    "adamw": {"nesterov": False},
-    "shampoo": {"grafting": "sgd", "merge_dims": True, "nesterov": True, "root": 0},
-    "soap": {"max_dim": 10000},
-}
-"""Of data, K-FAC and an optimizer: options that versions without roles did not have, with the
-values that say what those versions did."""
-
 
 def run_id(config: TrainConfig, job: str | None = None) -> str:
     """Return the configured name, or a name with a hash of the configuration.
@@ -81,22 +59,6 @@ def run_id(config: TrainConfig, job: str | None = None) -> str:
         for name, value, meta in options(config)
         if meta["role"] is not RECORD and value != meta["original"]
     }
-    return _hashed_name(config, content, job)
-
-
-def _run_id_of_old_versions(config: TrainConfig, job: str | None) -> str:
-    """Return the name that versions without roles gave, which hashed every option in use."""
-    not_hashed = ("run_id", "runs_dir", "dry_run", "logger", "label")
-    content = {k: v for k, v in asdict(config).items() if k not in not_hashed}
-    groups = (("data", "data"), ("kfac", "kfac"), ("optimizer", config.optimizer.name))
-    for section, thing in groups:
-        for name, then in _LATER_OPTIONS.get(thing, {}).items():
-            if content[section][name] == then:
-                del content[section][name]
-    return _hashed_name(config, content, job)
-
-
-def _hashed_name(config: TrainConfig, content: dict[str, Any], job: str | None) -> str:
     content["job"] = os.environ.get("SLURM_JOB_ID", "") if job is None else job
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     kfac = config.kfac.strategy if config.kfac.enabled else "none"
@@ -106,26 +68,11 @@ def _hashed_name(config: TrainConfig, content: dict[str, Any], job: str | None) 
     return "-".join([*trained, config.optimizer.name, f"kfac_{kfac}", digest])
 
 
-def directory_name(config: TrainConfig, job: str | None = None, suffix: str = "") -> str:
-    """Return the name of the run's directory: its run id and ``suffix``.
-
-    A run that a version without roles began keeps its directory and the name of that version.
-    """
-    name = run_id(config, job) + suffix
-    # The old name counts only where no directory has the new name, so that all ranks agree on
-    # the directory even if rank 0 has made the new one already.
-    if config.run_id is None and not Path(config.runs_dir, name).exists():
-        old_name = _run_id_of_old_versions(config, job) + suffix
-        if Path(config.runs_dir, old_name).exists():
-            return old_name
-    return name
-
-
 class RunDirectory:
     """The directory of one run, which rank 0 makes and all ranks read."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.run_id = directory_name(config)
+        self.run_id = run_id(config)
         self.path = Path(config.runs_dir) / self.run_id
         self.events = self.path / EVENTS_FILE
 
@@ -165,7 +112,7 @@ class RunDirectory:
         path = self.path / name
         continues = _has_checkpoints(self.path)
         try:
-            # An empty file is what a power cut left of a version that did not sync the file.
+            # A power cut can leave an empty file.
             if continues and path.exists() and path.stat().st_size:
                 return
             write_own(path, text.encode())

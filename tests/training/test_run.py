@@ -37,12 +37,7 @@ from kfac_bench.tasks.objectives.classification import Classification
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving
 from kfac_bench.training.course import Course
-from kfac_bench.training.run_directory import (
-    RunDirectory,
-    _run_id_of_old_versions,
-    directory_name,
-    run_id,
-)
+from kfac_bench.training.run_directory import RunDirectory, run_id
 from kfac_bench.training.state import weights_sha256
 from kfac_bench.training.trainer import Trainer
 from tests.support.distributed import run_ranks
@@ -242,7 +237,7 @@ def test_a_metric_belongs_to_the_checkpoint_of_its_own_step(tmp_path):
     found = {}
     for manifest in path.glob("checkpoints/step-*/manifest.json"):
         said = json.loads(manifest.read_text())
-        found[said["step"]] = said["figure"]["value"] if said.get("figure") else None
+        found[said["step"]] = said["metric"]["value"] if said.get("metric") else None
     assert found == {2: None, 4: measured[4], 6: None, 8: measured[8]}
 
 
@@ -334,45 +329,6 @@ def test_a_changed_default_changes_no_run_id_of_equal_values(tmp_path):
     assert run_id(later) != run_id(config)
 
 
-@pytest.mark.parametrize(
-    ("options", "old_name"),
-    [
-        ((), "digits-resnet8-sgd-kfac_comm_opt-4472a1ad"),
-        (
-            ("model=autoencoder", "optimizer=adam", "seed=3", "data.root=/x"),
-            "digits-autoencoder-adam-kfac_comm_opt-92e77790",
-        ),
-        (
-            ("backend=deepspeed", "kfac=mem_opt", "trainer.threads=2"),
-            "digits-resnet8-sgd-kfac_mem_opt-f13b49dd",
-        ),
-        (
-            ("model=bert_tiny", "schedule=polynomial", "optimizer=lamb"),
-            "text-bert_tiny-lamb-kfac_comm_opt-0ce4f6ac",
-        ),
-    ],
-)
-def test_a_run_directory_of_an_old_version_is_found(tmp_path, options, old_name):
-    """The names are those that versions before the roles gave.
-
-    If this fails because you added an option: ``_run_id_of_old_versions`` has to leave it out.
-    """
-    # The defaults of those versions.
-    then = ("kfac.damping=0.001", "kfac.grafting=false", "kfac.early_updates=false")
-    config = config_of(tmp_path, *options, *then, base=())
-    new_name = run_id(config, job="")
-    assert directory_name(config, job="") == new_name != old_name
-    (tmp_path / old_name).mkdir()
-    assert directory_name(config, job="") == old_name
-    (tmp_path / f"{old_name}-2ranks").mkdir()
-    assert directory_name(config, job="", suffix="-2ranks") == f"{old_name}-2ranks"
-    config.run_id = "mine"
-    assert directory_name(config, job="") == "mine"
-    config.run_id = None
-    (tmp_path / new_name).mkdir()
-    assert directory_name(config, job="") == new_name
-
-
 def test_seeds_that_differ_in_place_and_record_are_one_row(tmp_path):
     short = ("trainer.max_steps=5", *KFAC)
     for options in (("seed=0",), ("seed=1", "trainer.predictions=0"), ("seed=2", "data.root=/x")):
@@ -429,14 +385,11 @@ def test_a_run_of_an_old_version_goes_on_with_a_newer_option_at_its_default(tmp_
     options = (*KFAC, "trainer.max_steps=7")
     with before_step(6, kill), pytest.raises(RuntimeError, match="killed"):
         train(tmp_path, *options)
-    config = config_of(tmp_path, *options)
-    old_path = tmp_path / _run_id_of_old_versions(config, "")
-    RunDirectory(config).path.rename(old_path)
-    old_config(old_path, trainer__drop_last=None, kfac__spread=None, data__root=None)
+    begun = RunDirectory(config_of(tmp_path, *options)).path
+    old_config(begun, trainer__drop_last=None, kfac__spread=None, data__root=None)
     status, path = train(tmp_path, *options)
-    assert (status, path) == ("finished", old_path)
+    assert (status, path) == ("finished", begun)
     assert steps_of(path, Resumed) == [5]
-    assert [p for p in tmp_path.iterdir() if p.is_dir()] == [old_path]
 
 
 def test_a_newer_option_that_is_not_at_its_default_is_refused(tmp_path):

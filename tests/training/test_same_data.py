@@ -82,7 +82,7 @@ def test_a_checkpoint_without_a_fingerprint_continues_with_one_line(tmp_path, ro
 
 
 def forget(checkpoint):
-    """Remove the fingerprint from a checkpoint, as an earlier version wrote it."""
+    """Remove the fingerprint from a checkpoint."""
     shard = torch.load(checkpoint / "rank0.pt", weights_only=True)
     del shard["data"]
     torch.save(shard, checkpoint / "rank0.pt")

@@ -228,7 +228,7 @@ class Writer:
             (saving.partial / f"{name}.{digest}").rename(saving.partial / name)
         manifest = {"step": saving.step, "world_size": len(files), "sha256": files}
         if saving.metric is not None:
-            manifest["figure"] = asdict(saving.metric)
+            manifest["metric"] = asdict(saving.metric)
         with (saving.partial / MANIFEST).open("w") as file:
             json.dump(manifest, file, indent=1)
             file.flush()

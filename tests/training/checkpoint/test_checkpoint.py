@@ -404,7 +404,7 @@ def test_without_metrics_there_is_no_best_checkpoint(folder):
     assert checkpoint.find_best(folder) == (None, [])
 
 
-@pytest.mark.parametrize("said", ["[]", '{"figure": 3}', '{"figure": {"name": 1}}', "[" * 100_000])
+@pytest.mark.parametrize("said", ["[]", '{"metric": 3}', '{"metric": {"name": 1}}', "[" * 100_000])
 def test_a_malformed_manifest_is_ignored_when_choosing_the_best(folder, said):
     evaluated(folder, {1: 0.5}, keep_last=9)
     (folder / "step-00000002").mkdir()
