@@ -26,6 +26,7 @@ from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, trial_settings
 from kfac_bench.benchmark.tuned_experiment import experiment_yaml
+from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.text_file import write_text
@@ -107,11 +108,19 @@ def check(benchmark: Benchmark, out: Path) -> Tuning:
     Raises:
         UsageError: There is no tuning section, or ``out`` is not a folder.
     """
-    if benchmark.tuning is None or not benchmark.overrides:
-        raise UsageError(f"{benchmark.title!r} has no tuning section for this command")
+    if benchmark.tuning is None or not _can_tune(benchmark):
+        known = (name for name in compose.options_of("benchmark") if _can_tune(schema.load(name)))
+        raise UsageError(
+            f"{benchmark.title!r} has no tuning section for this command; choose one of "
+            f"{', '.join(known)}"
+        )
     if not out.is_dir():
         raise UsageError(f"--out {out}: no such folder; create it first")
     return benchmark.tuning
+
+
+def _can_tune(benchmark: Benchmark) -> bool:
+    return benchmark.tuning is not None and bool(benchmark.overrides)
 
 
 def _searches(

@@ -39,7 +39,7 @@ def add_self_tune(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_shared(command: Parser, out: str) -> None:
-    command.add_argument("benchmark", help="a name from kfac-bench list")
+    command.add_argument("benchmark", help="a benchmark with a tuning section, such as embedded")
     command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME_tuning)")
     command.add_argument("--out", type=Path, required=True, help=out)
     add_sitting_options(command)
@@ -50,7 +50,7 @@ def add_contest(commands: argparse._SubParsersAction[Parser]) -> None:
     command = commands.add_parser(
         "contest", help="print scores with intervals, from packed results only"
     )
-    command.add_argument("benchmark", help="a name from kfac-bench list")
+    command.add_argument("benchmark", help="a benchmark with packed results, such as contest")
     command.add_argument("--results", type=Path, required=True, help="folder of packed results")
     command.add_argument(
         "--into",

@@ -61,13 +61,20 @@ def build_parser() -> Parser:
         "--vocab-file", type=Path, help="vocab.txt to use; by default a new vocabulary is trained"
     )
     prepare.add_argument(
-        "--vocab-size", type=int, default=30522, help="tokens of a new vocabulary (30522)"
+        "--vocab-size", type=int, default=30522, help="tokens of a new vocabulary (default: 30522)"
     )
     prepare.add_argument(
-        "--sequence-length", type=int, nargs="+", default=[128], help="tokens of an example (128)"
+        "--sequence-length",
+        type=int,
+        nargs="+",
+        default=[128],
+        help="tokens of an example (default: 128)",
     )
     prepare.add_argument(
-        "--eval-share", type=float, default=0.01, help="share of documents to hold out (0.01)"
+        "--eval-share",
+        type=float,
+        default=0.01,
+        help="share of documents to hold out (default: 0.01)",
     )
     return parser
 

@@ -14,7 +14,9 @@ def add_export(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add `kfac-bench export` to the commands."""
     command = commands.add_parser("export", help="write a run's weights as safetensors")
     command.add_argument("run", type=Path, help="run directory, or one checkpoint")
-    command.add_argument("--out", type=Path, help="the file to write (RUN/model.safetensors)")
+    command.add_argument(
+        "--out", type=Path, help="the file to write (default: RUN/model.safetensors)"
+    )
     command.add_argument(
         "--best", action="store_true", help="take the best kept checkpoint, not the newest"
     )

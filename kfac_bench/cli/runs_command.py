@@ -25,19 +25,23 @@ def add_runs(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     pruned.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     pruned.add_argument(
-        "--keep", type=int, default=1, metavar="N", help="newest good checkpoints that stay (1)"
+        "--keep",
+        type=int,
+        default=1,
+        metavar="N",
+        help="newest good checkpoints that stay (default: 1)",
     )
     pruned.add_argument(
         "--older-than",
         type=float,
         default=0.0,
         metavar="DAYS",
-        help="only runs whose last event is at least so old (0)",
+        help="only runs whose last event is at least this many days ago (default: 0)",
     )
     pruned.set_defaults(run_command=_prune)
     for action in (shown, pruned):
         action.add_argument(
-            "--runs-dir", type=Path, default=Path("runs"), help="folder of the runs (runs)"
+            "--runs-dir", type=Path, default=Path("runs"), help="folder of the runs (default: runs)"
         )
 
 

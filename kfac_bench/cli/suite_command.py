@@ -37,9 +37,6 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_words(command)
     add_sitting_options(command)
     command.add_argument("--retry", action="store_true", help="run failed cells again")
-    command.add_argument(
-        "--html", type=Path, help="file of the page, if the benchmark has no quantities (demo)"
-    )
     # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
     command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
@@ -177,7 +174,7 @@ def _run(options: argparse.Namespace) -> int:
                 options.minutes,
             )
             failed += suite.run(row, say, retry=options.retry, sitting=sitting)
-            _report_row(row, options.html, brief=len(rows) > 1)
+            _report_row(row, brief=len(rows) > 1)
         except UsageError as error:
             if len(rows) == 1:
                 raise
@@ -196,7 +193,7 @@ def _report(options: argparse.Namespace) -> int:
     if len(rows) > 1:
         _report_all(rows, options.into)
         return 0
-    _report_row(rows[0], None)
+    _report_row(rows[0])
     if options.into:
         from kfac_bench.benchmark import paper, verdict
 
@@ -206,10 +203,10 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report_row(row: BenchmarkRow, html: Path | None, *, brief: bool = False) -> None:
+def _report_row(row: BenchmarkRow, *, brief: bool = False) -> None:
     """Write the row's files, and print its table (unless `brief`) and the paths of the files."""
     if not row.benchmark.quantities:
-        _compare(row, html)
+        _compare(row)
         return
     from kfac_bench.benchmark import paper, verdict
 
@@ -239,7 +236,7 @@ def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
         say(f"all: {file}")
 
 
-def _compare(row: BenchmarkRow, html: Path | None) -> None:
+def _compare(row: BenchmarkRow) -> None:
     """Report as ``kfac-bench compare``, for a benchmark without quantities."""
     from kfac_bench.cli import compare_command
     from kfac_bench.record.events import EVENTS_FILE
@@ -250,7 +247,7 @@ def _compare(row: BenchmarkRow, html: Path | None) -> None:
             began.append(cell.path())
         else:
             say(f"not in the table, because it failed before its first event: {cell.label}")
-    compare_command.compare(began, html or row.folder / "report.html", None, False)
+    compare_command.compare(began, row.folder / "report.html", None, False)
 
 
 def _show(table: Table) -> None:

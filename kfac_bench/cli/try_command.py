@@ -62,7 +62,9 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="WORD",
         help="launcher=local|slurm, or an override of kfac-train for all runs",
     )
-    command.add_argument("--minutes", type=float, help=f"time of the study (default: {MINUTES:g})")
+    command.add_argument(
+        "--minutes", type=float, help=f"time of the whole study in minutes (default: {MINUTES:g})"
+    )
     command.add_argument(
         "--quick",
         action="store_true",
@@ -76,7 +78,11 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="RUN",
         help="begin with the result of this earlier study",
     )
-    command.add_argument("--optimizers", help="AdamW and others, such as adamw,soap (default: all)")
+    command.add_argument(
+        "--optimizers",
+        help="adamw and at least one of sgd, muon, soap, kfac, kfac_adamw and eigen_adam, with "
+        "commas (default: all)",
+    )
     command.add_argument(
         "--runs-dir", type=Path, help="folder of the study (default: runs/try-NAME)"
     )
