@@ -107,7 +107,7 @@ def loss_is(value, number, task=Reconstruction):
 def trainer_of(folder, *overrides, base=SMALL, backend=ALONE):
     """A trainer that writes no events."""
     config = config_of(folder, *overrides, base=base)
-    return run._build_trainer(config, backend, RunDirectory(config))
+    return run.build_trainer(config, backend, RunDirectory(config))
 
 
 def here():
@@ -122,7 +122,7 @@ def train_here(folder, overrides, base=SMALL, stop=None, nan=None):
     """
     backend = here()
     config = config_of(folder, *overrides, base=base)
-    printed, trainers, build = io.StringIO(), [], run._build_trainer
+    printed, trainers, build = io.StringIO(), [], run.build_trainer
 
     def keep(*arguments):
         trainers.append(build(*arguments))
@@ -134,8 +134,8 @@ def train_here(folder, overrides, base=SMALL, stop=None, nan=None):
             stack.enter_context(before_step(stop[1], terminate))
         if nan is not None and nan[0] == backend.ranks.rank:
             stack.enter_context(loss_is(math.nan, nan[1]))
-        run._build_trainer = keep
-        stack.callback(setattr, run, "_build_trainer", build)
+        run.build_trainer = keep
+        stack.callback(setattr, run, "build_trainer", build)
         status, _ = run.train(config, backend)
     parameters = torch.cat([p.detach().flatten() for p in trainers[0].model.parameters()])
     return status, printed.getvalue(), hashlib.sha256(parameters.numpy()).hexdigest()

@@ -119,7 +119,7 @@ def test_parts_are_weighted_by_their_sizes(tmp_path):
 def messages_here(folder, accumulate):
     """On every rank: gradient messages of one update, and the gradients it left."""
     config = config_of(folder, *STABLE, "kfac=none", f"trainer.accumulate={accumulate}")
-    trainer = run._build_trainer(config, here(), run.RunDirectory(config))
+    trainer = run.build_trainer(config, here(), run.RunDirectory(config))
     sent = []
 
     def hook(state, bucket):

@@ -21,7 +21,8 @@ from kfac_bench.data.images import cifar10, cifar10_pickle
 from kfac_bench.errors import UsageError
 from kfac_bench.models.networks import maskrcnn
 from kfac_bench.training import checkpoint, export, weights
-from kfac_bench.training.run import _build_trainer, _start
+from kfac_bench.training.assembly import build_trainer
+from kfac_bench.training.beginning import begin
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.fuzzing import as_json, damaged, fuzz, refused_or, spoilt
 from tests.support.runs import ALONE, KFAC, config_of, train
@@ -205,8 +206,8 @@ def test_a_foreign_state_does_not_resume(tmp_path_factory, saved, template, data
     signed(folder / "from" / "checkpoints" / saved.name, out.getvalue())
     config = replace(template, runs_dir=str(folder), resume=str(folder / "from"))
     directory = RunDirectory(config)
-    trainer = _build_trainer(config, ALONE, directory)
-    refused_or(lambda: _start(config, trainer, directory, {}))
+    trainer = build_trainer(config, ALONE, directory)
+    refused_or(lambda: begin(config, trainer, directory, {}))
 
 
 @pytest.mark.parametrize("part", ["scaler", "train_s", "rng", "optimizer", "model", "kfac"])
@@ -217,6 +218,6 @@ def test_a_tensor_instead_of_a_part_does_not_resume(tmp_path, saved, template, p
     signed(tmp_path / "from" / "checkpoints" / saved.name, out.getvalue())
     config = replace(template, runs_dir=str(tmp_path), resume=str(tmp_path / "from"))
     directory = RunDirectory(config)
-    trainer = _build_trainer(config, ALONE, directory)
+    trainer = build_trainer(config, ALONE, directory)
     with pytest.raises(UsageError, match="resume: "):
-        _start(config, trainer, directory, {})
+        begin(config, trainer, directory, {})
