@@ -13,10 +13,13 @@ from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
+from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.background_moments import BackgroundMoments
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.execution.sharded_gradients import any_sharded
+from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.coverage import MAX_DIM
 from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
 from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
@@ -87,21 +90,28 @@ def plan_for(
     return plan
 
 
-def orthogonalize_hidden(layers: Sequence[Layer], steps: int, *, has_output: bool) -> None:
+def orthogonalize_hidden(
+    layers: Sequence[Layer], rule: AdamRule, device: torch.device, *, has_output: bool
+) -> AdamRule:
     """Mark the hidden linear layers, whose updates method eigen_adam orthogonalizes.
 
     The last layer of the model counts as its output layer. Muon leaves the output layer out as well
-    (Jordan et al. 2024). A layer whose G is a diagonal is a large vocabulary head, so it is left
-    out, too.
+    (Jordan et al. 2024). A layer with more outputs than the default ``max_dim`` of KFAC is a
+    vocabulary head, so it is left out, too.
 
     Args:
         layers: The covered layers of this process, in the order of the model.
-        steps: Newton-Schulz steps.
+        rule: The options of the optimizer.
+        device: That of the model.
         has_output: False on a pipeline stage that is not the last one: its last layer is hidden.
+
+    Returns:
+        The options with the precision that suits the device.
     """
     for layer in layers[:-1] if has_output else layers:
-        if layer.is_linear and not layer.spec.g_diagonal:
-            layer.spec = replace(layer.spec, orthogonal_steps=steps)
+        if layer.is_linear and layer.spec.g_dim <= MAX_DIM:
+            layer.spec = replace(layer.spec, orthogonal_steps=rule.orthogonal_steps)
+    return replace(rule, has_bfloat16=linalg.has_fast_bfloat16(device))
 
 
 def divide_factors(layers: Sequence[Layer], block_size: int) -> None:

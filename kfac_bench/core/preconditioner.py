@@ -282,9 +282,10 @@ class KFAC:
         validation.check_coverage(skip, max_dim)
         validation.check_block_size(block_size, method)
         adam = find_eigen_adam(optimizer)
+        rule = None if adam is None else adam.rule
         validation.check_eigen_adam(
             method,
-            None if adam is None else adam.rule,
+            rule,
             damping,
             kl_clip,
             grafting=grafting,
@@ -312,8 +313,8 @@ class KFAC:
             has_output = model_parallel is None or (
                 model_parallel.rank == model_parallel.world_size - 1
             )
-            construction.orthogonalize_hidden(
-                self._layers, adam.rule.orthogonal_steps, has_output=has_output
+            rule = construction.orthogonalize_hidden(
+                self._layers, adam.rule, self._device, has_output=has_output
             )
         world_size = self.collective.world_size
         validation.check_background(background=background, overlap=overlap, spread=spread)
@@ -358,7 +359,7 @@ class KFAC:
             model_parallel,
             options=f"{self._schedules.at(0)} {self._adaptive} {factored_damping} "
             f"{factor_convention} {fisher} {weight_sharing} {overlap} {background} "
-            f"{grafting} {early_updates} {factor_init} {adam and adam.rule}",
+            f"{grafting} {early_updates} {factor_init} {rule}",
             device=self._device,
             overlap=overlap,
         )
@@ -372,7 +373,7 @@ class KFAC:
             factored_damping=factored_damping,
             state_dtype=state_dtype,
             background=Background(self._device) if background else None,
-            adam=None if adam is None else adam.rule,
+            adam=rule,
         )
         # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
         wrapper = ref(model)

@@ -15,6 +15,11 @@ from torch import Tensor
 from kfac_bench.core.kernels import linalg
 
 
+BFLOAT16_ROWS = 128
+"""Rows of the smaller side from which bfloat16 saves time: on a CPU with AVX-512 BF16, its products
+are 2 times as fast as those in float32 with 128 rows, and 4 times with 256 rows or more."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdamRule:
     """The options of the rule; :class:`.EigenAdam` documents each of them."""
@@ -27,6 +32,8 @@ class AdamRule:
     update_clip: float | None
     has_qr_steps: bool
     """Whether eigenvectors are updated by one QR step, after the first eigh."""
+    has_bfloat16: bool = False
+    """Whether large float32 updates are orthogonalized and rotated back in bfloat16."""
 
     def limit(self, lr: float, fan_in: int) -> float | None:
         """Return the largest root mean square of a direction; None: there is no limit."""
@@ -142,20 +149,28 @@ def direction(
     update = (first * old_part).add_(rotated, alpha=1 - beta1)
     update.div_(second.sqrt().mul_(debias).add_(rule.eps))
     back_a, back_g = None if a is None else a.mT, None if g is None else g.mT
-    if not is_orthogonalized:
-        update.mul_(rule.scale)
+    if is_orthogonalized:
+        update = _orthogonalize_and_rotate(update, back_a, back_g, rule)
     else:
-        # P acts on the smaller side, so it joins the rotation of that side.
-        scale = rule.orthogonal_scale * max(grad.shape[-2:]) ** 0.5
-        if grad.shape[-2] <= grad.shape[-1]:
-            p = linalg.orthogonalizer(torch.bmm(update, update.mT), rule.orthogonal_steps).mul_(
-                scale
-            )
-            back_g = p if g is None else torch.bmm(p.mT, g.mT)
-        else:
-            p = linalg.orthogonalizer(torch.bmm(update.mT, update), rule.orthogonal_steps).mul_(
-                scale
-            )
-            back_a = p if a is None else torch.bmm(p, a.mT)
-    update = linalg.rotate(update, back_a, back_g)
+        update = linalg.rotate(update.mul_(rule.scale), back_a, back_g)
     return update if limit is None else linalg.clip_root_mean_square(update, limit)
+
+
+def _orthogonalize_and_rotate(
+    update: Tensor, a: Tensor | None, g: Tensor | None, rule: AdamRule
+) -> Tensor:
+    """Return g^T X a; X is ``update`` with its singular values moved towards 1, and scaled."""
+    scale, steps = rule.orthogonal_scale * max(update.shape[-2:]) ** 0.5, rule.orthogonal_steps
+    is_large = update.dtype == torch.float32 and min(update.shape[-2:]) >= BFLOAT16_ROWS
+    if rule.has_bfloat16 and is_large:
+        # The singular values of X are about equal, so rounding changes no direction by much. Not so
+        # the gradient: in some directions it is far smaller than in others, so float32 rotates it.
+        x = linalg.orthogonalize_bfloat16(update, steps)
+        a, g = (None if basis is None else basis.bfloat16() for basis in (a, g))
+        return linalg.rotate(x, a, g).to(update.dtype).mul_(scale)
+    # P acts on the smaller side, so it joins the rotation of that side.
+    if update.shape[-2] <= update.shape[-1]:
+        p = linalg.orthogonalizer(torch.bmm(update, update.mT), steps).mul_(scale)
+        return linalg.rotate(update, a, p if g is None else torch.bmm(p.mT, g))
+    p = linalg.orthogonalizer(torch.bmm(update.mT, update), steps).mul_(scale)
+    return linalg.rotate(update, p if a is None else torch.bmm(p, a), g)

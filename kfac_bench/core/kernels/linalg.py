@@ -241,6 +241,31 @@ def orthogonalizer(gram: Tensor, steps: int) -> Tensor:
     return product * square.rsqrt()
 
 
+def orthogonalize_bfloat16(x: Tensor, steps: int) -> Tensor:
+    """Return what :func:`orthogonalizer` makes of x [batch, m, n], in bfloat16.
+
+    It applies the polynomials to X itself, as Muon does: the polynomials of x x^T would lose more
+    digits in bfloat16. The result has a relative error of about 1 %.
+    """
+    a, b, c = QUINTIC
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = (x / (norm + torch.finfo(x.dtype).tiny)).bfloat16()
+    x = x.mT if is_tall else x
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Return whether the device has instructions for matrix products in bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # Without these instructions, a product in bfloat16 is several times slower than in float32.
+    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+
+
 def clip_root_mean_square(x: Tensor, limit: float) -> Tensor:
     """Shrink matrices x [batch, g_dim, a_dim] to a root mean square of at most ``limit``, in place.
 
