@@ -1,6 +1,7 @@
 """Method eigen_adam against a dense float64 oracle that follows the equations of the rule."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.optim import SGD, AdamW
 
 from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from kfac_bench.core.execution import adam
 from kfac_bench.core.kernels import linalg
 from tests.support import oracle
 from tests.support.layer_checks import assert_close
@@ -218,6 +220,48 @@ def test_a_side_beyond_max_dim_is_not_rotated():
         with torch.no_grad():
             plain.tall.weight -= LR * SCALE * update
     torch.testing.assert_close(model.tall.weight, plain.tall.weight)
+
+
+@pytest.mark.usefixtures("double")
+def test_hidden_layers_are_orthogonalized_without_eigenvectors():
+    model = Net()
+    optimizer = eigen_adam(model, LR, BETAS, update_clip=None, kfac={"max_dim": 1})
+    oracles = {n: Oracle(n != "last", 3) for n in matrices(model) if n != "conv"}
+    for i in range(3):
+        before, grads = weights(model), step(model, optimizer, i)
+        after = weights(model)
+        for name, rule in oracles.items():
+            a, g = (torch.eye(n) for n in reversed(grads[name].shape[-2:]))
+            want = before[name] - LR * rule.update(grads[name], a[None], g[None])
+            assert_close(after[name], want, rtol=1e-9)
+
+
+def test_a_vocabulary_head_is_not_orthogonalized():
+    """BERT has another head after the one of the vocabulary."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 8193), nn.Linear(8193, 2))
+    plan = eigen_adam(model).preconditioner.plan
+    assert [p.layer.is_orthogonalized for p in plan.placements] == [True, False, False]
+
+
+@pytest.mark.parametrize(("g_dim", "a_dim"), [(130, 200), (200, 130)])
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_large_updates_in_bfloat16_differ_by_rounding_only(g_dim, a_dim, is_rotated):
+    torch.manual_seed(0)
+    a, g = (torch.linalg.qr(torch.randn(2, n, n)).Q for n in (a_dim, g_dim))
+    bases = (a, g) if is_rotated else (None, None)
+    grads = torch.randn(3, 2, g_dim, 1) * torch.randn(3, 2, 1, a_dim)
+    outs = []
+    for has_bfloat16 in (True, False):
+        rule = replace(EigenAdam(nn.Linear(1, 1).parameters()).rule, has_bfloat16=has_bfloat16)
+        moments = adam.AdamMoments.start(grads[0])
+        for grad in grads:
+            out = adam.direction(grad, *bases, moments, rule, is_orthogonalized=True)
+            moments.steps += 1
+        outs.append(out)
+        zero = torch.zeros(1, g_dim, a_dim)
+        fresh = adam.AdamMoments.start(zero)
+        assert not adam.direction(zero, None, None, fresh, rule, is_orthogonalized=True).any()
+    assert 1e-4 < float((outs[0] - outs[1]).norm() / outs[1].norm()) < 0.02
 
 
 class Lookup(nn.Module):

@@ -102,7 +102,8 @@ def flops(
       eigen_adam takes as many as eigh: 2 d^3 for a product and 8/3 d^3 for QR and its Q.
     * Preconditioning takes four products (eq. 11-13), or two with inverses (eq. 10).
     * An orthogonalized update takes 2 s^2 l for X X^T and 8 s^3 per Newton-Schulz step, less 4 s^3
-      in all; s is the smaller side of the gradient, l the larger one.
+      in all; s is the smaller side of the gradient, l the larger one. Large updates in bfloat16
+      take 4 s^2 l + 2 s^3 per step instead, at a higher rate; here they count as the others.
     * A second moment of EKFAC rotates the rows and multiplies them, as a weight gradient does.
 
     Args:
