@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kfac_bench.core.kernels import linalg
 
-
 BFLOAT16_ROWS = 128
 """Rows of the smaller side from which bfloat16 saves time: on a CPU with AVX-512 BF16, its products
 are 2 times as fast as those in float32 with 128 rows, and 4 times with 256 rows or more."""
