@@ -261,7 +261,7 @@ def orthogonalize_bfloat16(x: Tensor, steps: int) -> Tensor:
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Return whether the device has instructions for matrix products in bfloat16."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # Without these instructions, a product in bfloat16 is several times slower than in float32.
     return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
 
