@@ -7,7 +7,7 @@ earlier wave: its last job submits the next wave.
 import sys
 from collections.abc import Sequence
 
-from kfac_bench.benchmark import grid
+from kfac_bench.benchmark import run_end
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.suite import BenchmarkRow
 
@@ -44,7 +44,7 @@ def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence
     for each in row.computed:
         each.run()
     all_waves = waves(row)
-    todo = [cell for cell in all_waves[wave] if grid.outcome(cell) is None]
+    todo = [cell for cell in all_waves[wave] if run_end.outcome(cell.path()) is None]
     is_last = wave + 1 == len(all_waves)
     follow_up = ["report" if is_last else "run", row.name, *words]
     follow_up += [] if is_last else ["--wave", str(wave + 1), f"--sbatch={' '.join(options)}"]

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import forked, grid, local_process, schema
+from kfac_bench.benchmark import forked, grid, local_process, run_end, schema
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose, conf_files
@@ -185,11 +185,11 @@ def test_a_failed_cell_is_recorded_and_not_run_again_without_retry(tmp_path, sta
         assert grid.run_cells(cells, said.append) == 2
     assert len(started) == 2, "tried again unasked"
     assert said[2].endswith("seed 0: failed: kfac-train: it broke (exit code 1) (before)")
-    assert grid.failure(cells[0].path()) == "kfac-train: it broke (exit code 1)"
+    assert run_end.failure(cells[0].path()).reason == "kfac-train: it broke (exit code 1)"
     assert grid.run_cells(cells, said.append, retry=True) == 2
     assert len(started) == 4
     write_run(cells[0], "reached", 4)  # by hand, in the meantime
-    assert grid.failure(cells[0].path()) is None
+    assert run_end.failure(cells[0].path()) is None
     assert grid.run_cells(cells, said.append) == 1
     assert len(started) == 4
 
@@ -199,7 +199,7 @@ def test_an_interrupted_run_continues_at_the_next_start(tmp_path, started, monke
     with monkeypatch.context() as stopped:
         stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
         assert grid.run_cell(cell) == (False, "interrupted: kfac-train: bye (exit code 143)")
-    assert grid.failure(cell.path()) is None
+    assert run_end.failure(cell.path()) is None
     grid.run_cell(cell)
     assert len(started) == 1
 
@@ -213,7 +213,7 @@ def test_a_cell_fails_if_the_run_that_it_starts_from_fails(tmp_path, started):
         "failed: first, which it starts from, failed: kfac-train: it broke (exit code 1)"
     )
     assert [call[-1] for call in started] == ["run_id=first"]
-    assert grid.failure(cell.path()) == said.removeprefix("failed: ")
+    assert run_end.failure(cell.path()).reason == said.removeprefix("failed: ")
     write_run(first)
     grid.run_cell(cell, retry=True)
     assert [call[-1] for call in started] == ["run_id=first", f"run_id={cell.path().name}"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import figure, grid, measures, paper, schema, sheet, suite
+from kfac_bench.benchmark import figure, grid, measures, paper, run_end, schema, sheet, suite
 from kfac_bench.benchmark.result import Measured, _beside
 from kfac_bench.benchmark.schema import (
     Benchmark,
@@ -97,7 +97,7 @@ def row(tmp_path_factory):
         write(cells["SGD", seed], value, reached_s=4.0 + seed)
     write(cells["K-FAC", 0], 0.9, reached_s=4.0)
     write(cells["K-FAC", 1], 0.4)
-    grid.record_failure(cells["K-FAC", 2], "x", "out of memory", -9)
+    run_end.record_failure(cells["K-FAC", 2], "x", "out of memory", -9)
     assert [cell.run() for cell in found.computed] == [(True, "computed")]
     return found
 
@@ -349,7 +349,7 @@ def test_a_matrix_has_the_shape_of_the_papers_table(row):
 
 def test_a_report_of_failed_cells_names_no_figure_that_is_not_there(row, tmp_path):
     cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
-    grid.record_failure(cell.path(), "x", "out of memory", -9)
+    run_end.record_failure(cell.path(), "x", "out of memory", -9)
     curved = Benchmark(**(vars(ROW) | {"curves": True}))
     written = paper.write(
         replace(row, benchmark=curved, cells=[cell], computed=[], folder=tmp_path)
@@ -361,7 +361,7 @@ def test_a_report_of_failed_cells_names_no_figure_that_is_not_there(row, tmp_pat
 
 def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
     cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
-    grid.record_failure(cell.path(), "x", "first, which it starts from, failed", has_run=False)
+    run_end.record_failure(cell.path(), "x", "first, which it starts from, failed", has_run=False)
     (attempt,) = suite.attempts(replace(row, cells=[cell], computed=[]))
     (shown,) = sheet.attempts([attempt], tmp_path).rows
     assert shown[1] == "not run"

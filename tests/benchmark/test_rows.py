@@ -14,6 +14,7 @@ from kfac_bench.benchmark import (
     measures,
     phases,
     plan_cells,
+    run_end,
     schema,
     simulated,
     slurm_submit,
@@ -254,7 +255,7 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
     assert first.run() == (True, "computed (before)")
     assert other.run() == (False, "failed: no such machine")
     assert len(calls) == 2
-    assert grid.failure(other.path()) == "no such machine"
+    assert run_end.failure(other.path()).reason == "no such machine"
     assert first.path() != other.path()
     assert list(first.path().iterdir()) == [first.path() / "events.jsonl"]
 

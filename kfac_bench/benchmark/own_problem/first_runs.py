@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 
-from kfac_bench.benchmark import forked, grid, local_process
+from kfac_bench.benchmark import forked, local_process, run_end
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
 from kfac_bench.benchmark.own_problem.budget import Budget, Measured, budget_of
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
@@ -125,7 +125,7 @@ class _FirstRuns:
             code, line = forked.train(overrides)
         else:
             code, line = local_process.run(local_process.local_command(overrides, ranks))
-        if code in grid.INTERRUPTED:
+        if code in run_end.INTERRUPTED:
             raise KeyboardInterrupt
         if code:
             line = line.removeprefix("kfac-train: ").removesuffix(f" (exit code {code})")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_bench.benchmark import grid
+from kfac_bench.benchmark import grid, run_end
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.own_problem import spaces
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
@@ -166,7 +166,7 @@ class Phases:
         runs_dir = str(self._folder.runs_dir(phase))
         cell = self.cell(name, settings, seed, limit_s, runs_dir)
         path = cell.path()
-        is_new, began = grid.outcome(cell) is None, time.monotonic()
+        is_new, began = run_end.outcome(cell.path()) is None, time.monotonic()
         if is_new:
             wait_until_free(path)
         _, text = grid.run_cell(cell)
