@@ -84,9 +84,20 @@ def _kind(run: Executor) -> str:
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> LayersState:
-    """Return one state made of the shards of several ranks."""
+    """Return one state made of the shards of several ranks.
+
+    Raises:
+        ValueError: There is no state, or one of them is not K-FAC's.
+    """
+    if not states:
+        raise ValueError("load_state_dict() got no state: pass what state_dict() returned")
     merged: LayersState = {}
     for state in states:
+        if missing := {"steps", "layers"} - state.keys():
+            raise ValueError(
+                f"K-FAC state: the key {min(missing)!r} is missing; pass what state_dict() of a "
+                "KFAC returned, not the state of a model or an optimizer"
+            )
         for name, entries in state["layers"].items():
             for key, entry in entries.items():
                 # The keys come from a file, so they may be anything.

@@ -37,6 +37,22 @@ def test_fsdp1_is_refused():
     run_ranks(2, refuse_fsdp1)
 
 
+def test_parameters_are_no_model_and_a_name_is_no_optimizer():
+    model = network()
+    with pytest.raises(ValueError, match=r"class generator, expected a torch\.nn\.Module\. Pass"):
+        KFAC(model.parameters(), sgd(model))
+    for wrong in ("sgd", torch.optim.SGD):
+        with pytest.raises(ValueError, match="expected an optimizer object: KFAC"):
+            KFAC(model, wrong)
+
+
+@pytest.mark.parametrize("saved", [[], [{}], [network().state_dict()], [{"steps": 3}]])
+def test_only_the_state_of_a_preconditioner_is_loaded(saved):
+    model = network()
+    with pytest.raises(ValueError, match=r"pass what state_dict\(\)"):
+        KFAC(model, sgd(model)).load_state_dict(*saved)
+
+
 def test_data_parallel_is_unwrapped():
     gradients = []
     for wrap in (nn.Module.train, nn.DataParallel):  # train() returns the model itself
@@ -87,11 +103,13 @@ def test_the_list_of_skipped_modules_is_short():
     ("options", "said"),
     [
         ({"skip": "head"}, r"skip='head': give a list of patterns, such as skip=\['head'\]"),
+        ({"skip": ["head("]}, r"skip: 'head\(' is no regular expression: missing \)"),
+        ({"damping": "auto"}, "damping='auto' at step 0: must be a number, or a function"),
         ({"max_dim": None}, "max_dim=None: choose a whole number of rows of at least 1"),
         ({"max_dim": 0}, "max_dim=0: choose"),
     ],
 )
-def test_options_of_coverage_that_mean_nothing_are_refused(options, said):
+def test_options_that_mean_nothing_are_refused(options, said):
     """The letters of a text are patterns, too: they would leave out nearly all layers."""
     model = network()
     with pytest.raises(ValueError, match=said):
