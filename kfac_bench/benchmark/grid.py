@@ -154,10 +154,10 @@ def run_cells(
     Raises:
         TimeIsUp: The time limit of the sitting has passed.
     """
-    failed, left = 0, sum(run_end.outcome(cell.path()) is None for cell in todo)
+    failed, left = 0, sum(run_end.will_run(cell.path(), retry=retry) for cell in todo)
     took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
-        began, is_new = time.monotonic(), run_end.outcome(cell.path()) is None
+        began, is_new = time.monotonic(), run_end.will_run(cell.path(), retry=retry)
         if sitting is not None and is_new:
             sitting.begin(cell.point.get("task", ""), f"seed {cell.seed}")
         is_good, text = run_cell(cell, retry=retry)
@@ -176,9 +176,9 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
 
     A cell that failed has ended too, unless `retry` is set.
     """
-    before, why = run_end.outcome(cell.path()), run_end.failure(cell.path())
-    if before and not (retry and before.startswith("failed")):
-        return why is None, f"{before} (before)"
+    if not run_end.will_run(cell.path(), retry=retry):
+        is_good = run_end.failure(cell.path()) is None
+        return is_good, f"{run_end.outcome(cell.path())} (before)"
     for first in cell.before:
         is_good, text = run_cell(first, retry=retry)
         if not is_good:

@@ -60,3 +60,9 @@ def outcome(folder: Path) -> str | None:
     """Return how the run of this directory ended, as text; None if it has not ended."""
     why = failure(folder)
     return ended(folder) if why is None else f"failed: {why.reason}"
+
+
+def will_run(folder: Path, *, retry: bool) -> bool:
+    """Return whether the run of this directory has not ended, or has failed and runs again."""
+    before = outcome(folder)
+    return before is None or (retry and before.startswith("failed"))

@@ -6,7 +6,7 @@ value to the options that it stands for. A profile may map the same value to oth
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,18 +224,25 @@ def load(name: str) -> Benchmark:
     """
     path = _path(name)
     try:
-        own = OmegaConf.load(path)
-        base = own.get("extends") if isinstance(own, DictConfig) else None
-        parts = (
-            [own] if base is None else [OmegaConf.load(_path(str(base), f"{path}: extends: ")), own]
-        )
         # The merge with the dataclass checks names and types.
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Benchmark), *parts))
+        schema = OmegaConf.structured(Benchmark)
+        result = OmegaConf.to_object(OmegaConf.merge(schema, *_parts(path, [])))
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path}: {first_line(error)}") from None
     assert isinstance(result, Benchmark)
     _check_contest(result, path)
     return result
+
+
+def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
+    """Return the content of the file, after that of the benchmarks that it extends."""
+    if path in before:
+        raise UsageError(f"{path}: extends: this benchmark extends itself")
+    own = OmegaConf.load(path)
+    base = own.get("extends") if isinstance(own, DictConfig) else None
+    if base is None:
+        return [own]
+    return [*_parts(_path(str(base), f"{path}: extends: "), [*before, path]), own]
 
 
 def _path(name: str, where: str = "") -> Path:

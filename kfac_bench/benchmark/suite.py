@@ -145,7 +145,7 @@ def run(
     try:
         return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
     except TimeIsUp:
-        left = sum(run_end.outcome(cell.path()) is None for cell in each.cells)
+        left = sum(run_end.will_run(cell.path(), retry=retry) for cell in each.cells)
         say(f"time is up: {left} of {len(each.cells)} cells are left; the same command continues")
     return failed + sum(run_end.failure(cell.path()) is not None for cell in each.cells)
 

@@ -88,13 +88,11 @@ def pack(events: Sequence[Event]) -> tuple[Event, ...]:
             evaluations.append(event)
     if started is not None:
         kept += _thinned(evaluations, started)
-    last: dict[type[Event], Event] = {}
-    for event in events:
-        if isinstance(event, TargetReached):
-            last.setdefault(TargetReached, event)  # The first one is the time to target.
-        elif isinstance(event, RunEnded):
-            last[RunEnded] = replace(event, message=event.message[:200], weights_sha256="")
-    return (*kept, *last.values())
+    # A later start may have had an easier target, so not always the first event counts.
+    kept += [event for event in events if isinstance(event, TargetReached)]
+    ended = [event for event in events if isinstance(event, RunEnded)]
+    kept += [replace(e, message=e.message[:200], weights_sha256="") for e in ended[-1:]]
+    return tuple(kept)
 
 
 def _without_details(started: RunStarted) -> RunStarted:

@@ -119,6 +119,7 @@ def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
         ("title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [many]\n", "many"),
         ("title: [\n", "broken.yaml"),
         ("title: x\n", "broken.yaml"),
+        ("extends: broken\n", "extends: this benchmark extends itself"),
         ("extends: nothing\n", "extends: nothing: no such benchmark; choose one of broken"),
     ],
 )
@@ -140,6 +141,20 @@ def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
     assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
     assert twice.axes == contest.axes | {"task": twice.axes["task"]}
     assert twice.held_out == []
+
+
+def test_a_benchmark_may_extend_one_that_extends_another(tmp_path, monkeypatch):
+    (tmp_path / "benchmark").mkdir()
+    for name, text in {
+        "first": "title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [1, 2]\n",
+        "second": "extends: first\nseeds: [3]\n",
+        "third": "extends: second\ntitle: y\n",
+    }.items():
+        (tmp_path / "benchmark" / f"{name}.yaml").write_text(text)
+    for module in (compose, conf_files):
+        monkeypatch.setattr(module, "CONF_DIR", tmp_path)
+    found = schema.load("third")
+    assert (found.title, found.axes, found.seeds) == ("y", {"a": ["b"]}, [3])
 
 
 # ---- running cells ----

@@ -352,3 +352,8 @@ def test_arbitrary_experiment_files_compose_or_are_refused(tmp_path_factory, tre
     (folder / "experiment").mkdir(parents=True, exist_ok=True)
     (folder / "experiment" / "any.yaml").write_text(HEAD + yaml.safe_dump(tree))
     composes_or_is_refused(["experiment=any"], folder)
+
+
+def test_nesterov_needs_momentum():
+    text = refused(["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"])
+    assert "optimizer.nesterov=true with optimizer.momentum=0: it is a variant of momentum" in text
