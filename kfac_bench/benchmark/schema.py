@@ -138,6 +138,8 @@ class FigureSpec:
     colour: str = MISSING
     lines: bool = False
     """Lines over a numeric x instead of bars."""
+    compared: str = ""
+    """The axis whose values the title compares; empty: the axis of the colours."""
 
 
 @dataclass
