@@ -76,6 +76,11 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's whole message on one line, or the name of its class if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters as escapes.
 

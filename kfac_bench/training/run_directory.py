@@ -22,7 +22,7 @@ from kfac_bench.config import TrainConfig, compose, options, problem_file
 from kfac_bench.config.options import RECORD, RESULT
 from kfac_bench.config.roles import declared
 from kfac_bench.data.problem import ProblemDataConfig
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 from kfac_bench.output import say
 from kfac_bench.record import checkpoint_folder, run_lock
 from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
@@ -195,10 +195,9 @@ class RunDirectory:
             found = OmegaConf.to_container(OmegaConf.create(text))
             return _flat(found) if isinstance(found, dict) else {}
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UsageError(
-                f"{path}: cannot be read ({reason}). Remove the file: {EVENTS_FILE} has the same "
-                "options, and the next start writes the file again"
+                f"{path}: cannot be read ({first_line(error)}). Remove the file: {EVENTS_FILE} has "
+                "the same options, and the next start writes the file again"
             ) from None
 
     def _check_same_run(self, config: TrainConfig) -> None:
