@@ -46,6 +46,11 @@ def check_model(model: nn.Module) -> None:
             f"the model is an object of class {type(model).__name__}, expected a torch.nn.Module. "
             "Pass the model itself, not its parameters: KFAC(model, optimizer)"
         )
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"{name} has no shape yet: run a batch through the model before you build KFAC"
+            )
     for module in model.modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise ValueError(

@@ -224,6 +224,8 @@ def test_measures_of_a_run(tmp_path):
         trained(4, 3.1, 2.0, Decompose=0.7, ShareGradients=0.004),
     ]
     run = write(tmp_path, 0.9, 4.0, world_size=2, trained=events, target=0.5, metrics={"mAP": 0.25})
+    damaged = write(tmp_path / "damaged", 0.9, 4.0, world_size=0, trained=events, target=0.5)
+    assert math.isnan(measures.measure(damaged, "examples_per_s_per_rank", 0.5))
     got = {
         name: measures.measure(run, name, 0.5)
         for name in (

@@ -53,6 +53,21 @@ def test_only_the_state_of_a_preconditioner_is_loaded(saved):
         KFAC(model, sgd(model)).load_state_dict(*saved)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_weight_without_elements_is_left_to_the_optimizer():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(0, 3))
+    kfac = KFAC(model, sgd(model))
+    assert [layer.name for layer in kfac.report().layers] == ["0"]
+    assert [(s.name, s.reason) for s in kfac.report().skipped] == [("1", "weight has no elements")]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_module_needs_a_batch_first():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet: run a batch through"):
+        KFAC(model, sgd(model))
+
+
 def test_data_parallel_is_unwrapped():
     gradients = []
     for wrap in (nn.Module.train, nn.DataParallel):  # train() returns the model itself
