@@ -390,11 +390,13 @@ class KFAC:
         self._guards = Guards(
             self._model,
             self._layers,
+            self.plan,
             optimizer,
             partial(find_layers, self._model, skip, layer_types=layer_types, max_dim=max_dim),
             sees_loss=fisher == "empirical",
             sees_moments=not overlap,
-            warns=self.collective.rank == 0,
+            sees_rows=weight_sharing == "expand",
+            rank=self.collective.rank,
         )
         ownership.take(self, self._layers, [self._capture, self._guards])
         self._eigen_adam = adam
