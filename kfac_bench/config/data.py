@@ -39,7 +39,8 @@ class DataConfig(Section):
     )
     augment: bool = option(
         True,
-        "change training images at random (cifar10: crop and flip; lgg: turn; coco: flip)",
+        "change training images at random (imagefolder, shards and cifar10: crop and flip; lgg: "
+        "turn; coco: flip)",
         RESULT,
     )
     on_error: str = option(

@@ -47,7 +47,14 @@ class Folder:
         return of_files(self.paths, self.root)
 
 
-def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "fatal") -> Data:
+def load(
+    root: Path,
+    image_size: int = 224,
+    workers: int = 4,
+    on_error: str = "fatal",
+    *,
+    augment: bool = True,
+) -> Data:
     """Open `root/train/<class>/*.JPEG` and `root/val/<class>/*.JPEG`; see `reading.ImageData`.
 
     Raises:
@@ -64,6 +71,7 @@ def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "f
         workers,
         Faults(skip=on_error == "skip"),
         train.classes,
+        augment=augment,
     )
 
 
