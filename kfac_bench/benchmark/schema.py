@@ -233,6 +233,8 @@ def load(name: str) -> Benchmark:
         raise UsageError(f"{path}: {first_line(error)}") from None
     assert isinstance(result, Benchmark)
     _check_contest(result, path)
+    if result.tuning is not None:
+        _check_tuning(result, result.tuning, path)
     return result
 
 
@@ -263,6 +265,14 @@ def _check_contest(benchmark: Benchmark, path: Path) -> None:
             raise UsageError(f"{path}: frozen: {optimizer} is no value of the axis optimizer")
         if not re.fullmatch(r"|[0-9a-f]{7,40}", commit):
             raise UsageError(f"{path}: frozen: {optimizer}: {commit!r} is not the hash of a commit")
+
+
+def _check_tuning(benchmark: Benchmark, tuning: Tuning, path: Path) -> None:
+    if tuning.trials < 1 or not tuning.seeds or len(set(tuning.seeds)) < len(tuning.seeds):
+        raise UsageError(f"{path}: tuning: needs at least one trial, and seeds that differ")
+    for optimizer in benchmark.axes.get("optimizer", []):
+        if optimizer not in tuning.space:
+            raise UsageError(f"{path}: tuning: the space has no optimizer {optimizer}")
 
 
 NOT_FROZEN = "the task is held out, and no commit has frozen the optimizer (see frozen:)"

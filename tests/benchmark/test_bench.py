@@ -112,6 +112,12 @@ def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
     assert len(str(caught.value).splitlines()) == 1
 
 
+TUNED = (
+    "title: x\naxes: {{optimizer: [b]}}\noverrides: [x]\ntuning: {{overrides: [x], "
+    "trials: {trials}, seeds: {seeds}, experiment: e, space: {{{name}: {{}}}}}}\n"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
@@ -119,6 +125,10 @@ def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
         ("title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [many]\n", "many"),
         ("title: [\n", "broken.yaml"),
         ("title: x\n", "broken.yaml"),
+        (TUNED.format(trials=0, seeds=[1], name="b"), "tuning: needs at least one trial"),
+        (TUNED.format(trials=1, seeds=[], name="b"), "tuning: needs at least one trial, and seeds"),
+        (TUNED.format(trials=1, seeds=[3, 3], name="b"), "and seeds that differ"),
+        (TUNED.format(trials=1, seeds=[3], name="c"), "the space has no optimizer b"),
         ("extends: broken\n", "extends: this benchmark extends itself"),
         ("extends: nothing\n", "extends: nothing: no such benchmark; choose one of broken"),
     ],

@@ -113,7 +113,7 @@ class _FirstRuns:
                 f"{budget.reference_s:.3g} s, so no target can be fixed. Set target= in "
                 "Problem(...), or use more --minutes"
             )
-        return rounded(best, higher_is_better=run.started.higher_is_better)
+        return rounded(best, begins, higher_is_better=run.started.higher_is_better)
 
     def _run(self, phase: str, name: str, words: Sequence[str]) -> Path:
         """Run AdamW with its defaults; a failure ends the study."""
@@ -135,10 +135,15 @@ class _FirstRuns:
         return folder / name
 
 
-def rounded(best: float, *, higher_is_better: bool) -> float:
-    """Return four digits of a metric, as a target that the metric itself has reached."""
+def rounded(best: float, begins: float, *, higher_is_better: bool) -> float:
+    """Return four digits of a metric, as a target that the metric itself has reached.
+
+    If the metric of the untrained model, ``begins``, would meet this target, all digits stay.
+    """
     rounding = ROUND_FLOOR if higher_is_better else ROUND_CEILING
-    return float(Context(prec=4, rounding=rounding).create_decimal(repr(best)))
+    target = float(Context(prec=4, rounding=rounding).create_decimal(repr(best)))
+    is_met = begins >= target if higher_is_better else begins <= target
+    return best if is_met else target
 
 
 def _step_s(path: Path) -> float:

@@ -246,18 +246,21 @@ def test_seeds_that_take_too_long_are_left_out(simulation, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("best", "higher_is_better", "target"),
+    ("begins", "best", "higher_is_better", "target"),
     [
-        (0.99996, True, 0.9999),
-        (0.93, True, 0.93),
-        (1.23444e-5, False, 1.235e-5),
-        (0.93, False, 0.93),
-        (-1.23456, True, -1.235),
-        (0.0, False, 0.0),
+        (0.1, 0.99996, True, 0.9999),
+        (0.1, 0.93, True, 0.93),
+        (2.0, 1.23444e-5, False, 1.235e-5),
+        (math.nan, 0.93, False, 0.93),
+        (-2.0, -1.23456, True, -1.235),
+        (1.0, 0.0, False, 0.0),
+        # The untrained model must not meet the target.
+        (1000.4, 1000.1, False, 1000.1),
+        (0.99991, 0.99996, True, 0.99996),
     ],
 )
-def test_adamw_has_reached_the_target_that_its_metric_fixes(best, higher_is_better, target):
-    assert first_runs.rounded(best, higher_is_better=higher_is_better) == target
+def test_adamw_has_reached_the_target_that_its_metric_fixes(begins, best, higher_is_better, target):
+    assert first_runs.rounded(best, begins, higher_is_better=higher_is_better) == target
     assert best >= target if higher_is_better else best <= target
 
 
