@@ -169,6 +169,8 @@ def test_a_command_says_how_to_get_the_data(tmp_path, monkeypatch):
     assert all(name in said for name in fashion_mnist.NAMES)
     with pytest.raises(UsageError, match=r"data.image_size=32: must be at least 28 and at most 28"):
         compose.load(["data=fashion_mnist", "data.image_size=32"])
+    with pytest.raises(UsageError, match=r"data.image_size=64: must be at least 32 and at most 32"):
+        compose.load(["data=cifar10", "data.image_size=64"])
 
 
 def test_a_gzip_bomb_fills_no_memory(tmp_path):
