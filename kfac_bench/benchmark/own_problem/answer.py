@@ -122,8 +122,8 @@ def _trials_table(found: StudyResult) -> Table:
     for name, trials in found.trials.items():
         for count, trial in enumerate(trials, start=1):
             shown = ", ".join(f"{k} {v}" for k, v in trial.settings.items() if "." in k)
-            cells = [trial.time_s, trial.train_s, trial.reason]
-            rows.append([labels[name], count, shown, trial.seed, *cells])
+            rows.append([labels[name], count, shown, trial.seed])
+            rows[-1] += [trial.time_s, trial.train_s, trial.reason]
     budget = found.plan.budget
     note = (
         f"Each optimizer had {budget.tune_s:.3g} training seconds. A trial stops when it cannot be "
