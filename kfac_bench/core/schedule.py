@@ -41,8 +41,8 @@ class Schedules:
         damping = None if self.damping is None else self._value("damping", step)
         decay = self._value("factor_decay", step)
         kl_clip = None if self.kl_clip is None else self._value("kl_clip", step)
-        if damping is not None and not damping > 0:
-            raise ValueError(f"damping={damping} at step {step}: must be above 0")
+        if damping is not None and not 0 < damping < math.inf:
+            raise ValueError(f"damping={damping} at step {step}: must be above 0 and finite")
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"kl_clip={kl_clip} at step {step}: must be above 0")
         if not 0 <= decay < 1:

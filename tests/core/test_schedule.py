@@ -301,6 +301,7 @@ def test_numbers_and_functions_of_the_step():
     [
         ("damping", 0, "damping=0.0 at step 7: must be above 0"),
         ("damping", -1.0, "must be above 0"),
+        ("damping", math.inf, "damping=inf at step 7: must be above 0 and finite"),
         ("damping", math.nan, "damping=nan at step 7: must be above 0"),
         ("kl_clip", 0, "kl_clip=0.0 at step 7: must be above 0"),
         ("kl_clip", math.nan, "must be above 0"),
