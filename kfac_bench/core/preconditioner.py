@@ -691,8 +691,10 @@ class KFAC:
         """Whether the next step decomposes all factors at once, and so takes long."""
         if self._decompose_now:
             return True
-        if len(self.plan.slices) > 1 or self._executor.background is not None:
+        if not self.plan.slices or self._executor.background is not None:
             return False
+        if len(self.plan.slices) > 1:
+            return self.steps == 0
         return bool(self._schedules.slices_due(self.steps, 1))
 
     @property
