@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, value_on
+from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, value_on, word_of_measured
 from kfac_bench.benchmark.figure_finding import figure_finding
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
@@ -217,14 +217,14 @@ def _kind_legend(
     benchmark: Benchmark, spec: FigureSpec, lines: Sequence[Line]
 ) -> Iterator[Patch | Line2D]:
     """Yield what full, hatched and outlined bars (or the lines) stand for."""
-    grey, how = REST, how_computed(benchmark)
+    grey, how, ours = REST, how_computed(benchmark), word_of_measured(lines)
     as_lines: dict[str, dict[str, Any]] = {
-        "measured": {"marker": "o", "label": "measured"},
+        "measured": {"marker": "o", "label": ours},
         "computed": {"dashes": DASHES[1], "label": how},
         "published": {"marker": "D", "linestyle": "none", "markeredgecolor": INK},
     }
     as_bars: dict[str, dict[str, Any]] = {
-        "measured": {"color": grey, "label": "measured (95 %)"},
+        "measured": {"color": grey, "label": f"{ours} (95 %)"},
         "computed": {"facecolor": "none", "edgecolor": grey, "hatch": _HATCH, "label": how},
         "published": {"facecolor": "none", "edgecolor": INK},
     }

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights
+from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, word_of_measured
 from kfac_bench.benchmark.result import Line, Measured, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
 from kfac_bench.record.runs import plain
@@ -78,9 +78,12 @@ def _comparisons(
 
 def _kind(benchmark: Benchmark, comparisons: dict[str, list[_Bar]], kind: str) -> str:
     """Return the kind of the numbers in words. A fit or a given number is no prediction."""
-    if kind != "computed":
-        return kind.capitalize()
-    known = {bar.line.known for bars in comparisons.values() for bar in bars}
+    lines = [bar.line for bars in comparisons.values() for bar in bars]
+    if kind == "measured":
+        return word_of_measured(lines).capitalize()
+    if kind == "published":
+        return "Published"
+    known = {line.known for line in lines}
     words = [how_computed(benchmark).capitalize(), *sorted(known)]
     return words[0] if "" in known else ", ".join(words)
 

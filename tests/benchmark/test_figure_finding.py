@@ -64,12 +64,15 @@ def test_intervals_that_overlap_are_named():
     assert "overlap" not in figure_finding(ROW, [SGD, line("K-FAC", "8", 92.0, wide=1.5)])
 
 
-def test_without_measured_numbers_it_says_that_it_uses_computed_or_published_numbers():
+def test_it_says_which_kind_of_numbers_it_uses():
     printed = [
         replace(x, measured=None, published=v, unit="") for x, v in ((SGD, 90.0), (KFAC, 91.5))
     ]
     best = "has the highest accuracy:"
     assert figure_finding(ROW, printed) == f"Published: K-FAC {best} 91.5 %, SGD 90 %"
+    projected = [replace(x, is_projected=True) for x in (SGD, KFAC)]
+    assert figure_finding(ROW, projected) == f"Projected: K-FAC {best} 92 %, SGD 90 %"
+    assert "projected (95 %)" in texts(figure.svg(ROW, projected))
     fitted = [replace(x, computed=10 * x.published, known="fitted") for x in printed]
     assert figure_finding(ROW, fitted) == f"Simulated, fitted: K-FAC {best} 915 %, SGD 900 %"
     partly = [replace(fitted[0], computed=123456.7, known=""), fitted[1]]
