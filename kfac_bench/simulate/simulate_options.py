@@ -59,7 +59,6 @@ _REPLACED = {
     "kfac.balance",
 }
 """Options of kfac-train that ``strategies=`` replaces."""
-_IMAGENET = 1_281_167
 _MOST_RANKS = 1 << 17
 """A plan names each rank in each of its operations, so its size grows with the ranks."""
 
@@ -201,7 +200,7 @@ def _training(own: Mapping[str, str], config: TrainConfig) -> Training | None:
     epochs = [real_number(name, own[name]) for name in ("epochs", "kfac_epochs")]
     examples = own["examples"]
     if not examples and config.data.name == "imagefolder":
-        examples = str(_IMAGENET)
+        examples = str(workload.IMAGENET_EXAMPLES)
     return Training(whole_number("examples", examples), *epochs) if examples else None
 
 

@@ -22,10 +22,9 @@ from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
 from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder, wait_until_free
 from kfac_bench.benchmark.own_problem.trial_result import TrialResult
+from kfac_bench.benchmark.own_problem.verdict import LEAST_SEEDS
 from kfac_bench.config.command_options import path_word
 
-LEAST_SEEDS = 3
-"""So many fresh seeds run, even if the runs take longer than planned."""
 CRASHES = 2
 """After so many trials that died before their first step, an optimizer gets no further trial."""
 WORTH = 0.25
@@ -168,7 +167,8 @@ class Phases:
         results: dict[str, list[TrialResult]] = {name: [] for name in names}
         for seed in range(self._asked.seeds):
             spent_s = sum(r.train_s for own in results.values() for r in own)
-            # The runs may take longer than in tuning. Fewer seeds than planned are reported.
+            # The runs may take longer than in tuning. Fewer seeds than planned are reported, but
+            # a verdict needs the least number of seeds.
             if (
                 seed >= LEAST_SEEDS
                 and spent_s * (seed + 1) / seed > OVERRUN * self._budget.confirm_s
