@@ -30,8 +30,9 @@ class WidthCheck:
         if self._is_done or any(spec.name not in collected for spec in self._specs):
             return
         rows = {spec.name: collected[spec.name].rows for spec in self._specs}
-        if not all(isinstance(number, int | float) for number in rows.values()):
-            return  # a pass was discarded, and only the device knows how many rows are left
+        # If a pass was discarded, only the device knows how many rows are left.
+        if not all(isinstance(number, int | float) and number > 0 for number in rows.values()):
+            return
         self._is_done = True
         training = {
             spec.name: 0.0 if spec.is_lookup else 6.0 * float(rows[spec.name]) * spec.grad_numel
