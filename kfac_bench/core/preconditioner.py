@@ -233,6 +233,7 @@ class KFAC:
     Raises:
         ValueError: An option is out of range, options do not fit together, the model has no layer
             to precondition, or the optimizer does not hold the weights of a covered layer.
+        TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` is no optimizer object.
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
 

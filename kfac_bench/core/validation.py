@@ -1,4 +1,8 @@
-"""What :class:`KFAC` refuses, each time with a ``ValueError`` that says why and what to do."""
+"""What :class:`KFAC` refuses, each time with one line that says why and what to do.
+
+An object of another kind than a model or an optimizer is a ``TypeError``. All other errors are a
+``ValueError``.
+"""
 
 import re
 import sys
@@ -39,13 +43,23 @@ MOST_ROWS = 10
 """Most kinds of skipped modules that a message lists."""
 
 
+def check_is_model(model: object, call: str) -> None:
+    """Check that ``model`` is a module.
+
+    Args:
+        model: What the caller passed as the model.
+        call: The right call, for the message.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model is an object of class {type(model).__name__}, expected a torch.nn.Module. "
+            f"Pass the model itself, not its parameters: {call}"
+        )
+
+
 def check_model(model: nn.Module) -> None:
     """Check that K-FAC can see the layers inside the wrappers of ``model``."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"the model is an object of class {type(model).__name__}, expected a torch.nn.Module. "
-            "Pass the model itself, not its parameters: KFAC(model, optimizer)"
-        )
+    check_is_model(model, "KFAC(model, optimizer)")
     for name, p in model.named_parameters():
         if nn.parameter.is_lazy(p):
             raise ValueError(
@@ -73,7 +87,7 @@ def _is_fsdp1(module: nn.Module) -> bool:
 def check_optimizer(optimizer: Optimizer) -> None:
     """Check that the optimizer uses each gradient once."""
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        raise ValueError(
+        raise TypeError(
             f"the optimizer is {optimizer!r}, expected an optimizer object: "
             "KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))"
         )

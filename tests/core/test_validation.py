@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from kfac_bench import KFAC
+from kfac_bench import KFAC, eigen_adam
 from tests.support.distributed import run_ranks
 
 
@@ -39,10 +39,13 @@ def test_fsdp1_is_refused():
 
 def test_parameters_are_no_model_and_a_name_is_no_optimizer():
     model = network()
-    with pytest.raises(ValueError, match=r"class generator, expected a torch\.nn\.Module\. Pass"):
+    expected = r"class generator, expected a torch\.nn\.Module\. Pass .*: "
+    with pytest.raises(TypeError, match=rf"{expected}KFAC\(model, optimizer\)$"):
         KFAC(model.parameters(), sgd(model))
+    with pytest.raises(TypeError, match=rf"{expected}eigen_adam\(model\)$"):
+        eigen_adam(model.parameters())
     for wrong in ("sgd", torch.optim.SGD):
-        with pytest.raises(ValueError, match="expected an optimizer object: KFAC"):
+        with pytest.raises(TypeError, match="expected an optimizer object: KFAC"):
             KFAC(model, wrong)
 
 
