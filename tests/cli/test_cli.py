@@ -13,10 +13,10 @@ import yaml
 
 import kfac_bench
 from kfac_bench import cli
-from kfac_bench.cli import train_command
+from kfac_bench.cli import sweep, train_command
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose
-from kfac_bench.errors import LostRanksError, UsageError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError
 from kfac_bench.output import say
 from kfac_bench.record.events import RunEnded, RunStarted, Trained, read
 from kfac_bench.simulate import plan_report
@@ -267,7 +267,6 @@ def test_only_rank_0_prints_an_error(monkeypatch, capsys):
     ("overrides", "is_said"),
     [
         (["model=resnet50", "kfac.update_freq=500"], True),
-        (["data.root=FOLDER"], True),  # digits ignore a folder
         (["data=digits"], False),
         (["experiment=digits/resnet_kfac"], False),
         (["model=resnet50", "data=imagefolder", "data.root=FOLDER"], False),
@@ -454,6 +453,18 @@ def test_a_sweep_makes_one_run_for_each_value(swept):
     runs = [read(p) for p in sorted((folder / "runs").iterdir())]
     assert sorted(r[0].config["seed"] for r in runs) == [0, 1]
     assert all(r[-1].status == "finished" and r[-1].step == 3 for r in runs)
+
+
+def test_on_several_ranks_an_error_of_one_rank_ends_its_sweep(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("kfac_bench.cli.entry.RANK_0_SPEAKS_S", 0)
+
+    def train(config):
+        raise OneRankError("a file of this rank is damaged")
+
+    with pytest.raises(OneRankError):  # kfac-train then prints the line on this rank
+        sweep.run(["seed=0,1"], None, train)
 
 
 def test_a_sweep_leaves_no_stray_files(swept):

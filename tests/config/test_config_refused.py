@@ -111,6 +111,7 @@ BAD = [
     ("kfac.damping=${nope}", "nope"),
     ("run_id=${oc.env:KFAC_BENCH_NO_SUCH}", "KFAC_BENCH_NO_SUCH"),
     ("data.root=a\x1b[31mb", "data.root"),
+    ("data.root=demo", "data.root=demo: data=digits reads no folder. Remove data.root, or choose"),
 ]
 
 
