@@ -110,7 +110,7 @@ class RunDirectory:
                 checkpoints continues on a full disk, because its record has the same content.
         """
         path = self.path / name
-        continues = _has_checkpoints(self.path)
+        continues = self.has_checkpoints()
         try:
             # A power cut can leave an empty file.
             if continues and path.exists() and path.stat().st_size:
@@ -160,6 +160,10 @@ class RunDirectory:
                 "folder that all nodes share"
             )
 
+    def has_checkpoints(self) -> bool:
+        """Return whether the run has a checkpoint, good or damaged."""
+        return bool(checkpoint_folder.steps(self.path / "checkpoints"))
+
     def changed_options(self, config: TrainConfig) -> dict[str, Any]:
         """Return the options that differ from those of the run's first start, by dotted names."""
         old = self._first_options()
@@ -173,7 +177,7 @@ class RunDirectory:
         """
         path = self.path / _CONFIG
         has_events = self.events.is_file() and self.events.stat().st_size > 0
-        if not has_events and not _has_checkpoints(self.path):
+        if not has_events and not self.has_checkpoints():
             return {}
         try:
             text = read_own(path).decode()
@@ -240,7 +244,3 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + str(key)] = value
     return flat
-
-
-def _has_checkpoints(path: Path) -> bool:
-    return bool(checkpoint_folder.steps(path / "checkpoints"))
