@@ -12,10 +12,11 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.record.own_files import read_own
 from kfac_bench.record.text_file import write_text
+from kfac_bench.stop_signals import SIGNALS
 
 FAILED_FILE = "cell.json"
 """File in the directory of a run whose process failed. It holds the reason."""
-INTERRUPTED = (130, 143)
+INTERRUPTED = tuple(128 + number for number in SIGNALS)
 """Exit codes of a run that was stopped by a signal. The next start continues it."""
 
 

@@ -219,11 +219,12 @@ def test_a_failed_cell_is_recorded_and_not_run_again_without_retry(tmp_path, sta
     assert len(started) == 4
 
 
-def test_an_interrupted_run_continues_at_the_next_start(tmp_path, started, monkeypatch):
+@pytest.mark.parametrize("code", [143, 138])  # SIGTERM; SIGUSR1, with which Slurm gives notice
+def test_an_interrupted_run_continues_at_the_next_start(tmp_path, started, monkeypatch, code):
     [cell] = grid.cells(small(), str(tmp_path))[:1]
     with monkeypatch.context() as stopped:
-        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
-        assert grid.run_cell(cell) == (False, "interrupted: kfac-train: bye (exit code 143)")
+        stopped.setattr(forked, "train", lambda overrides: (code, "bye"))
+        assert grid.run_cell(cell) == (False, f"interrupted: kfac-train: bye (exit code {code})")
     assert run_end.failure(cell.path()) is None
     grid.run_cell(cell)
     assert len(started) == 1

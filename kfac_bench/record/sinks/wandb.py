@@ -64,7 +64,7 @@ def decide_mode(requested: str = "auto") -> Mode:
     """
     # Otherwise wandb prints which settings files it reads.
     os.environ.setdefault("WANDB_SILENT", "true")
-    for source, mode in (("wandb.mode", requested), ("WANDB_MODE", os.environ.get("WANDB_MODE"))):
+    for source, mode in (("logger.mode", requested), ("WANDB_MODE", os.environ.get("WANDB_MODE"))):
         if mode and mode != "auto":
             if mode not in _MODES:
                 raise UsageError(f"{source}={mode}: use online, offline, disabled or auto")
