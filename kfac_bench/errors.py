@@ -1,6 +1,7 @@
 """Exceptions that a user reads as one line, because the program itself is not wrong."""
 
 import errno
+import os
 
 _SHORTAGES = (
     (
@@ -40,6 +41,20 @@ def shortage(error: BaseException) -> str | None:
         if isinstance(error, RuntimeError) and any(each in text for each in texts):
             return line
     return None
+
+
+_UNUSABLE_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+
+
+def unusable_path(error: BaseException) -> str | None:
+    """Return one line if the error says that a path cannot be used, else None.
+
+    ``Path.exists()`` and ``Path.is_dir()`` raise such errors up to Python 3.13.
+    """
+    if not isinstance(error, OSError) or error.errno not in _UNUSABLE_PATH or not error.filename:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return printable(f"{path}: cannot be used ({error.strerror})")
 
 
 class UsageError(Exception):

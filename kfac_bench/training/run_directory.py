@@ -86,7 +86,8 @@ class RunDirectory:
             UsageError: Another process writes to the directory, it holds a run of another
                 configuration, or it cannot be made.
         """
-        is_new = not self.path.exists()
+        # Path.exists() would raise an error below a folder that this user must not search.
+        is_new = not os.path.exists(self.path)
         may_be_restart = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
         patience_s = _RESTART_PATIENCE_S if may_be_restart else _PATIENCE_S
         with run_lock.locked(self.path, patience_s, say):

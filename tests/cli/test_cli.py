@@ -254,6 +254,23 @@ def test_bad_input_that_only_the_run_detects_is_one_line(tmp_path, capsys, overr
     assert list(tmp_path.iterdir()) == []  # kfac-bench compare runs/* must find complete runs only
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("train", ["runs_dir={}"]),
+        ("train", ["--config-dir={}"]),
+        ("bench", ["compare", "{}"]),
+        ("bench", ["runs", "list", "--runs-dir={}"]),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(name, words, capsys):
+    path = "x" * 300  # as a folder that this user must not search, which the root of CI may
+    with pytest.raises(SystemExit) as caught:
+        getattr(cli, name)([word.format(path) for word in words])
+    assert caught.value.code == 2
+    assert "cannot be used (File name too long)\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_only_rank_0_prints_an_error(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
