@@ -128,19 +128,21 @@ class Trainer:
 
     def fit(self) -> str:
         """Train, and return the status of the final :class:`RunEnded` event."""
-        with self.stop.listening(), self._watchdog.watching():
-            try:
-                status, message = self._fit_and_save()
-            except BaseException as error:  # of this rank alone: other ranks may be gone
-                if isinstance(error, Exception):
-                    self._saving.close()
-                self._record_error(error)
-                raise
-        self.clock.stop()
-        digest = "" if self._is_spoilt else weights_sha256(self._bare)
-        # The other ranks may have failed elsewhere, so a failed run sends no more messages.
-        train_s = self.clock.train_s() if status == "failed" else self._slowest_train_s()
-        self.log.emit(RunEnded(self.step, train_s, status, message, digest))
+        # A signal must not end this process before its last event is written.
+        with self.stop.listening():
+            with self._watchdog.watching():
+                try:
+                    status, message = self._fit_and_save()
+                except BaseException as error:  # of this rank alone: other ranks may be gone
+                    if isinstance(error, Exception):
+                        self._saving.close()
+                    self._record_error(error)
+                    raise
+            self.clock.stop()
+            digest = "" if self._is_spoilt else weights_sha256(self._bare)
+            # The other ranks may have failed elsewhere, so a failed run sends no more messages.
+            train_s = self.clock.train_s() if status == "failed" else self._slowest_train_s()
+            self.log.emit(RunEnded(self.step, train_s, status, message, digest))
         if status != "failed" and (problem := self._problem()):
             self.say(problem)
             return "failed"  # the record lacks its last event
