@@ -241,6 +241,17 @@ def test_a_metric_belongs_to_the_checkpoint_of_its_own_step(tmp_path):
     assert found == {2: None, 4: measured[4], 6: None, 8: measured[8]}
 
 
+def test_an_evaluation_after_a_restart_gives_its_metric_to_the_checkpoint(tmp_path):
+    options = ("run_id=r", "trainer.max_steps=5", "kfac=none")
+    with before_step(5, terminate):
+        train(tmp_path, *options)
+    assert checkpoint.find_best(tmp_path / "r") == (None, [])
+    _, path = train(tmp_path, *options)
+    saved, _ = checkpoint.find_best(path)
+    assert saved is not None
+    assert saved.step == end(path).step == 5
+
+
 # ---- the same command again ----
 
 
