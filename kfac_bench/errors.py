@@ -1,6 +1,7 @@
 """Exceptions that a user reads as one line, because the program itself is not wrong."""
 
 import errno
+import os
 
 _SHORTAGES = (
     (
@@ -42,6 +43,20 @@ def shortage(error: BaseException) -> str | None:
     return None
 
 
+_UNUSABLE_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+
+
+def unusable_path(error: BaseException) -> str | None:
+    """Return one line if the error says that a path cannot be used, else None.
+
+    ``Path.exists()`` and ``Path.is_dir()`` raise such errors up to Python 3.13.
+    """
+    if not isinstance(error, OSError) or error.errno not in _UNUSABLE_PATH or not error.filename:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return printable(f"{path}: cannot be used ({error.strerror})")
+
+
 class UsageError(Exception):
     """An error in the input. Its message is one line: what is wrong and what to do. Exit code 2."""
 
@@ -74,6 +89,11 @@ class RunFailedError(Exception):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's whole message on one line, or the name of its class if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def printable(text: str) -> str:

@@ -194,11 +194,14 @@ def _group_row(found: Owners) -> str:
 
 def _option_row(option: HelpedOption, default: str = "") -> str:
     allowed = option_table.allowed(option).replace("|", ", ")
+    role = option.declared["role"].value
+    if option.declared["resumable"]:
+        role += ", resumable"
     cells = (
         f"`{option.name}`",
         default or f"`{option_table.shown(option.default)}`",
         _cell(allowed),
-        option.declared["role"].value,
+        role,
         _cell(option.declared["help"]),
     )
     return f"| {' | '.join(cells)} |"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from kfac_bench import __version__
-from kfac_bench.benchmark.grid import record_failure
+from kfac_bench.benchmark.run_end import record_failure
 from kfac_bench.benchmark.schema import Benchmark, fill_in
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError

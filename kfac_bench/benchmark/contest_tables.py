@@ -52,14 +52,24 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
     Raises:
         UsageError: The store has no finished run of the table.
     """
+    found = {
+        task: sorted(store.runs(task, "table"), key=lambda run: run.seed)
+        for task in tasks_of(benchmark)
+    }
     runs: dict[str, dict[str, list[PackedRun]]] = {}
-    for task in tasks_of(benchmark):
-        ordered = sorted(store.runs(task, "table"), key=lambda run: run.seed)
-        for optimizer in benchmark.axes["optimizer"]:
-            if own := [run for run in ordered if run.optimizer == optimizer]:
-                row = runs.setdefault(task, {})
-                name = _label(benchmark, own)
-                row[optimizer if name in row else name] = own
+    names: set[str] = set()
+    for optimizer in benchmark.axes["optimizer"]:
+        of_task = {
+            task: [r for r in each if r.optimizer == optimizer] for task, each in found.items()
+        }
+        # All runs on a task may have died before their first event, so every task is asked.
+        name = _label(benchmark, optimizer, [r for own in of_task.values() for r in own])
+        name = optimizer if name in names else name
+        names.add(name)
+        for task, own in of_task.items():
+            if own:
+                runs.setdefault(task, {})[name] = own
+    runs = {task: runs[task] for task in found if task in runs}
     if not runs:
         raise UsageError(
             f"no results of {benchmark.title!r}; run kfac-bench run NAME --results FOLDER first"
@@ -67,9 +77,8 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
     return ContestResult(benchmark, runs, {task: store.runs(task, "baseline") for task in runs})
 
 
-def _label(benchmark: Benchmark, runs: Sequence[PackedRun]) -> str:
+def _label(benchmark: Benchmark, optimizer: str, runs: Sequence[PackedRun]) -> str:
     """Return the name of an optimizer in tables: that of the tuning, else that of its runs."""
-    optimizer = runs[0].optimizer
     if benchmark.tuning is not None and optimizer in benchmark.tuning.labels:
         return benchmark.tuning.labels[optimizer]
     started = (e for run in runs for e in run.events if isinstance(e, RunStarted))

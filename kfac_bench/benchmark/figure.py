@@ -5,6 +5,7 @@ bars are outlines, and a published range is a grey band. A missed target has no 
 """
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, value_on, word_of_measured
+from kfac_bench.benchmark.figure_finding import figure_finding
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
 from kfac_bench.report.figure_style import (
@@ -27,14 +30,21 @@ from kfac_bench.report.figure_style import (
     use_powers_of_two,
 )
 
-QUANTITY = "quantity"
-"""Name of the x axis in a figure of several quantities."""
-KINDS = ("measured", "computed", "published")
 _HATCH = "////"
+_LETTERS_PER_IN, _TITLE_LINE_IN = 12.0, 0.18
+"""Letters in an inch of the title, and the height of one of its lines."""
 
 
-def svg(benchmark: Benchmark, lines: Sequence[Line]) -> str | None:
-    """Draw the figure; None if the benchmark has no figure, or no line belongs to its figure."""
+def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | None:
+    """Draw the figure; None if the benchmark has no figure, or no line belongs to its figure.
+
+    The title states the finding and the subject.
+
+    Args:
+        benchmark: The table or figure.
+        lines: The lines of the table.
+        ran: What ran in place of the paper's model and data; empty: what the paper ran.
+    """
     spec = benchmark.figure
     if spec is None:
         return None
@@ -46,7 +56,10 @@ def svg(benchmark: Benchmark, lines: Sequence[Line]) -> str | None:
     with our_look():
         width = max(4.6, 1.3 + 1.1 * len(_values(benchmark, spec.x, mine))) * len(groups)
         width = min(max(width, 6.4), 15.0)
-        figure = Figure(figsize=(width, 4.1), layout="constrained")
+        title = _title(benchmark, mine, ran, width)
+        height = 4.1 + _TITLE_LINE_IN * (1 + title.count("\n"))
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
         for axes, group in zip(panels, groups, strict=True):
             of_group = [line for line in mine if _panel(spec, line) == group]
@@ -54,7 +67,7 @@ def svg(benchmark: Benchmark, lines: Sequence[Line]) -> str | None:
             draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours)
             axes.set_title(" ".join(value for _, value in group), loc="left")
         if spec.lines:  # The panels share the axis, so their highest marker needs room.
-            tops = [h for line in mine for _, h in _heights(line) if math.isfinite(h)]
+            tops = [h for line in mine for _, h in heights(line) if math.isfinite(h)]
             panels[0].set_ylim(0, 1.08 * max(tops, default=0.0) or 1.0)
         unit = next((line.unit for line in mine if line.unit), "")
         name = spec.quantities[0] if len(spec.quantities) == 1 else ""
@@ -68,6 +81,12 @@ def svg(benchmark: Benchmark, lines: Sequence[Line]) -> str | None:
         return to_svg(figure)
 
 
+def _title(benchmark: Benchmark, lines: Sequence[Line], ran: str, width_in: float) -> str:
+    letters = int(_LETTERS_PER_IN * width_in)
+    parts = figure_finding(benchmark, lines, ran), benchmark.title
+    return "\n".join(textwrap.fill(part, letters) for part in parts if part)
+
+
 def _panel(spec: FigureSpec, line: Line) -> tuple[tuple[str, str], ...]:
     """Return the line's point without the axes that x and the colours show."""
     return tuple((a, v) for a, v in line.point.items() if a not in (spec.x, spec.colour))
@@ -75,27 +94,13 @@ def _panel(spec: FigureSpec, line: Line) -> tuple[tuple[str, str], ...]:
 
 def _values(benchmark: Benchmark, axis: str, lines: Sequence[Line]) -> list[str]:
     """Return the values of an axis that the lines have, in the order of the axis."""
-    there = {_value(axis, line) for line in lines}
+    there = {value_on(axis, line) for line in lines}
     order = [*benchmark.quantities] if axis == QUANTITY else axes_of(benchmark).get(axis, [""])
     return [value for value in order if value in there]
 
 
-def _value(axis: str, line: Line) -> str:
-    return line.quantity if axis == QUANTITY else line.point.get(axis, "")
-
-
-def _heights(line: Line) -> Iterator[tuple[str, float]]:
-    """Yield the kind and the height of each bar of the line."""
-    if line.measured is not None:
-        yield "measured", line.measured.median
-    if line.computed is not None:
-        yield "computed", line.computed
-    if isinstance(line.published, float):
-        yield "published", line.published
-
-
 def _kinds(lines: Sequence[Line]) -> list[str]:
-    there = {kind for line in lines for kind, _ in _heights(line)}
+    there = {kind for line in lines for kind, _ in heights(line)}
     return [kind for kind in KINDS if kind in there]
 
 
@@ -111,11 +116,11 @@ def _bars(
     kinds = _kinds(lines)
     width = 0.8 / (len(slots) * max(1, len(kinds)))
     for line in lines:
-        name = _value(spec.colour, line)
+        name = value_on(spec.colour, line)
         colour = PALETTE[colours.index(name) % len(PALETTE)]
         slot = 0 if len(slots) == 1 else slots.index(name)
-        left = xs.index(_value(spec.x, line)) - 0.4 + slot * width * len(kinds)
-        for kind, height in _heights(line):
+        left = xs.index(value_on(spec.x, line)) - 0.4 + slot * width * len(kinds)
+        for kind, height in heights(line):
             x = left + (kinds.index(kind) + 0.5) * width
             _bar(axes, line, kind, (x, height), width, colour)
         if isinstance(line.published, tuple):
@@ -125,7 +130,7 @@ def _bars(
     axes.set_xlim(-0.6, len(xs) - 0.4)
     axes.set_xlabel("" if spec.x == QUANTITY else spec.x)
     axes.grid(False, axis="x")
-    _scale(axes, [h for line in lines for _, h in _heights(line) if math.isfinite(h)])
+    _scale(axes, [h for line in lines for _, h in heights(line) if math.isfinite(h)])
 
 
 def _bar(
@@ -134,7 +139,9 @@ def _bar(
     """Draw one bar with its interval, or a cross for a missed target."""
     x, height = top
     if not math.isfinite(height):
-        axes.plot([x], [0], marker="x", color=colour, clip_on=False, zorder=3)
+        # At the bottom of the panel: the axis may be cut or logarithmic, and then lacks the zero.
+        at_bottom = axes.get_xaxis_transform()
+        axes.plot([x], [0], "x", color=colour, transform=at_bottom, clip_on=False, zorder=3)
         return
     looks: dict[str, dict[str, Any]] = {
         "measured": {"color": colour},
@@ -171,13 +178,13 @@ def _lines(
     colours: Sequence[str],
 ) -> None:
     for i, name in enumerate(colours):
-        mine = [line for line in lines if _value(spec.colour, line) == name]
+        mine = [line for line in lines if value_on(spec.colour, line) == name]
         paint = PALETTE[i % len(PALETTE)]
         for kind, marker in (("measured", "o"), ("computed", ""), ("published", "D")):
             points = [
-                (int(_value(spec.x, line)), height)
+                (int(value_on(spec.x, line)), height)
                 for line in mine
-                for what, height in _heights(line)
+                for what, height in heights(line)
                 if what == kind and math.isfinite(height)
             ]
             if not points:
@@ -210,14 +217,14 @@ def _kind_legend(
     benchmark: Benchmark, spec: FigureSpec, lines: Sequence[Line]
 ) -> Iterator[Patch | Line2D]:
     """Yield what full, hatched and outlined bars (or the lines) stand for."""
-    grey, how = REST, how_computed(benchmark)
+    grey, how, ours = REST, how_computed(benchmark), word_of_measured(lines)
     as_lines: dict[str, dict[str, Any]] = {
-        "measured": {"marker": "o", "label": "measured"},
+        "measured": {"marker": "o", "label": ours},
         "computed": {"dashes": DASHES[1], "label": how},
         "published": {"marker": "D", "linestyle": "none", "markeredgecolor": INK},
     }
     as_bars: dict[str, dict[str, Any]] = {
-        "measured": {"color": grey, "label": "measured (95 %)"},
+        "measured": {"color": grey, "label": f"{ours} (95 %)"},
         "computed": {"facecolor": "none", "edgecolor": grey, "hatch": _HATCH, "label": how},
         "published": {"facecolor": "none", "edgecolor": INK},
     }

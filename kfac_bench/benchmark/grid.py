@@ -1,23 +1,21 @@
 """A benchmark's cells: its axes times its seeds, each run in its own processes.
 
 A cell is a run of ``kfac-train``. Its overrides are those of the benchmark's file, with the values
-of the axes filled in. The result of a cell is in its run directory, never in memory: either
-events.jsonl, or cell.json with the reason if the process failed. A finished cell is not run again.
-A failed cell counts as a missed target and is run again only on request.
+of the axes filled in. The result of a cell is in its run directory, never in memory
+(:mod:`.run_end`). A finished cell is not run again. A failed cell counts as a missed target and is
+run again only on request.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kfac_bench.benchmark import forked, local_process
+from kfac_bench.benchmark import forked, local_process, run_end
 from kfac_bench.benchmark.schema import (
     Before,
     Benchmark,
@@ -26,22 +24,11 @@ from kfac_bench.benchmark.schema import (
     points,
     profile_of,
 )
+from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.config.command_options import path_word, split_words, whole_number
 from kfac_bench.counted import time_left
-from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
-from kfac_bench.record.own_files import read_own
-from kfac_bench.record.text_file import write_text
 from kfac_bench.training import run_directory
-
-if TYPE_CHECKING:
-    from kfac_bench.benchmark.sitting import Sitting
-
-FAILED_FILE = "cell.json"
-"""File in the directory of a cell whose process failed. It holds the reason."""
-INTERRUPTED = (130, 143)
-"""Exit codes of a run that was stopped by a signal. The next start continues it."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +154,10 @@ def run_cells(
     Raises:
         TimeIsUp: The time limit of the sitting has passed.
     """
-    failed, left = 0, sum(outcome(cell) is None for cell in todo)
+    failed, left = 0, sum(run_end.will_run(cell.path(), retry=retry) for cell in todo)
     took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
-        began, is_new = time.monotonic(), outcome(cell) is None
+        began, is_new = time.monotonic(), run_end.will_run(cell.path(), retry=retry)
         if sitting is not None and is_new:
             sitting.begin(cell.point.get("task", ""), f"seed {cell.seed}")
         is_good, text = run_cell(cell, retry=retry)
@@ -189,9 +176,9 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
 
     A cell that failed has ended too, unless `retry` is set.
     """
-    before, why = outcome(cell), failure(cell.path())
-    if before and not (retry and (why or before.startswith("failed"))):
-        return not why, f"{before} (before)"
+    if not run_end.will_run(cell.path(), retry=retry):
+        is_good = run_end.failure(cell.path()) is None
+        return is_good, f"{run_end.outcome(cell.path())} (before)"
     for first in cell.before:
         is_good, text = run_cell(first, retry=retry)
         if not is_good:
@@ -210,60 +197,13 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
         line = f"kfac-train: {line} (exit code {code})"
     else:
         code, line = local_process.run(cell.command())
-    if code in INTERRUPTED:
+    if code in run_end.INTERRUPTED:
         return False, f"interrupted: {line}"
     # A process that a signal killed has failed, even if its run had ended before.
-    text_of_end = None if code < 0 else ended(cell.path())
+    text_of_end = None if code < 0 else run_end.ended(cell.path())
     return (True, text_of_end) if text_of_end else _failed(cell, line, code)
 
 
 def _failed(cell: Cell, reason: str, code: int = 1, *, has_run: bool = True) -> tuple[bool, str]:
-    record_failure(cell.path(), cell.label, reason, code, has_run=has_run)
+    run_end.record_failure(cell.path(), cell.label, reason, code, has_run=has_run)
     return False, f"failed: {reason}"
-
-
-def record_failure(
-    folder: Path, label: str, reason: str, code: int = 1, *, has_run: bool = True
-) -> None:
-    """Write into the cell's directory why it failed: the table shows a miss with this reason.
-
-    ``has_run`` is False if the cell could not start, because an earlier run failed.
-    """
-    record = {"label": label, "reason": reason, "exit_code": code, "has_run": has_run}
-    write_text(folder / FAILED_FILE, json.dumps(record, indent=1) + "\n", make_folder=True)
-
-
-def failure(folder: Path) -> str | None:
-    """Return why the cell of this directory failed; None if it did not, or has ended well since."""
-    try:
-        record = json.loads(read_own(folder / FAILED_FILE))
-        reason = str(record["reason"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, UsageError):
-        return None
-    return reason if ended(folder) is None else None
-
-
-def has_run(folder: Path) -> bool:
-    """Return False if the record of a failure says that the cell could not start."""
-    try:
-        return (
-            json.loads((folder / FAILED_FILE).read_text(encoding="utf-8"))["has_run"] is not False
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return True
-
-
-def outcome(cell: Cell) -> str | None:
-    """Return how the cell ended, as text; None if it has not ended."""
-    why = failure(cell.path())
-    return ended(cell.path()) if why is None else f"failed: {why}"
-
-
-def ended(path: Path) -> str | None:
-    """Return how the run in this directory ended by its events; None if it has not ended."""
-    if not (path / EVENTS_FILE).exists():
-        return None
-    last = next((e for e in reversed(read(path)) if isinstance(e, RunEnded)), None)
-    if last is None or last.status == "interrupted":
-        return None
-    return f"{last.status} at step {last.step}, {last.train_s:.2f} s {last.message}".strip()

@@ -7,7 +7,7 @@ earlier wave: its last job submits the next wave.
 import sys
 from collections.abc import Sequence
 
-from kfac_bench.benchmark import grid
+from kfac_bench.benchmark import run_end
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.suite import BenchmarkRow
 
@@ -25,7 +25,14 @@ def waves(row: BenchmarkRow) -> list[list[Cell]]:
     return [*before, list(row.cells)]
 
 
-def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence[str]) -> list[str]:
+def submit(
+    row: BenchmarkRow,
+    words: Sequence[str],
+    wave: int,
+    options: Sequence[str],
+    *,
+    retry: bool = False,
+) -> list[str]:
     """Submit a wave, and after it a job for the next wave or the report; return what to print.
 
     Computed cells are computed at once, in this process.
@@ -35,6 +42,7 @@ def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence
         words: The words of the command line, for the job that follows.
         wave: The number of the wave, from 0 on.
         options: Options of sbatch.
+        retry: Whether failed cells run again.
 
     Raises:
         UsageError: As :func:`kfac_bench.benchmark.slurm_submit.submit`.
@@ -44,10 +52,12 @@ def submit(row: BenchmarkRow, words: Sequence[str], wave: int, options: Sequence
     for each in row.computed:
         each.run()
     all_waves = waves(row)
-    todo = [cell for cell in all_waves[wave] if grid.outcome(cell) is None]
+    todo = [cell for cell in all_waves[wave] if run_end.will_run(cell.path(), retry=retry)]
     is_last = wave + 1 == len(all_waves)
     follow_up = ["report" if is_last else "run", row.name, *words]
-    follow_up += [] if is_last else ["--wave", str(wave + 1), f"--sbatch={' '.join(options)}"]
+    if not is_last:
+        follow_up += ["--wave", str(wave + 1), f"--sbatch={' '.join(options)}"]
+        follow_up += ["--retry"] * retry
     after = [sys.executable, *KFAC_BENCH, *follow_up]
     by_ranks: dict[int, dict[str, list[str]]] = {}
     for cell in todo:

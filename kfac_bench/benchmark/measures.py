@@ -81,7 +81,8 @@ def _pace(run: Run) -> tuple[float, float]:
 
 
 def _ranks(run: Run) -> float:
-    return number(run.started.environment.get("world_size", 1))
+    ranks = number(run.started.environment.get("world_size", 1))
+    return ranks if ranks > 0 else math.nan
 
 
 def _per(amount: float, seconds: float) -> float:

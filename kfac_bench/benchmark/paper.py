@@ -41,7 +41,7 @@ def write(row: BenchmarkRow) -> RowReport:
     lines = suite.results(row, found)
     tables = _tables(row, lines, found)
     stem = row.folder / (row.profile or "report")
-    drawn = figure.svg(row.benchmark, lines)
+    drawn = figure.svg(row.benchmark, lines, row.sized.ran)
     trained = suite.runs_of(found)
     files = []
     pictures = {} if drawn is None else {".svg": drawn}

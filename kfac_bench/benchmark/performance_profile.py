@@ -114,7 +114,7 @@ def times_table(settings: Sequence[Setting], title: str = "Time to target") -> T
 
     The last column is the seconds over those of the task's best first-order optimizer, without
     K-FAC and not in :data:`KRONECKER`. The KL clip alone (``kfac.method=identity``) is a control,
-    so it counts as K-FAC here.
+    so it counts as K-FAC here. The column has no number where no such optimizer met the target.
     """
     seconds, steps = medians(settings), medians(settings, steps=True)
     first_order: dict[str, float] = {}
@@ -127,7 +127,8 @@ def times_table(settings: Sequence[Setting], title: str = "Time to target") -> T
         if s.task in seconds:
             times = [time_to_target_s(run) for run in s.runs]
             _, low, high = bootstrap_median(times)
-            over = _ratio(seconds[s.task][s.optimizer], first_order.get(s.task, math.inf))
+            best = first_order.get(s.task, math.inf)
+            over = None if math.isinf(best) else _ratio(seconds[s.task][s.optimizer], best)
             reached = f"{sum(map(math.isfinite, times))} of {len(times)}"
             both = steps[s.task][s.optimizer], seconds[s.task][s.optimizer]
             rows.append([s.task, s.optimizer, reached, *both, low, high, over])

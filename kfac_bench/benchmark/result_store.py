@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from kfac_bench.benchmark import grid
+from kfac_bench.benchmark import run_end
 from kfac_bench.errors import UsageError
 from kfac_bench.record import packed_runs
 from kfac_bench.record.events import EVENTS_FILE
@@ -64,12 +64,12 @@ class ResultStore:
         for runs in self._runs.values():
             for run in runs.values():
                 folder = runs_dir / run.name
-                if (folder / EVENTS_FILE).exists() or grid.failure(folder) is not None:
+                if (folder / EVENTS_FILE).exists() or run_end.failure(folder) is not None:
                     continue
                 lines = [json.dumps(packed_runs.event_fields(e)) + "\n" for e in run.events]
                 if run.events:
                     write_text(folder / EVENTS_FILE, "".join(lines), make_folder=True)
                 if run.failure:
-                    grid.record_failure(folder, run.name, run.failure)
+                    run_end.record_failure(folder, run.name, run.failure)
                 written += 1
         return written

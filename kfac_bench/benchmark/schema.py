@@ -6,7 +6,7 @@ value to the options that it stands for. A profile may map the same value to oth
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,8 @@ class FigureSpec:
     colour: str = MISSING
     lines: bool = False
     """Lines over a numeric x instead of bars."""
+    compared: str = ""
+    """The axis whose values the title compares; empty: the axis of the colours."""
 
 
 @dataclass
@@ -224,18 +226,27 @@ def load(name: str) -> Benchmark:
     """
     path = _path(name)
     try:
-        own = OmegaConf.load(path)
-        base = own.get("extends") if isinstance(own, DictConfig) else None
-        parts = (
-            [own] if base is None else [OmegaConf.load(_path(str(base), f"{path}: extends: ")), own]
-        )
         # The merge with the dataclass checks names and types.
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Benchmark), *parts))
+        schema = OmegaConf.structured(Benchmark)
+        result = OmegaConf.to_object(OmegaConf.merge(schema, *_parts(path, [])))
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path}: {first_line(error)}") from None
     assert isinstance(result, Benchmark)
     _check_contest(result, path)
+    if result.tuning is not None:
+        _check_tuning(result, result.tuning, path)
     return result
+
+
+def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
+    """Return the content of the file, after that of the benchmarks that it extends."""
+    if path in before:
+        raise UsageError(f"{path}: extends: this benchmark extends itself")
+    own = OmegaConf.load(path)
+    base = own.get("extends") if isinstance(own, DictConfig) else None
+    if base is None:
+        return [own]
+    return [*_parts(_path(str(base), f"{path}: extends: "), [*before, path]), own]
 
 
 def _path(name: str, where: str = "") -> Path:
@@ -254,6 +265,14 @@ def _check_contest(benchmark: Benchmark, path: Path) -> None:
             raise UsageError(f"{path}: frozen: {optimizer} is no value of the axis optimizer")
         if not re.fullmatch(r"|[0-9a-f]{7,40}", commit):
             raise UsageError(f"{path}: frozen: {optimizer}: {commit!r} is not the hash of a commit")
+
+
+def _check_tuning(benchmark: Benchmark, tuning: Tuning, path: Path) -> None:
+    if tuning.trials < 1 or not tuning.seeds or len(set(tuning.seeds)) < len(tuning.seeds):
+        raise UsageError(f"{path}: tuning: needs at least one trial, and seeds that differ")
+    for optimizer in benchmark.axes.get("optimizer", []):
+        if optimizer not in tuning.space:
+            raise UsageError(f"{path}: tuning: the space has no optimizer {optimizer}")
 
 
 NOT_FROZEN = "the task is held out, and no commit has frozen the optimizer (see frozen:)"

@@ -47,13 +47,15 @@ def self_tune(
     """Choose the setting of each optimizer and write ``OUT/NAME_self_tuned.yaml``.
 
     Raises:
-        UsageError: The benchmark has no tuning section, trials are missing, or ``out`` is not a
-            folder.
+        UsageError: The benchmark has no tuning section, or only tasks that are held out. Trials
+            are missing, or ``out`` is not a folder.
     """
     tuning, store = check(benchmark, out), sitting.store
     if store is None:
         raise UsageError("self-tune reads the trials of kfac-bench tune; name them by --results")
     tasks = [task for task in tasks_of(benchmark) if task not in benchmark.held_out]
+    if not tasks:
+        raise UsageError(f"{name}: every task is held out, so no task can choose a setting")
     runner = TrialRunner(benchmark, tuning, runs_dir, sitting)
     optimizers = benchmark.axes["optimizer"]
     found = {o: Candidates(tuning, o, tasks, store) for o in optimizers}

@@ -25,9 +25,6 @@ from kfac_bench.simulate.conduct import LW_CODE, OURS, PAPERS_CODE, SC20_CODE, C
 from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
 
-IMAGENET = 1_281_167
-"""Images of ImageNet's training set."""
-
 
 @functools.cache
 def _of_model(name: str, examples: int) -> Workload:
@@ -63,8 +60,8 @@ def times_of(cell: SimulatedCell) -> dict[str, float]:
     """Return the times of a simulated step, by the names of the measures of runs."""
     return {
         "ms_per_step": 1e3 * cell.step_s,
-        "examples_per_s_per_rank": cell.epoch_rate(IMAGENET) / cell.world_size,
-        "epoch_s": cell.epoch_s(IMAGENET),
+        "examples_per_s_per_rank": cell.epoch_rate(workload.IMAGENET_EXAMPLES) / cell.world_size,
+        "epoch_s": cell.epoch_s(workload.IMAGENET_EXAMPLES),
     }
 
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.benchmark import forked, grid, machine_speed, schema
+from kfac_bench.benchmark import forked, machine_speed, run_end, schema
 from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.config import compose
@@ -108,12 +108,13 @@ class Sitting:
         """Put the run of a folder into the store, if it has ended or failed."""
         if self.store is None:
             return
-        failure = grid.failure(folder)
-        if grid.ended(folder) is None and failure is None:
+        if run_end.outcome(folder) is None:
             return
+        failed = run_end.failure(folder)
+        reason = "" if failed is None else failed.reason
         kept = [r for r in self.store.runs(point["task"], kind) if r.name == folder.name]
         # A failed run may have been run again.
-        if any(run.failure == (failure or "") for run in kept):
+        if any(run.failure == reason for run in kept):
             return
         events = read(folder) if (folder / EVENTS_FILE).exists() else []
         self.store.add(
@@ -127,7 +128,7 @@ class Sitting:
                 f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
                 settings or {},
                 pack(events),
-                failure or "",
+                reason,
             )
         )
 

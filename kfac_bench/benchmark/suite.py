@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kfac_bench.benchmark import computed, grid, schema
+from kfac_bench.benchmark import computed, grid, run_end, schema
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
@@ -145,9 +145,9 @@ def run(
     try:
         return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
     except TimeIsUp:
-        left = sum(grid.outcome(cell) is None for cell in each.cells)
+        left = sum(run_end.will_run(cell.path(), retry=retry) for cell in each.cells)
         say(f"time is up: {left} of {len(each.cells)} cells are left; the same command continues")
-    return failed + sum(grid.failure(cell.path()) is not None for cell in each.cells)
+    return failed + sum(run_end.failure(cell.path()) is not None for cell in each.cells)
 
 
 def attempts(each: BenchmarkRow) -> list[Attempt]:
@@ -157,10 +157,10 @@ def attempts(each: BenchmarkRow) -> list[Attempt]:
 
 def _attempt(cell: Cell | ComputedCell) -> Attempt:
     path = cell.path()
-    why = grid.failure(path)
+    why = run_end.failure(path)
     if why is not None:
-        state = AttemptState.FAILED if grid.has_run(path) else AttemptState.BLOCKED
-        return Attempt(cell.label, path, state, reason=why)
+        state = AttemptState.FAILED if why.has_run else AttemptState.BLOCKED
+        return Attempt(cell.label, path, state, reason=why.reason)
     try:
         run = load(path)
     except UsageError as error:
@@ -168,7 +168,7 @@ def _attempt(cell: Cell | ComputedCell) -> Attempt:
             return Attempt(cell.label, path, AttemptState.NEW)
         return Attempt(cell.label, path, AttemptState.FAILED, reason=str(error))
     # A computed cell is written as a whole, so only a run can be unfinished.
-    if isinstance(cell, Cell) and grid.ended(path) is None:
+    if isinstance(cell, Cell) and run_end.ended(path) is None:
         return Attempt(cell.label, path, AttemptState.STARTED)
     return Attempt(cell.label, path, AttemptState.DONE, run)
 

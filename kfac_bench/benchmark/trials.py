@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.stats import qmc
 
-from kfac_bench.benchmark import forked, grid, schema
+from kfac_bench.benchmark import forked, grid, run_end, schema
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
 from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import compose
@@ -142,7 +142,7 @@ class TrialRunner:
         # Without the job's number, because jobs of a cluster share the directory.
         name = run_id(config, job="") + suffix
         path = Path(config.runs_dir) / name
-        is_new = not _has_ended(path)
+        is_new = run_end.outcome(path) is None
         if is_new:
             self.sitting.begin(run.task, run.turn)
             if run.limit_s < (config.trainer.max_train_s or math.inf):
@@ -150,8 +150,8 @@ class TrialRunner:
             code, line = forked.train([*overrides, f"run_id={name}"])
             if code == 2:  # The options are wrong, so every other trial would fail too.
                 raise UsageError(f"{' '.join(overrides)}: {line}")
-            if grid.ended(path) is None and code not in grid.INTERRUPTED:
-                grid.record_failure(path, name, f"kfac-train: {line} (exit code {code})", code)
+            if run_end.ended(path) is None and code not in run_end.INTERRUPTED:
+                run_end.record_failure(path, name, f"kfac-train: {line} (exit code {code})", code)
         self.sitting.keep(run.kind, path, run.point, run.seed, run.settings)
         time_s, gap = _judge(path, config.trainer.target)
         comparable_s = time_s * self.sitting.factor(run.task, run.kind, path)
@@ -165,10 +165,6 @@ class TrialRunner:
         base = [schema.fill_in(text, run.point) for text in texts]
         own = [f"seed={run.seed}", path_word("runs_dir", self._runs_dir)]
         return [*base, *overrides_of(run.settings), *own]
-
-
-def _has_ended(path: Path) -> bool:
-    return grid.ended(path) is not None or grid.failure(path) is not None
 
 
 def _judge(path: Path, target: float | None) -> tuple[float, float]:

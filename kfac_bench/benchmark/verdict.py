@@ -59,8 +59,8 @@ def table(rows: Sequence[BenchmarkRow]) -> Table | None:
         return None
     note = (
         "Medians over seeds with their 95 % interval. A claim is supported if each whole interval "
-        "is within its limit, not supported if one whole interval is outside, not decided if an "
-        "interval contains its limit. Before a row has run, only the limits are shown"
+        "is within its limit. It is not supported if one whole interval is outside. Otherwise it "
+        "is not decided. Before a row has run, only the limits are shown"
     )
     return Table("Verdicts on the claims", ["claim", "verdict", "numbers"], shown, [note])
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kfac_bench import __version__, output
 from kfac_bench.distributed.slurm_rank import from_launcher
-from kfac_bench.errors import LostRanksError, OneRankError, UsageError, WorkerLostError, shortage
+from kfac_bench.errors import (
+    LostRanksError,
+    OneRankError,
+    UsageError,
+    WorkerLostError,
+    shortage,
+    unusable_path,
+)
 
 RANK_0_SPEAKS_S = 10
 
@@ -42,10 +49,13 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:
         code = 0
     except (MemoryError, OSError, RuntimeError) as error:
-        if (line := shortage(error)) is None:
+        if (line := shortage(error)) is not None:
+            code = 1
+        elif (line := unusable_path(error)) is not None:
+            code = 2
+        else:
             raise
         _say_as_rank(name, line)
-        code = 1
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -23,7 +23,7 @@ no data and no other ranks, only shapes. All other options are those of kfac-tra
   out=FILE.json      where the numbers of every rank go (plans/RUN_ID-N.json); out=- prints them,
                      out=null writes no file
   --layers           list each layer with its factors, also the layers without K-FAC
-  --config-dir DIR   folder with more configuration files, laid out like conf/
+  --config-dir DIR   read more configuration files, laid out as in conf/
   --help [WORD]      print this text, or explain a group, a choice or an option, as kfac-train does
   --version          print the version and stop
 

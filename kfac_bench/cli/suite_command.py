@@ -285,6 +285,7 @@ def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
     words += ["--only", options.only] if options.only else []
     words += ["--seeds", *map(str, options.seeds)] if options.seeds else []
     for row in rows:
-        for line in jobs.submit(row, words, options.wave, options.sbatch.split()):
+        sbatch = options.sbatch.split()
+        for line in jobs.submit(row, words, options.wave, sbatch, retry=options.retry):
             say(line)
     return 0

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import say_once
-from kfac_bench.errors import UsageError
+from kfac_bench.distributed.slurm_rank import from_launcher
+from kfac_bench.errors import OneRankError, UsageError
 
 if TYPE_CHECKING:
     from kfac_bench.config import TrainConfig
@@ -34,6 +35,8 @@ def run(
         try:
             codes.append(train(config))
         except UsageError as error:
+            if isinstance(error, OneRankError) and from_launcher("WORLD_SIZE", "1") != "1":
+                raise  # the other ranks lose this rank, and their sweeps end, too
             say_once(f"kfac-train: {error}")
             codes.append(2)
         # A signal that stops one job stops the whole sweep.

@@ -154,7 +154,7 @@ def _asked(options: argparse.Namespace, file: str, words: list[str]) -> tuple[As
 
 def _check_words(words: list[str], chosen: set[str]) -> None:
     for word in words:
-        key, equals, _ = word.partition("=")
+        key, equals, _ = word.lstrip("+").partition("=")  # Hydra knows +OPTION and ++OPTION
         if not equals:
             raise UsageError(f"{word}: write an override as OPTION=VALUE")
         is_other_option = key.startswith("optimizer.") and key != OF_THE_OPTIMIZER

@@ -7,6 +7,7 @@ from omegaconf import MISSING
 
 from kfac_bench.config.options import PLACE, RECORD, RESULT, Section, option
 from kfac_bench.config.registry import DATASETS
+from kfac_bench.errors import UsageError
 
 
 @dataclass
@@ -19,12 +20,14 @@ class DataConfig(Section):
     """Channels of an image."""
     num_classes: ClassVar[int] = 1000
     """Classes that a dry run assumes, because a dry run reads no data."""
+    reads_folder: ClassVar[bool] = False
+    """Whether the dataset is read from the folder ``root``."""
 
     name: str = option(MISSING, "dataset", RESULT, choices=DATASETS)
     root: str | None = option(
         None,
         "folder of the dataset; demo: a small demo, made when first used. digits, patches, "
-        "pictures and pydoc need no folder; fashion_mnist without one reads Debian's package",
+        "pictures and pydoc read no folder; fashion_mnist without one reads Debian's package",
         PLACE,
     )
     image_size: int = option(MISSING, "side of an input image in pixels", RESULT, at_least=1)
@@ -39,7 +42,8 @@ class DataConfig(Section):
     )
     augment: bool = option(
         True,
-        "change training images at random (cifar10: crop and flip; lgg: turn; coco: flip)",
+        "change training images at random (imagefolder, shards and cifar10: crop and flip; lgg: "
+        "turn; coco: flip)",
         RESULT,
     )
     on_error: str = option(
@@ -55,6 +59,14 @@ class DataConfig(Section):
         RECORD,
         choices=("refuse", "accept"),
     )
+
+    def check(self, config: Any) -> None:
+        """See :meth:`Section.check`."""
+        if self.root is not None and not self.reads_folder:
+            raise UsageError(
+                f"data.root={self.root}: data={self.name} reads no folder. Remove data.root, or "
+                "choose a dataset that reads one, such as data=imagefolder"
+            )
 
     def build(self, task: str) -> Any:
         """Return the dataset, a :class:`kfac_bench.data.base.dataset.Data`.

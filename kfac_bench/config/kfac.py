@@ -31,7 +31,9 @@ class KFACConfig(Section):
     enabled: bool = option(True, "precondition gradients", RESULT)
     strategy: str = option(
         "comm_opt",
-        "who computes what, if there are several ranks",
+        "who computes what on several ranks: comm_opt sends least in ordinary steps, mem_opt keeps "
+        "fewer decompositions, owner_reduce needs least memory, hybrid_opt lies between comm_opt "
+        "and mem_opt",
         RESULT,
         resumable=True,
         choices=STRATEGIES,
@@ -66,7 +68,8 @@ class KFACConfig(Section):
     )
     method: str = option(
         "eigen",
-        "eigendecomposition, Cholesky inverse, EKFAC (George et al.); eigen_adam: Adam in the "
+        "eigen: eigendecompositions; inverse: damped Cholesky inverses, which are faster; ekfac: "
+        "eigen with second moments of gradients (George et al.); eigen_adam: Adam in the "
         "eigenbasis, for optimizer=eigen_adam; identity: only the KL clip",
         RESULT,
         choices=(*METHODS, IDENTITY),

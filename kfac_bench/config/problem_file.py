@@ -126,7 +126,8 @@ def expand(words: Sequence[str]) -> list[str]:
     # A digest of digits only would be read as a number.
     options += [f"data.sha256='{file.sha256}'", f"trainer.batch_size={file.problem.batch_size}"]
     if file.problem.target is not None:
-        options.append(f"trainer.target={file.problem.target!r}")
+        # A number of NumPy shows its type.
+        options.append(f"trainer.target={float(file.problem.target)!r}")
     return [*options, *(word for word in words if not word.startswith(WORD))]
 
 

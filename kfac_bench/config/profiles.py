@@ -20,9 +20,13 @@ def apply(overrides: Sequence[str], folders: Iterable[Path]) -> list[str]:
         folders: Folders that have a folder ``experiment``.
 
     Raises:
-        UsageError: The experiment has no such profile.
+        UsageError: The experiment has no such profile, or there are two profiles.
     """
-    profile = next((o.removeprefix("profile=") for o in overrides if _sets(o, "profile")), None)
+    every = (o.removeprefix("profile=") for o in overrides if _sets(o, "profile"))
+    named = list(dict.fromkeys(every))
+    if len(named) > 1:
+        raise UsageError(f"profile={named[0]} and profile={named[1]}: name one profile")
+    profile = named[0] if named else None
     if profile is not None and profile not in PROFILES:
         raise UsageError(f"profile={profile}: choose one of {', '.join(PROFILES)}")
     rest = [o for o in overrides if not _sets(o, "profile")]

@@ -8,6 +8,7 @@ from torch import nn
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.preconditioner import KFAC
+from kfac_bench.core.validation import check_is_model
 
 KFAC_DEFAULTS: dict[str, Any] = {
     "method": EIGEN_ADAM,
@@ -50,7 +51,12 @@ def eigen_adam(
     Returns:
         The optimizer. Its attribute ``preconditioner`` is the KFAC, whose ``state_dict()`` belongs
         into a checkpoint beside that of the optimizer.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
+        ValueError: As for :class:`KFAC`.
     """
+    check_is_model(model, "eigen_adam(model)")
     optimizer = EigenAdam(model.parameters() if params is None else params, lr, betas, **options)
     keywords = {**KFAC_DEFAULTS, **(kfac or {})}
     optimizer.preconditioner = KFAC(model, optimizer, **keywords).attach(scaler)

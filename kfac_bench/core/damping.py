@@ -10,6 +10,7 @@ multiplied by ``decay ** interval``. If rho is below 1/4, the damping is divided
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -71,7 +72,8 @@ class LevenbergMarquardt:
         if actual == 0 and not predicted < 0:
             return
         self.rho = actual / predicted if predicted < 0 else -math.inf
-        factor = self.decay**self.interval
+        # The power of a long interval is 0 in floating point, by which nothing can be divided.
+        factor = max(self.decay**self.interval, sys.float_info.min)
         if self.rho > 0.75:
             self.value = max(self.least, self.value * factor)
         # Written with "not", so that a rho of NaN also makes the damping grow.

@@ -233,6 +233,7 @@ class KFAC:
     Raises:
         ValueError: An option is out of range, options do not fit together, the model has no layer
             to precondition, or the optimizer does not hold the weights of a covered layer.
+        TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` is no optimizer object.
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
 
@@ -390,11 +391,13 @@ class KFAC:
         self._guards = Guards(
             self._model,
             self._layers,
+            self.plan,
             optimizer,
             partial(find_layers, self._model, skip, layer_types=layer_types, max_dim=max_dim),
             sees_loss=fisher == "empirical",
             sees_moments=not overlap,
-            warns=self.collective.rank == 0,
+            sees_rows=weight_sharing == "expand",
+            rank=self.collective.rank,
         )
         ownership.take(self, self._layers, [self._capture, self._guards])
         self._eigen_adam = adam
@@ -689,8 +692,10 @@ class KFAC:
         """Whether the next step decomposes all factors at once, and so takes long."""
         if self._decompose_now:
             return True
-        if len(self.plan.slices) > 1 or self._executor.background is not None:
+        if not self.plan.slices or self._executor.background is not None:
             return False
+        if len(self.plan.slices) > 1:
+            return self.steps == 0
         return bool(self._schedules.slices_due(self.steps, 1))
 
     @property

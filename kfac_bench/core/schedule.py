@@ -38,11 +38,11 @@ class Schedules:
         Raises:
             ValueError: A value is out of range.
         """
-        damping = None if self.damping is None else _at(self.damping, step)
-        decay = _at(self.factor_decay, step)
-        kl_clip = None if self.kl_clip is None else _at(self.kl_clip, step)
-        if damping is not None and not damping > 0:
-            raise ValueError(f"damping={damping} at step {step}: must be above 0")
+        damping = None if self.damping is None else self._value("damping", step)
+        decay = self._value("factor_decay", step)
+        kl_clip = None if self.kl_clip is None else self._value("kl_clip", step)
+        if damping is not None and not 0 < damping < math.inf:
+            raise ValueError(f"damping={damping} at step {step}: must be above 0 and finite")
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"kl_clip={kl_clip} at step {step}: must be above 0")
         if not 0 <= decay < 1:
@@ -124,10 +124,21 @@ class Schedules:
         return len(free_phases(first.update_freq, first.factor_update_freq))
 
     def _freq(self, name: str, step: int) -> int:
-        interval = _at(getattr(self, name), step)
+        interval = self._value(name, step)
         if not 1 <= interval < math.inf or interval != int(interval):
-            raise ValueError(f"{name}={interval} at step {step}: must be a whole number >= 1")
+            raise ValueError(f"{name}={interval:g} at step {step}: must be a whole number >= 1")
         return int(interval)
+
+    def _value(self, name: str, step: int) -> float:
+        schedule: Schedule = getattr(self, name)
+        value = schedule(step) if callable(schedule) else schedule
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{name}={value!r} at step {step}: must be a number, or a function from the step "
+                "to a number"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -195,7 +206,3 @@ def slice_phases(count: int, update_freq: int, factor_update_freq: int) -> list[
         return [0]
     phases = free_phases(update_freq, factor_update_freq)
     return [phases[i * len(phases) // count] for i in range(count)]
-
-
-def _at(schedule: Schedule, step: int) -> float:
-    return float(schedule(step) if callable(schedule) else schedule)

@@ -84,9 +84,20 @@ def _kind(run: Executor) -> str:
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> LayersState:
-    """Return one state made of the shards of several ranks."""
+    """Return one state made of the shards of several ranks.
+
+    Raises:
+        ValueError: There is no state, or one of them is not K-FAC's.
+    """
+    if not states:
+        raise ValueError("load_state_dict() got no state: pass what state_dict() returned")
     merged: LayersState = {}
     for state in states:
+        if missing := {"steps", "layers"} - state.keys():
+            raise ValueError(
+                f"K-FAC state: the key {min(missing)!r} is missing; pass what state_dict() of a "
+                "KFAC returned, not the state of a model or an optimizer"
+            )
         for name, entries in state["layers"].items():
             for key, entry in entries.items():
                 # The keys come from a file, so they may be anything.
@@ -126,12 +137,11 @@ def take(merged: LayersState, run: Executor, steps: int) -> bool:
                 run.store.load_decomposition(key, [_copy(x, layer) for x in saved])
         is_grad_worker = run.collective.rank in placement.grad_workers
         if run.plan.method == EIGEN_ADAM and "adam" in entries and is_grad_worker:
+            # If the state lacks the basis of the moments, they start again with the next basis.
             saved = entries["adam"]
-            # Moments belong to a basis: without the saved one they start again.
-            if run.store.is_decomposed(placement.layer):
-                names = ("first", "second", "skipped")
-                first, second, skipped = (_copy(saved[k], layer) for k in names)
-                run.store.adam[name] = AdamMoments(first, second, skipped, int(saved["steps"]))
+            names = ("first", "second", "skipped")
+            first, second, skipped = (_copy(saved[k], layer) for k in names)
+            run.store.adam[name] = AdamMoments(first, second, skipped, int(saved["steps"]))
         if run.plan.method == "ekfac" and "second_moment" in entries:
             run.store.second_moments[name] = _copy(entries["second_moment"], layer)
     run.store.start_missing_second_moments()

@@ -1,5 +1,10 @@
-"""What :class:`KFAC` refuses, each time with a ``ValueError`` that says why and what to do."""
+"""What :class:`KFAC` refuses, each time with one line that says why and what to do.
 
+An object of another kind than a model or an optimizer is a ``TypeError``. All other errors are a
+``ValueError``.
+"""
+
+import re
 import sys
 from collections.abc import Sequence
 
@@ -38,8 +43,28 @@ MOST_ROWS = 10
 """Most kinds of skipped modules that a message lists."""
 
 
+def check_is_model(model: object, call: str) -> None:
+    """Check that ``model`` is a module.
+
+    Args:
+        model: What the caller passed as the model.
+        call: The right call, for the message.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model is an object of class {type(model).__name__}, expected a torch.nn.Module. "
+            f"Pass the model itself, not its parameters: {call}"
+        )
+
+
 def check_model(model: nn.Module) -> None:
     """Check that K-FAC can see the layers inside the wrappers of ``model``."""
+    check_is_model(model, "KFAC(model, optimizer)")
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"{name} has no shape yet: run a batch through the model before you build KFAC"
+            )
     for module in model.modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise ValueError(
@@ -61,6 +86,11 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Check that the optimizer uses each gradient once."""
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"the optimizer is {optimizer!r}, expected an optimizer object: "
+            "KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))"
+        )
     if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
         raise ValueError(
             "LBFGS computes several gradients in a step and has its own curvature: use K-FAC with "
@@ -102,10 +132,15 @@ def check_eigen_adam(
         )
 
 
-def check_coverage(skip: object, max_dim: object) -> None:
+def check_coverage(skip: Sequence[str], max_dim: object) -> None:
     """Check the options that say which layers are covered, and by what factors."""
     if isinstance(skip, str):
         raise ValueError(f"skip={skip!r}: give a list of patterns, such as skip=[{skip!r}]")
+    for pattern in skip:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"skip: {pattern!r} is no regular expression: {error}") from None
     if not isinstance(max_dim, int) or isinstance(max_dim, bool) or max_dim < 1:
         raise ValueError(f"max_dim={max_dim!r}: choose a whole number of rows of at least 1")
 

@@ -144,10 +144,14 @@ def offer(directory: Path) -> str | None:
     """
     from kfac_bench.record.sinks import wandb_history
 
-    has_all_files = not any(directory.glob("wandb/run-*"))
+    is_online = any(directory.glob("wandb/run-*"))
+    # With logger.mode=disabled there are none.
+    has_files = any(directory.glob("wandb/offline-run-*"))
+    if is_online or not has_files:
+        return None
     try:
         events, _ = read(directory / EVENTS_FILE)
-        if not has_all_files or not any(isinstance(event, Resumed) for event in events):
+        if not any(isinstance(event, Resumed) for event in events):
             return None
         wanted = points(events, directory)
         lacking = len(missing(wanted, wandb_history.offline(directory)))

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, ChartSection
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, one_line
 from kfac_bench.report.tables import Table
 
 TITLE = "K-FAC against first-order optimizers"
@@ -167,7 +167,7 @@ def _within(limit_s: float, action: Callable[[], list[str]]) -> list[str]:
         raise UsageError(f"W&B's server did not take the dashboard within {limit_s:g} s")
     if isinstance(failed[0], UsageError):
         raise failed[0]
-    said = " ".join(str(failed[0]).split())[:300] or type(failed[0]).__name__
+    said = one_line(failed[0])[:300]
     raise UsageError(f"W&B refused the dashboard: {said}")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from kfac_bench.config.options import RESULT, option
 from kfac_bench.data.files import FilesConfig
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ class CIFAR10Config(FilesConfig):
     """CIFAR-10, read from its archives."""
 
     num_classes: ClassVar[int] = 10
+
+    image_size: int = option(32, "images are not resized", RESULT, at_least=32, at_most=32)
 
     def build(self, task: str) -> Data:
         """See :meth:`DataConfig.build`."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class FilesConfig(DataConfig):
     """A dataset that is read from the folder `data.root`."""
 
+    reads_folder: ClassVar[bool] = True
     demo: ClassVar[str] = ""
     """Name in :data:`demo_folder.DEMOS`; empty: the name of the dataset."""
 

@@ -23,7 +23,9 @@ class ImageFolderConfig(FilesConfig):
         """See :meth:`DataConfig.build`."""
         from kfac_bench.data.images import imagefolder
 
-        return imagefolder.load(self.folder(), self.image_size, self.workers, self.on_error)
+        return imagefolder.load(
+            self.folder(), self.image_size, self.workers, self.on_error, augment=self.augment
+        )
 
     @classmethod
     def is_at(cls, root: Path) -> bool:

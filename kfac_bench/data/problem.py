@@ -41,6 +41,7 @@ class ProblemDataConfig(DataConfig):
 
     def check(self, config: TrainConfig) -> None:
         """See :meth:`Section.check`."""
+        super().check(config)
         file = self._named()
         for group, section in (("model", config.model), ("task", config.task)):
             if getattr(section, "file", None) != self.file:

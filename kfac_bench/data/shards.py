@@ -21,7 +21,9 @@ class ShardsConfig(FilesConfig):
         """See :meth:`DataConfig.build`."""
         from kfac_bench.data.images import tar_shards
 
-        return tar_shards.load(self.folder(), self.image_size, self.workers, self.on_error)
+        return tar_shards.load(
+            self.folder(), self.image_size, self.workers, self.on_error, augment=self.augment
+        )
 
     @classmethod
     def is_at(cls, root: Path) -> bool:

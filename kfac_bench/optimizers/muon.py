@@ -43,8 +43,12 @@ class MuonConfig(SGDConfig):
         split: list[Group] = []
         for group in groups:
             decay = group.get("weight_decay", self.weight_decay)
-            hidden = [p for p in group["params"] if p.ndim > 1 and id(p) not in for_adam]
-            rest = [p for p in group["params"] if p.ndim <= 1 or id(p) in for_adam]
+            # A class token [1, 1, d] or positions [1, n, d] have one row: they are vectors.
+            hidden = [
+                p for p in group["params"] if p.ndim > 1 and len(p) > 1 and id(p) not in for_adam
+            ]
+            taken = {id(p) for p in hidden}
+            rest = [p for p in group["params"] if id(p) not in taken]
             muon = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
             adam = {"lr": self.adam_lr, "betas": (self.beta1, self.beta2), "eps": self.eps}
             split.append({"params": hidden, "use_muon": True, "weight_decay": decay, **muon})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfac_bench.config.optimizers import Group, OptimizerConfig
 from kfac_bench.config.options import RESULT, option
+from kfac_bench.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,15 @@ class SGDConfig(OptimizerConfig):
         from torch.optim import SGD
 
         return SGD(groups, **self.settings())
+
+    def check(self, config: Any) -> None:
+        """See :meth:`Section.check`."""
+        super().check(config)
+        if self.nesterov and not self.momentum:
+            raise UsageError(
+                "optimizer.nesterov=true with optimizer.momentum=0: it is a variant of momentum; "
+                "set optimizer.momentum above 0, or optimizer.nesterov=false"
+            )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that SGD and LARS share."""

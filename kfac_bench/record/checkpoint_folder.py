@@ -9,12 +9,12 @@ import json
 import math
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.own_files import open_own, read_own
+from kfac_bench.record.own_files import open_own, read_own, write_own
 
 MANIFEST = "manifest.json"
 STEP_LIMIT = 10**18
@@ -56,6 +56,16 @@ def manifest(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     return content
+
+
+def add_metric(path: Path, metric: ValidationMetric) -> None:
+    """Write the metric of a checkpoint that was saved before its evaluation.
+
+    Raises:
+        OSError, ValueError, UsageError: As :func:`manifest`, or the file cannot be written.
+    """
+    content = manifest(path) | {"metric": asdict(metric)}
+    write_own(path / MANIFEST, json.dumps(content, indent=1).encode())
 
 
 def shards(path: Path) -> tuple[int, dict[Path, object]]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, printable
 from kfac_bench.record.events import MOST_BYTES, Event
 from kfac_bench.record.own_files import open_own, sync_folder
 
@@ -162,7 +162,8 @@ class EventLog:
             try:
                 sink.write(event)
             except RecordError as error:
-                self.problem = str(error)
+                # Ranks send each other this line as UTF-8, and a path need not be UTF-8.
+                self.problem = printable(str(error))
 
     def sync(self) -> None:
         """Wait until the record is on the disk."""

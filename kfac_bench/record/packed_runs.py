@@ -22,7 +22,7 @@ from typing import Any
 
 from kfac_bench.config.options import RESULT
 from kfac_bench.config.roles import declared
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, one_line
 from kfac_bench.record.event_fields import checked
 from kfac_bench.record.events import (
     Evaluated,
@@ -88,13 +88,11 @@ def pack(events: Sequence[Event]) -> tuple[Event, ...]:
             evaluations.append(event)
     if started is not None:
         kept += _thinned(evaluations, started)
-    last: dict[type[Event], Event] = {}
-    for event in events:
-        if isinstance(event, TargetReached):
-            last.setdefault(TargetReached, event)  # The first one is the time to target.
-        elif isinstance(event, RunEnded):
-            last[RunEnded] = replace(event, message=event.message[:200], weights_sha256="")
-    return (*kept, *last.values())
+    # A later start may have had an easier target, so not always the first event counts.
+    kept += [event for event in events if isinstance(event, TargetReached)]
+    ended = [event for event in events if isinstance(event, RunEnded)]
+    kept += [replace(e, message=e.message[:200], weights_sha256="") for e in ended[-1:]]
+    return tuple(kept)
 
 
 def _without_details(started: RunStarted) -> RunStarted:
@@ -195,7 +193,7 @@ def read(path: Path) -> list[PackedRun]:
         try:
             runs.append(_run_of(json.loads(line)))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)[:200]
             raise UsageError(f"{path}:{number}: not a packed run ({reason}). {_ADVICE}") from None
     return runs
 
@@ -213,7 +211,7 @@ def _text(path: Path) -> str:
             raise UsageError(f"{path}: unpacks to more than {MOST_BYTES / 1e6:g} MB. {_ADVICE}")
         return content.decode()
     except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)[:200]
         raise UsageError(f"{path}: damaged ({reason}). {_ADVICE}") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.config import TrainConfig, options
+from kfac_bench.config import TrainConfig, options, problem_file
 from kfac_bench.config.options import RESULT
 from kfac_bench.core.planning.estimate import RankCost, Traffic
 from kfac_bench.core.planning.ops import Message
 from kfac_bench.core.planning.plan import Stage
+from kfac_bench.data.problem import ProblemDataConfig
 from kfac_bench.record.text_file import write_text
 from kfac_bench.training.dry_run import DryRun
 from kfac_bench.training.run_directory import run_id
@@ -137,6 +138,14 @@ def to_json(run: DryRun) -> str:
     return json.dumps(as_dict(run), indent=1) + "\n"
 
 
+def _trained(run: DryRun) -> str:
+    """Return what is trained on which data: a problem file has a name of its own."""
+    config, shape = run.config, list(run.shape)
+    if isinstance(config.data, ProblemDataConfig) and config.data.file is not None:
+        return f"the problem {problem_file.title(config.data.file)} {shape}"
+    return f"{config.model.name} on {config.data.name} {shape}, task {config.task.name}"
+
+
 def describe(run: DryRun, *, by_layer: bool = False) -> str:
     """Return the text to print: what K-FAC adds comes first, then what this follows from.
 
@@ -148,8 +157,8 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
     lines = [
         "K-FAC: off (kfac=none)" if report is None else _verdict(run),
         "",
-        f"run {run_id(config)}: {config.model.name} on {config.data.name} {list(run.shape)}, "
-        f"task {config.task.name}, optimizer {config.optimizer.name}, batch {batch}{ranks}"
+        f"run {run_id(config)}: {_trained(run)}, optimizer {config.optimizer.name}, "
+        f"batch {batch}{ranks}"
         f"{f' in {parts} parts' if parts > 1 else ''}, {config.trainer.precision}",
         f"parameters {run.parameters:,} ({_bytes(4 * run.parameters)} in fp32)",
         f"forward and backward: {_flop(run.step_flops)} per step{' and rank' if ranks else ''}",

@@ -29,11 +29,13 @@ examples on any world size. All other options are those of kfac-train.
   per_rank_batch=32  examples of one rank in a step
   update_freq_at=N   number of ranks that kfac.update_freq and kfac.factor_update_freq belong to;
                      on other numbers of ranks, K-FAC's stages run as often per epoch
-  epoch_s=0          replaces the hardware file's seconds of an epoch beside its steps
+  epoch_s=N          seconds of an epoch beside its steps, in place of those of the hardware file
   examples=N         examples of an epoch (for data=imagefolder: those of ImageNet)
   epochs=90 kfac_epochs=55      epochs to solution without and with K-FAC
-  out=FILE.json      write every number; out=- prints them      svg=FILE.svg   draw the figure
-  --config-dir DIR   folder with more configuration files, laid out like conf/    --help
+  out=FILE.json      write every number; out=- prints them
+  svg=FILE.svg       draw the figure
+  --config-dir DIR   read more configuration files, laid out as in conf/
+  --help             print this text and stop
 """
 
 _OWN = {
@@ -57,7 +59,6 @@ _REPLACED = {
     "kfac.balance",
 }
 """Options of kfac-train that ``strategies=`` replaces."""
-_IMAGENET = 1_281_167
 _MOST_RANKS = 1 << 17
 """A plan names each rank in each of its operations, so its size grows with the ranks."""
 
@@ -199,7 +200,7 @@ def _training(own: Mapping[str, str], config: TrainConfig) -> Training | None:
     epochs = [real_number(name, own[name]) for name in ("epochs", "kfac_epochs")]
     examples = own["examples"]
     if not examples and config.data.name == "imagefolder":
-        examples = str(_IMAGENET)
+        examples = str(workload.IMAGENET_EXAMPLES)
     return Training(whole_number("examples", examples), *epochs) if examples else None
 
 

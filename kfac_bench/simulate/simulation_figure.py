@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kfac_bench.counted import counted
 from kfac_bench.report.figure_style import (
     PALETTE,
     REST,
@@ -47,8 +48,8 @@ def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None)
         steps.set_ylabel("milliseconds per step")
         use_log_heights(steps)
         _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s)
-        _title(shares, efficiency_finding(whole, examples), "")
-        shares.set_ylabel("scaling efficiency (%)")
+        _title(shares, efficiency_finding(whole, examples), _baseline(whole))
+        shares.set_ylabel("speed per rank (%)")
         shares.set_ylim(0, 105)
         _by_ranks(shares, whole, lambda cell: 100 * efficiency(cells, cell, examples))
         for axes in third:
@@ -61,11 +62,21 @@ def _title(axes: Axes, finding: str, subject: str) -> None:
     axes.set_title("\n".join(lines), loc="left")
 
 
+def _baseline(cells: Sequence[SimulatedCell]) -> str:
+    """Return the sentence that says which speed is 100 %."""
+    fewest = {
+        min(c.world_size for c in cells if c.variant == variant)
+        for variant in {cell.variant for cell in cells}
+    }
+    where = counted(fewest.pop(), "rank") if len(fewest) == 1 else "the fewest ranks of its line"
+    return f"100 % is the speed per rank at {where}"
+
+
 def _by_ranks(
     axes: Axes, cells: Sequence[SimulatedCell], height: Callable[[SimulatedCell], float]
 ) -> None:
     """Draw a line per variant. SGD is grey, because K-FAC is compared with it."""
-    use_powers_of_two(axes, "ranks", ranks_of(cells), "{:,}".format)
+    use_powers_of_two(axes, "number of ranks", ranks_of(cells), "{:,}".format)
     ends: list[EndLabel] = []
     variants = list(dict.fromkeys(cell.variant for cell in cells))
     coloured = [each for each in variants if each.strategy != SGD]
@@ -83,7 +94,8 @@ def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
     strategy = cells[0].variant.strategy
     mine = [cell for cell in cells if cell.variant.strategy == strategy]
     shares = sorted({c.variant.fraction or 0 for c in mine})
-    use_powers_of_two(axes, "grad_worker_fraction", shares, lambda f: f"1/{1 / f:g}")
+    label = "fraction of the ranks that precondition a layer (grad_worker_fraction)"
+    use_powers_of_two(axes, label, shares, lambda f: f"1/{1 / f:g}")
     ends: list[EndLabel] = []
     for i, ranks in enumerate(ranks_of(mine)):
         of_size = sorted(
@@ -94,9 +106,9 @@ def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
         ys = [100 * (s / least - 1) for s in more]
         colour = _line(axes, i, [c.variant.fraction or 0 for c in of_size], ys)
         ends.append(EndLabel(ys[-1], f"{ranks:,} ranks, {1e3 * least:.3g} ms", colour))
-    subject = f"what {strategy} adds to a step, and its least milliseconds"
+    subject = f"time that {strategy} adds to a step; labels: least time"
     _title(axes, fraction_finding(mine), subject)
-    axes.set_ylabel("% above its best fraction")
+    axes.set_ylabel("% above the least time")
     label_ends(axes, ends, _AXES_PT)
 
 

@@ -21,25 +21,25 @@ def ranks_of(cells: Sequence[SimulatedCell]) -> list[int]:
 
 
 def step_finding(cells: Sequence[SimulatedCell]) -> str:
-    """Return which K-FAC has the fastest step on the most ranks, beside SGD; "" without K-FAC."""
+    """Return which K-FAC has the fastest step at the most ranks, beside SGD; "" without K-FAC."""
     kfac, sgd = _on_most_ranks(cells)
     if not kfac:
         return ""
     best = min(kfac, key=lambda cell: cell.step_s)
-    words = f"On {_ranks(best.world_size)} {best.variant.label} is the fastest K-FAC"
+    words = f"At {_ranks(best.world_size)} {best.variant.label} is the fastest K-FAC strategy"
     words += f": {1e3 * best.step_s:.3g} ms per step"
     return words + "".join(f", SGD {1e3 * cell.step_s:.3g} ms" for cell in sgd)
 
 
 def efficiency_finding(cells: Sequence[SimulatedCell], examples: int | None) -> str:
-    """Return the efficiency on the most ranks; "" without K-FAC, or for one number of ranks."""
+    """Return the efficiency at the most ranks; "" without K-FAC, or for one number of ranks."""
     kfac, sgd = _on_most_ranks(cells)
     if not kfac or len(ranks_of(cells)) < 2:
         return ""
     shares = sorted(100 * efficiency(cells, cell, examples) for cell in kfac)
     least, most = (f"{share:.0f}" for share in (shares[0], shares[-1]))
     extent = most if least == most else f"{least} to {most}"
-    words = f"On {_ranks(kfac[0].world_size)} K-FAC has {extent} % of its throughput per rank"
+    words = f"At {_ranks(kfac[0].world_size)} K-FAC keeps {extent} % of the speed per rank"
     return words + "".join(f", SGD {100 * efficiency(cells, cell, examples):.0f} %" for cell in sgd)
 
 
@@ -52,9 +52,9 @@ def fraction_finding(cells: Sequence[SimulatedCell]) -> str:
     shares = {ranks: _text(cell.variant.fraction) for ranks, cell in best.items()}
     if len(set(shares.values())) == 1:
         each = "every number of ranks" if len(shares) > 1 else _ranks(next(iter(shares)))
-        return f"The fraction {next(iter(shares.values()))} is the best on {each}"
-    listed = ", ".join(f"{share} on {_ranks(ranks)}" for ranks, share in shares.items())
-    return f"The best fraction is {listed}"
+        return f"The fraction {next(iter(shares.values()))} is the fastest at {each}"
+    listed = ", ".join(f"{share} at {_ranks(ranks)}" for ranks, share in shares.items())
+    return f"The fastest fraction is {listed}"
 
 
 def _ranks(number: int) -> str:
@@ -68,7 +68,7 @@ def _text(fraction: float | None) -> str:
 def _on_most_ranks(
     cells: Sequence[SimulatedCell],
 ) -> tuple[list[SimulatedCell], list[SimulatedCell]]:
-    """Return the cells on the most ranks: those with K-FAC, and those without."""
+    """Return the cells at the most ranks: those with K-FAC, and those without."""
     most = max((cell.world_size for cell in cells), default=0)
     last = [cell for cell in cells if cell.world_size == most]
     kfac = [cell for cell in last if cell.variant.strategy != SGD]

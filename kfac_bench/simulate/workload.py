@@ -13,6 +13,8 @@ from kfac_bench.errors import UsageError
 from kfac_bench.simulate.step import Workload
 from kfac_bench.training import dry_run
 
+IMAGENET_EXAMPLES = 1_281_167
+"""Images of ImageNet's training set, which a simulation does not read."""
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TOP = {"parameters", "tensors", "step_flops_per_example", "family", "gradient_bytes", "layers"}
 _MOST_SIZE, _MOST_REPEATS = 1 << 40, 100_000

@@ -11,7 +11,7 @@ from typing import Any
 
 from kfac_bench.config import TrainConfig
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import DataChanged, RunStarted
+from kfac_bench.record.events import DataChanged, Resumed, RunStarted
 from kfac_bench.training import checkpoint, same_data
 from kfac_bench.training.checkpoint import Checkpoint
 from kfac_bench.training.record_check import RecordCheck
@@ -50,11 +50,15 @@ def begin(
     if own is not None:
         check = ranks.together(lambda: _check_record(trainer, directory, own))
         changed_options = ranks.together(lambda: directory.changed_options(config) if check else {})
+    # Before the first event: a run that cannot begin leaves no directory.
+    if saved is not None:
+        _restore(trainer, saved, is_own=own is not None)
     if own is None or (check is not None and check.lacks_start):
         trainer.log.emit(_first_event(config, trainer, directory, about))
-    trainer.report_faults()
     if saved is not None:
-        _restore(trainer, saved, about, changed_options)
+        now_s = trainer.clock.train_s()
+        trainer.log.emit(Resumed(trainer.step, now_s, str(saved.path), about, changed_options))
+    trainer.report_faults()
     if changed_data is not None:
         now_s = trainer.clock.train_s()
         trainer.log.emit(DataChanged(trainer.step, now_s, changed_data, trainer.fingerprint))
@@ -118,14 +122,16 @@ def _first_event(
     )
 
 
-def _restore(
-    trainer: Trainer,
-    saved: Checkpoint,
-    about: Mapping[str, Any],
-    changed_options: Mapping[str, Any],
-) -> None:
+def _restore(trainer: Trainer, saved: Checkpoint, *, is_own: bool) -> None:
+    last_step = trainer.course.max_steps
+    if saved.step >= last_step and not is_own:
+        raise UsageError(
+            f"resume: {saved.path} has {saved.step} steps, and this run ends after step "
+            f"{last_step}. Set a larger trainer.max_steps or trainer.max_epochs. To begin at step "
+            "0 with these weights, set model.weights in place of resume"
+        )
     try:
-        trainer.restore(saved, about, changed_options)
+        trainer.restore(saved)
     except ValueError as error:
         raise UsageError(f"resume: {error}") from None
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:

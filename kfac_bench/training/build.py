@@ -66,7 +66,7 @@ def build_kfac(
     if not config.enabled:
         return None
     keywords = {k: v for k, v in asdict(config).items() if k not in NOT_KEYWORDS_OF_KFAC}
-    keywords["state_dtype"] = DTYPES[config.state_dtype]
+    keywords["state_dtype"] = TORCH_DTYPES[config.state_dtype]
     if config.adaptive_damping:
         keywords["damping"] = _adaptive_damping(config)
     keywords |= _changing(config, steps_per_epoch)
@@ -76,8 +76,8 @@ def build_kfac(
         raise UsageError(f"kfac: {error}") from None
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes by the names that the options use."""
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By name of ``kfac.state_dtype``."""
 
 NOT_KEYWORDS_OF_KFAC = (
     "enabled",

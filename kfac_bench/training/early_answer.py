@@ -66,7 +66,9 @@ def _is_finished(config: TrainConfig) -> bool:
 
 def _check_paths(config: TrainConfig) -> None:
     data = config.data
-    named = {"resume": config.resume, "model.weights": config.model.weights}
+    named = {"model.weights": config.model.weights}
+    if not RunDirectory(config).has_checkpoints():  # else the run continues from its own
+        named["resume"] = config.resume
     if isinstance(data, FilesConfig) and data.root != "demo":
         named["data.root"] = data.root
     for option, path in named.items():

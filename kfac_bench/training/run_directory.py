@@ -22,7 +22,7 @@ from kfac_bench.config import TrainConfig, compose, options, problem_file
 from kfac_bench.config.options import RECORD, RESULT
 from kfac_bench.config.roles import declared
 from kfac_bench.data.problem import ProblemDataConfig
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 from kfac_bench.output import say
 from kfac_bench.record import checkpoint_folder, run_lock
 from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
@@ -86,7 +86,8 @@ class RunDirectory:
             UsageError: Another process writes to the directory, it holds a run of another
                 configuration, or it cannot be made.
         """
-        is_new = not self.path.exists()
+        # Path.exists() would raise an error below a folder that this user must not search.
+        is_new = not os.path.exists(self.path)
         may_be_restart = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
         patience_s = _RESTART_PATIENCE_S if may_be_restart else _PATIENCE_S
         with run_lock.locked(self.path, patience_s, say):
@@ -110,7 +111,7 @@ class RunDirectory:
                 checkpoints continues on a full disk, because its record has the same content.
         """
         path = self.path / name
-        continues = _has_checkpoints(self.path)
+        continues = self.has_checkpoints()
         try:
             # A power cut can leave an empty file.
             if continues and path.exists() and path.stat().st_size:
@@ -160,6 +161,10 @@ class RunDirectory:
                 "folder that all nodes share"
             )
 
+    def has_checkpoints(self) -> bool:
+        """Return whether the run has a checkpoint, good or damaged."""
+        return bool(checkpoint_folder.steps(self.path / "checkpoints"))
+
     def changed_options(self, config: TrainConfig) -> dict[str, Any]:
         """Return the options that differ from those of the run's first start, by dotted names."""
         old = self._first_options()
@@ -173,7 +178,7 @@ class RunDirectory:
         """
         path = self.path / _CONFIG
         has_events = self.events.is_file() and self.events.stat().st_size > 0
-        if not has_events and not _has_checkpoints(self.path):
+        if not has_events and not self.has_checkpoints():
             return {}
         try:
             text = read_own(path).decode()
@@ -195,10 +200,9 @@ class RunDirectory:
             found = OmegaConf.to_container(OmegaConf.create(text))
             return _flat(found) if isinstance(found, dict) else {}
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UsageError(
-                f"{path}: cannot be read ({reason}). Remove the file: {EVENTS_FILE} has the same "
-                "options, and the next start writes the file again"
+                f"{path}: cannot be read ({first_line(error)}). Remove the file: {EVENTS_FILE} has "
+                "the same options, and the next start writes the file again"
             ) from None
 
     def _check_same_run(self, config: TrainConfig) -> None:
@@ -241,7 +245,3 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + str(key)] = value
     return flat
-
-
-def _has_checkpoints(path: Path) -> bool:
-    return bool(checkpoint_folder.steps(path / "checkpoints"))

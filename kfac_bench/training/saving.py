@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kfac_bench.config import TrainerConfig
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.errors import RunFailedError
+from kfac_bench.errors import RunFailedError, UsageError
+from kfac_bench.record import checkpoint_folder
 from kfac_bench.training.checkpoint import SavedCheckpoint, ValidationMetric, Writer
 
 CHECKPOINT_INTERVAL_S = 60.0
@@ -30,7 +31,7 @@ class Saving:
         steps_per_epoch: int,
         before_commit: Callable[[], None],
     ) -> None:
-        self._ranks = ranks
+        self._directory, self._ranks = directory, ranks
         self._freq, self._steps_per_epoch = config.checkpoint_freq, steps_per_epoch
         self._writer = Writer(directory, ranks, config.keep_last, config.keep_best, before_commit)
         self.step = -1
@@ -41,6 +42,13 @@ class Saving:
     def set_metric(self, step: int, metric: ValidationMetric) -> None:
         """Note the metric of the weights after `step`. trainer.keep_best compares metrics."""
         self._metric = (step, metric)
+        if step == self.step and self._ranks.is_main:
+            # A run that was interrupted in this evaluation saved before it. With resume=PATH the
+            # checkpoint is another run's, and this folder has none.
+            with suppress(OSError, ValueError, UsageError):
+                checkpoint_folder.add_metric(
+                    checkpoint_folder.path_of(self._directory, step), metric
+                )
 
     def is_due(self, step: int) -> bool:
         """Return whether it is time for a checkpoint."""

@@ -5,11 +5,10 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,6 @@ from kfac_bench.record.events import (
     Clock,
     Evaluated,
     Predicted,
-    Resumed,
     RunEnded,
     TargetReached,
     Trained,
@@ -130,17 +128,21 @@ class Trainer:
 
     def fit(self) -> str:
         """Train, and return the status of the final :class:`RunEnded` event."""
-        with self.stop.listening(), self._watchdog.watching():
-            try:
-                status, message = self._fit_and_save()
-            except BaseException as error:  # of this rank alone: other ranks may be gone
-                if isinstance(error, Exception):
-                    self._saving.close()
-                self._record_error(error)
-                raise
-        self.clock.stop()
-        digest = "" if self._is_spoilt else weights_sha256(self._bare)
-        self.log.emit(RunEnded(self.step, self.clock.train_s(), status, message, digest))
+        # A signal must not end this process before its last event is written.
+        with self.stop.listening():
+            with self._watchdog.watching():
+                try:
+                    status, message = self._fit_and_save()
+                except BaseException as error:  # of this rank alone: other ranks may be gone
+                    if isinstance(error, Exception):
+                        self._saving.close()
+                    self._record_error(error)
+                    raise
+            self.clock.stop()
+            digest = "" if self._is_spoilt else weights_sha256(self._bare)
+            # The other ranks may have failed elsewhere, so a failed run sends no more messages.
+            train_s = self.clock.train_s() if status == "failed" else self._slowest_train_s()
+            self.log.emit(RunEnded(self.step, train_s, status, message, digest))
         if status != "failed" and (problem := self._problem()):
             self.say(problem)
             return "failed"  # the record lacks its last event
@@ -226,7 +228,14 @@ class Trainer:
 
     def _time_is_up(self) -> bool:
         limit = self.config.max_train_s
-        return limit is not None and self.ranks.max(self.clock.train_s()) >= limit
+        return limit is not None and self._slowest_train_s() >= limit
+
+    def _slowest_train_s(self) -> float:
+        """Return the largest training clock of all ranks. All ranks call this.
+
+        The clock of rank 0 pauses while it writes events, and the others wait for rank 0 then.
+        """
+        return self.ranks.max(self.clock.train_s())
 
     def _batches(self) -> Iterator[Batch]:
         """Yield the batches of all remaining updates, on the device."""
@@ -358,7 +367,7 @@ class Trainer:
         if self._stopping:
             return False
         with self._outside_training(), progress.task("evaluation", self._feed.evaluated):
-            train_s = self.ranks.max(self.clock.train_s())
+            train_s = self._slowest_train_s()
             if self.config.check_ranks:
                 agreement.check(self._bare, self.kfac, self.ranks, self.step)
             self.ranks.share_buffers(self._bare)
@@ -439,7 +448,7 @@ class Trainer:
             if not self._state.is_finite():
                 raise RunFailedError(f"a weight is not finite after step {self.step}")
             self.ranks.share_buffers(self._bare)
-            shard = self._state.shard(self.clock.train_s(), self._owes_evaluation)
+            shard = self._state.shard(self._slowest_train_s(), self._owes_evaluation)
             if self.ranks.is_main:
                 shard["data"] = self.fingerprint
             if self.log.record is not None:
@@ -461,18 +470,8 @@ class Trainer:
                 )
             )
 
-    def restore(
-        self,
-        saved: Checkpoint,
-        environment: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Continue from a checkpoint, which any number of ranks may have written.
-
-        Args:
-            saved: The checkpoint.
-            environment: Versions and hardware of this start, for the record.
-            options: The options that this start changed, for the record.
+    def restore(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint, which any number of ranks may have written.
 
         Raises:
             ValueError: The checkpoint does not fit the run.
@@ -480,5 +479,3 @@ class Trainer:
         train_s, self._owes_evaluation = self._state.load(saved)
         self.clock.set(train_s)
         self.step = self._saving.step = saved.step
-        about = (environment or {}, options or {})
-        self.log.emit(Resumed(self.step, self.clock.train_s(), str(saved.path), *about))

@@ -18,7 +18,7 @@ from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import UsageError
 from kfac_bench.tasks.task import Task
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of autocast, by ``trainer.precision``; None for no autocast."""
 
 
@@ -65,7 +65,7 @@ class Update:
         ranks, self._backend, self._stand_in = backend.ranks, backend, stand_in
         self._world_size, self._batch_size = ranks.world_size, config.batch_size
         self._weight = 1.0  # of this rank's mean loss in the mean loss of the last batch
-        self._device, self._dtype = ranks.device, DTYPES[config.precision]
+        self._device, self._dtype = ranks.device, AUTOCAST_DTYPES[config.precision]
         self.scaler = GradScaler(self._device.type, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate
         if config.accumulate > max(1, config.batch_size // ranks.world_size):

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import forked, grid, local_process, schema
+from kfac_bench.benchmark import forked, grid, local_process, run_end, schema
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose, conf_files
@@ -112,6 +112,12 @@ def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
     assert len(str(caught.value).splitlines()) == 1
 
 
+TUNED = (
+    "title: x\naxes: {{optimizer: [b]}}\noverrides: [x]\ntuning: {{overrides: [x], "
+    "trials: {trials}, seeds: {seeds}, experiment: e, space: {{{name}: {{}}}}}}\n"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
@@ -119,6 +125,11 @@ def test_an_unknown_name_gives_an_error_with_all_benchmarks(name):
         ("title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [many]\n", "many"),
         ("title: [\n", "broken.yaml"),
         ("title: x\n", "broken.yaml"),
+        (TUNED.format(trials=0, seeds=[1], name="b"), "tuning: needs at least one trial"),
+        (TUNED.format(trials=1, seeds=[], name="b"), "tuning: needs at least one trial, and seeds"),
+        (TUNED.format(trials=1, seeds=[3, 3], name="b"), "and seeds that differ"),
+        (TUNED.format(trials=1, seeds=[3], name="c"), "the space has no optimizer b"),
+        ("extends: broken\n", "extends: this benchmark extends itself"),
         ("extends: nothing\n", "extends: nothing: no such benchmark; choose one of broken"),
     ],
 )
@@ -140,6 +151,20 @@ def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
     assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
     assert twice.axes == contest.axes | {"task": twice.axes["task"]}
     assert twice.held_out == []
+
+
+def test_a_benchmark_may_extend_one_that_extends_another(tmp_path, monkeypatch):
+    (tmp_path / "benchmark").mkdir()
+    for name, text in {
+        "first": "title: x\naxes: {a: [b]}\noverrides: [x]\nseeds: [1, 2]\n",
+        "second": "extends: first\nseeds: [3]\n",
+        "third": "extends: second\ntitle: y\n",
+    }.items():
+        (tmp_path / "benchmark" / f"{name}.yaml").write_text(text)
+    for module in (compose, conf_files):
+        monkeypatch.setattr(module, "CONF_DIR", tmp_path)
+    found = schema.load("third")
+    assert (found.title, found.axes, found.seeds) == ("y", {"a": ["b"]}, [3])
 
 
 # ---- running cells ----
@@ -185,21 +210,22 @@ def test_a_failed_cell_is_recorded_and_not_run_again_without_retry(tmp_path, sta
         assert grid.run_cells(cells, said.append) == 2
     assert len(started) == 2, "tried again unasked"
     assert said[2].endswith("seed 0: failed: kfac-train: it broke (exit code 1) (before)")
-    assert grid.failure(cells[0].path()) == "kfac-train: it broke (exit code 1)"
+    assert run_end.failure(cells[0].path()).reason == "kfac-train: it broke (exit code 1)"
     assert grid.run_cells(cells, said.append, retry=True) == 2
     assert len(started) == 4
     write_run(cells[0], "reached", 4)  # by hand, in the meantime
-    assert grid.failure(cells[0].path()) is None
+    assert run_end.failure(cells[0].path()) is None
     assert grid.run_cells(cells, said.append) == 1
     assert len(started) == 4
 
 
-def test_an_interrupted_run_continues_at_the_next_start(tmp_path, started, monkeypatch):
+@pytest.mark.parametrize("code", [143, 138])  # SIGTERM; SIGUSR1, with which Slurm gives notice
+def test_an_interrupted_run_continues_at_the_next_start(tmp_path, started, monkeypatch, code):
     [cell] = grid.cells(small(), str(tmp_path))[:1]
     with monkeypatch.context() as stopped:
-        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
-        assert grid.run_cell(cell) == (False, "interrupted: kfac-train: bye (exit code 143)")
-    assert grid.failure(cell.path()) is None
+        stopped.setattr(forked, "train", lambda overrides: (code, "bye"))
+        assert grid.run_cell(cell) == (False, f"interrupted: kfac-train: bye (exit code {code})")
+    assert run_end.failure(cell.path()) is None
     grid.run_cell(cell)
     assert len(started) == 1
 
@@ -213,7 +239,7 @@ def test_a_cell_fails_if_the_run_that_it_starts_from_fails(tmp_path, started):
         "failed: first, which it starts from, failed: kfac-train: it broke (exit code 1)"
     )
     assert [call[-1] for call in started] == ["run_id=first"]
-    assert grid.failure(cell.path()) == said.removeprefix("failed: ")
+    assert run_end.failure(cell.path()).reason == said.removeprefix("failed: ")
     write_run(first)
     grid.run_cell(cell, retry=True)
     assert [call[-1] for call in started] == ["run_id=first", f"run_id={cell.path().name}"]

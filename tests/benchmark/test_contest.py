@@ -28,7 +28,7 @@ from kfac_bench.benchmark.sitting import Sitting, open_sitting
 from kfac_bench.cli import contest_command
 from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import RunEnded, TargetReached
+from kfac_bench.record.events import RunEnded, RunStarted, TargetReached
 from kfac_bench.record.packed_runs import PackedRun
 from tests.benchmark.test_bench import write_run
 from tests.support.configs import quick_load
@@ -250,6 +250,9 @@ def test_a_failed_process_is_a_miss_that_is_kept(lab, monkeypatch):
         "sgd": [INF, INF],
         "adamw": [INF, INF],
     }
+    lab.run(benchmark, minutes=1, retry=True)
+    assert len(lab.trained) == 2, "a failed cell ran again after the time"
+    assert lab.said[-1].startswith("time is up: 6 of 8 cells are left")
     lab.run(benchmark, retry=True)
     assert not any(run.failure for run in lab.store("table").runs("digits/resnet", "table"))
 
@@ -389,6 +392,8 @@ def test_held_out_tasks_have_no_say_in_self_tuning(lab):
     ]
     with pytest.raises(UsageError, match="sgd on digits/autoencoder: a trial of seed 1 is missing"):
         self_tune.self_tune("contest", contest(), runs_dir, lab.out, print, sitting)
+    with pytest.raises(UsageError, match="contest: every task is held out"):
+        self_tune.self_tune("contest", contest(held_out=TASKS), runs_dir, lab.out, print, sitting)
     with pytest.raises(UsageError, match="name them by --results"):
         self_tune.self_tune(
             "contest", contest(), "runs", lab.out, print, Sitting(contest(), lab.out, print)
@@ -436,6 +441,23 @@ def test_a_contest_that_is_not_complete_says_so(lab):
     assert any("Not run yet, and not counted: digits/autoencoder" in n for n in scores.notes)
 
 
+def test_an_optimizer_that_died_on_a_task_keeps_its_name_there(lab):
+    benchmark = contest(tuning=None)
+    store = lab.store("table")
+    for task in TASKS:
+        for optimizer in ("sgd", "adamw"):
+            run = packed(optimizer, task, 10, 2.0)
+            label = {"label": optimizer.upper()}
+            started = RunStarted(0, 0.0, "a", "x", True, label, {})
+            store.add(replace(run, events=(started, *run.events)))
+    dead = replace(packed("sgd", TASKS[0], 10, INF), events=(), failure="no memory")
+    store.add(dead)
+    times = contest_tables.load(benchmark, store).times()
+    assert [*times] == TASKS
+    assert times[TASKS[0]] == {"SGD": [INF], "ADAMW": [2.0]}
+    assert times[TASKS[1]] == {"SGD": [2.0], "ADAMW": [2.0]}
+
+
 def test_a_later_run_replaces_one_with_the_same_key(lab):
     store = lab.store("table")
     store.add(packed("sgd", TASKS[0], 10, 2.0))
@@ -447,6 +469,14 @@ def test_speeds_without_a_finished_baseline_are_not_scaled():
     died = replace(packed("sgd", "a", 1, INF), kind="baseline", events=(RunEnded(1, 2, "failed"),))
     assert machine_speed.factors([died]) == {}
     assert machine_speed.comparable_time_s(packed("sgd", "a", 1, 2.5), {}) == 2.5
+
+
+def test_a_negative_time_of_a_damaged_clock_makes_no_score_above_1(lab):
+    store = lab.store("table")
+    store.add(packed("sgd", TASKS[0], 10, -1.0))
+    store.add(packed("adamw", TASKS[0], 10, 2.0))
+    [scores, *_] = contest_tables.tables(contest_tables.load(contest(), store))
+    assert [row[1] for row in scores.rows] == ["1 (1 to 1)", "0 (0 to 0)"]
 
 
 # ---- commands ----

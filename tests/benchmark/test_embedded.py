@@ -1,6 +1,7 @@
 """The embedded tasks: real data without a download, from Python's reference and scikit-image."""
 
 import math
+import re
 import socket
 
 import numpy as np
@@ -55,9 +56,18 @@ def test_held_out_topics_are_not_trained_on():
     assert len(train_rows & held_out) <= 0.02 * len(held_out)  # a phrase may stand in two topics
 
 
+def largest_allowed(error):
+    """Return the number that the message tells the user to set."""
+    return int(re.search(r"to (\d+) or less$", str(error.value))[1])
+
+
 def test_a_window_longer_than_the_text_is_refused():
-    with pytest.raises(UsageError, match=r"data.sequence_length=1000000: no topic"):
+    with pytest.raises(UsageError, match=r"data.sequence_length=1000000: no topic") as error:
         pydoc.load(1_000_000)
+    most = largest_allowed(error)
+    assert pydoc.load(most).train_size > 0
+    with pytest.raises(UsageError):
+        pydoc.load(most + 1)
 
 
 # ---- pictures ----
@@ -91,8 +101,12 @@ def test_pictures_held_out_are_not_trained_on():
 
 
 def test_a_patch_larger_than_the_pictures_is_refused():
-    with pytest.raises(UsageError, match=r"data.image_size=5000: scikit-image's pictures"):
+    with pytest.raises(UsageError, match=r"data.image_size=5000: scikit-image's pictures") as error:
         pictures.load(5000)
+    most = largest_allowed(error)
+    assert pictures.load(most).train_size > 0
+    with pytest.raises(UsageError):
+        pictures.load(most + 1)
 
 
 def test_without_scikit_image_the_error_names_the_package(monkeypatch):

@@ -199,6 +199,16 @@ def test_times_are_compared_with_the_best_first_order_optimizer(tmp_path):
     ]
 
 
+def test_without_a_first_order_optimizer_that_met_the_target_no_time_is_compared(tmp_path):
+    write_run(tmp_path / "sgd", optimizer__name="sgd")
+    write_run(tmp_path / "kfac", *reached(4, 1.0), kfac__enabled=True)
+    table = pp.times_table(score.group(score.load(file) for file in runs.find(tmp_path)))
+    assert [(row[1], row[4], row[-1]) for row in table.rows] == [
+        ("SGD", INF, None),
+        ("K-FAC + SGD", 1.0, None),
+    ]
+
+
 def test_kfac_bench_profile_prints_tables_and_draws_the_figure(tmp_path, capsys):
     for task, target in (("a", 0.9), ("b", 0.95)):
         write_run(tmp_path / "runs" / f"{task}sgd", *reached(8, 4.0), trainer__target=target)

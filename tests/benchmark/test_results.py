@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import figure, grid, measures, paper, schema, sheet, suite
+from kfac_bench.benchmark import figure, grid, measures, paper, run_end, schema, sheet, suite
 from kfac_bench.benchmark.result import Measured, _beside
 from kfac_bench.benchmark.schema import (
     Benchmark,
@@ -97,7 +97,7 @@ def row(tmp_path_factory):
         write(cells["SGD", seed], value, reached_s=4.0 + seed)
     write(cells["K-FAC", 0], 0.9, reached_s=4.0)
     write(cells["K-FAC", 1], 0.4)
-    grid.record_failure(cells["K-FAC", 2], "x", "out of memory", -9)
+    run_end.record_failure(cells["K-FAC", 2], "x", "out of memory", -9)
     assert [cell.run() for cell in found.computed] == [(True, "computed")]
     return found
 
@@ -224,6 +224,8 @@ def test_measures_of_a_run(tmp_path):
         trained(4, 3.1, 2.0, Decompose=0.7, ShareGradients=0.004),
     ]
     run = write(tmp_path, 0.9, 4.0, world_size=2, trained=events, target=0.5, metrics={"mAP": 0.25})
+    damaged = write(tmp_path / "damaged", 0.9, 4.0, world_size=0, trained=events, target=0.5)
+    assert math.isnan(measures.measure(damaged, "examples_per_s_per_rank", 0.5))
     got = {
         name: measures.measure(run, name, 0.5)
         for name in (
@@ -349,7 +351,7 @@ def test_a_matrix_has_the_shape_of_the_papers_table(row):
 
 def test_a_report_of_failed_cells_names_no_figure_that_is_not_there(row, tmp_path):
     cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
-    grid.record_failure(cell.path(), "x", "out of memory", -9)
+    run_end.record_failure(cell.path(), "x", "out of memory", -9)
     curved = Benchmark(**(vars(ROW) | {"curves": True}))
     written = paper.write(
         replace(row, benchmark=curved, cells=[cell], computed=[], folder=tmp_path)
@@ -361,7 +363,7 @@ def test_a_report_of_failed_cells_names_no_figure_that_is_not_there(row, tmp_pat
 
 def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
     cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
-    grid.record_failure(cell.path(), "x", "first, which it starts from, failed", has_run=False)
+    run_end.record_failure(cell.path(), "x", "first, which it starts from, failed", has_run=False)
     (attempt,) = suite.attempts(replace(row, cells=[cell], computed=[]))
     (shown,) = sheet.attempts([attempt], tmp_path).rows
     assert shown[1] == "not run"

@@ -14,6 +14,7 @@ from kfac_bench.benchmark import (
     measures,
     phases,
     plan_cells,
+    run_end,
     schema,
     simulated,
     slurm_submit,
@@ -254,7 +255,7 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
     assert first.run() == (True, "computed (before)")
     assert other.run() == (False, "failed: no such machine")
     assert len(calls) == 2
-    assert grid.failure(other.path()) == "no such machine"
+    assert run_end.failure(other.path()).reason == "no such machine"
     assert first.path() != other.path()
     assert list(first.path().iterdir()) == [first.path() / "events.jsonl"]
 
@@ -266,14 +267,28 @@ def test_cells_with_too_many_ranks_are_not_started(tmp_path):
 
 
 def test_kfac_bench_accepts_the_command_of_the_next_wave(tmp_path, monkeypatch):
-    behind = []
-    monkeypatch.setattr(
-        slurm_submit, "submit", lambda commands, after, *_: behind.append(after) or ["1"]
-    )
+    behind, sent = [], []
+
+    def submit(commands, after, *_):
+        sent.extend(commands)
+        behind.append(after)
+        return ["1"]
+
+    monkeypatch.setattr(slurm_submit, "submit", submit)
     row = suite.row("table3_bert_lamb", "smoke", (), str(tmp_path / "r"), [0])
     words = ["profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
     jobs.submit(row, words, 0, ["--partition=debug"])
     (command,) = {tuple(after) for after in behind if after != ["true"]}
     options = build_parser().parse_args(command[1 + len(jobs.KFAC_BENCH) :])
     assert (options.command, options.wave, options.sbatch) == ("run", 1, "--partition=debug")
-    assert (options.words, options.seeds) == (["profile=smoke"], [0])
+    assert (options.words, options.seeds, options.retry) == (["profile=smoke"], [0], False)
+    before = [*sent]
+    for cell in jobs.waves(row)[0]:
+        run_end.record_failure(cell.path(), cell.label, "it broke")
+    sent.clear()
+    jobs.submit(row, words, 0, [])
+    assert sent == []
+    behind.clear()
+    jobs.submit(row, words, 0, [], retry=True)
+    assert sent == before
+    assert build_parser().parse_args(behind[-1][1 + len(jobs.KFAC_BENCH) :]).retry

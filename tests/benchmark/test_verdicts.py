@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kfac_bench.benchmark import grid, paper, schema, suite, verdict
+from kfac_bench.benchmark import paper, run_end, schema, suite, verdict
 from kfac_bench.benchmark.claim import Check, Claim
 from kfac_bench.benchmark.result import Line, Measured
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Quantity
@@ -109,7 +109,7 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
     write(cells["SGD", 2], 0.7)  # a level that K-FAC does not reach
     assert verdicts(row)[0] == "not decided"
     (cells["SGD", 2] / "events.jsonl").unlink()
-    grid.record_failure(cells["SGD", 2], "x", "out of memory")
+    run_end.record_failure(cells["SGD", 2], "x", "out of memory")
     judged = verdict.table([row]).rows[0]
     assert judged[1:] == [
         "not testable here",

@@ -13,10 +13,10 @@ import yaml
 
 import kfac_bench
 from kfac_bench import cli
-from kfac_bench.cli import train_command
+from kfac_bench.cli import sweep, train_command
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose
-from kfac_bench.errors import LostRanksError, UsageError
+from kfac_bench.errors import LostRanksError, OneRankError, UsageError
 from kfac_bench.output import say
 from kfac_bench.record.events import RunEnded, RunStarted, Trained, read
 from kfac_bench.simulate import plan_report
@@ -254,6 +254,23 @@ def test_bad_input_that_only_the_run_detects_is_one_line(tmp_path, capsys, overr
     assert list(tmp_path.iterdir()) == []  # kfac-bench compare runs/* must find complete runs only
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("train", ["runs_dir={}"]),
+        ("train", ["--config-dir={}"]),
+        ("bench", ["compare", "{}"]),
+        ("bench", ["runs", "list", "--runs-dir={}"]),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_one_line(name, words, capsys):
+    path = "x" * 300  # as a folder that this user must not search, which the root of CI may
+    with pytest.raises(SystemExit) as caught:
+        getattr(cli, name)([word.format(path) for word in words])
+    assert caught.value.code == 2
+    assert "cannot be used (File name too long)\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_only_rank_0_prints_an_error(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
@@ -267,7 +284,6 @@ def test_only_rank_0_prints_an_error(monkeypatch, capsys):
     ("overrides", "is_said"),
     [
         (["model=resnet50", "kfac.update_freq=500"], True),
-        (["data.root=FOLDER"], True),  # digits ignore a folder
         (["data=digits"], False),
         (["experiment=digits/resnet_kfac"], False),
         (["model=resnet50", "data=imagefolder", "data.root=FOLDER"], False),
@@ -454,6 +470,18 @@ def test_a_sweep_makes_one_run_for_each_value(swept):
     runs = [read(p) for p in sorted((folder / "runs").iterdir())]
     assert sorted(r[0].config["seed"] for r in runs) == [0, 1]
     assert all(r[-1].status == "finished" and r[-1].step == 3 for r in runs)
+
+
+def test_on_several_ranks_an_error_of_one_rank_ends_its_sweep(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("kfac_bench.cli.entry.RANK_0_SPEAKS_S", 0)
+
+    def train(config):
+        raise OneRankError("a file of this rank is damaged")
+
+    with pytest.raises(OneRankError):  # kfac-train then prints the line on this rank
+        sweep.run(["seed=0,1"], None, train)
 
 
 def test_a_sweep_leaves_no_stray_files(swept):

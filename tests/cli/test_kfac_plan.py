@@ -22,6 +22,7 @@ from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.backends.ddp import DDP
 from kfac_bench.distributed.ranks import Ranks
+from tests.support import ROOT
 from tests.support.distributed import run_ranks
 from tests.support.runs import CPU, trainer_of
 from tests.support.training import make_kfac, my_part, sgd, train_step
@@ -417,6 +418,12 @@ def test_out_dash_prints_json_alone(capsys):
 
 def test_without_kfac_the_text_says_off(capsys):
     assert "K-FAC: off" in plan_here(capsys, "world_size=2", "out=null", "kfac=none")[1]
+
+
+def test_a_problem_is_named_after_its_file(capsys):
+    file = ROOT / "examples" / "problems" / "digits.py"
+    text = plan_here(capsys, f"problem={file}", "out=null")[1]
+    assert ": the problem digits [1, 8, 8], optimizer sgd, batch 128, fp32\n" in text
 
 
 def test_help_prints_the_usage(capsys):

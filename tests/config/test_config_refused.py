@@ -111,6 +111,7 @@ BAD = [
     ("kfac.damping=${nope}", "nope"),
     ("run_id=${oc.env:KFAC_BENCH_NO_SUCH}", "KFAC_BENCH_NO_SUCH"),
     ("data.root=a\x1b[31mb", "data.root"),
+    ("data.root=demo", "data.root=demo: data=digits reads no folder. Remove data.root, or choose"),
 ]
 
 
@@ -352,3 +353,8 @@ def test_arbitrary_experiment_files_compose_or_are_refused(tmp_path_factory, tre
     (folder / "experiment").mkdir(parents=True, exist_ok=True)
     (folder / "experiment" / "any.yaml").write_text(HEAD + yaml.safe_dump(tree))
     composes_or_is_refused(["experiment=any"], folder)
+
+
+def test_nesterov_needs_momentum():
+    text = refused(["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"])
+    assert "optimizer.nesterov=true with optimizer.momentum=0: it is a variant of momentum" in text

@@ -47,7 +47,7 @@ def test_kfac_defaults_are_equal_to_those_of_the_core():
     assert ours.pop("damping_decay_epochs") == []
     assert ours.pop("interval_growth_epochs") == []
     del ours["damping_decay"], ours["interval_growth"]
-    ours["state_dtype"] = build.DTYPES[ours["state_dtype"]]
+    ours["state_dtype"] = build.TORCH_DTYPES[ours["state_dtype"]]
     assert ours == keywords
     assert asdict(DEFAULT.kfac) == asdict(KFACConfig()), "conf/kfac/comm_opt.yaml says otherwise"
 
@@ -58,9 +58,9 @@ def test_choices_are_equal_to_those_of_the_core():
     assert validation.CHOICES["weight_sharing"] == config.WEIGHT_SHARING
     assert validation.CHOICES["factor_init"] == config.FACTOR_INITS
     assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP
-    assert list(config.PRECISIONS) == list(update.DTYPES)
-    assert list(config.PRECISIONS) == list(build.DTYPES)
-    assert tuple(build.DTYPES.values()) == validation.CHOICES["state_dtype"]
+    assert list(config.PRECISIONS) == list(update.AUTOCAST_DTYPES)
+    assert list(config.PRECISIONS) == list(build.TORCH_DTYPES)
+    assert tuple(build.TORCH_DTYPES.values()) == validation.CHOICES["state_dtype"]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_the_command_line_wins_over_a_profile():
     [
         (["profile=smoke"], "profile=smoke: only an experiment has profiles; set experiment=NAME"),
         (["experiment=kaisa_unet_lgg", "profile=smok"], "profile=smok: choose one of smoke, one"),
+        (["profile=paper", "profile=smoke"], "profile=paper and profile=smoke: name one profile"),
         (["experiment=lgg/unet", "profile=smoke"], "experiment=lgg/unet has no profiles; leave"),
         (["experiment=mine", "profile=paper"], "no such profile; it has smoke"),
         (["experiment=kaisa_unet", "profile=smoke"], "no such experiment; did you mean kaisa_u"),

@@ -502,6 +502,7 @@ def test_few_inputs_and_gradients_wait_for_the_thread():
         kfac.step()
 
 
+@pytest.mark.filterwarnings("ignore:K-FAC. preconditioning takes about")  # layers must be large
 def test_the_state_is_complete_after_detach():
     """A framework saves its last checkpoint after it has removed the callback."""
     model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(3)))

@@ -95,6 +95,12 @@ CASES = {
             "6": ((4, 4, 4, 4, 4, 4, 4, 4, 4, 5), ()),
         },
     ),
+    "bias alone": (
+        lambda: nn.Sequential(nn.Conv2d(6, 3, 1)),
+        lambda: torch.randn(N, 6, 2, 2),
+        2,
+        {"0": ((2, 2, 2, 1), (2, 1))},
+    ),
     "embedding": (
         Tokens,
         lambda: torch.randint(7, (N, 4)),

@@ -37,6 +37,14 @@ def test_the_damping_stays_within_its_limits():
         assert damping.value == value
 
 
+def test_a_long_interval_moves_the_damping_to_its_limits():
+    damping = LevenbergMarquardt(interval=20_000)  # 0.95**20000 is 0 in floating point
+    damping.update(1.0, -1.0)
+    assert damping.value == damping.most
+    damping.update(-1.0, -1.0)
+    assert damping.value == damping.least
+
+
 def test_a_step_without_gradients_says_nothing_about_the_damping():
     model, damping = nn.Sequential(nn.Linear(3, 2)), LevenbergMarquardt(initial=0.1, interval=1)
     kfac = kfac_of(model, damping=damping)

@@ -309,36 +309,54 @@ def test_no_update_is_longer_than_the_clip_allows(lr):
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "first"),
     [
-        {},
-        {"background": True},
-        {"state_dtype": torch.bfloat16},
-        {"state_dtype": torch.float16, "background": True},
+        ({}, 3),
+        ({"background": True}, 3),
+        ({"background": True}, 2),
+        ({"state_dtype": torch.bfloat16}, 3),
+        ({"state_dtype": torch.float16, "background": True}, 3),
     ],
-    ids=["default", "background", "bfloat16", "background, float16"],
+    ids=["default", "background", "background, early", "bfloat16", "background, float16"],
 )
-def test_a_resumed_run_is_the_same_bit_by_bit(more):
-    """Saved after step 3, when decompositions in the background have begun and are not in use."""
+def test_a_resumed_run_is_the_same_bit_by_bit(more, first):
+    """At step 3 decompositions in the background have begun that are not in use.
+
+    At step 2 some layers have no decomposition yet, but moments.
+    """
     options = {"weight_decay": 0.1, "kfac": {"update_freq": 2, "factor_update_freq": 1} | more}
     model = Net()
     optimizer = eigen_adam(model, LR, **options)
-    for i in range(3):
+    for i in range(first):
         step(model, optimizer, i)
     saved = copy.deepcopy(
         (model.state_dict(), optimizer.state_dict(), optimizer.preconditioner.state_dict())
     )
-    for i in range(3, 8):
+    for i in range(first, 8):
         step(model, optimizer, i)
     again = Net()
     again.load_state_dict(saved[0])
     resumed = eigen_adam(again, LR, **options)
     resumed.load_state_dict(saved[1])
     resumed.preconditioner.load_state_dict(saved[2])
-    for i in range(3, 8):
+    for i in range(first, 8):
         step(again, resumed, i)
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_moments_start_again_when_the_last_factor_comes_also_if_it_is_a_diagonal():
+    """In the background the embedding's G comes into use in step 2, its diagonal A in step 4."""
+    model = Lookup()
+    optimizer = eigen_adam(model, LR, kfac={"background": True})
+    counts = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.arange(24).view(8, 3)), torch.arange(8) % 5).backward()
+        optimizer.step()
+        layers = optimizer.preconditioner.state_dict()["layers"]
+        counts.append(layers["tokens"]["adam"]["steps"])
+    assert counts == [1, 2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

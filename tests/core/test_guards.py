@@ -390,3 +390,29 @@ def test_overflows_and_zeros_prove_nothing(value):
             model.load_state_dict(network().state_dict())
     with pytest.warns(UserWarning, match="65536 times"):
         optimizer.step()
+
+
+class TestWideLayers:
+    """Preconditioning takes longer than the step."""
+
+    @staticmethod
+    def train(rows, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 600), nn.Tanh(), nn.Linear(600, 600), nn.Linear(600, 3))
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **(OPTIONS | options))
+        x, y = torch.randn(rows, 20), torch.randint(3, (rows,))
+        F.cross_entropy(model(x), y).backward()
+        kfac.step()
+
+    def test_the_warning_names_the_ratio_the_layer_and_a_remedy(self):
+        shapes = [(600, 21), (600, 601), (3, 601)]
+        work = sum(4 * g * a * (g + a) for g, a in shapes)
+        ratio = work / (6 * 64 * sum(g * a for g, a in shapes))
+        with pytest.warns(UserWarning, match=rf"about {ratio:.1f} times") as seen:
+            self.train(64)
+        assert "layer 2 has 600 x 601 weights and 64 rows per step" in str(seen[0].message)
+        assert "max_dim=32" in str(seen[0].message)
+
+    @pytest.mark.parametrize(("rows", "options"), [(900, {}), (64, {"max_dim": 32})])
+    def test_a_larger_batch_and_a_smaller_max_dim_help(self, rows, options):
+        self.train(rows, **options)

@@ -205,3 +205,21 @@ def test_ranks_agree_with_one_process_in_float32(world, strategy, method, dtype,
     assert payload_bytes(plan).get("ReduceFactors", 0) == 2 * sum(
         op.numel for op in plan.ops() if isinstance(op, ReduceFactors)
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_with_half_weights_keeps_float32_factors(method):
+    gradients = []
+    for dtype in (torch.float16, torch.float32):
+        model = tiny_model().to(torch.float16).to(dtype)
+        kfac = KFAC(model, sgd(model), **OPTIONS, method=method)
+        for seed in range(4):
+            x, y = batch(seed=seed)
+            model.zero_grad()
+            F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+            kfac.step()
+        kept = kfac.state_dict()["layers"].values()
+        assert all(layer[side]["factor"].dtype == torch.float32 for layer in kept for side in "AG")
+        assert all(m.weight.grad.dtype == dtype for m in layers_of(model))
+        gradients.append(torch.cat([matrix_grad(m).flatten().float() for m in layers_of(model)]))
+    assert 0 < relative_error(*gradients) < TOLERANCE[torch.float16]

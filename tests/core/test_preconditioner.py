@@ -297,9 +297,14 @@ def test_kfac_tells_what_the_next_step_will_do():
         (3, True, True),
         (3, False, False),
     ]
-    in_slices = kfac_of(tiny_model(), update_freq=4, spread=True)
-    assert not in_slices.will_decompose_all
+    model = tiny_model()
+    in_slices = kfac_of(model, update_freq=4, spread=True)
+    assert in_slices.will_decompose_all, "the first step needs all slices"
     assert not in_slices.will_adapt_damping
+    backward(model, *batch())
+    in_slices.step()
+    assert not in_slices.will_decompose_all
+    assert not kfac_of(tiny_model(), method="identity").will_decompose_all
 
 
 def test_detach_takes_the_hooks_off():

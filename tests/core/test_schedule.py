@@ -301,16 +301,17 @@ def test_numbers_and_functions_of_the_step():
     [
         ("damping", 0, "damping=0.0 at step 7: must be above 0"),
         ("damping", -1.0, "must be above 0"),
+        ("damping", math.inf, "damping=inf at step 7: must be above 0 and finite"),
         ("damping", math.nan, "damping=nan at step 7: must be above 0"),
         ("kl_clip", 0, "kl_clip=0.0 at step 7: must be above 0"),
         ("kl_clip", math.nan, "must be above 0"),
         ("factor_decay", 1, r"factor_decay=1.0 at step 7: must be in \[0, 1\)"),
         ("factor_decay", -0.1, r"must be in \[0, 1\)"),
         ("factor_decay", math.nan, r"must be in \[0, 1\)"),
-        ("update_freq", 0, "update_freq=0.0 at step 7: must be a whole number >= 1"),
+        ("update_freq", 0, "update_freq=0 at step 7: must be a whole number >= 1"),
         ("update_freq", 2.5, "update_freq=2.5 at step 7: must be a whole number >= 1"),
         ("factor_update_freq", 0.5, "factor_update_freq=0.5 at step 7: must be a whole number"),
-        ("factor_update_freq", -1, "factor_update_freq=-1.0 at step 7: must be a whole number"),
+        ("factor_update_freq", -1, "factor_update_freq=-1 at step 7: must be a whole number"),
     ],
 )
 def test_an_error_names_the_value_and_the_step(name, value, said):

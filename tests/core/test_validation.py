@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from kfac_bench import KFAC
+from kfac_bench import KFAC, eigen_adam
 from tests.support.distributed import run_ranks
 
 
@@ -35,6 +35,40 @@ def refuse_fsdp1():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_fsdp1_is_refused():
     run_ranks(2, refuse_fsdp1)
+
+
+def test_parameters_are_no_model_and_a_name_is_no_optimizer():
+    model = network()
+    expected = r"class generator, expected a torch\.nn\.Module\. Pass .*: "
+    with pytest.raises(TypeError, match=rf"{expected}KFAC\(model, optimizer\)$"):
+        KFAC(model.parameters(), sgd(model))
+    with pytest.raises(TypeError, match=rf"{expected}eigen_adam\(model\)$"):
+        eigen_adam(model.parameters())
+    for wrong in ("sgd", torch.optim.SGD):
+        with pytest.raises(TypeError, match="expected an optimizer object: KFAC"):
+            KFAC(model, wrong)
+
+
+@pytest.mark.parametrize("saved", [[], [{}], [network().state_dict()], [{"steps": 3}]])
+def test_only_the_state_of_a_preconditioner_is_loaded(saved):
+    model = network()
+    with pytest.raises(ValueError, match=r"pass what state_dict\(\)"):
+        KFAC(model, sgd(model)).load_state_dict(*saved)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_weight_without_elements_is_left_to_the_optimizer():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(0, 3))
+    kfac = KFAC(model, sgd(model))
+    assert [layer.name for layer in kfac.report().layers] == ["0"]
+    assert [(s.name, s.reason) for s in kfac.report().skipped] == [("1", "weight has no elements")]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_module_needs_a_batch_first():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet: run a batch through"):
+        KFAC(model, sgd(model))
 
 
 def test_data_parallel_is_unwrapped():
@@ -87,11 +121,13 @@ def test_the_list_of_skipped_modules_is_short():
     ("options", "said"),
     [
         ({"skip": "head"}, r"skip='head': give a list of patterns, such as skip=\['head'\]"),
+        ({"skip": ["head("]}, r"skip: 'head\(' is no regular expression: missing \)"),
+        ({"damping": "auto"}, "damping='auto' at step 0: must be a number, or a function"),
         ({"max_dim": None}, "max_dim=None: choose a whole number of rows of at least 1"),
         ({"max_dim": 0}, "max_dim=0: choose"),
     ],
 )
-def test_options_of_coverage_that_mean_nothing_are_refused(options, said):
+def test_options_that_mean_nothing_are_refused(options, said):
     """The letters of a text are patterns, too: they would leave out nearly all layers."""
     model = network()
     with pytest.raises(ValueError, match=said):

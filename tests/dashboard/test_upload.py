@@ -147,6 +147,11 @@ def test_only_the_points_that_a_killed_wandb_lost_are_sent(tmp_path, capsys):
     assert len(list(path.glob("wandb/offline-run-*/*.wandb"))) == 2
 
 
+def test_a_resumed_run_without_files_of_wandb_offers_no_upload(tmp_path):
+    path = write(tmp_path / "disabled", trained(1), Resumed(1, 0.5, "x"), trained(2))
+    assert upload.offer(path) is None
+
+
 @pytest.mark.slow
 def test_the_last_line_of_a_run_that_was_killed_offers_the_upload(tmp_path, capsys):
     options = ("run_id=run", "logger=wandb", "logger.mode=offline", "trainer.max_steps=10")

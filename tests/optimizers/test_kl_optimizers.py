@@ -196,6 +196,13 @@ def test_settings_of_groups_and_a_closure():
     assert second.sum() < 6
 
 
+@pytest.mark.parametrize("make", [KLShampoo, KLSOAP])
+def test_a_weight_without_elements_is_left_alone(make):
+    weight = nn.Parameter(torch.empty(3, 0))
+    weight.grad = torch.empty(3, 0)
+    make([weight]).step()
+
+
 def test_sparse_gradients_are_refused():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()

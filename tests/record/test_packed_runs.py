@@ -87,6 +87,14 @@ def test_results_of_a_packed_run_are_those_of_the_run():
     assert len(runs.group([old, new])) == 1, "another setting than before packing"
 
 
+def test_the_time_of_the_first_target_survives_an_easier_one_of_a_later_start():
+    first, *rest = events()
+    first = replace(first, config=first.config | {"trainer": {"target": 0.97}})
+    easier = TargetReached(50, 1.5, "accuracy", 0.9, 0.8)
+    assert score.time_to_target_of([first, easier, *rest]) == 3.0123456789012345
+    assert score.time_to_target_of(packed_runs.pack([first, easier, *rest])) == 3.0123456789012345
+
+
 def test_no_folder_or_command_of_the_machine_is_kept():
     text = json.dumps([packed_runs.event_fields(e) for e in packed_runs.pack(events())])
     assert "somebody" not in text

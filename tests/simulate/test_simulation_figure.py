@@ -35,15 +35,15 @@ SWEPT = [
 
 def test_the_findings_hold_for_the_most_ranks():
     assert step_finding(WHOLE) == (
-        "On 1,024 ranks comm_opt is the fastest K-FAC: 500 ms per step, SGD 100 ms"
+        "At 1,024 ranks comm_opt is the fastest K-FAC strategy: 500 ms per step, SGD 100 ms"
     )
-    said = "On 1,024 ranks K-FAC has 25 % of its throughput per rank, SGD 100 %"
+    said = "At 1,024 ranks K-FAC keeps 25 % of the speed per rank, SGD 100 %"
     assert efficiency_finding(WHOLE, None) == said
     slower = [*WHOLE, cell("layer_wise", 1, 0.0), cell("layer_wise", 1024, 900.0)]
-    assert "K-FAC has 10 to 25 % of" in efficiency_finding(slower, None)
-    assert fraction_finding(SWEPT) == "The best fraction is 1/4 on 1 rank, 1/2 on 64 ranks"
+    assert "K-FAC keeps 10 to 25 % of" in efficiency_finding(slower, None)
+    assert fraction_finding(SWEPT) == "The fastest fraction is 1/4 at 1 rank, 1/2 at 64 ranks"
     of_one = [c for c in SWEPT if c.world_size == 64]
-    assert fraction_finding(of_one) == "The fraction 1/2 is the best on 64 ranks"
+    assert fraction_finding(of_one) == "The fraction 1/2 is the fastest at 64 ranks"
 
 
 @pytest.mark.parametrize("cells", [WHOLE[:2], []])
@@ -57,7 +57,8 @@ def test_one_number_of_ranks_has_no_efficiency():
 
 def test_the_figure_has_its_findings_and_a_label_for_each_line():
     svg = simulation_figure.svg([*WHOLE, *SWEPT], "a <model>")
-    for words in ("fastest K-FAC", "a &lt;model&gt;, simulated", "The best fraction is 1/4"):
+    for words in ("fastest K-FAC", "a &lt;model&gt;, simulated", "The fastest fraction is 1/4"):
         assert words in svg
+    assert "100 % is the speed per rank at 1 rank" in svg
     for label in ("sgd", "comm_opt", "mem_opt"):
         assert svg.count(f">{label}</text>") == 2

@@ -14,6 +14,7 @@ import yaml
 from kfac_bench.cli.bench_command import build_parser as bench_parser
 from kfac_bench.cli.data_command import build_parser as data_parser
 from kfac_bench.config import compose, option_help
+from kfac_bench.record import events
 from scripts import docs_site
 from tests.support import ROOT
 from tests.support.configs import quick_load
@@ -123,6 +124,11 @@ def test_the_pages_of_groups_say_the_defaults_of_each_choice():
     (lr,) = re.findall(r"^\| `optimizer\.lr` \|.*$", page, re.MULTILINE)
     assert "`0.1` with sgd, shampoo; `0.001` with adam, adamw," in lr
     assert not any("???" in text for text in MADE.values())
+
+
+def test_the_page_of_events_has_every_kind():
+    listed = re.findall(r"^        - (\w+)$", PAGES["reference/events.md"], re.MULTILINE)
+    assert {kind.__name__ for kind in events.Event.__subclasses__()} <= {*listed}
 
 
 def test_pages_are_short():

@@ -63,6 +63,12 @@ def test_a_path_that_does_not_exist_is_one_line(tmp_path, word):
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_run_with_a_checkpoint_of_its_own_needs_no_other_run(tmp_path):
+    (tmp_path / "r" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    config = config_of(tmp_path, "run_id=r", f"resume={tmp_path / 'removed'}")
+    assert not early_answer.answer(config)
+
+
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [

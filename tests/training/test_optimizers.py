@@ -174,6 +174,14 @@ def test_muon():
     assert {g["initial_lr"] for g in optimizer.param_groups} == {0.1, 0.003}
 
 
+def test_muon_leaves_the_tokens_of_a_vision_transformer_to_adam():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    model.register_parameter("class_token", nn.Parameter(torch.zeros(1, 1, 5)))
+    optimizer = build_optimizer(compose.load(["optimizer=muon"]).optimizer, model)
+    by_muon = [p.shape for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
+    assert by_muon == [(5, 6)]
+
+
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
     rates = {"lars": 1.0, "lamb": 0.01, "muon": 0.1, "shampoo": 0.003, "eigen_adam": 0.03}

@@ -132,7 +132,7 @@ def test_each_example_trains(tmp_path, path, options):
 
 
 def test_batch_size_target_and_metric_come_from_the_file_unless_the_command_line_sets_them(own):
-    file = own(("batch_size=12", "batch_size=15, target=0.5, metric_name='hits'"))
+    file = own(("batch_size=12", "batch_size=15, target=np.float64(0.5), metric_name='hits'"))
     problem_file.run_named([f"problem={file}"])
     found = compose.load([f"problem={file}"])
     assert (found.trainer.batch_size, found.trainer.target) == (15, 0.5)

@@ -179,6 +179,10 @@ def test_resume_uses_the_settings_of_the_new_run(tmp_path):
         (["resume={first}", "model.hidden=[9]", "kfac=none"], "another model"),
         (["resume={first}", "model.hidden=[9]"], "K-FAC state"),
         (["resume={first}", "optimizer=adam"], "optimizer"),
+        (
+            ["resume={first}", "trainer.max_steps=5"],
+            "step-00000005 has 5 steps, and this run ends after step 5. Set a larger",
+        ),
     ],
 )
 def test_a_resume_that_cannot_work_is_refused_in_one_line(tmp_path, overrides, fragment):
@@ -188,6 +192,8 @@ def test_a_resume_that_cannot_work_is_refused_in_one_line(tmp_path, overrides, f
         train(tmp_path, *KFAC, "run_id=second", *told)
     assert fragment in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+    # The corrected command may use the same run_id.
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,17 @@ def test_a_metric_belongs_to_the_checkpoint_of_its_own_step(tmp_path):
     assert found == {2: None, 4: measured[4], 6: None, 8: measured[8]}
 
 
+def test_an_evaluation_after_a_restart_gives_its_metric_to_the_checkpoint(tmp_path):
+    options = ("run_id=r", "trainer.max_steps=5", "kfac=none")
+    with before_step(5, terminate):
+        train(tmp_path, *options)
+    assert checkpoint.find_best(tmp_path / "r") == (None, [])
+    _, path = train(tmp_path, *options)
+    saved, _ = checkpoint.find_best(path)
+    assert saved is not None
+    assert saved.step == end(path).step == 5
+
+
 # ---- the same command again ----
 
 
@@ -293,7 +304,7 @@ def test_the_run_id_depends_on_result_and_place_options_alone(tmp_path, monkeypa
     assert run_id(config_of(tmp_path, "trainer.predictions=0", "trainer.log_freq=1")) == name
     others = (
         *("seed=1", "kfac.damping=0.1", "trainer.max_steps=9", "kfac=none", "data.workers=1"),
-        *("data.root=/x", "resume=/x", "trainer.threads=2"),
+        *("model.weights=/x", "resume=/x", "trainer.threads=2"),
     )
     ids = {run_id(config_of(tmp_path, o)) for o in others}
     monkeypatch.setenv("SLURM_JOB_ID", "1")
@@ -331,9 +342,10 @@ def test_a_changed_default_changes_no_run_id_of_equal_values(tmp_path):
 
 def test_seeds_that_differ_in_place_and_record_are_one_row(tmp_path):
     short = ("trainer.max_steps=5", *KFAC)
-    for options in (("seed=0",), ("seed=1", "trainer.predictions=0"), ("seed=2", "data.root=/x")):
-        train(tmp_path, *short, *options)
-    [setting] = score.group(score.load(file) for file in runs.find(tmp_path))
+    _, part = train(tmp_path / "part", *KFAC, "trainer.max_steps=2")
+    for options in (("seed=0",), ("seed=1", "trainer.predictions=0"), ("seed=2", f"resume={part}")):
+        train(tmp_path / "whole", *short, *options)
+    [setting] = score.group(score.load(file) for file in runs.find(tmp_path / "whole"))
     assert score.row(setting).seeds == 3
 
 
@@ -363,7 +375,7 @@ def test_another_configuration_under_the_same_run_id_is_refused(tmp_path, option
 
 def test_a_run_continues_with_other_place_and_record_options(tmp_path):
     _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
-    more = ("trainer.log_freq=2", "trainer.keep_last=3", "trainer.eval_freq=2", "data.root=/x")
+    more = ("trainer.log_freq=2", "trainer.keep_last=3", "trainer.eval_freq=2", "resume=/x")
     status, _ = train(tmp_path, "run_id=mine", "trainer.max_steps=10", *more)
     assert (status, end(path).step) == ("finished", 10)
 
@@ -422,7 +434,8 @@ def test_nodes_may_differ_in_places_and_processors_alone(tmp_path):
         return seen
 
     for may_differ in (
-        *("data.root=/x", "data.workers=1", "resume=/x", "trainer.device=cpu", "trainer.pin=true"),
+        *("data.workers=1", "resume=/x"),
+        *("trainer.device=cpu", "trainer.pin=true"),
         *("trainer.threads=3", "logger=tensorboard", "logger.mode=offline", "runs_dir=/x"),
     ):
         assert common(may_differ) == common(), may_differ

@@ -323,3 +323,10 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     assert run.train(config, ALONE) == ("finished", 0)
     state = (folder / "r" / "state").read_bytes()
     assert state == b"finished 1 " + os.fsencode(folder / "r") + b"\n"
+
+
+def test_a_record_that_is_removed_in_a_folder_whose_name_is_not_utf_8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    config = replace(config_of(tmp_path, "kfac=none", "run_id=r"), runs_dir=str(folder))
+    with before_step(2, lambda trainer: (folder / "r" / "events.jsonl").unlink()):
+        assert run.train(config, ALONE) == ("failed", 0)

@@ -20,6 +20,7 @@ from tests.support.runs import (
     METHODS,
     RESNET,
     SMALL,
+    before_step,
     config_of,
     end,
     here,
@@ -183,6 +184,31 @@ def test_bad_input_is_refused_on_all_ranks(tmp_path, reason):
     outcomes = run_ranks(2, refused_here, tmp_path, options, reason == "lock")
     assert [kind for kind, _ in outcomes] == ["UsageError", "UsageError"]
     assert len(outcomes[0][1].splitlines()) == 1
+
+
+def limited_here(folder):
+    """Train up to a limit of 500 s, twice; the clock of rank 1 is far ahead."""
+    backend = here()
+    more = ("trainer.max_train_s=500", "trainer.eval_freq=2", "trainer.max_steps=8", "run_id=mine")
+    config = config_of(folder, *KFAC, *more)
+
+    def advance(trainer):
+        if backend.ranks.rank == 1:
+            trainer.clock.set(1000.0)
+            trainer.clock.start()
+
+    with before_step(1, advance):
+        first = run.train(config, backend)
+    return first, run.train(config, backend)
+
+
+@pytest.mark.ranks
+def test_the_clock_of_the_slowest_rank_ends_a_run_and_stays_in_its_files(tmp_path):
+    assert run_ranks(2, limited_here, tmp_path) == [(("finished", 0), ("finished", 0))] * 2
+    path = tmp_path / "mine"
+    assert steps_of(path, Resumed) == [], "the second start went on"
+    assert (end(path).step, end(path).train_s > 500) == (2, True)
+    assert checkpoint.find(path)[0].shards[0]["train_s"] > 500
 
 
 def divided_here(folder):

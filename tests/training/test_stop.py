@@ -1,10 +1,13 @@
 """Signals that stop a run."""
 
+import os
 import signal
 
 import pytest
 
+from kfac_bench.training import trainer
 from kfac_bench.training.stop import SIGNALS, Stop
+from tests.support.runs import end, train
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +55,16 @@ def test_a_signal_that_is_ignored_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_while_the_weights_are_hashed_loses_no_event(tmp_path, monkeypatch):
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the signal would end the process"))
+    weights_sha256 = trainer.weights_sha256
+
+    def hashed(model):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return weights_sha256(model)
+
+    monkeypatch.setattr(trainer, "weights_sha256", hashed)
+    status, path = train(tmp_path, "trainer.max_steps=1", "kfac=none")
+    assert status == end(path).status == "finished"

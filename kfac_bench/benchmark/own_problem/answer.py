@@ -122,11 +122,16 @@ def _trials_table(found: StudyResult) -> Table:
     for name, trials in found.trials.items():
         for count, trial in enumerate(trials, start=1):
             shown = ", ".join(f"{k} {v}" for k, v in trial.settings.items() if "." in k)
-            rows.append([labels[name], count, shown, trial.time_s, trial.train_s, trial.reason])
+            rows.append([labels[name], count, shown, trial.seed])
+            rows[-1] += [trial.time_s, trial.train_s, trial.reason]
     budget = found.plan.budget
     note = (
         f"Each optimizer had {budget.tune_s:.3g} training seconds. A trial stops when it cannot be "
-        f"faster than the best one of its optimizer, and at the latest after {budget.limit_s:.3g} s"
+        f"faster than the best one of its optimizer, and at the latest after {budget.limit_s:.3g} "
+        "s. The best settings ran again on other seeds, if the seconds sufficed. The median decides"
     )
-    columns = ("optimizer", "trial", "settings", "seconds to target", "seconds trained", "remark")
+    columns = (
+        *("optimizer", "trial", "settings", "seed"),
+        *("seconds to target", "seconds trained", "remark"),
+    )
     return Table("Tuning", columns, rows, [note])

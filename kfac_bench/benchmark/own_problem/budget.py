@@ -17,12 +17,14 @@ FINALISTS = 2
 """Optimizers that run on fresh seeds, if each needs the whole limit. More run if all are fast."""
 SPARE = 1
 """For the reference run, and for runs that last until the evaluation after their limit."""
-EVALUATIONS = 50
-"""Evaluations of a trial that lasts for the whole limit, if they are cheap."""
+EVALUATIONS = (500, 50)
+"""Evaluations of a trial that lasts for the whole limit: the most, and the usual number. Good
+trials end long before the limit, and their seconds are known only up to the interval."""
 LEAST_STEPS, LEAST_EVALUATIONS = 50, 10
 """A shorter trial means nothing: it has fewer steps of AdamW, or fewer evaluations."""
-EVALUATION_SHARE = 0.5
-"""Evaluations take at most this share of the training seconds."""
+EVALUATION_SHARES = (0.1, 0.5)
+"""Evaluations take at most this share of the training seconds: if there are more than the usual
+number, and always."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ def _full_runs(optimizers: int, seeds: int) -> int:
 
 def _interval_s(limit_s: float, measured: Measured) -> float:
     """Return the training seconds between evaluations."""
-    return max(limit_s / EVALUATIONS, measured.eval_s / EVALUATION_SHARE, measured.step_s)
+    return min(
+        max(limit_s / number, measured.eval_s / share, measured.step_s)
+        for number, share in zip(EVALUATIONS, EVALUATION_SHARES, strict=True)
+    )
 
 
 def _too_small(
@@ -107,7 +112,7 @@ def _too_small(
 ) -> str:
     steps = max(0, math.floor(limit_s / measured.step_s))
     evaluations = max(0, math.floor(limit_s / _interval_s(0.0, measured)))
-    needed_s = measured.spent_s + runs * (measured.start_s + least_s * (1 + EVALUATION_SHARE))
+    needed_s = measured.spent_s + runs * (measured.start_s + least_s * (1 + max(EVALUATION_SHARES)))
     # A little more, because the next measurement may be slower.
     enough = math.ceil(1.2 * needed_s / 60)
     return (

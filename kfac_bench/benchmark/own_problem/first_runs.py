@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 
-from kfac_bench.benchmark import forked, grid, local_process
+from kfac_bench.benchmark import forked, local_process, run_end
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
 from kfac_bench.benchmark.own_problem.budget import Budget, Measured, budget_of
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
@@ -113,7 +113,7 @@ class _FirstRuns:
                 f"{budget.reference_s:.3g} s, so no target can be fixed. Set target= in "
                 "Problem(...), or use more --minutes"
             )
-        return rounded(best, higher_is_better=run.started.higher_is_better)
+        return rounded(best, begins, higher_is_better=run.started.higher_is_better)
 
     def _run(self, phase: str, name: str, words: Sequence[str]) -> Path:
         """Run AdamW with its defaults; a failure ends the study."""
@@ -125,7 +125,7 @@ class _FirstRuns:
             code, line = forked.train(overrides)
         else:
             code, line = local_process.run(local_process.local_command(overrides, ranks))
-        if code in grid.INTERRUPTED:
+        if code in run_end.INTERRUPTED:
             raise KeyboardInterrupt
         if code:
             line = line.removeprefix("kfac-train: ").removesuffix(f" (exit code {code})")
@@ -135,10 +135,15 @@ class _FirstRuns:
         return folder / name
 
 
-def rounded(best: float, *, higher_is_better: bool) -> float:
-    """Return four digits of a metric, as a target that the metric itself has reached."""
+def rounded(best: float, begins: float, *, higher_is_better: bool) -> float:
+    """Return four digits of a metric, as a target that the metric itself has reached.
+
+    If the metric of the untrained model, ``begins``, would meet this target, all digits stay.
+    """
     rounding = ROUND_FLOOR if higher_is_better else ROUND_CEILING
-    return float(Context(prec=4, rounding=rounding).create_decimal(repr(best)))
+    target = float(Context(prec=4, rounding=rounding).create_decimal(repr(best)))
+    is_met = begins >= target if higher_is_better else begins <= target
+    return best if is_met else target
 
 
 def _step_s(path: Path) -> float:

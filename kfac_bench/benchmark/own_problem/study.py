@@ -1,5 +1,7 @@
 """The study of ``kfac-bench try``: tuning in turns, then the winners on fresh seeds.
 
+At the end of the tuning, the best settings run again on other seeds.
+
 Each decision follows from the plan and from the event files of the runs before. So a study that was
 killed continues: the same decisions lead to the same run directories, and a finished run is not
 run again.
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_bench.benchmark import grid
+from kfac_bench.benchmark import grid, run_end
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.own_problem import spaces
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
@@ -20,14 +22,19 @@ from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
 from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder, wait_until_free
 from kfac_bench.benchmark.own_problem.trial_result import TrialResult
+from kfac_bench.benchmark.own_problem.verdict import LEAST_SEEDS
 from kfac_bench.config.command_options import path_word
 
-LEAST_SEEDS = 3
-"""So many fresh seeds run, even if the runs take longer than planned."""
 CRASHES = 2
 """After so many trials that died before their first step, an optimizer gets no further trial."""
 WORTH = 0.25
 """Share of the best time (or of the limit) that must be left for one more trial."""
+REPEATED = 3
+"""So many of the best settings of an optimizer run again, if its seconds suffice."""
+REPEAT_SEEDS = (TUNING_SEED + 1, TUNING_SEED + 2)
+"""Seeds of these runs. The best of many trials on one seed may owe its place to the seed."""
+PATIENCE = 2
+"""A setting that runs again may take so many times the seconds of the best trial."""
 OVERRUN = 1.25
 """The runs on fresh seeds may take so many times their planned seconds."""
 
@@ -38,8 +45,9 @@ class StudyResult:
 
     plan: Plan
     trials: Mapping[str, Sequence[TrialResult]]
+    """All runs of the tuning, in order."""
     winners: Mapping[str, TrialResult]
-    """The best trial of each optimizer."""
+    """By optimizer: a run of its best setting, the median one if the setting ran on more seeds."""
     finals: Mapping[str, Sequence[TrialResult]]
     """The runs of each winner on fresh seeds."""
 
@@ -78,6 +86,7 @@ class Phases:
     def run(self) -> StudyResult:
         """Run what is left of both phases."""
         trials = self._tune()
+        self._repeat(trials)
         winners = best_trials(trials)
         finals = self._confirm(winners)
         return StudyResult(self._plan, trials, winners, finals)
@@ -99,6 +108,22 @@ class Phases:
                 left = self._time_left(left_s + self._confirm_s(results))
                 self._say(f"[tuning] {self._labels[name]} {len(own)}: {own[-1]}; {left}")
         return results
+
+    def _repeat(self, results: Mapping[str, list[TrialResult]]) -> None:
+        """Add runs of the best settings on other seeds, in turns, while the seconds suffice."""
+        every = {name: _to_repeat(own) for name, own in results.items()}
+        best = {name: trials for name, trials in every.items() if trials}
+        for seed in REPEAT_SEEDS:
+            for name, trials in best.items():
+                # All of them or none: their medians are compared.
+                limit_s = PATIENCE * trials[0].time_s
+                if len(trials) * limit_s > self._left_s(results[name]):
+                    continue
+                for trial in trials:
+                    own = self._trial("tuning", name, trial.settings, seed, limit_s)
+                    results[name].append(own)
+                    left = self._time_left(self._confirm_s(results))
+                    self._say(f"[seed {seed}] {self._labels[name]}: {own}; {left}")
 
     def _tuning_left_s(self, name: str, results: Sequence[TrialResult]) -> float:
         """Return the training seconds that an optimizer will need at most."""
@@ -142,7 +167,8 @@ class Phases:
         results: dict[str, list[TrialResult]] = {name: [] for name in names}
         for seed in range(self._asked.seeds):
             spent_s = sum(r.train_s for own in results.values() for r in own)
-            # The runs may take longer than in tuning. Fewer seeds than planned are reported.
+            # The runs may take longer than in tuning. Fewer seeds than planned are reported, but
+            # a verdict needs the least number of seeds.
             if (
                 seed >= LEAST_SEEDS
                 and spent_s * (seed + 1) / seed > OVERRUN * self._budget.confirm_s
@@ -166,7 +192,7 @@ class Phases:
         runs_dir = str(self._folder.runs_dir(phase))
         cell = self.cell(name, settings, seed, limit_s, runs_dir)
         path = cell.path()
-        is_new, began = grid.outcome(cell) is None, time.monotonic()
+        is_new, began = run_end.outcome(cell.path()) is None, time.monotonic()
         if is_new:
             wait_until_free(path)
         _, text = grid.run_cell(cell)
@@ -205,9 +231,34 @@ class Phases:
         return f"about {wall_s / 60:.0f} min left" if wall_s > 90 else f"about {wall_s:.0f} s left"
 
 
+def _to_repeat(trials: Sequence[TrialResult]) -> list[TrialResult]:
+    """Return the best trials, best first; none if there is nothing to choose or to compare.
+
+    Only the first one has certainly reached the target: a trial that takes longer is stopped.
+    """
+    best = sorted(trials, key=lambda t: t.key)[:REPEATED]
+    return best if len(best) > 1 and math.isfinite(best[0].time_s) else []
+
+
 def best_trials(trials: Mapping[str, Sequence[TrialResult]]) -> dict[str, TrialResult]:
-    """Return the best trial of each optimizer that has one."""
-    return {name: min(each, key=lambda r: r.key) for name, each in trials.items() if each}
+    """Return for each optimizer that has a trial the median run of its best setting.
+
+    Only settings with the most seeds count. With two seeds, the slower run is the median.
+    """
+    winners = {}
+    for name, own in trials.items():
+        seeds: dict[str, list[TrialResult]] = {}
+        for trial in own:
+            seeds.setdefault(repr(sorted(trial.settings.items())), []).append(trial)
+        most = max(map(len, seeds.values()), default=0)
+        medians = [
+            sorted(runs, key=lambda t: t.key)[most // 2]
+            for runs in seeds.values()
+            if len(runs) == most
+        ]
+        if medians:
+            winners[name] = min(medians, key=lambda t: t.key)
+    return winners
 
 
 def final_limit_s(winner: TrialResult, made: Budget) -> float:

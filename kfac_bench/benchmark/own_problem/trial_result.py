@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.benchmark import grid
+from kfac_bench.benchmark import run_end
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import RunEnded, Trained
@@ -27,7 +27,8 @@ class TrialResult:
     @classmethod
     def of(cls, path: Path, settings: Mapping[str, Any], seed: int) -> "TrialResult":
         """Read the run of a directory."""
-        failure = grid.failure(path) or ""
+        failed = run_end.failure(path)
+        failure = "" if failed is None else failed.reason
         try:
             run = load(path)
         except UsageError as error:

@@ -40,7 +40,7 @@ again. All other options are those of kfac-train.
                      none: show the runs that have finished
   sbatch=--partition=gpu,--time=10    options of each job
   hardware=NAME      also show simulated efficiencies, as in kfac-plan simulate
-  --help
+  --help             print this text and stop
 
 Results: DIR/scaling.md, DIR/scaling.svg and the page DIR/scaling.html.
 """

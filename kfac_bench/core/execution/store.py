@@ -109,14 +109,15 @@ class Store:
 
     def _note_old_basis(self, key: FactorKey, new: Decomposition) -> None:
         """Note that :meth:`change_bases` has work to do for a factor."""
-        if key[0] not in self.adam or not isinstance(new, Eigen):
+        if key[0] not in self.adam:
             return
         old = self.decompositions.get(key)
-        if isinstance(old, Eigen):
-            self._old_bases.setdefault(key, old.basis)
-        else:
-            # Moments from before the first basis tell nothing about this one.
+        if old is None:
+            # Moments from before the first basis tell nothing about this one. That holds for a
+            # diagonal, too: the basis of the other side counts only from now on.
             self.forget_adam(key[0])
+        elif isinstance(old, Eigen) and isinstance(new, Eigen):
+            self._old_bases.setdefault(key, old.basis)
 
     def change_bases(self) -> None:
         """Express Adam's first moments in the bases that :meth:`receive` brought.
@@ -128,7 +129,7 @@ class Store:
         for name in dict.fromkeys(name for name, _ in self._old_bases):
             for factor in FACTORS:
                 old = self._old_bases.get((name, factor))
-                new = self.decompositions[name, factor]
+                new = self.decompositions.get((name, factor))
                 if old is not None and isinstance(new, Eigen):
                     self.adam[name].change_basis(old, new.basis, is_a=factor == "A")
         self._old_bases.clear()

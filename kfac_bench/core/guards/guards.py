@@ -18,7 +18,9 @@ from kfac_bench.core.guards.loss_scale import LaterUnscaling, LossScaleCheck
 from kfac_bench.core.guards.model_changes import ModelChanges
 from kfac_bench.core.guards.notices import Notices
 from kfac_bench.core.guards.step_order import StepOrder
+from kfac_bench.core.guards.wide_layers import WidthCheck
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.plan import Plan
 
 
 class Guards:
@@ -27,30 +29,35 @@ class Guards:
     Args:
         model: The model, without wrapper.
         layers: The layers that K-FAC covers.
+        plan: The work of all ranks.
         optimizer: The optimizer; it gets a hook, if it can have one.
         find: Returns the layers that a KFAC built now would cover, and others.
         sees_loss: Whether the statistics are made of the gradients of the loss.
         sees_moments: Whether the raw moments are complete and unscaled when a step starts.
-        warns: Whether this rank gives warnings.
+        sees_rows: Whether the statistics count all rows of a layer's inputs.
+        rank: This rank; rank 0 gives the warnings.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: Sequence[Layer],
+        plan: Plan,
         optimizer: Optimizer,
         find: Callable[[], tuple[Sequence[Layer], object]],
         *,
         sees_loss: bool,
         sees_moments: bool,
-        warns: bool,
+        sees_rows: bool,
+        rank: int,
     ) -> None:
         self.order = StepOrder(layers)
         self._layers = layers
-        self._notices = Notices(is_active=warns)
+        self._notices = Notices(is_active=rank == 0)
         self._changes = ModelChanges(model, layers, find)
         self._scale = LossScaleCheck(layers) if sees_loss else None
         self._mean = MeanCheck() if sees_loss and sees_moments else None
+        self._width = WidthCheck(layers, plan, rank) if sees_rows else None
         self._unscaling: LaterUnscaling | None = LaterUnscaling(layers[-1])
         self._handle: RemovableHandle | None = None
         hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
@@ -71,6 +78,8 @@ class Guards:
             self._scale.see(loss_scale)
         if self._mean is not None:
             self._mean.see(collected, loss_scale)
+        if self._width is not None:
+            self._width.see(collected, self._notices)
 
     def see_model(self) -> None:
         """Look for layers that K-FAC misses."""

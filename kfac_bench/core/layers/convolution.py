@@ -117,7 +117,9 @@ class ConvLayer(Layer):
         if not blocks or self.spec.groups > 1:
             return []
         blocks[-1] -= self.bias is not None
-        return [] if any(n % self.taps for n in blocks) else [n // self.taps for n in blocks]
+        # With blocks of one or two rows, the last one may have no channel but only the bias.
+        has_channels = all(n and n % self.taps == 0 for n in blocks)
+        return [n // self.taps for n in blocks] if has_channels else []
 
     def _input_moment(self, x: Tensor, *, has_bias: bool) -> Tensor:
         conv = self._conv

@@ -220,6 +220,8 @@ def _unusable(weight: object) -> str | None:
         return "weight is not a parameter but computed (a parametrization)"
     if weight.is_complex():
         return "complex weight"
+    if not weight.numel():
+        return "weight has no elements"
     return None if weight.requires_grad else "weight is frozen"
 
 

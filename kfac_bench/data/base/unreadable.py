@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kfac_bench.counted import counted
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, one_line
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Unreadable:
     @classmethod
     def because(cls, path: object, error: Exception) -> "Unreadable":
         """Return the fault that an exception describes, with its message on one line."""
-        return cls(str(path), " ".join(str(error).split()) or type(error).__name__)
+        return cls(str(path), one_line(error))
 
 
 @dataclass

@@ -145,7 +145,11 @@ def _first(
     images: Tensor, labels: Tensor, count: int | None, option: str, folder: Path
 ) -> tuple[Tensor, Tensor]:
     if count is not None and count > len(labels):
-        raise UsageError(f"{option}={count}: {folder} has only {len(labels)} such images. Set less")
+        most = len(labels)
+        raise UsageError(
+            f"{option}={count}: {folder} has only {most} such images. "
+            f"Set {option} to {most} or less"
+        )
     return images[:count], labels[:count]
 
 

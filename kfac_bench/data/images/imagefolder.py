@@ -11,7 +11,7 @@ from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import reading
 from kfac_bench.data.images.opening import read_file
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, one_line
 
 
 class Folder:
@@ -25,9 +25,8 @@ class Folder:
             found: Any = ImageFolder(str(self.root))
         # There are no classes, or a class has no images.
         except FileNotFoundError as error:
-            reason = " ".join(str(error).split())
             raise UsageError(
-                f"images are missing: {reason}; expected {self.root}/<class>/<image>.JPEG"
+                f"images are missing: {one_line(error)}; expected {self.root}/<class>/<image>.JPEG"
             ) from error
         self.classes: list[str] = found.classes
         self.labels: list[int] = found.targets
@@ -48,7 +47,14 @@ class Folder:
         return of_files(self.paths, self.root)
 
 
-def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "fatal") -> Data:
+def load(
+    root: Path,
+    image_size: int = 224,
+    workers: int = 4,
+    on_error: str = "fatal",
+    *,
+    augment: bool = True,
+) -> Data:
     """Open `root/train/<class>/*.JPEG` and `root/val/<class>/*.JPEG`; see `reading.ImageData`.
 
     Raises:
@@ -65,6 +71,7 @@ def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "f
         workers,
         Faults(skip=on_error == "skip"),
         train.classes,
+        augment=augment,
     )
 
 

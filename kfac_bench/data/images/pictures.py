@@ -53,7 +53,11 @@ def load(size: int = 32, noise: float = 0.15) -> InMemory:
     """
     train, held_out = (torch.cat([_patches(n, size) for n in names]) for names in (TRAIN, HELD_OUT))
     if not len(train) or not len(held_out):
-        raise UsageError(f"data.image_size={size}: scikit-image's pictures are smaller. Set less")
+        most = min(max(min(_grey(n).shape) for n in names) for names in (TRAIN, HELD_OUT))
+        raise UsageError(
+            f"data.image_size={size}: scikit-image's pictures are smaller. "
+            f"Set data.image_size to {most} or less"
+        )
     count = min(EVAL_SIZE, len(held_out))
     held_out = held_out[torch.arange(count) * len(held_out) // count]
     return InMemory(
@@ -83,7 +87,13 @@ def load_labelled(size: int = 16) -> LabelledImages:
     for label, name in enumerate(CLASSES):
         patches = _patches(name, size)
         if len(patches) < 2:
-            raise UsageError(f"data.image_size={size}: {name} has less than two patches. Set less")
+            # Two patches lie beside each other along the longer side.
+            sides = [sorted(_grey(n).shape) for n in CLASSES]
+            most = min(min(short, long // 2) for short, long in sides)
+            raise UsageError(
+                f"data.image_size={size}: {name} has less than two patches. "
+                f"Set data.image_size to {most} or less"
+            )
         labels = torch.full((len(patches),), label)
         held_out = torch.arange(len(patches)) % HELD_OUT_SHARE == 0
         train.append((patches[~held_out], labels[~held_out]))
@@ -106,16 +116,21 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _patches(name: str, size: int) -> Tensor:
     """Return the patches of one picture, float32 [n, 1, size, size] in [0, 1]."""
+    grey = _grey(name)
+    if min(grey.shape) < size:
+        return torch.empty(0, 1, size, size)
+    return grey.unfold(0, size, size).unfold(1, size, size).reshape(-1, 1, size, size).contiguous()
+
+
+def _grey(name: str) -> Tensor:
+    """Return one picture in grey, float32 [height, width] in [0, 1]."""
     file = installed_file("skimage", f"data/{name}", "kfac-bench[pictures]")
     with Image.open(file) as image:
         picture = np.asarray(image)
     if picture.ndim == 3:
         # The luma of ITU-R 601.
         picture = picture[..., :3] @ np.array([0.299, 0.587, 0.114])
-    grey = torch.from_numpy(picture.astype(np.float32) / 255)
-    if min(grey.shape) < size:
-        return torch.empty(0, 1, size, size)
-    return grey.unfold(0, size, size).unfold(1, size, size).reshape(-1, 1, size, size).contiguous()
+    return torch.from_numpy(picture.astype(np.float32) / 255)
 
 
 def _noisy(clean: Tensor, noise: float, key: int) -> Tensor:

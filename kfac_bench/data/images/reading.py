@@ -69,9 +69,9 @@ class Source(Protocol):
 class ImageData(Data):
     """A dataset of photographs: uint8 images [n, 3, size, size] and int64 labels [n].
 
-    Training images are cropped at random (`random_box`), resized and flipped. These changes depend
-    only on (seed, epoch, index of the image). Evaluation images are cropped in the centre
-    (`centre_box`). `prepare` normalizes by ImageNet's mean and standard deviation.
+    With `augment`, training images are cropped at random (`random_box`), resized and flipped. These
+    changes depend only on (seed, epoch, index of the image). All other images are cropped in the
+    centre (`centre_box`). `prepare` normalizes by ImageNet's mean and standard deviation.
 
     Each epoch starts `workers` processes, which end with the epoch; with 0 this process decodes.
     """
@@ -86,6 +86,8 @@ class ImageData(Data):
         workers: int,
         faults: Faults,
         classes: Sequence[str] = (),
+        *,
+        augment: bool = True,
     ) -> None:
         if image_size < 1 or workers < 0:
             raise UsageError(
@@ -102,11 +104,13 @@ class ImageData(Data):
         self._train = train
         self._evaluation = evaluation
         self._workers = workers
+        self._augment = augment
         self._normalize = Normalize(MEAN, STD)
 
     def training_batches(self, indices: Iterator[Tensor], key: tuple[int, int]) -> Iterator[Batch]:
-        """Yield (images, labels), augmented."""
-        return self._batches(_Samples(self._train, self.shape[1], key), indices)
+        """Yield (images, labels); see `Data.training_batches`."""
+        own_key = key if self._augment else None
+        return self._batches(_Samples(self._train, self.shape[1], own_key), indices)
 
     def evaluate(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """Yield this rank's evaluation batches; see `Data.evaluate`."""

@@ -64,7 +64,14 @@ class TarShards:
             yield np.asarray(numbers, np.int64).tobytes()
 
 
-def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "fatal") -> Data:
+def load(
+    root: Path,
+    image_size: int = 224,
+    workers: int = 4,
+    on_error: str = "fatal",
+    *,
+    augment: bool = True,
+) -> Data:
     """Open the shards in `root`; see `reading.ImageData` and `tar_index.read_index`.
 
     The number of classes is the largest label of a training image plus 1.
@@ -87,7 +94,9 @@ def load(root: Path, image_size: int = 224, workers: int = 4, on_error: str = "f
             f"{root}: an image of val-*.tar has the class {max(evaluation.labels)}, "
             f"but the classes of train-*.tar are 0 to {classes - 1}"
         )
-    return reading.ImageData("shards", train, evaluation, classes, image_size, workers, faults)
+    return reading.ImageData(
+        "shards", train, evaluation, classes, image_size, workers, faults, augment=augment
+    )
 
 
 def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:

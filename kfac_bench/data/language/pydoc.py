@@ -30,11 +30,13 @@ def load(sequence_length: int = 64) -> InMemory:
         UsageError: The windows are longer than all topics.
     """
     topics = [encode(text) for _, text in sorted(pydoc_data.topics.topics.items())]
-    train = _windows([t for i, t in enumerate(topics) if i % HELD_OUT], sequence_length)
-    held_out = _windows(topics[::HELD_OUT], sequence_length)
+    splits = [t for i, t in enumerate(topics) if i % HELD_OUT], topics[::HELD_OUT]
+    train, held_out = (_windows(split, sequence_length) for split in splits)
     if not len(train) or not len(held_out):
+        most = min(max(len(topic) for topic in split) for split in splits) - 1
         raise UsageError(
-            f"data.sequence_length={sequence_length}: no topic of pydoc is so long. Set less"
+            f"data.sequence_length={sequence_length}: no topic of pydoc is so long. "
+            f"Set data.sequence_length to {most} or less"
         )
     count = min(EVAL_SIZE, len(held_out))
     evaluation = held_out[torch.arange(count) * len(held_out) // count]

@@ -115,7 +115,7 @@ class KLOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
+            trained = [p for p in group["params"] if p.grad is not None and p.numel()]
             if any(p.grad.is_sparse or p.is_complex() for p in trained):
                 raise ValueError(
                     f"{type(self).__name__} cannot update weights with sparse or complex "

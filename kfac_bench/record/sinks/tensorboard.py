@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import Event, Predicted, PredictedItem, Resumed
+from kfac_bench.record.events import Event, Predicted, PredictedItem, Resumed, RunStarted
 from kfac_bench.record.sinks.metrics import metrics_of
 
 
@@ -30,11 +30,13 @@ class TensorboardSink:
         self._run_directory = run_directory
         self._directory = run_directory / "tensorboard"
         self._writer: Any = None
+        self._purge_step: int | None = None
+        """Readers drop scalars from this step on that were written before; None: they drop none."""
         self._say = say or (lambda line: None)
         self._broken = False
 
     def write(self, event: Event) -> None:
-        """Add the metrics of the event; a resume hides the scalars that it made void."""
+        """Add the metrics of the event; a start or a resume hides the scalars that it made void."""
         self._guarded(lambda: self._write(event))
 
     def close(self) -> None:
@@ -45,12 +47,14 @@ class TensorboardSink:
     def _write(self, event: Event) -> None:
         row = metrics_of(event)
         resumed = isinstance(event, Resumed)
+        if isinstance(event, RunStarted):
+            # A run that was killed before its first checkpoint starts again from the beginning.
+            self._purge_step = 0
         if not row and not isinstance(event, Predicted | Resumed):
             return
         if self._writer is None or resumed:
             self.close()
-            # Readers drop scalars of steps >= purge_step that were written before.
-            purge_step = event.step + 1 if resumed else None
+            purge_step = event.step + 1 if resumed else self._purge_step
             self._writer = self._new_writer(str(self._directory), purge_step=purge_step)
         for name in row.keys() - {"step"}:
             self._writer.add_scalar(name, row[name], global_step=event.step)

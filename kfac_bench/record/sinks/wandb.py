@@ -26,7 +26,7 @@ from PIL import Image
 from wandb.sdk import wandb_setup
 from wandb.sdk.lib import wbauth
 
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, one_line
 from kfac_bench.record.events import Event, Predicted, RunEnded
 from kfac_bench.record.sinks.metrics import AXES, metrics_of
 from kfac_bench.record.sinks.reachable import connect_problem, first_hop
@@ -64,7 +64,7 @@ def decide_mode(requested: str = "auto") -> Mode:
     """
     # Otherwise wandb prints which settings files it reads.
     os.environ.setdefault("WANDB_SILENT", "true")
-    for source, mode in (("wandb.mode", requested), ("WANDB_MODE", os.environ.get("WANDB_MODE"))):
+    for source, mode in (("logger.mode", requested), ("WANDB_MODE", os.environ.get("WANDB_MODE"))):
         if mode and mode != "auto":
             if mode not in _MODES:
                 raise UsageError(f"{source}={mode}: use online, offline, disabled or auto")
@@ -80,7 +80,7 @@ def decide_mode(requested: str = "auto") -> Mode:
         proxy = settings.https_proxy if https else settings.http_proxy
         host, port = first_hop(settings.base_url, proxy)
     except Exception as error:
-        return Mode("offline", f"cannot read wandb's settings: {_line(error)}")
+        return Mode("offline", f"cannot read wandb's settings: {one_line(error)[:200]}")
     problem = connect_problem(host, port, CONNECT_S)
     if problem:
         return Mode("offline", f"an API key is configured, but {host}:{port}: {problem}")
@@ -170,7 +170,7 @@ class WandbSink:
         if self._run is None or self._failed:
             return
         if self._error is not None:
-            self._fail(_line(self._error))
+            self._fail(one_line(self._error)[:200])
             return
         try:
             self._events.put(event, block=self._patience_s > 0, timeout=self._patience_s or None)
@@ -186,7 +186,7 @@ class WandbSink:
                 self._events.put(None, timeout=1.0 + self._patience_s)
                 self._worker.join(timeout=FINISH_S + self._patience_s + 5.0)
             if self._error is not None:
-                self._fail(_line(self._error))
+                self._fail(one_line(self._error)[:200])
             elif self._worker.is_alive():
                 self._fail("its process does not answer")
         self._run = None
@@ -197,7 +197,7 @@ class WandbSink:
             self._run = _init(options, self.mode, FINISH_S + self._patience_s)
         except Exception as error:
             _give_up()  # otherwise wandb keeps the id reserved
-            self.reason = _line(error)
+            self.reason = one_line(error)[:200]
             if self.mode == "online":
                 self.mode = "offline"
                 self._start(options)
@@ -314,7 +314,3 @@ def _give_up() -> None:
     thread = threading.Thread(target=teardown, name="wandb-teardown", daemon=True)
     thread.start()
     thread.join(timeout=2.0)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, first_line
 from kfac_bench.record import checkpoint_folder
 from kfac_bench.record.checkpoint_folder import MANIFEST
 from kfac_bench.record.own_files import refuse_special
@@ -60,7 +60,7 @@ def _read(file: Path, sha256: object) -> dict[str, Any]:
             contents.check_tensors(shard)
         except Exception as error:
             # torch.load raises nearly any exception type for a file that another program made.
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = first_line(error)[:200]
             raise UsageError(f"{file}: not a checkpoint of ours ({reason})") from None
     if not isinstance(shard, dict):
         raise UsageError(f"{file}: not a checkpoint of ours (it holds no dictionary)")

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from kfac_bench.distributed.ranks import Ranks
+from kfac_bench.errors import first_line
 from kfac_bench.record import checkpoint_folder
 from kfac_bench.record.checkpoint_folder import MANIFEST, ValidationMetric
 from kfac_bench.record.own_files import sync_folder
@@ -307,4 +308,4 @@ def _line(error: Exception | None, directory: Path) -> str:
     if isinstance(error, OSError) and error.strerror:
         is_full = error.errno == errno.ENOSPC and _has_no_inodes(directory)
         return error.strerror + (" (no inodes are left, see df -i)" if is_full else "")
-    return "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+    return "" if error is None else first_line(error)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kfac_bench.benchmark.own_problem.budget import EVALUATIONS, Measured, budget_of
+from kfac_bench.benchmark.own_problem.budget import Measured, budget_of
 from kfac_bench.errors import UsageError
 
 QUICK_STEPS = Measured(step_s=0.01, eval_s=0.05, start_s=2, spent_s=20)
@@ -26,8 +26,16 @@ def test_thirty_minutes():
     assert made.confirm_s == 10 * made.limit_s
     # a tenth of an optimizer's share of all training seconds
     assert made.reference_s == pytest.approx(25 * made.limit_s / 7 / 10)
-    assert made.limit_s / (made.eval_freq * 0.01) == pytest.approx(EVALUATIONS, rel=0.05)
+    # Evaluations of 0.05 s take a tenth of the training seconds, and there are more than 50.
+    assert made.eval_freq == 50
+    assert made.limit_s > 50 * 0.5
     assert made.max_steps > made.limit_s / 0.01
+
+
+def test_cheap_evaluations_are_frequent():
+    cheap = Measured(step_s=0.01, eval_s=0.001, start_s=2, spent_s=20)
+    made = budget_of(30, cheap, 7, 5)
+    assert made.limit_s / (made.eval_freq * 0.01) == pytest.approx(500, rel=0.05)
 
 
 def test_slow_evaluations_become_rare():

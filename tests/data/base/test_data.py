@@ -3,6 +3,7 @@
 import io
 import pickle
 import random
+import shutil
 import struct
 import tarfile
 from pathlib import Path
@@ -24,6 +25,7 @@ from kfac_bench.data.base.order import (
     steps_per_epoch,
     train_indices,
 )
+from kfac_bench.data.imagefolder import ImageFolderConfig
 from kfac_bench.data.images import cifar10, digits, imagefolder
 from kfac_bench.data.images import reading as pictures
 from kfac_bench.errors import UsageError
@@ -500,6 +502,16 @@ def test_each_epoch_augments_the_same_image_differently(folders):
         versions.append(images[epoch_order(14, 0, epoch) == 3])
     assert not torch.equal(versions[0], versions[1])
     assert not torch.equal(versions[1], versions[2])
+
+
+def test_without_augmentation_training_images_are_those_of_an_evaluation(folders):
+    shutil.copytree(folders / "train", folders / "val", dirs_exist_ok=True)
+    config = ImageFolderConfig(name="imagefolder", root=str(folders), image_size=16, augment=False)
+    data = config.build("classification")
+    evaluated, _ = next(data.evaluate(14, ALONE))
+    for epoch in range(2):
+        trained, _ = next(data.train(14, 0, epoch, 0, ALONE))
+        assert torch.equal(trained[epoch_order(14, 0, epoch).argsort()], evaluated)
 
 
 def test_equal_images_of_one_epoch_are_augmented_differently(folders):

@@ -86,9 +86,11 @@ def test_the_first_images_are_used_and_reconstruction_keeps_pixels(tmp_path):
     )
     classified = options.build("classification")
     assert classified.prepare((images, labels))[0].min() < 0
-    with pytest.raises(UsageError, match=r"^data.train_images=13: .* has only 12 such images"):
+    wrong = r"^data.train_images=13: .* has only 12 such images. Set .* to 12 or less"
+    with pytest.raises(UsageError, match=wrong):
         fashion_mnist.load(root, train_images=13)
-    with pytest.raises(UsageError, match=r"^data.eval_images=6: .* has only 5 such images"):
+    wrong = r"^data.eval_images=6: .* has only 5 such images. Set .* to 5 or less"
+    with pytest.raises(UsageError, match=wrong):
         fashion_mnist.load(root, eval_images=6)
 
 
@@ -167,6 +169,8 @@ def test_a_command_says_how_to_get_the_data(tmp_path, monkeypatch):
     assert all(name in said for name in fashion_mnist.NAMES)
     with pytest.raises(UsageError, match=r"data.image_size=32: must be at least 28 and at most 28"):
         compose.load(["data=fashion_mnist", "data.image_size=32"])
+    with pytest.raises(UsageError, match=r"data.image_size=64: must be at least 32 and at most 32"):
+        compose.load(["data=cifar10", "data.image_size=64"])
 
 
 def test_a_gzip_bomb_fills_no_memory(tmp_path):
@@ -266,8 +270,10 @@ def test_patches_are_labelled_by_their_picture():
         assert torch.equal(train[0], patches[1])
     prepared, _ = data.prepare((images, labels))
     torch.testing.assert_close(prepared, (images - 0.5) / 0.25)
-    with pytest.raises(UsageError, match=r"data.image_size=200: coins.png has less than two"):
+    wrong = r"data.image_size=200: coins.png has less than two.* Set data.image_size to 191 or less"
+    with pytest.raises(UsageError, match=wrong):
         pictures.load_labelled(200)
+    assert pictures.load_labelled(191).train_size >= len(pictures.CLASSES)
 
 
 def test_idx_files_that_are_written_are_read(tmp_path):

@@ -16,6 +16,7 @@ from kfac_bench.record.events import (
     Predicted,
     Resumed,
     RunEnded,
+    RunStarted,
     TargetReached,
     Trained,
 )
@@ -146,6 +147,18 @@ def test_a_resume_hides_the_scalars_that_it_made_void(tmp_path):
     sink.write(trained(2, 20.0))
     sink.close()
     assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_start_from_the_beginning_hides_the_scalars_before(tmp_path):
+    """A run that was killed before its first checkpoint has another RunStarted event."""
+    started = RunStarted(0, 0.0, "r", "accuracy", True, {}, {})
+    for losses in ((1.0, 2.0, 3.0), (10.0,)):
+        sink = TensorboardSink(tmp_path)
+        sink.write(started)
+        for step, loss in enumerate(losses, start=1):
+            sink.write(trained(step, loss))
+        sink.close()
+    assert scalars(tmp_path)["train/loss"] == [(1, 10.0)]
 
 
 def test_missing_package_is_named(tmp_path, monkeypatch):

@@ -293,7 +293,7 @@ def test_explicit_mode_wins(monkeypatch, option, environment, expected):
 
 
 def test_unknown_mode_is_an_error(monkeypatch):
-    with pytest.raises(UsageError, match=r"wandb\.mode=onlin:"):
+    with pytest.raises(UsageError, match=r"logger\.mode=onlin:"):
         decide_mode("onlin")
 
 

@@ -92,7 +92,7 @@ checkpoint every {CHECKPOINT_FREQ} steps. A step lasts at least {STEP_S * 1000:.
 The fault comes at the seventh step, unless its row says otherwise.
 
 * **survived**: The run reached its end. It repeated at most the steps since the last good
-  checkpoint, no rank hung, and nobody saw a traceback (except for an error of the program itself).
+  checkpoint. No rank hung. Nobody saw a traceback, except for an error of the program itself.
 * **how**: "goes on" means that the run continued by itself. "same command again" means that the run
   ended, and the same command continued from the last good checkpoint. A full or read-only disk and
   a corrupt file were repaired first.

@@ -1,0 +1,180 @@
+"""What a benchmark's figure shows, in one sentence that is computed from the drawn numbers.
+
+The sentence compares the values of one axis, such as the optimizers. Lines that differ on this axis
+only are one comparison. Measured numbers are used if there are any, or else computed numbers, or
+else published numbers. The sentence begins with the kind of the numbers.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, word_of_measured
+from kfac_bench.benchmark.result import Line, Measured, how_computed
+from kfac_bench.benchmark.schema import Benchmark, FigureSpec
+from kfac_bench.record.runs import plain
+from kfac_bench.report.tables import text
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """One drawn number and its line."""
+
+    name: str
+    """The value of the axis that the sentence compares, in words."""
+    height: float
+    unit: str
+    line: Line
+    interval: Measured | None
+    """The interval of a measured number."""
+
+
+def figure_finding(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str:
+    """Return the finding; "" if the figure has nothing to compare.
+
+    Args:
+        benchmark: The table or figure.
+        lines: The drawn lines.
+        ran: What ran in place of the paper's model and data; empty: what the paper ran.
+    """
+    spec = benchmark.figure
+    if spec is None:
+        return ""
+    for kind in KINDS:
+        comparisons = _comparisons(benchmark, spec, lines, kind)
+        if not comparisons:
+            continue
+        with_what = f" with {plain(ran)}" if ran and kind == "measured" else ""
+        said = _largest_quantity if len(spec.quantities) > 1 else _best
+        return f"{_kind(benchmark, comparisons, kind)}{with_what}: {said(benchmark, comparisons)}"
+    return ""
+
+
+def _comparisons(
+    benchmark: Benchmark, spec: FigureSpec, lines: Sequence[Line], kind: str
+) -> dict[str, list[_Bar]]:
+    """Return the bars of each comparison, by the rest of their point in words."""
+    axis = spec.compared or spec.colour
+    # A line with a published number alone names no unit.
+    units = {name: quantity.unit for name, quantity in benchmark.quantities.items()}
+    found: dict[str, list[_Bar]] = {}
+    for line in lines:
+        rest = [_words(a, value) for a, value in line.point.items() if a != axis]
+        if spec.x == QUANTITY:
+            rest.insert(0, line.quantity)
+        for what, height in heights(line):
+            if what == kind and axis in line.point:
+                interval = line.measured if kind == "measured" else None
+                unit = line.unit or units.get(line.quantity, "")
+                bar = _Bar(_words(axis, line.point[axis]), height, unit, line, interval)
+                found.setdefault(", ".join(rest), []).append(bar)
+    return {
+        where: bars
+        for where, bars in found.items()
+        if len(bars) > 1 and any(math.isfinite(bar.height) for bar in bars)
+    }
+
+
+def _kind(benchmark: Benchmark, comparisons: dict[str, list[_Bar]], kind: str) -> str:
+    """Return the kind of the numbers in words. A fit or a given number is no prediction."""
+    lines = [bar.line for bars in comparisons.values() for bar in bars]
+    if kind == "measured":
+        return word_of_measured(lines).capitalize()
+    if kind == "published":
+        return "Published"
+    known = {line.known for line in lines}
+    words = [how_computed(benchmark).capitalize(), *sorted(known)]
+    return words[0] if "" in known else ", ".join(words)
+
+
+def _words(axis: str, value: str) -> str:
+    """Return the value of an axis in words: ``8 gpus``, ``batch 256``, ``K-FAC``."""
+    if not value[:1].isdigit():
+        return plain(value)
+    if axis.endswith("s"):
+        return plain(f"{value} {axis.removesuffix('s') if value == '1' else axis}")
+    return plain(f"{axis} {value}")
+
+
+def _best(benchmark: Benchmark, comparisons: dict[str, list[_Bar]]) -> str:
+    """Return which value is the best in the most comparisons, and how the last of these ended."""
+    name = next(iter(comparisons.values()))[0].line.quantity
+    quantity = benchmark.quantities.get(name)
+    is_higher_better = quantity is not None and quantity.higher
+    first = {
+        where: _first(bars, is_higher_better=is_higher_better)
+        for where, bars in comparisons.items()
+    }
+    wins = Counter(bar.name for bars in first.values() for bar in bars)
+    if not wins:
+        return f"no difference in {name} in {_count(len(comparisons), len(comparisons))}"
+    best = max(wins, key=wins.__getitem__)
+    where = [where for where, bars in first.items() if best in {bar.name for bar in bars}][-1]
+    compared = comparisons[where]
+    winner = next(bar for bar in compared if bar.name == best)
+    others = [bar for bar in compared if bar.name != best]
+    second = _sorted(others, is_higher_better=is_higher_better)[0]
+    numbers = f"{_number(winner)}, {second.name} {_number(second)}{_overlap(winner, second)}"
+    is_plural = best[:1].isdigit() and best.endswith("s")
+    claim = f"{best} {'have' if is_plural else 'has'} the {_most(winner, is_higher_better)}"
+    if len(comparisons) == 1:
+        return f"{claim}: {numbers}"
+    return f"{claim} in {_count(wins[best], len(comparisons))} ({where}: {numbers})"
+
+
+def _sorted(bars: Sequence[_Bar], *, is_higher_better: bool) -> list[_Bar]:
+    # A missed target is infinite, with the sign of the worst value.
+    return sorted(bars, key=lambda bar: bar.height, reverse=is_higher_better)
+
+
+def _first(bars: Sequence[_Bar], *, is_higher_better: bool) -> list[_Bar]:
+    """Return the best bars: several if tables print the same number; [] if all bars are equal."""
+    best = _sorted(bars, is_higher_better=is_higher_better)[0]
+    equal = [bar for bar in bars if text(bar.height) == text(best.height)]
+    return equal if len(equal) < len(bars) else []
+
+
+def _most(bar: _Bar, is_higher_better: bool) -> str:
+    """Return the superlative with the quantity: ``highest accuracy``, ``fewest steps``."""
+    if is_higher_better:
+        return f"{'highest' if bar.unit == '%' else 'largest'} {bar.line.quantity}"
+    is_counted = bar.line.quantity.split(" ")[0].endswith("s")
+    return f"{'fewest' if is_counted else 'smallest'} {bar.line.quantity}"
+
+
+def _largest_quantity(_: Benchmark, comparisons: dict[str, list[_Bar]]) -> str:
+    """Return the quantity with the highest bar, and its bars."""
+    largest = max(
+        comparisons, key=lambda where: max(_finite(bar.height) for bar in comparisons[where])
+    )
+    numbers = ", ".join(f"{bar.name} {_number(bar)}" for bar in comparisons[largest])
+    return f"the largest of {len(comparisons)} quantities is {largest} ({numbers})"
+
+
+def _finite(height: float) -> float:
+    return height if math.isfinite(height) else -math.inf
+
+
+def _number(bar: _Bar) -> str:
+    if math.isinf(bar.height):
+        return "misses the target"
+    # Four digits, as in tables, but never a power of ten.
+    number = text(bar.height) if abs(bar.height) < 1e4 else f"{bar.height:,.0f}"
+    return f"{number} {bar.unit}".strip()
+
+
+def _overlap(one: _Bar, other: _Bar) -> str:
+    """Return a warning if the 95 % intervals of two measured numbers overlap."""
+    ours, theirs = one.interval, other.interval
+    if ours is None or theirs is None:
+        return ""
+    if min(ours.seeds, theirs.seeds) < 2 or max(ours.low, theirs.low) > min(ours.high, theirs.high):
+        return ""
+    return "; their 95 % intervals overlap"
+
+
+def _count(part: int, whole: int) -> str:
+    if part < whole:
+        return f"{part} of {whole} comparisons"
+    return {1: "this comparison", 2: "both comparisons"}.get(whole, f"all {whole} comparisons")

@@ -1,0 +1,69 @@
+"""How the run of a cell or of a trial ended, by the files of its directory alone.
+
+A run that has ended by its own events is in events.jsonl. If its process failed, cell.json has the
+reason. A stopped run has neither, and the next start continues it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from kfac_bench.errors import UsageError
+from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
+from kfac_bench.record.own_files import read_own
+from kfac_bench.record.text_file import write_text
+from kfac_bench.stop_signals import SIGNALS
+
+FAILED_FILE = "cell.json"
+"""File in the directory of a run whose process failed. It holds the reason."""
+INTERRUPTED = tuple(128 + number for number in SIGNALS)
+"""Exit codes of a run that was stopped by a signal. The next start continues it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the process of a run failed."""
+
+    reason: str
+    has_run: bool
+    """False if the run could not start, because an earlier run failed."""
+
+
+def record_failure(
+    folder: Path, label: str, reason: str, code: int = 1, *, has_run: bool = True
+) -> None:
+    """Write into the run's directory why it failed: the table shows a miss with this reason."""
+    record = {"label": label, "reason": reason, "exit_code": code, "has_run": has_run}
+    write_text(folder / FAILED_FILE, json.dumps(record, indent=1) + "\n", make_folder=True)
+
+
+def failure(folder: Path) -> Failure | None:
+    """Return why the run of this directory failed; None if it did not, or has ended well since."""
+    try:
+        record = json.loads(read_own(folder / FAILED_FILE))
+        found = Failure(str(record["reason"]), record.get("has_run") is not False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
+        return None
+    return found if ended(folder) is None else None
+
+
+def ended(folder: Path) -> str | None:
+    """Return how the run of this directory ended by its events; None if it has not ended."""
+    if not (folder / EVENTS_FILE).exists():
+        return None
+    last = next((e for e in reversed(read(folder)) if isinstance(e, RunEnded)), None)
+    if last is None or last.status == "interrupted":
+        return None
+    return f"{last.status} at step {last.step}, {last.train_s:.2f} s {last.message}".strip()
+
+
+def outcome(folder: Path) -> str | None:
+    """Return how the run of this directory ended, as text; None if it has not ended."""
+    why = failure(folder)
+    return ended(folder) if why is None else f"failed: {why.reason}"
+
+
+def will_run(folder: Path, *, retry: bool) -> bool:
+    """Return whether the run of this directory has not ended, or has failed and runs again."""
+    before = outcome(folder)
+    return before is None or (retry and before.startswith("failed"))

@@ -1,0 +1,106 @@
+"""The title of a benchmark's figure: one sentence from the numbers that are drawn."""
+
+import math
+from dataclasses import replace
+
+from kfac_bench.benchmark import figure
+from kfac_bench.benchmark.figure_finding import figure_finding
+from kfac_bench.benchmark.result import Line, Measured
+from kfac_bench.benchmark.schema import Benchmark, Computed, FigureSpec, Quantity
+from tests.support.figures import texts
+
+ROW = Benchmark(
+    "A row",
+    {"optimizer": ["SGD", "K-FAC"], "gpus": ["1", "8"]},
+    [],
+    computed=[Computed("simulate", {}, [])],
+    quantities={"accuracy": Quantity(unit="%", higher=True), "minutes": Quantity(unit="min")},
+    figure=FigureSpec(["accuracy"], "gpus", "optimizer"),
+)
+
+
+def line(optimizer, gpus, value, quantity="accuracy", unit="%", wide=0.0):
+    """Return a measured line of three seeds; its interval is ``value`` plus and minus ``wide``."""
+    measured = Measured(value, value - wide, value + wide, 3, 0)
+    return Line({"optimizer": optimizer, "gpus": gpus}, quantity, unit, measured)
+
+
+SGD, KFAC = line("SGD", "8", 90.0), line("K-FAC", "8", 92.0)
+BOTH = [line("SGD", "1", 91.0), line("K-FAC", "1", 89.0)]
+
+
+def test_the_best_is_named_with_the_second_best():
+    said = "has the highest accuracy: 92 %, SGD 90 %"
+    assert figure_finding(ROW, [SGD, KFAC]) == f"Measured: K-FAC {said}"
+    assert figure_finding(ROW, [SGD, KFAC], "a toy") == f"Measured with a toy: K-FAC {said}"
+    assert figure_finding(ROW, [KFAC]) == "", "nothing to compare with"
+
+
+def test_fewer_can_be_better_and_a_missed_target_is_the_worst():
+    lines = [line(name, "8", t, "minutes", "min") for name, t in (("SGD", 7.0), ("K-FAC", 5.0))]
+    said = "Measured: K-FAC has the fewest minutes: 5 min, SGD "
+    assert figure_finding(ROW, lines) == f"{said}7 min"
+    missed = line("SGD", "8", math.inf, "minutes", "min")
+    assert figure_finding(ROW, [missed, lines[1]]) == f"{said}misses the target"
+    assert figure_finding(ROW, [missed, replace(missed, point=KFAC.point)]) == ""
+
+
+def test_several_comparisons_are_counted_and_the_last_one_that_was_won_is_shown():
+    won = "highest accuracy in 1 of 2 comparisons"
+    assert figure_finding(ROW, [*BOTH, SGD, line("K-FAC", "8", 90.0)]) == (
+        f"Measured: SGD has the {won} (1 gpu: 91 %, K-FAC 89 %)"
+    )
+    better = [BOTH[0], line("K-FAC", "1", 99.0), SGD, KFAC]
+    assert figure_finding(ROW, better) == (
+        "Measured: K-FAC has the highest accuracy in both comparisons (8 gpus: 92 %, SGD 90 %)"
+    )
+    equal = [replace(x, measured=SGD.measured) for x in better]
+    assert figure_finding(ROW, equal) == "Measured: no difference in accuracy in both comparisons"
+
+
+def test_intervals_that_overlap_are_named():
+    wide = figure_finding(ROW, [SGD, line("K-FAC", "8", 92.0, wide=2.5)])
+    assert wide.endswith("92 %, SGD 90 %; their 95 % intervals overlap")
+    assert "overlap" not in figure_finding(ROW, [SGD, line("K-FAC", "8", 92.0, wide=1.5)])
+
+
+def test_it_says_which_kind_of_numbers_it_uses():
+    printed = [
+        replace(x, measured=None, published=v, unit="") for x, v in ((SGD, 90.0), (KFAC, 91.5))
+    ]
+    best = "has the highest accuracy:"
+    assert figure_finding(ROW, printed) == f"Published: K-FAC {best} 91.5 %, SGD 90 %"
+    projected = [replace(x, is_projected=True) for x in (SGD, KFAC)]
+    assert figure_finding(ROW, projected) == f"Projected: K-FAC {best} 92 %, SGD 90 %"
+    assert "projected (95 %)" in texts(figure.svg(ROW, projected))
+    fitted = [replace(x, computed=10 * x.published, known="fitted") for x in printed]
+    assert figure_finding(ROW, fitted) == f"Simulated, fitted: K-FAC {best} 915 %, SGD 900 %"
+    partly = [replace(fitted[0], computed=123456.7, known=""), fitted[1]]
+    assert figure_finding(ROW, partly) == f"Simulated: SGD {best} 123,457 %, K-FAC 915 %"
+
+
+def test_the_axis_of_a_figure_that_is_compared_need_not_be_the_one_of_the_colours():
+    spec = FigureSpec(["accuracy"], "gpus", "optimizer", compared="gpus")
+    row = Benchmark(**(vars(ROW) | {"figure": spec}))
+    assert figure_finding(row, [*BOTH, SGD, KFAC]) == (
+        "Measured: 1 gpu has the highest accuracy in 1 of 2 comparisons (SGD: 91 %, 8 gpus 90 %)"
+    )
+
+
+def test_of_several_quantities_the_largest_is_named():
+    spec = FigureSpec(["send", "compute"], "quantity", "optimizer")
+    row = Benchmark(**(vars(ROW) | {"figure": spec}))
+    lines = [
+        line(name, "8", value, quantity, "ms")
+        for quantity, values in (("send", (3.0, 4.0)), ("compute", (9.0, 8.0)))
+        for name, value in zip(("SGD", "K-FAC"), values, strict=True)
+    ]
+    assert figure_finding(row, lines) == (
+        "Measured: the largest of 2 quantities is compute, 8 gpus (SGD 9 ms, K-FAC 8 ms)"
+    )
+
+
+def test_the_figure_has_the_finding_and_the_subject():
+    drawn = " ".join(texts(figure.svg(ROW, [*BOTH, SGD, KFAC], "a <toy>")))
+    assert figure_finding(ROW, [*BOTH, SGD, KFAC], "a <toy>") in drawn
+    assert "A row" in drawn
