@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_bench import KFAC
+from kfac_bench import KFAC, eigen_adam
 
 OPTIONS = {"damping": 0.03, "update_freq": 1, "factor_update_freq": 1}
 SCALE = 2.0**16
@@ -412,6 +412,13 @@ class TestWideLayers:
             self.train(64)
         assert "layer 2 has 600 x 601 weights and 64 rows per step" in str(seen[0].message)
         assert "max_dim=32" in str(seen[0].message)
+
+    def test_orthogonalization_does_not_count(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+        optimizer = eigen_adam(model, kfac={"max_dim": 32})
+        model(torch.randn(64, 20)).square().mean().backward()
+        optimizer.step()
 
     @pytest.mark.parametrize(("rows", "options"), [(900, {}), (64, {"max_dim": 32})])
     def test_a_larger_batch_and_a_smaller_max_dim_help(self, rows, options):

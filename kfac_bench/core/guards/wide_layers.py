@@ -1,11 +1,14 @@
 """Notices layers so wide that preconditioning takes longer than forward and backward."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.guards.notices import Notices
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.estimate import flops
+from kfac_bench.core.planning.layer_spec import LayerSpec
+from kfac_bench.core.planning.ops import Precondition
 from kfac_bench.core.planning.plan import Plan
 
 MIN_FLOPS = 1e9
@@ -22,7 +25,12 @@ class WidthCheck:
 
     def __init__(self, layers: Sequence[Layer], plan: Plan, rank: int) -> None:
         self._specs = [layer.spec for layer in layers]
-        self._work = sum(flops(op, plan.method, {}) for op in plan.precondition if rank in op.ranks)
+        # max_dim does not save the orthogonalization of updates, so it does not count.
+        self._work = sum(
+            flops(replace(op, members=_not_orthogonalized(op.members)), plan.method, {})
+            for op in plan.precondition
+            if isinstance(op, Precondition) and rank in op.ranks
+        )
         self._is_done = self._work < MIN_FLOPS
 
     def see(self, collected: Mapping[str, Collected], notices: Notices) -> None:
@@ -50,3 +58,7 @@ class WidthCheck:
                 f"larger batch, or max_dim={max(1, int(own / 2))} (factors with more rows become "
                 "diagonal), or skip such layers",
             )
+
+
+def _not_orthogonalized(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    return tuple(replace(spec, orthogonal_steps=0) for spec in specs)
