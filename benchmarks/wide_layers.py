@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,9 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         "Muon": muon,
     }
     for max_dim in MAX_DIM:
-        builds[f"EigenAdam, max_dim={max_dim}"] = lambda model, rate, n=max_dim: eigen_adam(
-            model, rate, kfac={"max_dim": n}
-        )
+        builds[f"EigenAdam, max_dim={max_dim}"] = partial(eigen_adam, kfac={"max_dim": max_dim})
     rows = []
     for optimizer, build in builds.items():
         best: tuple[float, ...] | None = None
