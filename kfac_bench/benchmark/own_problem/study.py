@@ -17,7 +17,7 @@ from kfac_bench.benchmark import grid, run_end
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.own_problem import spaces
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
-from kfac_bench.benchmark.own_problem.budget import Budget
+from kfac_bench.benchmark.own_problem.budget import FINALISTS, TRIALS, Budget
 from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
 from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder, wait_until_free
@@ -82,6 +82,7 @@ class Phases:
         self._budget = plan.budget
         # Of the runs that this process has made: wall time and training time.
         self._wall_s = self._train_s = 0.0
+        self._runs = 0
 
     def run(self) -> StudyResult:
         """Run what is left of both phases."""
@@ -105,7 +106,10 @@ class Phases:
                 settings = self._asked.candidates[name][len(own)]
                 own.append(self._trial("tuning", name, settings, TUNING_SEED, limit_s))
                 left_s = sum(self._tuning_left_s(*each) for each in results.items())
-                left = self._time_left(left_s + self._confirm_s(results))
+                runs = sum(self._trials_left(*each) for each in results.items())
+                left = self._time_left(
+                    left_s + self._confirm_s(results), runs + self._finals(results)
+                )
                 self._say(f"[tuning] {self._labels[name]} {len(own)}: {own[-1]}; {left}")
         return results
 
@@ -122,17 +126,26 @@ class Phases:
                 for trial in trials:
                     own = self._trial("tuning", name, trial.settings, seed, limit_s)
                     results[name].append(own)
-                    left = self._time_left(self._confirm_s(results))
+                    left = self._time_left(self._confirm_s(results), self._finals(results))
                     self._say(f"[seed {seed}] {self._labels[name]}: {own}; {left}")
+
+    def _trials_left(self, name: str, results: Sequence[TrialResult]) -> int:
+        """Return how many trials an optimizer will have at most."""
+        if self._next_limit_s(name, results) is None:
+            return 0
+        return len(self._asked.candidates[name]) - len(results)
 
     def _tuning_left_s(self, name: str, results: Sequence[TrialResult]) -> float:
         """Return the training seconds that an optimizer will need at most."""
         limit_s = self._next_limit_s(name, results)
         if limit_s is None:
             return 0.0
-        return min(
-            self._left_s(results), limit_s * (len(self._asked.candidates[name]) - len(results))
-        )
+        return min(self._left_s(results), limit_s * self._trials_left(name, results))
+
+    def _finals(self, trials: Mapping[str, Sequence[TrialResult]]) -> int:
+        """Return the number of runs on fresh seeds, if the best trials so far win."""
+        names = finalists(best_trials(trials), self._budget, self._asked.seeds)
+        return self._asked.seeds * max(FINALISTS, len(names))
 
     def _confirm_s(self, trials: Mapping[str, Sequence[TrialResult]]) -> float:
         """Return the training seconds of the fresh seeds, if the best trials so far win."""
@@ -144,8 +157,12 @@ class Phases:
         return self._asked.seeds * sum(min(winners[name].time_s, limit_s) for name in names)
 
     def _left_s(self, results: Sequence[TrialResult]) -> float:
-        """Return the seconds that an optimizer has left."""
-        return max(0.0, self._budget.tune_s - sum(r.train_s for r in results))
+        """Return the seconds that an optimizer has left.
+
+        The minutes have room for the starts of a few trials. More trials pay for their starts.
+        """
+        starts_s = max(0, len(results) - TRIALS) * self._budget.start_s
+        return max(0.0, self._budget.tune_s - sum(r.train_s for r in results) - starts_s)
 
     def _next_limit_s(self, name: str, results: Sequence[TrialResult]) -> float | None:
         """Return the longest time of the next trial; None if there is no further trial.
@@ -181,7 +198,8 @@ class Phases:
                 results[name].append(result)
                 done = seed + number / len(names)
                 spent_s = sum(r.train_s for own in results.values() for r in own)
-                left = self._time_left(spent_s * (self._asked.seeds - done) / done)
+                seeds = self._asked.seeds - done
+                left = self._time_left(spent_s * seeds / done, len(names) * seeds)
                 self._say(f"[seed {seed}] {self._labels[name]}: {result}; {left}")
         return results
 
@@ -204,6 +222,7 @@ class Phases:
         if is_new:
             self._wall_s += time.monotonic() - began
             self._train_s += result.train_s
+            self._runs += 1
         return result
 
     def cell(self, name: str, settings: Settings, seed: int, limit_s: float, runs_dir: str) -> Cell:
@@ -221,13 +240,12 @@ class Phases:
         )
         return Cell(self._labels[name], overrides, self._asked.ranks, {}, seed)
 
-    def _time_left(self, train_s: float) -> str:
+    def _time_left(self, train_s: float, runs: float) -> str:
         made = self._budget
-        # Runs also need starts and evaluations. Short runs need more of them than was planned.
-        wall_per_s = made.wall_per_s + made.start_s / made.limit_s
-        if self._train_s:
-            wall_per_s = self._wall_s / self._train_s
-        wall_s = train_s * wall_per_s
+        start_s = made.start_s
+        if self._runs:
+            start_s = max(0.0, self._wall_s - self._train_s * made.wall_per_s) / self._runs
+        wall_s = train_s * made.wall_per_s + runs * start_s
         return f"about {wall_s / 60:.0f} min left" if wall_s > 90 else f"about {wall_s:.0f} s left"
 
 
@@ -279,7 +297,8 @@ def finalists(winners: Mapping[str, TrialResult], made: Budget, seeds: int) -> l
     planned_s = sum(min(winners[n].time_s, made.limit_s) for n in chosen)
     for number, name in enumerate(others):
         own_s = min(winners[name].time_s, made.limit_s)
-        fits = seeds * (planned_s + own_s) <= made.confirm_s
+        starts_s = max(0, len(chosen) + 1 - FINALISTS) * made.start_s
+        fits = seeds * (planned_s + own_s + starts_s) <= made.confirm_s
         if number and (not fits or (is_reached and math.isinf(winners[name].time_s))):
             break
         chosen.append(name)
