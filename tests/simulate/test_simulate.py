@@ -398,7 +398,7 @@ def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
     drawn = svg.read_text()
     assert drawn.startswith("<svg")
     fastest = min(c["step_s"] for c in found["cells"][-2:])  # of K-FAC on 4 ranks
-    assert "On 4 ranks" in drawn
+    assert "At 4 ranks" in drawn
     assert f"{1e3 * fastest:.3g} ms" in drawn
 
 

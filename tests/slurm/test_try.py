@@ -8,7 +8,7 @@ from tests.benchmark.own_problem.problem_text import written
 from tests.support.runs import of_kind
 
 BENCH = "from kfac_bench.cli import bench; bench()"
-OPTIONS = ("--minutes=1", "--ranks=2", "--optimizers=adamw,eigen_adam", "trainer.threads=1")
+OPTIONS = ("--minutes=3", "--optimizers=adamw,eigen_adam", "trainer.threads=1")
 
 
 def test_a_study_that_is_requeued_runs_no_trial_twice(here):
@@ -30,4 +30,3 @@ def test_a_study_that_is_requeued_runs_no_trial_twice(here):
     runs = [*study.glob("tuning/*"), *study.glob("final/*")]
     started = [of_kind(path, RunStarted)[0].environment for path in runs]
     assert {each["slurm_job_id"] for each in started} == {job}
-    assert {each["world_size"] for each in started} == {2}
