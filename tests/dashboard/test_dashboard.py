@@ -148,7 +148,9 @@ def wandb_config(log):
     import sys
 
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     [run] = [r["run"] for r in map(json.loads, lines) if r["type"] == "run"]
     return run["config"]["update"]
 
