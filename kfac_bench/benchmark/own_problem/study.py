@@ -121,7 +121,7 @@ class Phases:
             for name, trials in best.items():
                 # All of them or none: their medians are compared.
                 limit_s = PATIENCE * trials[0].time_s
-                if len(trials) * limit_s > self._left_s(results[name]):
+                if len(trials) * (limit_s + self._budget.start_s) > self._left_s(results[name]):
                     continue
                 for trial in trials:
                     own = self._trial("tuning", name, trial.settings, seed, limit_s)
