@@ -34,6 +34,7 @@ def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult
         seeds=asked.seeds,
         is_own_target=found.plan.is_own_target,
         left_out=_left_out(found),
+        has_tried_kfac=any(each[0]["kfac"] != "none" for each in asked.candidates.values()),
         minutes=asked.minutes,
         is_quick=is_quick,
     )
@@ -86,7 +87,7 @@ def _memory_bytes(result: TrialResult) -> float:
 
 
 def _stages_s(results: Sequence[TrialResult]) -> dict[str, float]:
-    """Return the seconds of each stage of K-FAC per step, summed over the runs' events."""
+    """Return the seconds of each stage of K-FAC in all steps of all runs."""
     total: dict[str, float] = {}
     for result in results:
         before = 0

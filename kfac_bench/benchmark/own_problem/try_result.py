@@ -35,7 +35,7 @@ class Finalist:
     memory_bytes: float = math.nan
     """Peak memory of a rank."""
     stages_s: Mapping[str, float] = field(default_factory=dict)
-    """Mean seconds of K-FAC's stages in a step."""
+    """Seconds of K-FAC's stages in all steps of all runs."""
 
     @property
     def times_s(self) -> tuple[float, float, float]:
@@ -70,6 +70,8 @@ class TryResult:
     """Whether the study fixed the target, because the problem has none."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Optimizers that did not run on fresh seeds, with the reason."""
+    has_tried_kfac: bool = True
+    """Whether an optimizer with K-FAC was tuned."""
     minutes: float = 30
     is_quick: bool = False
 

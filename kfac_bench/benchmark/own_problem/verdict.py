@@ -57,6 +57,12 @@ def _conclusion(result: TryResult) -> list[str]:
     if fastest is reference:
         return _reference_first(result)
     winner = _winner(result)
+    if winner is None and math.isinf(reference.times_s[0]):
+        # Nobody knows how long the reference would have taken after its limit.
+        return [
+            f"Nothing is shown: {fastest.name} may need more than the {_s(reference.limit_s)} that "
+            f"{reference.name} had. Use more --minutes."
+        ]
     if winner is None:
         return [
             f"Nothing is shown: the intervals of {fastest.name} and {reference.name} overlap. Keep "
@@ -155,6 +161,8 @@ def _against_others(result: TryResult, winner: Finalist) -> list[str]:
     if winner.uses_kfac:
         return lines
     kfac = next((f for f in others if f.uses_kfac), None)
+    if kfac is None and not result.has_tried_kfac:
+        return [*lines, "No optimizer with K-FAC was tried."]
     if kfac is None:
         return [*lines, "No optimizer with K-FAC was fast enough in tuning to run on fresh seeds."]
     if _is_faster(winner, kfac):
@@ -171,27 +179,35 @@ def _equal_time(result: TryResult) -> list[str]:
     # AdamW stops at its limit, and the winner of the tuning may have more time.
     at_s = min(fastest.times_s[0], reference.limit_s)
     sign = 1 if result.higher_is_better else -1
-    values = {f.name: [_at(run, at_s) for run in f.runs] for f in result.finalists}
-    known = {n: [v for v in each if math.isfinite(v)] for n, each in values.items()}
-    middle = {name: median(each) for name, each in known.items() if each}
-    if reference.name not in middle:
+    # A run without a number, such as a diverged one, counts as the worst of all. Otherwise only the
+    # runs that went well would count.
+    values = {
+        f.name: [_at(run, at_s, -sign * math.inf) for run in f.runs] for f in result.finalists
+    }
+    middle = {name: median(each) for name, each in values.items()}
+    if math.isinf(middle[reference.name]):
         return []
     ordered = sorted(middle, key=lambda name: -sign * middle[name])
     best = fastest.name if math.isfinite(fastest.times_s[0]) else ordered[0]
     names = [best, next((n for n in [reference.name, *ordered] if n != best), best)]
     said = [
-        f"{n} has {shown_metric(middle[n])} ({shown_metric(min(known[n]))} to "
-        f"{shown_metric(max(known[n]))})"
+        f"{n} has {_shown(middle[n])} ({_shown(min(values[n]))} to {_shown(max(values[n]))})"
         for n in names
-        if n in middle
     ]
     return [f"After {_s(at_s)} of training (median {result.metric}, range): {', '.join(said)}."]
 
 
-def _at(run: SeedRun, seconds: float) -> float:
-    """Return the metric at the last evaluation until then; a run that has ended keeps its last."""
+def _at(run: SeedRun, seconds: float, worst: float) -> float:
+    """Return the metric at the last evaluation until then, or ``worst`` if it is no number.
+
+    A run that has ended keeps its last metric.
+    """
     values = [value for at_s, value in run.curve if at_s <= seconds]
-    return values[-1] if values else math.nan
+    return values[-1] if values and math.isfinite(values[-1]) else worst
+
+
+def _shown(value: float) -> str:
+    return "no number" if math.isinf(value) else shown_metric(value)
 
 
 def _cautions(result: TryResult) -> list[str]:

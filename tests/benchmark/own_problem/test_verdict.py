@@ -122,7 +122,23 @@ def test_a_miss_is_slower_only_than_its_limit():
     """AdamW had 100 s. Nobody knows whether it would have been slower than 120 s."""
     missed = replace(ADAMW, runs=finalist("AdamW", [INF] * 5).runs)
     said = text_of(finalist("SOAP", [96, 97, 98, 99, 120]), reference=missed)
-    assert "Nothing is shown: the intervals of SOAP and AdamW overlap" in said
+    assert (
+        "Nothing is shown: SOAP may need more than the 100 s that AdamW had. Use more --minutes."
+    ) in said
+    assert "overlap" not in said
+    assert "Paste this" not in said
+
+
+def test_a_run_without_a_number_counts_as_the_worst_at_equal_time():
+    """The median over the runs that did not diverge would hide that most runs did."""
+    diverged = [replace(run, curve=[(0, 0.1), (10, math.nan)], time_s=INF) for run in EIGEN.runs]
+    some = replace(EIGEN, runs=[*EIGEN.runs[:2], *diverged[2:]])
+    said = text_of(some)
+    assert "EigenAdam has no number (no number to 0.9500)." in said
+    lower = verdict(TryResult("p", "loss", False, 0.0, ADAMW, [some], 5))
+    assert "EigenAdam has no number (0.9500 to no number)" in lower
+    dead = replace(ADAMW, runs=[SeedRun(s, INF, INF, []) for s in range(5)])
+    assert "training (median" not in text_of(EIGEN, reference=dead)
 
 
 def test_only_adamw_reaches_the_target():
@@ -171,6 +187,7 @@ def test_a_fastest_without_kfac():
     assert "Muon is 5.5x faster than AdamW in 1.8x more steps" in said
     assert "K-FAC does not help here: EigenAdam, its fastest form, is slower than Muon." in said
     assert "No optimizer with K-FAC was fast enough in tuning" in text_of(muon)
+    assert "No optimizer with K-FAC was tried." in text_of(muon, has_tried_kfac=False)
 
 
 def test_cautions():
