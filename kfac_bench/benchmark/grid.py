@@ -179,19 +179,20 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
     if not run_end.will_run(cell.path(), retry=retry):
         is_good = run_end.failure(cell.path()) is None
         return is_good, f"{run_end.outcome(cell.path())} (before)"
-    for first in cell.before:
-        is_good, text = run_cell(first, retry=retry)
-        if not is_good:
-            if text.startswith("not run"):
-                return False, text
-            return _failed(
-                cell, f"{first.path().name}, which it starts from, {text}", has_run=False
-            )
     if cell.ranks > (most := os.cpu_count() or 1):
         # Nothing is recorded: a cell that never ran is no miss, and another machine may run it.
         return False, (
             f"not run: {cell.ranks} ranks are more than the {most} cores here; use launcher=slurm"
         )
+    for first in cell.before:
+        is_good, text = run_cell(first, retry=retry)
+        if not is_good:
+            # The next start continues the first run, so this cell has not failed.
+            if text.startswith(("not run", "interrupted")):
+                return False, text
+            return _failed(
+                cell, f"{first.path().name}, which it starts from, {text}", has_run=False
+            )
     if cell.ranks == 1:
         code, line = forked.train([*cell.overrides, f"run_id={cell.path().name}"])
         line = f"kfac-train: {line} (exit code {code})"

@@ -1,12 +1,14 @@
 """Measures: from the events of a run to one number, for the quantities of a benchmark.
 
-Times are those of the training clock, which stands still during evaluations. A missed target is
-``inf``. NaN means that a run which ended well has no such number.
+Times are those of the training clock, which stands still during evaluations. ``inf`` is a miss: a
+missed target, or the metric or the training seconds of a run that failed. NaN means that a run
+which ended well has no such number.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from statistics import fmean
+from typing import Any
 
 from kfac_bench.record import score
 from kfac_bench.record.events import Evaluated, RunEnded, Trained
@@ -17,8 +19,13 @@ Level = float | None
 
 
 def final(run: Run, level: Level) -> float:
-    """Return the task's metric at the last evaluation."""
-    return score.final_metric(run)
+    """Return the task's metric at the last evaluation; inf if the run diverged or failed."""
+    return _inf_if_failed(run, score.final_metric(run))
+
+
+def _inf_if_failed(run: Run, value: float) -> float:
+    """Return inf for a run that failed on the way, and for a metric that is not a number."""
+    return math.inf if score.status(run) == "failed" or math.isnan(value) else value
 
 
 def _reached(run: Run, level: Level) -> tuple[float, float, float]:
@@ -60,9 +67,9 @@ def epochs_to_target(run: Run, level: Level) -> float:
 
 
 def train_s(run: Run, level: Level) -> float:
-    """Return the seconds of the whole training."""
+    """Return the seconds of the whole training; inf if the run failed on the way."""
     ended = [e for e in run.events if isinstance(e, RunEnded)]
-    return number(ended[-1].train_s) if ended else math.nan
+    return _inf_if_failed(run, number(ended[-1].train_s)) if ended else math.nan
 
 
 def _pace(run: Run) -> tuple[float, float]:
@@ -164,21 +171,22 @@ def exists(name: str) -> bool:
 def measure(run: Run, name: str, level: Level) -> float:
     """Return the number that `name` measures; NaN if the run has no such number."""
     if was_computed(run):  # A computed cell has each number by its name.
-        return _last_metric(run, name)
+        return number(_last_metrics(run).get(name))
     if name in MEASURES:
         return MEASURES[name](run, level)
     # "metric NAME" is a metric of the last evaluation, "stage KIND" a kind of op.
     kind, _, what = name.partition(" ")
     if kind == "metric":
-        return _last_metric(run, what)
+        metrics = _last_metrics(run)
+        return _inf_if_failed(run, number(metrics[what])) if what in metrics else math.nan
     if name == "stage share":  # The longest message: decompositions in comm_opt, else gradients.
         share = _stage_ms(run, "ShareDecompositions")
         return _stage_ms(run, "ShareGradients") if math.isnan(share) else share
     return _stage_ms(run, what) if kind == "stage" else math.nan
 
 
-def _last_metric(run: Run, name: str) -> float:
+def _last_metrics(run: Run) -> Mapping[str, Any]:
     evaluations = [e for e in run.events if isinstance(e, Evaluated)]
     metrics = evaluations[-1].metrics if evaluations else {}
     # Event files are not trusted: any JSON value may stand where a mapping belongs.
-    return number(metrics[name]) if isinstance(metrics, Mapping) and name in metrics else math.nan
+    return metrics if isinstance(metrics, Mapping) else {}

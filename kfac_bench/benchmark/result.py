@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kfac_bench.benchmark.measures import COMPUTED, measure
 from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.record.runs import Run
-from kfac_bench.record.score import bootstrap_median, final_metric
+from kfac_bench.record.score import bootstrap_median
 
 GridPoint = Mapping[str, str]
 """Axis to value."""
@@ -215,17 +215,14 @@ class _Values:
         value = measure(run, quantity.measure, level)
         if math.isinf(value):
             return worst
-        # A final metric that is not a number is a diverged run. Elsewhere NaN means no number.
-        if math.isnan(value):
-            return worst if quantity.measure == "final" else None
-        return value * quantity.scale * _times(quantity, point)
+        return None if math.isnan(value) else value * quantity.scale * _times(quantity, point)
 
     def _final_of(self, point: GridPoint, level_of: GridPoint, seed: int) -> float | None:
         """Return the final metric of the point that sets the level; None if it has none."""
         runs = self._found.trained.get(key_of({**point, **level_of}), {})
         run = runs.get(seed)
-        final = math.nan if run is None else final_metric(run)
-        return final if math.isfinite(final) else None
+        level = math.nan if run is None else measure(run, "final", None)
+        return level if math.isfinite(level) else None
 
     def _computed(self, name: str, point: GridPoint) -> float | None:
         quantity = self._quantities[name]

@@ -157,20 +157,19 @@ def attempts(each: BenchmarkRow) -> list[Attempt]:
 
 def _attempt(cell: Cell | ComputedCell) -> Attempt:
     path = cell.path()
-    why = run_end.failure(path)
-    if why is not None:
-        state = AttemptState.FAILED if why.has_run else AttemptState.BLOCKED
-        return Attempt(cell.label, path, state, reason=why.reason)
     try:
-        run = load(path)
-    except UsageError as error:
+        if (why := run_end.failure(path)) is not None:
+            state = AttemptState.FAILED if why.has_run else AttemptState.BLOCKED
+            return Attempt(cell.label, path, state, reason=why.reason)
         if not (path / EVENTS_FILE).exists():
             return Attempt(cell.label, path, AttemptState.NEW)
+        # A computed cell is written as a whole, so only a run can be unfinished. A process that
+        # was killed at its start leaves an empty file.
+        if isinstance(cell, Cell) and run_end.ended(path) is None:
+            return Attempt(cell.label, path, AttemptState.STARTED)
+        return Attempt(cell.label, path, AttemptState.DONE, load(path))
+    except UsageError as error:
         return Attempt(cell.label, path, AttemptState.FAILED, reason=str(error))
-    # A computed cell is written as a whole, so only a run can be unfinished.
-    if isinstance(cell, Cell) and run_end.ended(path) is None:
-        return Attempt(cell.label, path, AttemptState.STARTED)
-    return Attempt(cell.label, path, AttemptState.DONE, run)
 
 
 def results(each: BenchmarkRow, found: Sequence[Attempt]) -> list[Line]:

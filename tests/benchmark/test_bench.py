@@ -245,6 +245,28 @@ def test_a_cell_fails_if_the_run_that_it_starts_from_fails(tmp_path, started):
     assert [call[-1] for call in started] == ["run_id=first", f"run_id={cell.path().name}"]
 
 
+def test_a_cell_waits_for_the_run_that_it_starts_from(tmp_path, started, monkeypatch):
+    """An interrupted first run continues at the next start, so the cell has not failed."""
+    first = Cell("first", ("model=resnet8", f"runs_dir={tmp_path}", "run_id=first"))
+    cell = Cell("cell", ("model=resnet8", f"runs_dir={tmp_path}", "seed=3"), before=(first,))
+    with monkeypatch.context() as stopped:
+        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
+        assert grid.run_cell(cell) == (False, "interrupted: kfac-train: bye (exit code 143)")
+    assert run_end.failure(cell.path()) is None
+    write_run(first)
+    grid.run_cell(cell)
+    assert [call[-1] for call in started] == [f"run_id={cell.path().name}"]
+
+
+def test_a_cell_with_too_many_ranks_does_not_train_the_run_that_it_starts_from(tmp_path, started):
+    first = Cell("first", ("model=resnet8", f"runs_dir={tmp_path}", "run_id=first"))
+    words = ("model=resnet8", f"runs_dir={tmp_path}")
+    good, said = grid.run_cell(Cell("cell", words, ranks=100_000, before=(first,)))
+    assert not good
+    assert said.startswith("not run: 100000 ranks are more than the ")
+    assert started == []
+
+
 def test_a_profile_changes_the_options_of_a_value(tmp_path):
     each = {"size": {"big": ["trainer.batch_size=512", "ranks=2"]}}
     sized = {

@@ -261,6 +261,12 @@ def test_measures_of_a_run(tmp_path):
         },
         nan_ok=True,
     )
+    failed = write(tmp_path / "failed", 0.9, status="failed", metrics={"mAP": 0.25})
+    diverged = write(tmp_path / "diverged", math.nan, metrics={"mAP": math.nan})
+    names = ("final", "metric mAP", "train_s")
+    assert [measures.measure(failed, name, None) for name in names] == [math.inf] * 3
+    assert [measures.measure(diverged, name, None) for name in names] == [math.inf, math.inf, 9.0]
+    assert math.isnan(measures.measure(run, "metric of another task", None))
     assert measures.measure(run, "epochs_to_level", 0.95) == math.inf
     assert math.isnan(measures.measure(run, "epochs_to_level", None))
     never = write(tmp_path / "never", 0.4)
@@ -359,6 +365,23 @@ def test_a_report_of_failed_cells_names_no_figure_that_is_not_there(row, tmp_pat
     assert "out of memory" in written.files[0].read_text()
     for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", written.files[0].read_text()):
         assert (tmp_path / name).exists(), name
+
+
+def test_a_cell_that_was_killed_at_its_start_has_not_ended_and_a_damaged_one_has_failed(
+    row, tmp_path
+):
+    """The next start continues the first one, so it is no miss. A damaged file spoils no report."""
+    killed, damaged = grid.cells(ROW, str(tmp_path), [0], "smoke")
+    killed.path().mkdir(parents=True)
+    (killed.path() / "events.jsonl").touch()
+    run_end.record_failure(damaged.path(), "x", "no memory")
+    (damaged.path() / "events.jsonl").write_text("no event\n")
+    part = replace(row, cells=[killed, damaged], computed=[])
+    found = suite.attempts(part)
+    assert [attempt.state.value for attempt in found] == ["has not ended", "failed"]
+    assert "events.jsonl:1: not an event" in found[1].reason
+    measured = [line for line in suite.results(part, found) if line.measured]
+    assert {line.point["optimizer"] for line in measured} == {"K-FAC"}
 
 
 def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
