@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,9 @@ from kfac_bench.benchmark.run_end import record_failure
 from kfac_bench.benchmark.schema import Benchmark, fill_in
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import EVENTS_FILE, Evaluated, RunEnded, RunStarted
+from kfac_bench.record.packed_runs import event_lines
+from kfac_bench.record.text_file import write_text
 
 KINDS = {"plan": "plan_cells", "simulate": "simulated", "phases": "phases", "fit": "fit"}
 """Module of this package for each kind; its function ``numbers`` computes a cell.
@@ -103,18 +103,12 @@ def _digest(text: str) -> str:
 
 
 def _write(cell: ComputedCell, numbers: Mapping[str, float]) -> None:
-    """Write the event file as a whole."""
+    """Write the event file as a whole; raise :class:`UsageError` if it cannot be written."""
     folder = cell.path()
-    temporary = folder / f".{EVENTS_FILE}.{os.getpid()}"
     config = {"computed": cell.kind, "words": dict(cell.words)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        log = EventLog([JsonlSink(temporary)])
-        log.emit(RunStarted(0, 0.0, folder.name, next(iter(numbers)), False, config, {}))
-        log.emit(Evaluated(0, 0.0, 0.0, dict(numbers)))
-        log.emit(RunEnded(0, 0.0, "finished", f"computed: {cell.kind}"))
-        log.close()
-        temporary.replace(folder / EVENTS_FILE)
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot write here ({error.strerror})") from None
+    events = (
+        RunStarted(0, 0.0, folder.name, next(iter(numbers)), False, config, {}),
+        Evaluated(0, 0.0, 0.0, dict(numbers)),
+        RunEnded(0, 0.0, "finished", f"computed: {cell.kind}"),
+    )
+    write_text(folder / EVENTS_FILE, event_lines(events), make_folder=True)

@@ -3,13 +3,16 @@
 A machine and its folder ``runs/`` may be gone after a sitting. So ``kfac-bench tune`` and
 ``kfac-bench run`` with ``--results FOLDER`` first unpack the runs of the store into ``runs/``,
 where they count as finished, and pack every run that they finish. The store is saved after each
-run: at most the run in progress is lost with a machine.
+run: at most the run in progress is lost with a machine. Several commands may add runs to a store at
+the same time.
 
 The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``tuning`` or ``table``.
 """
 
-import json
-from collections.abc import Iterable
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kfac_bench.benchmark import run_end
@@ -49,10 +52,34 @@ class ResultStore:
         return [run for run in self._runs.get(task, {}).values() if run.kind == kind]
 
     def add(self, run: PackedRun) -> None:
-        """Add a run, in the place of an earlier run with the same key, and save its task's file."""
-        runs = self._runs.setdefault(run.task, {})
-        runs[run.key] = run
-        packed_runs.write(self.path(run.task), runs.values())
+        """Add a run, in the place of an earlier run with the same key, and save its task's file.
+
+        Raises:
+            UsageError: The file is damaged, or cannot be written.
+        """
+        path = self.path(run.task)
+        with self._locked():
+            # Another command may have added runs since this one read the file.
+            saved = {each.key: each for each in packed_runs.read(path)} if path.exists() else {}
+            runs = self._runs.get(run.task, {}) | saved | {run.key: run}
+            packed_runs.write(path, runs.values())
+        self._runs[run.task] = runs
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the folder inside the block. The lock needs no file of its own."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._folder, os.O_RDONLY)
+        except OSError as error:
+            raise UsageError(f"{self._folder}: cannot be written ({error.strerror})") from None
+        try:
+            # A network file system may have no locks of folders.
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def unpack(self, runs_dir: Path) -> int:
         """Write the runs as run directories, unless they are there; return how many were written.
@@ -66,9 +93,9 @@ class ResultStore:
                 folder = runs_dir / run.name
                 if (folder / EVENTS_FILE).exists() or run_end.failure(folder) is not None:
                     continue
-                lines = [json.dumps(packed_runs.event_fields(e)) + "\n" for e in run.events]
                 if run.events:
-                    write_text(folder / EVENTS_FILE, "".join(lines), make_folder=True)
+                    content = packed_runs.event_lines(run.events)
+                    write_text(folder / EVENTS_FILE, content, make_folder=True)
                 if run.failure:
                     run_end.record_failure(folder, run.name, run.failure)
                 written += 1

@@ -22,7 +22,7 @@ from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE, read
+from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, read
 from kfac_bench.record.packed_runs import PackedRun, pack
 from kfac_bench.record.text_file import write_text
 
@@ -71,6 +71,7 @@ class Sitting:
         """Prepare for training on the task: check the time, and run the baseline once in a turn.
 
         Raises:
+            KeyboardInterrupt: The baseline was interrupted.
             TimeIsUp: The time limit has passed.
             UsageError: The overrides of the baseline are wrong.
         """
@@ -94,6 +95,10 @@ class Sitting:
         code, line = forked.train(overrides)
         if code == 2:
             raise UsageError(f"the baseline {' '.join(overrides)}: {line}")
+        if code in run_end.INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            self._say(f"{name} failed, so it does not measure this machine: {line}")
         point = {"task": task, "optimizer": "baseline"}
         self.keep("baseline", self._runs_dir / name, point, compose.load(overrides).seed)
 
@@ -112,11 +117,11 @@ class Sitting:
             return
         failed = run_end.failure(folder)
         reason = "" if failed is None else failed.reason
+        events = read(folder) if (folder / EVENTS_FILE).exists() else []
         kept = [r for r in self.store.runs(point["task"], kind) if r.name == folder.name]
         # A failed run may have been run again.
-        if any(run.failure == reason for run in kept):
+        if any((run.failure, _end(run.events)) == (reason, _end(events)) for run in kept):
             return
-        events = read(folder) if (folder / EVENTS_FILE).exists() else []
         self.store.add(
             PackedRun(
                 folder.name,
@@ -183,6 +188,13 @@ def tasks_of(benchmark: Benchmark) -> Sequence[str]:
             "benchmarks with the axes task and optimizer"
         )
     return benchmark.axes["task"]
+
+
+def _end(events: Sequence[Event]) -> tuple[str, int, str] | None:
+    """Return how a run ended, and when; None if it has not ended."""
+    last = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
+    # Unlike NaN, the text of NaN equals itself.
+    return None if last is None else (last.status, last.step, repr(last.train_s))
 
 
 def _name(runs_dir: Path) -> str:

@@ -121,6 +121,7 @@ class TrialRunner:
         A new ``turn`` begins when every optimizer has run one more trial.
 
         Raises:
+            KeyboardInterrupt: The run was interrupted.
             TimeIsUp: The trial has not run, and the time limit of the sitting has passed.
             UsageError: The options are wrong.
         """
@@ -150,7 +151,10 @@ class TrialRunner:
             code, line = forked.train([*overrides, f"run_id={name}"])
             if code == 2:  # The options are wrong, so every other trial would fail too.
                 raise UsageError(f"{' '.join(overrides)}: {line}")
-            if run_end.ended(path) is None and code not in run_end.INTERRUPTED:
+            # An interrupted trial is no miss: the next start of the command continues it.
+            if code in run_end.INTERRUPTED:
+                raise KeyboardInterrupt
+            if run_end.ended(path) is None:
                 run_end.record_failure(path, name, f"kfac-train: {line} (exit code {code})", code)
         self.sitting.keep(run.kind, path, run.point, run.seed, run.settings)
         time_s, gap = _judge(path, config.trainer.target)

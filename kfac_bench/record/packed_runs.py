@@ -172,6 +172,11 @@ def _fields(run: PackedRun) -> dict[str, Any]:
     return own | {"events": [event_fields(event) for event in run.events]}
 
 
+def event_lines(events: Iterable[Event]) -> str:
+    """Return the content of an event file with these events."""
+    return "".join(json.dumps(event_fields(event)) + "\n" for event in events)
+
+
 def event_fields(event: Event) -> dict[str, Any]:
     """Return the fields of an event's line in an event file, without those at their defaults."""
     values = asdict(event)

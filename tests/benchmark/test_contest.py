@@ -257,6 +257,58 @@ def test_a_failed_process_is_a_miss_that_is_kept(lab, monkeypatch):
     assert not any(run.failure for run in lab.store("table").runs("digits/resnet", "table"))
 
 
+def test_a_run_that_failed_by_its_events_and_ran_again_replaces_the_failed_one(lab, monkeypatch):
+    benchmark = contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]}, seeds=[10], baseline=[])
+
+    def diverge(overrides):
+        write_run(grid.Cell("run", tuple(overrides)), "failed", 3, message="the loss is nan")
+        return 1, "the loss is nan"
+
+    with monkeypatch.context() as diverging:
+        diverging.setattr(forked, "train", diverge)
+        lab.run(benchmark)
+    kept = lab.store("table").runs(TASKS[0], "table")
+    assert contest_tables.load(benchmark, lab.store("table")).times()[TASKS[0]] == {"sgd": [INF]}
+    lab.new_machine()
+    lab.run(benchmark)
+    assert lab.store("table").runs(TASKS[0], "table") == kept, "another sitting took the run"
+    lab.run(benchmark, retry=True)
+    assert len(lab.trained) == 1
+    (times,) = contest_tables.load(benchmark, lab.store("table")).times()[TASKS[0]].values()
+    assert times == [lab.seconds(lab.trained[0])]
+
+
+def test_two_commands_may_add_runs_to_one_store(lab):
+    one, other = lab.store("table"), lab.store("table")
+    for seed in (10, 11):
+        one.add(packed("sgd", TASKS[0], seed, 2.0))
+        other.add(packed("adamw", TASKS[0], seed, 1.0))
+    runs = lab.store("table").runs(TASKS[0], "table")
+    assert sorted(run.name for run in runs) == ["adamw10", "adamw11", "sgd10", "sgd11"]
+    assert [p.name for p in one.path(TASKS[0]).parent.iterdir()] == ["resnet.jsonl.gz"]
+
+
+def test_an_interrupted_trial_ends_the_tuning_and_is_no_miss(lab, monkeypatch):
+    benchmark = contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]})
+    with monkeypatch.context() as stopped:
+        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
+        with pytest.raises(KeyboardInterrupt):
+            lab.tune(benchmark)
+        with pytest.raises(KeyboardInterrupt):
+            lab.tune(replace(benchmark, baseline=[]))
+    assert not list(lab.out.rglob("*.yaml"))
+    lab.tune(benchmark)
+    assert len(lab.store().runs(TASKS[0], "trial")) == 4
+
+
+def test_a_baseline_that_fails_says_so(lab, monkeypatch):
+    monkeypatch.setattr(forked, "train", lambda overrides: (1, "no memory"))
+    sitting, _ = lab.sitting(contest())
+    sitting.begin(TASKS[0], "turn 1")
+    assert lab.said[-1].startswith("baseline-digits-resnet-")
+    assert lab.said[-1].endswith("failed, so it does not measure this machine: no memory")
+
+
 # ---- held-out tasks ----
 
 

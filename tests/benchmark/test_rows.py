@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import resource
 
 import pytest
 
@@ -25,6 +26,7 @@ from kfac_bench.benchmark.result import axes_of, key_of
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose
 from kfac_bench.config.profiles import PROFILES
+from kfac_bench.record.runs import load
 from kfac_bench.simulate import simulate_options
 from tests.support.quick import quick_if
 
@@ -258,6 +260,22 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
     assert run_end.failure(other.path()).reason == "no such machine"
     assert first.path() != other.path()
     assert list(first.path().iterdir()) == [first.path() / "events.jsonl"]
+
+
+def test_a_computed_cell_that_cannot_be_written_is_computed_again(tmp_path, monkeypatch):
+    """A full disk must leave no file that looks like a finished cell."""
+    (cell, _) = computed.cells(schema.load("fig7_step_profile"), str(tmp_path))
+    monkeypatch.setattr(simulated, "numbers", lambda words: {"ms_per_step": 2.5})
+    # The kernel refuses longer files.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises(compose.UsageError, match=r"cannot be written \(File too large\)"):
+            cell.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert not cell.is_done()
+    assert cell.run() == (True, "computed")
+    assert load(cell.path()).started.metric == "ms_per_step"
 
 
 def test_cells_with_too_many_ranks_are_not_started(tmp_path):
