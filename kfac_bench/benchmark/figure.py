@@ -66,9 +66,12 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
             draw = _lines if spec.lines else _bars
             draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours)
             axes.set_title(" ".join(value for _, value in group), loc="left")
-        if spec.lines:  # The panels share the axis, so their highest marker needs room.
-            tops = [h for line in mine for _, h in heights(line) if math.isfinite(h)]
+        # The panels share the axis, so the numbers of all panels decide its range.
+        tops = [h for line in mine for _, h in heights(line) if math.isfinite(h)]
+        if spec.lines:
             panels[0].set_ylim(0, 1.08 * max(tops, default=0.0) or 1.0)
+        else:
+            _scale(panels[0], tops)
         unit = next((line.unit for line in mine if line.unit), "")
         name = spec.quantities[0] if len(spec.quantities) == 1 else ""
         panels[0].set_ylabel(f"{name} ({unit})" if unit and name else name or unit)
@@ -130,7 +133,6 @@ def _bars(
     axes.set_xlim(-0.6, len(xs) - 0.4)
     axes.set_xlabel("" if spec.x == QUANTITY else spec.x)
     axes.grid(False, axis="x")
-    _scale(axes, [h for line in lines for _, h in heights(line) if math.isfinite(h)])
 
 
 def _bar(

@@ -109,18 +109,29 @@ def _best(benchmark: Benchmark, comparisons: dict[str, list[_Bar]]) -> str:
     wins = Counter(bar.name for bars in first.values() for bar in bars)
     if not wins:
         return f"no difference in {name} in {_count(len(comparisons), len(comparisons))}"
-    best = max(wins, key=wins.__getitem__)
-    where = [where for where, bars in first.items() if best in {bar.name for bar in bars}][-1]
+    best = [name for name, count in wins.items() if count == max(wins.values())]
+    # A comparison that one value has won alone shows more than a tie.
+    won = [where for where, bars in first.items() if best[0] in {bar.name for bar in bars}]
+    where = ([where for where in won if len(first[where]) == 1] or won)[-1]
     compared = comparisons[where]
-    winner = next(bar for bar in compared if bar.name == best)
-    others = [bar for bar in compared if bar.name != best]
+    winner = next(bar for bar in compared if bar.name == best[0])
+    others = [bar for bar in compared if bar not in first[where]]
     second = _sorted(others, is_higher_better=is_higher_better)[0]
     numbers = f"{_number(winner)}, {second.name} {_number(second)}{_overlap(winner, second)}"
-    is_plural = best[:1].isdigit() and best.endswith("s")
-    claim = f"{best} {'have' if is_plural else 'has'} the {_most(winner, is_higher_better)}"
+    claim = f"{_have(best)} the {_most(winner, is_higher_better)}"
     if len(comparisons) == 1:
         return f"{claim}: {numbers}"
-    return f"{claim} in {_count(wins[best], len(comparisons))} ({where}: {numbers})"
+    claim += f" in {_count(wins[best[0]], len(comparisons))}"
+    return claim if len(best) > 1 else f"{claim} ({where}: {numbers})"
+
+
+def _have(names: Sequence[str]) -> str:
+    """Return the names with their verb: ``K-FAC has``, ``1 gpu and 8 gpus each have``."""
+    *others, last = names
+    if others:
+        return f"{', '.join(others)} and {last} each have"
+    is_plural = last[:1].isdigit() and last.endswith("s")
+    return f"{last} {'have' if is_plural else 'has'}"
 
 
 def _sorted(bars: Sequence[_Bar], *, is_higher_better: bool) -> list[_Bar]:

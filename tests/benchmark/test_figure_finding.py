@@ -83,7 +83,21 @@ def test_the_axis_of_a_figure_that_is_compared_need_not_be_the_one_of_the_colour
     spec = FigureSpec(["accuracy"], "gpus", "optimizer", compared="gpus")
     row = Benchmark(**(vars(ROW) | {"figure": spec}))
     assert figure_finding(row, [*BOTH, SGD, KFAC]) == (
+        "Measured: 1 gpu and 8 gpus each have the highest accuracy in 1 of 2 comparisons"
+    )
+    assert figure_finding(row, [*BOTH, SGD, line("K-FAC", "8", 89.0)]) == (
         "Measured: 1 gpu has the highest accuracy in 1 of 2 comparisons (SGD: 91 %, 8 gpus 90 %)"
+    )
+
+
+def test_all_best_values_are_named():
+    lines = [SGD, line("Adam", "8", 92.0), KFAC]
+    assert figure_finding(ROW, lines) == (
+        "Measured: Adam and K-FAC each have the highest accuracy: 92 %, SGD 90 %"
+    )
+    lines += [*BOTH, line("Adam", "1", 90.0), line("SGD", "2", 80.0), line("Adam", "2", 81.0)]
+    assert figure_finding(ROW, lines) == (
+        "Measured: Adam has the highest accuracy in 2 of 3 comparisons (2 gpus: 81 %, SGD 80 %)"
     )
 
 
@@ -98,6 +112,21 @@ def test_of_several_quantities_the_largest_is_named():
     assert figure_finding(row, lines) == (
         "Measured: the largest of 2 quantities is compute, 8 gpus (SGD 9 ms, K-FAC 8 ms)"
     )
+
+
+def test_panels_that_share_an_axis_show_all_their_bars():
+    """The range of the last panel once hid the bars of the others."""
+    row = Benchmark(**(vars(ROW) | {"axes": ROW.axes | {"task": ["easy", "hard"]}}))
+    spread = {"easy": (10.0, 11.0), "hard": (100.0, 110.0)}
+    lines = [
+        replace(each, point=each.point | {"task": task}, measured=Measured(v, v, v, 3, 0))
+        for task, values in spread.items()
+        for each, v in zip((SGD, KFAC), values, strict=True)
+    ]
+    shown = texts(figure.svg(row, lines))
+    assert "axis cut" not in shown
+    assert {"0", "100"} <= {*shown}
+    assert "axis cut" in texts(figure.svg(row, lines[:2]))
 
 
 def test_the_figure_has_the_finding_and_the_subject():

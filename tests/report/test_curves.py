@@ -139,6 +139,17 @@ def test_the_finding_needs_a_target_a_rival_and_seeds_that_agree(tmp_path: Path)
     assert "about the same time" in finding(report.compare([tmp_path / "c"]).settings)
 
 
+def test_the_finding_counts_the_seeds_where_half_of_them_missed(tmp_path: Path) -> None:
+    """Three of five seeds against two of five: more than one optimizer reaches the target."""
+    for seed in range(5):
+        ours, theirs = (1.0 if seed < reached else None for reached in (3, 2))
+        write_run(tmp_path / f"kfac{seed}", kfac=True, seed=seed, seconds=ours)
+        write_run(tmp_path / f"sgd{seed}", seed=seed, seconds=theirs)
+        write_run(tmp_path / f"adam{seed}", optimizer="adam", seed=seed, seconds=None)
+    settings = report.compare([tmp_path]).settings
+    assert finding(settings) == "K-FAC reaches 0.9 on 3 of 5 seeds, SGD on 2 of 5 seeds"
+
+
 def test_an_error_has_a_log_axis_unless_it_falls_below_zero(tmp_path: Path) -> None:
     def ticks(name: str, *errors: float) -> set[str]:
         path = write_run(tmp_path / name, errors=errors, seconds=None, target=None)
