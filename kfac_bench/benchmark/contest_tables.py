@@ -64,7 +64,7 @@ def load(benchmark: Benchmark, store: ResultStore) -> ContestResult:
         }
         # All runs on a task may have died before their first event, so every task is asked.
         name = _label(benchmark, optimizer, [r for own in of_task.values() for r in own])
-        name = optimizer if name in names else name
+        name = f"{name} ({optimizer})" if name in names else name
         names.add(name)
         for task, own in of_task.items():
             if own:
@@ -143,8 +143,11 @@ def _missing(result: ContestResult) -> list[str]:
     for task, row in result.runs.items():
         if lacking := sorted(names - row.keys()):
             notes.append(f"{task}: not run, counted as missed: {', '.join(lacking)}")
-        if len(counts := set(map(len, row.values()))) > 1:
-            notes.append(f"{task}: optimizers have between {min(counts)} and {max(counts)} seeds")
+        few, many = (pick(map(len, row.values())) for pick in (min, max))
+        if few < many:
+            notes.append(f"{task}: optimizers have between {few} and {many} seeds")
+        elif few < (planned := len(result.benchmark.seeds)):
+            notes.append(f"{task}: only {few} of {planned} seeds have run")
         for name, runs in row.items():
             if len({_settings(run) for run in runs} - {""}) > 1:
                 notes.append(f"{task}, {name}: not all runs have the same settings")

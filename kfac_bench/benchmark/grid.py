@@ -23,6 +23,7 @@ from kfac_bench.benchmark.schema import (
     fill_in,
     points,
     profile_of,
+    seeds_of,
 )
 from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import TrainConfig, compose
@@ -93,10 +94,9 @@ def cells(
     if not benchmark.overrides:
         return []
     shared = str(Path(runs_dir).parent / "shared")
-    own = benchmark.seeds if sized.seeds is None else sized.seeds
     before = benchmark.before if sized.before is None else sized.before
     result = []
-    for seed in own if seeds is None else seeds:
+    for seed in seeds_of(benchmark, sized) if seeds is None else seeds:
         for point in points(benchmark, sized):
             words = {**point, "profile": name, "seed": str(seed), "shared": shared}
             label = " ".join([*point.values(), f"seed {seed}"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from kfac_bench import report
 from kfac_bench.benchmark import figure, sheet, suite, verdict
 from kfac_bench.benchmark.result import Line
-from kfac_bench.benchmark.sheet import Attempt, AttemptState
+from kfac_bench.benchmark.sheet import Attempt
 from kfac_bench.benchmark.suite import BenchmarkRow
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
@@ -35,9 +35,7 @@ def write(row: BenchmarkRow) -> RowReport:
     Raises :class:`UsageError` if no cell was run yet, or a file cannot be written.
     """
     found = suite.attempts(row)
-    if all(attempt.state is AttemptState.NEW for attempt in found):
-        command = f"kfac-bench run {row.name}{_profile(row)}"
-        raise UsageError(f"{row.name}: no cell was run yet; start with {command}")
+    suite.refuse_new(row, found)
     lines = suite.results(row, found)
     tables = _tables(row, lines, found)
     stem = row.folder / (row.profile or "report")

@@ -14,7 +14,7 @@ A time is infinite if the target was missed or the task was not run. All functio
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from kfac_bench.record.runs import Setting, option, target
@@ -43,7 +43,7 @@ def medians(settings: Iterable[Setting], *, steps: bool = False) -> dict[str, di
         if target(setting.runs[0]) is not None:
             # A damaged clock may give a negative time, for which a ratio has no meaning.
             values = [max(0.0, measure(run)) for run in setting.runs]
-            times.setdefault(setting.task, {})[setting.optimizer] = bootstrap_median(values)[0]
+            times.setdefault(setting.task, {})[setting.optimizer] = median(values)
     return times
 
 

@@ -299,6 +299,11 @@ def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkPr
     return name, benchmark.profiles[name]
 
 
+def seeds_of(benchmark: Benchmark, profile: BenchmarkProfile) -> list[int]:
+    """Return the seeds of every cell of the profile."""
+    return benchmark.seeds if profile.seeds is None else profile.seeds
+
+
 def fill_in(text: str, words: Mapping[str, str]) -> str:
     """Return the text with each ``{name}`` replaced; raise :class:`UsageError` for other names."""
     try:

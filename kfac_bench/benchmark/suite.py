@@ -62,6 +62,8 @@ class BenchmarkRow:
     overrides: Sequence[str] = field(default_factory=list)
     left_out: Sequence[str] = field(default_factory=list)
     """Labels of the cells that may not run yet; see :func:`schema.may_run`."""
+    is_part: bool = False
+    """Whether the user asked for some of the cells or for fewer seeds: too little for a verdict."""
 
     @property
     def all_cells(self) -> list[Cell | ComputedCell]:
@@ -107,6 +109,7 @@ def row(
     if only and not chosen:
         some = ", ".join(cell.label for cell in cells[:3])
         raise UsageError(f"--only {only}: no cell begins with this text; cells are {some}, ...")
+    has_fewer_seeds = seeds is not None and len(set(seeds)) < len(schema.seeds_of(benchmark, sized))
     return BenchmarkRow(
         name,
         benchmark,
@@ -117,6 +120,7 @@ def row(
         Path(folder),
         overrides,
         [cell.label for cell in chosen if not schema.may_run(benchmark, cell.point)],
+        is_part=len(chosen) < len(cells) or has_fewer_seeds,
     )
 
 
@@ -170,6 +174,19 @@ def _attempt(cell: Cell | ComputedCell) -> Attempt:
         return Attempt(cell.label, path, AttemptState.DONE, load(path))
     except UsageError as error:
         return Attempt(cell.label, path, AttemptState.FAILED, reason=str(error))
+
+
+def has_begun(found: Sequence[Attempt]) -> bool:
+    """Return whether at least one cell was started."""
+    return any(attempt.state is not AttemptState.NEW for attempt in found)
+
+
+def refuse_new(each: BenchmarkRow, found: Sequence[Attempt]) -> None:
+    """Raise :class:`UsageError` if no cell was started."""
+    if not has_begun(found):
+        profile = f" profile={each.profile}" if each.profile else ""
+        command = f"kfac-bench run {each.name}{profile}"
+        raise UsageError(f"{each.name}: no cell was run yet; start with {command}")
 
 
 def results(each: BenchmarkRow, found: Sequence[Attempt]) -> list[Line]:

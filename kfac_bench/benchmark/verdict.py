@@ -60,7 +60,7 @@ def table(rows: Sequence[BenchmarkRow]) -> Table | None:
     note = (
         "Medians over seeds with their 95 % interval. A claim is supported if each whole interval "
         "is within its limit. It is not supported if one whole interval is outside. Otherwise it "
-        "is not decided. Before a row has run, only the limits are shown"
+        "is not decided. Before all cells of a row have run, only the limits are shown"
     )
     return Table("Verdicts on the claims", ["claim", "verdict", "numbers"], shown, [note])
 
@@ -70,7 +70,7 @@ def _judge_row(row: BenchmarkRow) -> list[Judgement]:
     found = suite.attempts(row)
     states = [attempt.state for attempt in found]
     claims = row.benchmark.claims
-    if AttemptState.NEW in states or AttemptState.STARTED in states:
+    if row.is_part or AttemptState.NEW in states or AttemptState.STARTED in states:
         return [without_numbers(claim) for claim in claims]
     failed = [a for a in found if a.state in (AttemptState.FAILED, AttemptState.BLOCKED)]
     if failed:

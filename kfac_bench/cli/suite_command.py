@@ -18,6 +18,7 @@ from kfac_bench.output import say
 if TYPE_CHECKING:
     import rich.table
 
+    from kfac_bench.benchmark.paper import RowReport
     from kfac_bench.benchmark.suite import BenchmarkRow
     from kfac_bench.report.tables import Table
 
@@ -149,11 +150,12 @@ def _run(options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import suite
     from kfac_bench.benchmark.sitting import open_sitting
 
-    if options.benchmark == ALL and (options.results or options.minutes or options.only):
+    has_sitting = options.results is not None or options.minutes is not None
+    if options.benchmark == ALL and (has_sitting or options.only):
         raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
     rows, launcher = _rows(options)
     if launcher == "slurm":
-        if options.results or options.minutes:
+        if has_sitting:
             raise UsageError("--results and --minutes do not fit launcher=slurm")
         return _submit(rows, options)
     began, failed, done = time.monotonic(), 0, 0
@@ -174,7 +176,8 @@ def _run(options: argparse.Namespace) -> int:
                 options.minutes,
             )
             failed += suite.run(row, say, retry=options.retry, sitting=sitting)
-            _report_row(row, brief=len(rows) > 1)
+            if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.
+                _report_row(row, brief=len(rows) > 1)
         except UsageError as error:
             if len(rows) == 1:
                 raise
@@ -193,21 +196,27 @@ def _report(options: argparse.Namespace) -> int:
     if len(rows) > 1:
         _report_all(rows, options.into)
         return 0
-    _report_row(rows[0])
+    written = _report_row(rows[0])
     if options.into:
         from kfac_bench.benchmark import paper, verdict
 
+        if written is None:
+            raise UsageError(f"--into {options.into}: {rows[0].name} has no table of quantities")
         judged = verdict.table(rows)
-        for file in paper.into(options.into, [paper.write(rows[0])], judged, rows[0].profile):
+        for file in paper.into(options.into, [written], judged, rows[0].profile):
             say(f"into: {file}")
     return 0
 
 
-def _report_row(row: BenchmarkRow, *, brief: bool = False) -> None:
-    """Write the row's files, and print its table (unless `brief`) and the paths of the files."""
+def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
+    """Write the row's files, and print its table (unless `brief`) and the paths of the files.
+
+    Returns:
+        What was written; None for a row without quantities, whose runs are compared instead.
+    """
     if not row.benchmark.quantities:
         _compare(row)
-        return
+        return None
     from kfac_bench.benchmark import paper, verdict
 
     written = paper.write(row)
@@ -218,6 +227,7 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> None:
             say(verdicts.markdown())
     for file in written.files:
         say(f"{file.suffix[1:]}: {file}")
+    return written
 
 
 def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
@@ -238,16 +248,25 @@ def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
 
 def _compare(row: BenchmarkRow) -> None:
     """Report as ``kfac-bench compare``, for a benchmark without quantities."""
+    from kfac_bench.benchmark import suite
+    from kfac_bench.benchmark.sheet import AttemptState
     from kfac_bench.cli import compare_command
     from kfac_bench.record.events import EVENTS_FILE
 
-    began = []
-    for cell in row.cells:
-        if (cell.path() / EVENTS_FILE).exists():
-            began.append(cell.path())
+    found = suite.attempts(row)
+    suite.refuse_new(row, found)
+    began, new = [], 0
+    for each in found:
+        if (each.path / EVENTS_FILE).exists():
+            began.append(each.path)
+        elif each.state is AttemptState.NEW:
+            new += 1
         else:
-            say(f"not in the table, because it failed before its first event: {cell.label}")
-    compare_command.compare(began, row.folder / "report.html", None, False)
+            say(f"not in the table, because it failed before its first event: {each.label}")
+    if new:
+        say(f"not run yet: {new} of {counted(len(found), 'cell')}")
+    if began:
+        compare_command.compare(began, row.folder / "report.html", None, False)
 
 
 def _show(table: Table) -> None:

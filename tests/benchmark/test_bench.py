@@ -343,6 +343,33 @@ def test_a_real_cell_that_fails_is_reported_and_counted(tmp_path, capsys, monkey
     assert "optimizer" in said, "no table"
 
 
+def test_a_report_tells_cells_that_have_not_run_from_failed_ones(tmp_path, capsys, monkeypatch):
+    tree, runs = small(seeds=[0]), tmp_path / "runs"
+    monkeypatch.setattr(schema, "load", lambda name: tree)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            cli.bench([words[0], "small", "--runs-dir", str(runs), *words[1:]])
+        said = capsys.readouterr()
+        return caught.value.code, said.out + said.err
+
+    code, said = call("report")
+    assert code == 2
+    assert "small: no cell was run yet; start with kfac-bench run small" in said
+    code, said = call("run", "--minutes", "1e-9")
+    assert code == 0, "nothing has run, and nothing is wrong"
+    assert said == "time is up: 4 of 4 cells are left; the same command continues\n"
+    done, failed, *_ = grid.cells(tree, str(runs))
+    write_run(done)
+    run_end.record_failure(failed.path(), failed.label, "no memory")
+    code, said = call("report")
+    assert code == 0
+    assert "because it failed before its first event: resnet adamw seed 0\n" in said
+    assert "not run yet: 2 of 4 cells\n" in said
+    assert said.count("first event") == 1
+    assert call("report", "--into", "doc.md")[0] == 2
+
+
 def test_a_cell_with_wrong_overrides_is_refused():
     with pytest.raises(UsageError, match=r"did you mean kfac\.damping"):
         Cell("x", ("kfac.dampign=1",)).path()

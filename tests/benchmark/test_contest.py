@@ -491,6 +491,21 @@ def test_a_contest_that_is_not_complete_says_so(lab):
     store.add(packed("sgd", TASKS[0], 10, 2.0))
     [scores, *_] = contest_tables.tables(contest_tables.load(contest(), store))
     assert any("Not run yet, and not counted: digits/autoencoder" in n for n in scores.notes)
+    assert "digits/resnet: only 1 of 2 seeds have run" in scores.notes
+    store.add(packed("sgd", TASKS[0], 11, 2.0))
+    store.add(packed("adamw", TASKS[0], 10, 2.0))
+    [scores, *_] = contest_tables.tables(contest_tables.load(contest(), store))
+    assert "digits/resnet: optimizers have between 1 and 2 seeds" in scores.notes
+
+
+def test_optimizers_with_the_same_label_stay_apart(lab):
+    benchmark = contest()
+    benchmark.tuning.labels = {"sgd": "adamw", "adamw": "adamw"}
+    store = lab.store("table")
+    store.add(packed("sgd", TASKS[0], 10, 2.0))
+    store.add(packed("adamw", TASKS[0], 10, 1.0))
+    times = contest_tables.load(benchmark, store).times()[TASKS[0]]
+    assert times == {"adamw": [2.0], "adamw (adamw)": [1.0]}
 
 
 def test_an_optimizer_that_died_on_a_task_keeps_its_name_there(lab):
@@ -540,6 +555,7 @@ def test_wrong_requests_are_one_line(lab, capsys):
         (["run", "demo", "--results", "no_such"], "--results no_such: no such folder"),
         (["run", "demo", "--only", "x"], "--only x: no cell begins with this text; cells are "),
         (["run", "all", "--only", "x"], "need one benchmark instead of all"),
+        (["run", "all", "--minutes", "0"], "need one benchmark instead of all"),
         (["contest", "embedded_ablation", "--results", "."], "has the axes change"),
         (["run", "demo", "launcher=slurm", "--minutes", "3"], "do not fit launcher=slurm"),
     ]:

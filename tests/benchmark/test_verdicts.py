@@ -106,6 +106,10 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
     paper.write_all([paper.write(row)], document, verdict.table([row]), "cpu")
     assert "| K-FAC is faster. | supported |" in document.read_text()
     assert "0.4556" in document.read_text()
+    for part in ({"seeds": [0]}, {"only": "K-FAC"}):
+        # One seed has an interval without a width, and a part of the cells lacks numbers.
+        some = suite.row("made_up", "cpu", runs_dir=str(tmp_path / "runs"), **part)
+        assert verdicts(some)[0] == "not run yet", part
     write(cells["SGD", 2], 0.7)  # a level that K-FAC does not reach
     assert verdicts(row)[0] == "not decided"
     (cells["SGD", 2] / "events.jsonl").unlink()

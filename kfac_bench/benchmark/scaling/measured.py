@@ -10,10 +10,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from kfac_bench.counted import counted
-from kfac_bench.record.events import Trained
+from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.record.runs import Run, number, option, plain
 
 STAGES: Mapping[str, tuple[str, ...]] = {
@@ -183,10 +182,19 @@ def _point(runs: Sequence[Run]) -> ScalingPoint:
 def _windows(run: Run) -> list[tuple[Trained, Trained]]:
     """Return the pairs of successive Trained events between which steps and clock advance.
 
-    The steps before the first event are the first window, so they are left out.
+    The steps before the first event are the first window, so they are left out. A run that was
+    continued warms up again.
     """
-    trained = [e for e in run.events if isinstance(e, Trained)]
-    return [(a, b) for a, b in pairwise(trained) if b.step > a.step and b.train_s > a.train_s]
+    found: list[tuple[Trained, Trained]] = []
+    before: Trained | None = None
+    for event in run.events:
+        if isinstance(event, Resumed):
+            before = None
+        elif isinstance(event, Trained):
+            if before and event.step > before.step and event.train_s > before.train_s:
+                found.append((before, event))
+            before = event
+    return found
 
 
 def _stage_s(windows: Sequence[tuple[Trained, Trained]], steps: Sequence[int], stage: str) -> float:

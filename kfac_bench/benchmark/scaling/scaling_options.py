@@ -96,13 +96,18 @@ def scaling(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], None]) -> None:
     """Write the tables, the figure and the page, and print the tables."""
+    points = measure(runs)
+    if not points:
+        raise UsageError(
+            f"{request.folder}: no run is long enough to measure a step; train without "
+            "trainer.max_train_s, or use fewer steps="
+        )
     tables = [scaling_table(runs), stage_table(runs)]
     if missing := len(request.runs) - len(runs):
         note = f"missing: {missing} of {len(request.runs)} runs"
         tables[0] = replace(tables[0], notes=[note, *tables[0].notes])
     for table in tables:
         say(table.markdown())
-    points = measure(runs)
     title = _title(request.mode, points)
     simulated: scaling_figure.Simulated = {}
     where = ""

@@ -28,7 +28,7 @@ from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink
-from kfac_bench.record.events import EVENTS_FILE, RunEnded, RunStarted, Trained, read
+from kfac_bench.record.events import EVENTS_FILE, Resumed, RunEnded, RunStarted, Trained, read
 from kfac_bench.record.runs import load
 from kfac_bench.training import dry_run
 
@@ -190,8 +190,22 @@ def test_the_first_window_is_left_out_and_rounds_give_medians(tmp_path):
     assert (point.rounds, point.steps) == (3, 60)
 
 
-def test_a_run_without_two_windows_is_left_out(tmp_path):
+def test_a_run_that_was_continued_warms_up_again(tmp_path):
+    run = write(tmp_path / "a")
+    started, first, second, third, ended = run.events
+    later = [replace(each, train_s=each.train_s + 50) for each in (second, third, ended)]
+    [point] = measure([replace(run, events=(started, first, Resumed(10, 10.0, "x"), *later))])
+    assert (point.step_s, point.steps) == (pytest.approx(0.1), 10)
+
+
+def test_a_run_without_two_windows_is_left_out(tmp_path, capsys):
     assert measure([write(tmp_path / "a", n=1)]) == []
+    words = ("world_size=1", "strategy=comm_opt", "rounds=1", f"runs_dir={tmp_path / 'runs'}")
+    for each in parse(*words).runs:
+        write(each.path, n=1)
+    assert call(*WORDS, *words, "launcher=none") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "no run is long enough to measure a step" in line
 
 
 KINDS = {
