@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kfac_bench.benchmark import run_end
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.suite import BenchmarkRow
+from kfac_bench.errors import UsageError
 
 KFAC_BENCH = ("-c", "from kfac_bench.cli import bench; bench()")
 
@@ -49,8 +50,11 @@ def submit(
     """
     from kfac_bench.benchmark import slurm_submit
 
+    lines = []
     for each in row.computed:
-        each.run()
+        is_good, text = each.run()
+        if not is_good:
+            lines.append(f"{each.label}: {text}")
     all_waves = waves(row)
     todo = [cell for cell in all_waves[wave] if run_end.will_run(cell.path(), retry=retry)]
     is_last = wave + 1 == len(all_waves)
@@ -64,18 +68,21 @@ def submit(
         by_ranks.setdefault(cell.ranks, {})[f"{row.name} {cell.label}"] = cell.rank_command()
     ids: list[str] = []
     # Each rank is a task of its job, so cells with different ranks need different options.
-    for ranks, commands in by_ranks.items():
-        tasks = [*options, f"--ntasks={ranks}"]
-        if len(by_ranks) == 1:
-            ids = slurm_submit.submit(commands, after, row.folder, tasks)
-            break
-        ids += slurm_submit.submit(commands, ["true"], row.folder, tasks)
-    if len(by_ranks) != 1:
-        when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
-        ids += slurm_submit.submit({}, after, row.folder, [*options, *when])
+    try:
+        for ranks, commands in by_ranks.items():
+            tasks = [*options, f"--ntasks={ranks}"]
+            behind = after if len(by_ranks) == 1 else ["true"]
+            ids += slurm_submit.submit(commands, behind, row.folder, tasks)
+        if len(by_ranks) != 1:
+            when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
+            ids += slurm_submit.submit({}, after, row.folder, [*options, *when])
+    except UsageError:
+        slurm_submit.cancel(ids)
+        raise
     count = f"{len(todo)} of {len(all_waves[wave])} cells"
     what = "report" if is_last else f"next of {len(all_waves)} waves"
     return [
+        *lines,
         f"{row.name}: {count} submitted, then the {what}",
         f"{row.name}: jobs {' '.join(ids)}",
     ]

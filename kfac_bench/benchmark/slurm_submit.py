@@ -62,10 +62,15 @@ def submit(
         name = f"report-{_digest(str(folder.resolve()))}"
         ids.append(_sbatch(name, output / "report", last, after))
     except UsageError:
-        if ids:
-            subprocess.run(["scancel", *ids], check=False)  # noqa: S603, S607
+        cancel(ids)
         raise
     return ids
+
+
+def cancel(ids: Sequence[str]) -> None:
+    """Remove the jobs from the queue."""
+    if ids:
+        subprocess.run(["scancel", *ids], check=False)  # noqa: S603, S607
 
 
 def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[str]) -> str:

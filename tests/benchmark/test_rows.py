@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import resource
 
 import pytest
@@ -282,6 +283,37 @@ def test_cells_with_too_many_ranks_are_not_started(tmp_path):
     cells = grid.cells(schema.load("fig7_step_profile"), str(tmp_path), [0], "paper")
     good, said = grid.run_cell(cells[0])
     assert (good, "launcher=slurm" in said) == (False, True)
+
+
+def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
+    """Cells with different ranks are submitted one after the other."""
+    cancelled = tmp_path / "cancelled"
+    programs = {
+        "sbatch": "for w; do case $w in --ntasks=2) echo too many >&2; exit 1;; esac; done; echo 7",
+        "scancel": f'echo "$@" >> {cancelled}',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    each = {"size": {"small": [], "big": ["ranks=2"]}}
+    tree = schema.Benchmark("T", {"size": ["small", "big"]}, ["model=resnet8"], each=each)
+    monkeypatch.setattr(schema, "load", lambda name: tree)
+    row = suite.row("t", None, runs_dir=str(tmp_path / "r"))
+    with pytest.raises(compose.UsageError, match="launcher=slurm: too many"):
+        jobs.submit(row, [], 0, [])
+    assert cancelled.read_text() == "7 7\n"
+
+
+def test_a_computed_cell_that_fails_is_named_before_the_jobs(tmp_path, monkeypatch):
+    def numbers(words):
+        raise compose.UsageError("no such machine")
+
+    monkeypatch.setattr(simulated, "numbers", numbers)
+    monkeypatch.setattr(slurm_submit, "submit", lambda *_: ["1"])
+    row = suite.row("fig7_step_profile", "smoke", (), str(tmp_path), [0])
+    first, *_ = jobs.submit(row, [], 0, [])
+    assert first == f"{row.computed[0].label}: failed: no such machine"
 
 
 def test_kfac_bench_accepts_the_command_of_the_next_wave(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record import runs, score
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, Event, Resumed, RunEnded, RunStarted, TargetReached
+from kfac_bench.record.run_notes import notes
 
 INF = math.inf
 
@@ -84,7 +85,7 @@ def test_a_run_that_missed_is_infinite_and_not_dropped(tmp_path: Path) -> None:
     assert score.steps_to_target(run) == INF
     row = score.row(score.group([run])[0])
     assert (row.seeds, row.reached, row.seconds) == (1, 0, score.Spread(INF, INF, INF))
-    assert score.notes(score.group([run])) == []
+    assert notes(score.group([run])) == []
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_notes_name_dead_runs_repeated_seeds_and_unequal_machines(tmp_path: Path
     )
     settings = score.group(score.load(file) for file in runs.find(tmp_path))
     task = "digits resnet8, accuracy ≥ 0.97"
-    assert score.notes(settings) == [
+    assert notes(settings) == [
         f"{task}, SGD: a has not ended (last event at step 7): counts as not reached",
         f"{task}, SGD: b ended as failed (out of\ufffdmemory): counts as not reached",
         f"{task}, SGD: seed 0 was run 2 times",
@@ -276,10 +277,10 @@ def test_notes_name_the_cpu_clock_and_clocks_are_never_mixed(tmp_path: Path) -> 
     write_run(tmp_path / "a", *reached(1, 1.0), trainer__clock="wall")
     write_run(tmp_path / "b", *reached(1, 1.0), seed=1)  # before there was a choice
     found = score.group(score.load(file) for file in runs.find(tmp_path))
-    assert score.notes(found) == []
+    assert notes(found) == []
     write_run(tmp_path / "c", *reached(1, 1.0), trainer__clock="cpu")
     found = score.group(score.load(file) for file in runs.find(tmp_path))
-    assert "seconds are processor time, not time of day (trainer.clock=cpu)" in score.notes(found)
+    assert "seconds are processor time, not time of day (trainer.clock=cpu)" in notes(found)
     assert "SGD (clock cpu)" in [setting.optimizer for setting in found]
 
 
