@@ -8,6 +8,7 @@ The task is a perceptron on scikit-learn's digits, trained with SGD with momentu
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -70,7 +71,8 @@ def train(order: str, *, lr: float, max_norm: float, seed: int, steps: int) -> T
         optimizer.step()
     with torch.no_grad():
         final = F.cross_entropy(model(images), labels).item()
-    return Trained(final, median(norms) if norms else 0.0)
+    # The median over seeds needs an order, which NaN does not have.
+    return Trained(final if math.isfinite(final) else math.inf, median(norms) if norms else 0.0)
 
 
 def rows(seeds: int, steps: int) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """The measuring commands run and compute correctly. No test depends on speed."""
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -561,6 +562,14 @@ def test_a_missing_tensor_counts_as_an_infinite_error():
     assert checks._worst(one, one) == 0
     assert checks._worst(one, one | {"b": torch.ones(2)}) == float("inf")
     assert checks._worst({}, {}) == float("inf")
+
+
+def test_a_tensor_with_nan_fails_the_check(monkeypatch):
+    good, bad = torch.ones(2), torch.full((2,), math.nan)
+    assert math.isnan(checks._worst({"a": good, "b": bad}, {"a": good, "b": good}))
+    on_device = {"x": ({"a": good}, {"f": bad}), "cpu": ({"a": good}, {"f": good})}
+    monkeypatch.setattr(checks, "_train", lambda device, *_: on_device[device])
+    assert not checks.check_step("x", "eigen")["passed"]
 
 
 @pytest.fixture
