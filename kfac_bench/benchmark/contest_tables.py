@@ -136,13 +136,11 @@ def _scores(result: ContestResult, times: SeedTimes) -> Table:
 
 def _missing(result: ContestResult) -> list[str]:
     """Return notes on what has not run, or not with the same settings."""
-    names = {name for row in result.runs.values() for name in row}
     notes = []
     if absent := [task for task in tasks_of(result.benchmark) if task not in result.runs]:
         notes.append(f"Not run yet, and not counted: {', '.join(absent)}")
+    notes += performance_profile.not_run(result.runs)
     for task, row in result.runs.items():
-        if lacking := sorted(names - row.keys()):
-            notes.append(f"{task}: not run, counted as missed: {', '.join(lacking)}")
         few, many = (pick(map(len, row.values())) for pick in (min, max))
         if few < many:
             notes.append(f"{task}: optimizers have between {few} and {many} seeds")

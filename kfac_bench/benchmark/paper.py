@@ -26,6 +26,10 @@ class RowReport:
     row: BenchmarkRow
     lines: Sequence[Line]
     tables: Sequence[Table]
+    verdicts: Table | None
+    """The verdicts on the row's claims; None: it has no claims."""
+    runs: Sequence[Path]
+    """The event files of the runs that trained."""
     files: Sequence[Path]
 
 
@@ -37,7 +41,8 @@ def write(row: BenchmarkRow) -> RowReport:
     found = suite.attempts(row)
     suite.refuse_new(row, found)
     lines = suite.results(row, found)
-    tables = _tables(row, lines, found)
+    verdicts = verdict.table([row])
+    tables = _tables(row, lines, found, verdicts)
     stem = row.folder / (row.profile or "report")
     drawn = figure.svg(row.benchmark, lines, row.sized.ran)
     trained = suite.runs_of(found)
@@ -51,8 +56,9 @@ def write(row: BenchmarkRow) -> RowReport:
         write_text(path, text, make_folder=True)
         files.append(path)
     page = stem.with_name(stem.name + ".html")
-    _page(page, [run.path for run in trained], tables, f"{row.name}{_profile(row)}")
-    return RowReport(row, lines, tables, [*files, page])
+    runs = [run.path for run in trained]
+    _page(page, runs, tables, f"{row.name}{_profile(row)}")
+    return RowReport(row, lines, tables, verdicts, runs, [*files, page])
 
 
 def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str) -> None:
@@ -72,14 +78,15 @@ def _word(profile: str) -> str:
     return f" profile={profile}" if profile else ""
 
 
-def _tables(row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt]) -> list[Table]:
+def _tables(
+    row: BenchmarkRow, lines: Sequence[Line], found: Sequence[Attempt], verdicts: Table | None
+) -> list[Table]:
     parts = [note for part in row.benchmark.computed for note in part.notes]
     notes = [*row.sized.notes, *parts, *row.benchmark.notes]
     tables = [sheet.compared(row.benchmark, lines, notes, row.sized.ran)]
     in_shape = sheet.matrix(row.benchmark, lines)
     meant = sheet.stands_for(row.benchmark, row.sized, row.overrides)
-    judged = verdict.table([row])
-    more = [table for table in (judged, in_shape, meant) if table is not None]
+    more = [table for table in (verdicts, in_shape, meant) if table is not None]
     return [*tables, *more, sheet.attempts(found, row.folder)]
 
 
@@ -120,7 +127,7 @@ def write_all(
     folder, stem = Path("runs/all"), profile or "report"
     files = [folder / f"{stem}.md"]
     write_text(files[0], text, make_folder=True)
-    runs = [run.path for each in written for run in suite.runs_of(suite.attempts(each.row))]
+    runs = [path for each in written for path in each.runs]
     files.append(folder / f"{stem}.html")
     tables = [each.tables[0] for each in written]
     if verdicts is not None:

@@ -85,6 +85,16 @@ def scores(times: Times) -> dict[str, float]:
     }
 
 
+def not_run(times: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Return a note on each task that some optimizers did not run."""
+    names = {name for row in times.values() for name in row}
+    return [
+        f"{task}: not run, counted as missed: {', '.join(sorted(names - row.keys()))}"
+        for task, row in times.items()
+        if names - row.keys()
+    ]
+
+
 def table(times: Times, title: str = "Performance profiles", unit: str = "time") -> Table:
     """Return a row per optimizer, the best first: its score, its solved tasks, r on each task.
 

@@ -35,7 +35,7 @@ def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
     say(performance_profile.times_table(comparison.settings).markdown())
     title = f"Performance profiles, {unit} to target"
     say(performance_profile.table(times, title, unit).markdown())
-    for note in comparison.notes:
+    for note in (*performance_profile.not_run(times), *comparison.notes):
         say(note)
     if svg is not None:
         from kfac_bench.benchmark.profile_figure import profile_svg

@@ -198,12 +198,11 @@ def _report(options: argparse.Namespace) -> int:
         return 0
     written = _report_row(rows[0])
     if options.into:
-        from kfac_bench.benchmark import paper, verdict
+        from kfac_bench.benchmark import paper
 
         if written is None:
             raise UsageError(f"--into {options.into}: {rows[0].name} has no table of quantities")
-        judged = verdict.table(rows)
-        for file in paper.into(options.into, [written], judged, rows[0].profile):
+        for file in paper.into(options.into, [written], written.verdicts, rows[0].profile):
             say(f"into: {file}")
     return 0
 
@@ -217,14 +216,13 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
     if not row.benchmark.quantities:
         _compare(row)
         return None
-    from kfac_bench.benchmark import paper, verdict
+    from kfac_bench.benchmark import paper
 
     written = paper.write(row)
     if not brief:
         _show(written.tables[0])
-        verdicts = verdict.table([row])
-        if verdicts is not None:
-            say(verdicts.markdown())
+        if written.verdicts is not None:
+            say(written.verdicts.markdown())
     for file in written.files:
         say(f"{file.suffix[1:]}: {file}")
     return written

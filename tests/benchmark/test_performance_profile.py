@@ -227,6 +227,11 @@ def test_kfac_bench_profile_prints_tables_and_draws_the_figure(tmp_path, capsys)
     assert "| K-FAC, ours | 1 | 2 | 1 | 1 |" in said
     assert "| SGD | 0 | 2 | 4 | 4 |" in said
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    assert "not run" not in said
+    (tmp_path / "runs" / "bsgd" / "events.jsonl").unlink()
+    with pytest.raises(SystemExit):
+        cli.bench(["profile", str(tmp_path / "runs")])
+    assert "accuracy \u2265 0.95: not run, counted as missed: SGD\n" in capsys.readouterr().out
     write_run(tmp_path / "none" / "a", trainer__target=None)
     with pytest.raises(SystemExit) as caught:
         cli.bench(["profile", str(tmp_path / "none")])

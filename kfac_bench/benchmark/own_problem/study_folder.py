@@ -64,7 +64,7 @@ class StudyFolder:
         Raises:
             UsageError: Another command runs the study, or the folder cannot be made.
         """
-        if run_lock.is_held(self.path):
+        if self.path.is_dir() and run_lock.is_held(self.path):
             raise UsageError(f"{self.path}: another command runs this study; wait for it")
         with run_lock.locked(self.path, 0.0, say):
             yield

@@ -322,6 +322,15 @@ def test_two_commands_cannot_run_one_study(tmp_path):
         pass
 
 
+def test_a_file_is_no_folder_of_a_study(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UsageError, match="cannot write here"),
+        StudyFolder(tmp_path / "file", QUESTION).locked(),
+    ):
+        pass
+
+
 # ---- the spaces ----
 
 
