@@ -141,7 +141,8 @@ def _missing(result: ContestResult) -> list[str]:
         notes.append(f"Not run yet, and not counted: {', '.join(absent)}")
     notes += performance_profile.not_run(result.runs)
     for task, row in result.runs.items():
-        few, many = (pick(map(len, row.values())) for pick in (min, max))
+        counts = [len(runs) for runs in row.values()]
+        few, many = min(counts), max(counts)
         if few < many:
             notes.append(f"{task}: optimizers have between {few} and {many} seeds")
         elif few < (planned := len(result.benchmark.seeds)):
