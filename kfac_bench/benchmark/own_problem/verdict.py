@@ -91,9 +91,10 @@ def _reference_first(result: TryResult) -> list[str]:
             f"{reference.name} and {second.name} overlap. Keep {reference.name}."
         ]
     if math.isinf(second.times_s[0]):
+        where = " on most seeds" if any(rival.reached for rival in result.rivals) else ""
         return [
             f"{reference.name} is better here: of the optimizers that ran on fresh seeds only "
-            f"{reference.name} reaches the target. Keep {reference.name}."
+            f"{reference.name} reaches the target{where}. Keep {reference.name}."
         ]
     ratio = second.times_s[0] / reference.times_s[0]
     return [
@@ -114,7 +115,9 @@ def _faster(winner: Finalist, reference: Finalist) -> str:
     if math.isinf(reference.times_s[0]):
         least = reference.limit_s / winner.times_s[0]
         more = f", so it is more than {_ratio(least)} faster" if least > 1 else ""
-        return f"{winner.name} reaches the target, and {reference.name} does not{more}, {on}."
+        some = f"{reference.reached} of {len(reference.runs)} seeds"
+        does = f"does on {some} only" if reference.reached else "does not"
+        return f"{winner.name} reaches the target, and {reference.name} {does}{more}, {on}."
     ratio = reference.times_s[0] / winner.times_s[0]
     return (
         f"{winner.name} is {_ratio(ratio)} faster than {reference.name} "
