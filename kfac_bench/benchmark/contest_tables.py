@@ -202,6 +202,8 @@ def _sittings(result: ContestResult) -> Table:
             rows.append([task, sitting, machine, count, *spread, scale.get(sitting)])
         if len(counts) > 1:
             notes.append(f"{task} took {len(counts)} sittings, so its r rest on the scale, too")
+            if bare := sorted(counts.keys() - scale.keys()):
+                notes.append(f"{task}: no baseline of {', '.join(bare)} finished: not scaled")
     columns = ("task", "sitting", "machine", "runs", "baseline s", "low", "high", "scale")
     return Table("Sittings", columns, rows, notes)
 

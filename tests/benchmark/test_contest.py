@@ -538,6 +538,15 @@ def test_speeds_without_a_finished_baseline_are_not_scaled():
     assert machine_speed.comparable_time_s(packed("sgd", "a", 1, 2.5), {}) == 2.5
 
 
+def test_sittings_without_a_baseline_are_named(lab):
+    store = lab.store("table")
+    for seed, sitting in ((10, "1"), (11, "2")):
+        store.add(packed("sgd", TASKS[0], seed, 2.0, sitting))
+    store.add(replace(packed("sgd", TASKS[0], 99, INF, "1"), kind="baseline"))
+    table = contest_tables.tables(contest_tables.load(contest(), store))[-1]
+    assert table.notes[-1] == "digits/resnet: no baseline of 2 finished: not scaled"
+
+
 def test_a_negative_time_of_a_damaged_clock_makes_no_score_above_1(lab):
     store = lab.store("table")
     store.add(packed("sgd", TASKS[0], 10, -1.0))
