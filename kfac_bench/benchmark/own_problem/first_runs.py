@@ -24,8 +24,6 @@ FIRST_STEPS, STEPS = 4, 16
 """Steps of the runs that measure seconds of a step, of an evaluation and of a start."""
 MANY_EVALUATIONS_S = 10.0
 """If a run with two evaluations takes longer than this, few evaluations are measured."""
-PHASES = ("speed", "reference")
-"""The folders of these runs."""
 DEFAULT: Settings = {"optimizer": REFERENCE, "kfac": "none"}
 """AdamW with its defaults: the setting that is measured, and that fixes a missing target."""
 
@@ -37,8 +35,7 @@ def make_plan(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> 
         UsageError: The problem fails on its first batch, or the minutes are too few.
         KeyboardInterrupt: A run was interrupted.
     """
-    for phase in PHASES:
-        folder.remove(phase)
+    folder.remove_first_runs()
     say("trying one batch, and measuring the seconds of a step and of an evaluation")
     budget = _FirstRuns(asked, folder).budget()
     if asked.target is not None:

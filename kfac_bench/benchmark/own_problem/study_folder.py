@@ -116,17 +116,17 @@ class StudyFolder:
         """Return the folder of the runs of a phase."""
         return self.path / phase
 
-    def remove(self, phase: str) -> None:
-        """Remove the runs of a phase, after the end of a run that outlives a killed command."""
-        for directory in self.runs_dir(phase).glob("*"):
-            wait_until_free(directory)
-        shutil.rmtree(self.runs_dir(phase), ignore_errors=True)
+    def remove_first_runs(self) -> None:
+        """Remove the runs that fix the plan, after the end of a run that outlives its command."""
+        for phase in ("speed", "reference"):
+            for directory in self.runs_dir(phase).glob("*"):
+                wait_until_free(directory)
+            shutil.rmtree(self.runs_dir(phase), ignore_errors=True)
 
     def remove_if_empty(self) -> None:
         """Remove the folder again if nothing has been fixed, because the input was bad."""
         if not (self.path / PLAN_FILE).exists():
-            for phase in ("speed", "reference"):
-                self.remove(phase)
+            self.remove_first_runs()
             if {p.name for p in self.path.iterdir()} <= {run_lock.LOCK_FILE}:
                 shutil.rmtree(self.path, ignore_errors=True)
 
