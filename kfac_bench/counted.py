@@ -1,4 +1,4 @@
-"""Counts, sizes and remaining time in words."""
+"""Counts, names, sizes and remaining time in words."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,12 @@ def counted(number: int, noun: str, *, none: str = "0") -> str:
         none: The text for the number 0.
     """
     return f"{number or none} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return one or more names in words: `A`, `A and B`, `A, B and C`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def size_text(size_bytes: float) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, word_of_measured
 from kfac_bench.benchmark.result import Line, Measured, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
+from kfac_bench.counted import listed
 from kfac_bench.record.runs import plain
 from kfac_bench.report.tables import text
 
@@ -127,11 +128,10 @@ def _best(benchmark: Benchmark, comparisons: dict[str, list[_Bar]]) -> str:
 
 def _have(names: Sequence[str]) -> str:
     """Return the names with their verb: ``K-FAC has``, ``1 gpu and 8 gpus each have``."""
-    *others, last = names
-    if others:
-        return f"{', '.join(others)} and {last} each have"
-    is_plural = last[:1].isdigit() and last.endswith("s")
-    return f"{last} {'have' if is_plural else 'has'}"
+    if len(names) > 1:
+        return f"{listed(names)} each have"
+    is_plural = names[0][:1].isdigit() and names[0].endswith("s")
+    return f"{names[0]} {'have' if is_plural else 'has'}"
 
 
 def _sorted(bars: Sequence[_Bar], *, is_higher_better: bool) -> list[_Bar]:

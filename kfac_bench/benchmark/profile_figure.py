@@ -9,6 +9,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 from matplotlib.transforms import ScaledTranslation
 
 from kfac_bench.benchmark.performance_profile import TAU_MAX, Profile, Times, profiles, scores
+from kfac_bench.counted import listed
 from kfac_bench.record.runs import plain
 from kfac_bench.report.figure_style import PALETTE, REST, our_look, to_svg
 from kfac_bench.report.line_labels import EndLabel, label_ends
@@ -64,7 +65,7 @@ def profile_finding(times: Times) -> str:
     rest = names[len(first) :]
     best = f"score ({score[names[0]]:.2f})"
     if len(first) > 1:
-        return f"{', '.join(map(_name, first[:-1]))} and {_name(first[-1])} have the best {best}"
+        return f"{listed([*map(_name, first)])} have the best {best}"
     if not rest:
         return f"{_name(first[0])} has the {best}"
     second = f"{_name(rest[0])} the second best ({score[rest[0]]:.2f})"

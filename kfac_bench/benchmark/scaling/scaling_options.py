@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kfac_bench import report
 from kfac_bench.benchmark import slurm_submit
+from kfac_bench.benchmark.jobs import KFAC_BENCH
 from kfac_bench.benchmark.scaling import scaling_figure
 from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
 from kfac_bench.benchmark.scaling.scaling_runs import ScalingRun, run_here, scaling_runs
@@ -155,8 +156,7 @@ def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_figure.Sim
 def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
     """Submit a job for each unfinished run; the last job of each world size writes the results."""
     words = [word for word in request.words if not word.startswith("launcher=")]
-    entry = "from kfac_bench.cli import bench; bench()"
-    after = [sys.executable, "-c", entry, "scaling", *words, "launcher=none"]
+    after = [sys.executable, *KFAC_BENCH, "scaling", *words, "launcher=none"]
     for world_size in request.world_sizes:
         todo = [r for r in request.runs if r.world_size == world_size and not r.has_finished()]
         commands = {each.label: each.rank_command for each in todo}
