@@ -1,19 +1,20 @@
 """Distributed K-FAC for PyTorch, with a training harness and a benchmark suite.
 
-``from kfac_bench import KFAC`` gives the preconditioner, ``Problem`` describes your own problem
-for ``kfac-train problem=FILE``. Both are loaded on first use, so that ``import kfac_bench`` stays
-fast and needs no torch.
+``from kfac_bench import KFAC`` gives the preconditioner. ``eigen_adam`` and ``muon`` build
+optimizers of a whole model. ``Problem`` describes your own problem for ``kfac-train problem=FILE``.
+All are loaded on first use, so that ``import kfac_bench`` stays fast and needs no torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kfac_bench.core import KFAC, eigen_adam
+    from kfac_bench.optimizers.algorithms.muon import muon
     from kfac_bench.problem import Problem
 
 __version__ = "0.1.0"
 
-__all__ = ["KFAC", "Problem", "__version__", "eigen_adam"]
+__all__ = ["KFAC", "Problem", "__version__", "eigen_adam", "muon"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from kfac_bench.core import eigen_adam
 
         return eigen_adam
+    if name == "muon":
+        from kfac_bench.optimizers.algorithms.muon import muon
+
+        return muon
     if name == "Problem":
         from kfac_bench.problem import Problem
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kfac_bench.config.optimizers import Group
 from kfac_bench.config.options import RESULT, option
@@ -27,30 +27,15 @@ class MuonConfig(SGDConfig):
 
     def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
         """See :meth:`OptimizerConfig.build`."""
-        from pytorch_optimizer import Muon
-        from torch import nn
+        from kfac_bench.optimizers.algorithms.muon import muon
 
-        weights = [
-            (module, p)
-            for module in model.modules()
-            for name, p in module.named_parameters(recurse=False)
-            if name == "weight" and p.ndim > 1
-        ]
-        # Muon orthogonalizes the update of a matrix between hidden layers. Embeddings and the last
-        # layer are matrices, too, but learn better with Adam, as its authors found.
-        for_adam = {id(p) for module, p in weights if isinstance(module, nn.Embedding)}
-        for_adam |= {id(p) for _, p in weights[-1:]}
-        split: list[Group] = []
-        for group in groups:
-            decay = group.get("weight_decay", self.weight_decay)
-            # A class token [1, 1, d] or positions [1, n, d] have one row: they are vectors.
-            hidden = [
-                p for p in group["params"] if p.ndim > 1 and len(p) > 1 and id(p) not in for_adam
-            ]
-            taken = {id(p) for p in hidden}
-            rest = [p for p in group["params"] if id(p) not in taken]
-            muon = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
-            adam = {"lr": self.adam_lr, "betas": (self.beta1, self.beta2), "eps": self.eps}
-            split.append({"params": hidden, "use_muon": True, "weight_decay": decay, **muon})
-            split.append({"params": rest, "use_muon": False, "weight_decay": decay, **adam})
-        return Muon([group for group in split if group["params"]])
+        return muon(model, params=groups, **self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keywords of :func:`kfac_bench.muon`."""
+        return {
+            **super().settings(),
+            "adam_lr": self.adam_lr,
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+        }

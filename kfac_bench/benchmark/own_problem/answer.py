@@ -54,12 +54,12 @@ def write(asked: Asked, found: StudyResult, folder: Path, *, is_quick: bool) -> 
 def _finalist(asked: Asked, found: StudyResult, name: str) -> Finalist:
     winner, results = found.winners[name], found.finals[name]
     config = compose.load(base_words(asked, winner.settings))
-    likelihood = problem_file.named(asked.file).problem.likelihood
+    problem = problem_file.named(asked.file).problem
     return Finalist(
         name=spaces.tuning().labels[name],
         runs=[SeedRun(r.seed, r.time_s, r.steps, r.curve) for r in results],
         limit_s=final_limit_s(winner, found.plan.budget),
-        paste=paste.lines(config, likelihood),
+        paste=paste.lines(config, problem, asked.words),
         uses_kfac=config.kfac.enabled,
         step_s=_middle([_step_s(r) for r in results]),
         memory_bytes=_middle([_memory_bytes(r) for r in results]),

@@ -5,7 +5,7 @@ They need a variable ``model``. Options at the defaults of the called function a
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,28 +18,41 @@ from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.optimizers.adamw import AdamWConfig
+from kfac_bench.optimizers.algorithms.muon import muon
 from kfac_bench.optimizers.eigen_adam import EigenAdamConfig
 from kfac_bench.optimizers.muon import MuonConfig
 from kfac_bench.optimizers.sgd import SGDConfig
 from kfac_bench.optimizers.soap import SOAPConfig
+from kfac_bench.problem import Problem
 from kfac_bench.training.build import NOT_KEYWORDS_OF_KFAC
 
 DTYPE_NAMES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
-def lines(config: TrainConfig, likelihood: str | None = None) -> str:
+def lines(config: TrainConfig, problem: Problem | None = None, words: Sequence[str] = ()) -> str:
     """Return the lines, separated by line breaks.
 
     Args:
         config: The configuration of a run of the winner.
-        likelihood: The likelihood of the problem, for labels that K-FAC draws.
+        problem: The problem, which says how K-FAC draws labels.
+        words: The overrides of the study. A schedule among them is named in a comment.
     """
+    made = _optimizer(config, problem)
+    if schedule := [word for word in words if word.startswith("schedule")]:
+        made.append(f"# The runs had {' '.join(schedule)}: give your script the same schedule.")
+    return "\n".join(made)
+
+
+def _optimizer(config: TrainConfig, problem: Problem | None) -> list[str]:
+    """Return the lines that build the optimizer and K-FAC."""
     optimizer = config.optimizer
     match optimizer:
         case EigenAdamConfig():
             return _eigen_adam(config, optimizer)
         case MuonConfig():
-            made = _muon(optimizer)
+            given = optimizer.settings()
+            words = ["model", f"lr={_shown(given.pop('lr'))}", *_keywords(muon, given)]
+            made = ["from kfac_bench import muon", f"optimizer = muon({', '.join(words)})"]
         case SOAPConfig():
             given = optimizer.settings() | {
                 "precondition_frequency": optimizer.precondition_freq,
@@ -53,8 +66,8 @@ def lines(config: TrainConfig, likelihood: str | None = None) -> str:
         case _:
             raise AssertionError(optimizer.name)
     if config.kfac.enabled:
-        made += _kfac(config, likelihood)
-    return "\n".join(made)
+        made += _kfac(config, problem)
+    return made
 
 
 def _built(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> str:
@@ -98,20 +111,33 @@ def _kfac_words(config: TrainConfig, also: Mapping[str, Any] | None = None) -> l
     return words if dtype == DTYPE_NAMES["fp32"] else [*words, f"state_dtype={dtype}"]
 
 
-def _kfac(config: TrainConfig, likelihood: str | None) -> list[str]:
+def _kfac(config: TrainConfig, problem: Problem | None) -> list[str]:
     words = ", ".join(["model", "optimizer", *_kfac_words(config)])
     built = f"KFAC({words}).attach()"
     if config.kfac.fisher == "empirical":
         return ["from kfac_bench import KFAC", built]
+    assert problem is not None, "labels are drawn from the likelihood of a problem"
+    drawn = ", ".join(["output", *_labels(problem)])
     return [
         "from kfac_bench import KFAC",
         f"preconditioner = {built}",
         "# In each step, between forward and loss.backward():",
-        f'#   preconditioner.fisher_backward(output, "{likelihood}")',
+        f"#   preconditioner.fisher_backward({drawn})",
     ]
 
 
-def _eigen_adam(config: TrainConfig, optimizer: EigenAdamConfig) -> str:
+def _labels(problem: Problem) -> list[str]:
+    """Return how K-FAC draws labels, as the arguments of ``KFAC.fisher_backward``."""
+    words = [f'"{problem.likelihood}"']
+    if problem.likelihood == "gaussian" and problem.curvature != 1:
+        words.append(f"curvature={_shown(problem.curvature)}")
+    if problem.likelihood == "categorical" and not problem.loss_takes_model:
+        # A loss(output, target) of torch has the classes in dimension 1, K-FAC in the last one.
+        words.append("dim=1")
+    return words
+
+
+def _eigen_adam(config: TrainConfig, optimizer: EigenAdamConfig) -> list[str]:
     given = optimizer.settings() | {
         "orthogonalize": optimizer.orthogonalize,
         "scale": optimizer.scale,
@@ -127,16 +153,4 @@ def _eigen_adam(config: TrainConfig, optimizer: EigenAdamConfig) -> str:
     if kfac := _kfac_words(config, KFAC_DEFAULTS):
         words.append(f"kfac=dict({', '.join(kfac)})")
     made = ["from kfac_bench import eigen_adam", f"optimizer = eigen_adam({', '.join(words)})"]
-    return "\n".join(["import torch", *made] if "torch." in made[1] else made)
-
-
-def _muon(optimizer: MuonConfig) -> list[str]:
-    """Return Muon as the harness builds it: vectors, embeddings and the last layer get Adam."""
-    given = {k: v for k, v in asdict(optimizer).items() if k not in ("name", "no_decay")}
-    words = [f"name={optimizer.name!r}", f"lr={_shown(given.pop('lr'))}"]
-    words += _keywords(MuonConfig, given)
-    groups = "[{'params': list(model.parameters())}]"
-    return [
-        "from kfac_bench.optimizers.muon import MuonConfig",
-        f"optimizer = MuonConfig({', '.join(words)}).build({groups}, model)",
-    ]
+    return ["import torch", *made] if "torch." in made[1] else made

@@ -8,8 +8,11 @@ from torch import nn
 
 from kfac_bench.benchmark.own_problem import paste, spaces
 from kfac_bench.benchmark.trials import overrides_of
+from kfac_bench.config.problem_file import ProblemFile
 from kfac_bench.core import KFAC
 from kfac_bench.core.attachment import innermost
+from kfac_bench.problem import Problem
+from kfac_bench.tasks.objectives.problem_task import ProblemTask
 from kfac_bench.training import build
 from tests.support.configs import quick_load
 
@@ -19,6 +22,21 @@ BASE = ("model=autoencoder", "task=reconstruction", "logger=none")
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def problem(likelihood="categorical", **options):
+    examples = [(torch.zeros(6), 0)]
+    loss = options.pop("loss", nn.CrossEntropyLoss())
+    return Problem(
+        model=model,
+        train=examples,
+        validation=examples,
+        loss=loss,
+        metric=loss,
+        higher_is_better=False,
+        likelihood=likelihood,
+        **options,
+    )
 
 
 def configs(optimizer, *words):
@@ -67,7 +85,7 @@ def harness(config):
 @pytest.mark.parametrize("optimizer", spaces.choose(None))
 def test_the_lines_train_as_the_run_did(optimizer):
     for config in itertools.islice(configs(optimizer), 3):
-        text = paste.lines(config, "categorical")
+        text = paste.lines(config, problem())
         torch.testing.assert_close(pasted(text), harness(config), rtol=1e-4, atol=1e-6)
 
 
@@ -88,9 +106,59 @@ def test_options_at_their_defaults_are_left_out():
         "KFAC(model, optimizer, update_freq=40, kl_clip=None).attach()"
     )
     assert "eigen_adam(model, lr=0.01)" in paste.lines(next(configs("eigen_adam")))
+    assert paste.lines(next(configs("muon"))) == (
+        "from kfac_bench import muon\noptimizer = muon(model, lr=0.02, adam_lr=0.01)"
+    )
 
 
 def test_labels_that_are_drawn_need_a_line_in_the_loop():
-    text = paste.lines(next(configs("kfac")), "gaussian")
-    assert '#   preconditioner.fisher_backward(output, "gaussian")' in text
-    assert KFAC.fisher_backward
+    config = next(configs("kfac"))
+
+    def line(**options):
+        return paste.lines(config, problem(**options)).splitlines()[-1]
+
+    call = "#   preconditioner.fisher_backward(output, "
+    assert line(likelihood="gaussian") == f'{call}"gaussian")'
+    assert line(likelihood="gaussian", curvature=0.5) == f'{call}"gaussian", curvature=0.5)'
+    assert line(likelihood="bernoulli") == f'{call}"bernoulli")'
+    assert line() == f'{call}"categorical", dim=1)'
+
+    def loss(model, batch):
+        return model(batch).mean()
+
+    assert line(loss=loss) == f'{call}"categorical")'
+
+
+def test_the_arguments_of_drawn_labels_give_the_statistics_of_the_run():
+    """Of a squared error, and of a cross entropy with the classes in dimension 1."""
+    images = torch.randn(64, 3, 4, generator=torch.Generator().manual_seed(3))
+    squared = problem("gaussian", loss=nn.MSELoss(), curvature=0.25)
+    for own, targets in ((squared, images), (problem(), images.argmax(1))):
+        factors = []
+        for draw in (draw_as_pasted, draw_as_the_run):
+            torch.manual_seed(0)
+            net = nn.Conv1d(3, 3, 1)
+            kfac = KFAC(net, torch.optim.SGD(net.parameters(), lr=0.1), fisher="type2")
+            draw(kfac, own, net, (images, targets))
+            own.loss(net(images), targets).backward()
+            kfac.step()
+            factors.append(kfac.state_dict()["layers"][""]["G"]["factor"])
+        torch.testing.assert_close(*factors)
+
+
+def draw_as_pasted(kfac, own, net, batch):
+    (line,) = [x for x in paste.lines(next(configs("kfac")), own).splitlines() if "output" in x]
+    exec(line.removeprefix("#   "), {"preconditioner": kfac, "output": net(batch[0])})
+
+
+def draw_as_the_run(kfac, own, net, batch):
+    task = ProblemTask(ProblemFile("problem.py", "", own), has_parts=True)
+    _, output = task.forward(net, batch)
+    kfac.fisher_backward(output, task.likelihood, curvature=task.curvature)
+
+
+def test_a_schedule_of_the_study_is_named():
+    text = paste.lines(next(configs("adamw")), words=["schedule=cosine", "data.workers=2"])
+    assert text.splitlines()[-1] == (
+        "# The runs had schedule=cosine: give your script the same schedule."
+    )
