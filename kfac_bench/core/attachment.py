@@ -54,6 +54,10 @@ class Attachment:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run K-FAC now, or after the closure: with a closure there are no gradients yet."""
+        if getattr(optimizer, "_handles", None):
+            # Messages of Horovod are on their way. Its step() waits for the averages, and then
+            # calls the step of the optimizer inside, which calls this hook again.
+            return None
         if kwargs.get("closure") is not None:
             return args, kwargs | {"closure": self._wrap(optimizer, kwargs["closure"])}
         if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer

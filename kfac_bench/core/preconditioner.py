@@ -22,6 +22,7 @@ from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.distributed.collective import Collective, default_collective
+from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.eigen_adam_optimizer import find_eigen_adam
 from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.executor import Executor, Request
@@ -464,6 +465,12 @@ class KFAC:
         self._step(loss_scale)
 
     def _step_in_hook(self, loss_scale: LossScale) -> None:
+        if any(takes_gradient(layer.weight) for layer in self._layers):
+            raise RuntimeError(
+                "attach() with DeepSpeed's ZeRO, which leaves each rank a part of the gradients: "
+                "remove attach(), and call step() inside whole_gradients(engine) "
+                "(docs/how-to/deepspeed.md)"
+            )
         order = self._guards.order
         # An optimizer may step without a new backward: frameworks do so to make its state.
         is_idle = self.collective.world_size == 1 and not order.has_gradients()

@@ -347,6 +347,44 @@ def test_a_script_may_use_deepspeeds_autocast(stage):
     assert sha256(got[-1][1]) == sha256(twin[-1][1])
 
 
+def attached_on_rank(stage):
+    """Train a step with the one-line form; return the weights, or what the error says."""
+    with deepspeed_here(stage):
+        import deepspeed
+
+        model = tiny_model()
+        optimizer = sgd(model)
+        kfac = make_kfac(model, optimizer, {"spread": False}, collective=TorchCollective())
+        kfac.attach()
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 16,
+                "gradient_clipping": 0.0,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+            },
+        )
+        try:
+            engine.backward(loss_of(engine, *my_part(*batch(0)))[1])
+            engine.step()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            engine.destroy()
+        return weights_of(model)
+
+
+@pytest.mark.slow
+def test_the_one_line_form_works_without_zero_and_is_refused_with_zero():
+    wanted = one_process(tiny_model, batch, (("spread", False),))[0][1]
+    for weights in run_ranks(2, attached_on_rank, 0):
+        assert_close(weights, wanted)
+    for said in run_ranks(2, attached_on_rank, 2):
+        assert "call step() inside whole_gradients(engine)" in said
+
+
 def refused_on_rank(config):
     with deepspeed_here(1):
         import deepspeed

@@ -286,23 +286,34 @@ def test_all_ranks_start_with_the_weights_of_rank_0():
 
 
 def script_here():
-    """Run a user's script with two models at once, in which K-FAC finds Horovod."""
+    """Run a user's script with two models at once, in which K-FAC finds Horovod.
+
+    K-FAC is attached to the second optimizer.
+    """
     import horovod.torch as hvd
 
     models = [tiny_model(), tiny_model()]
     optimizers = [hvd.DistributedOptimizer(sgd(m), m.named_parameters()) for m in models[:1]]
     optimizers.append(hvd.DistributedOptimizer(sgd(models[1]), prefixed(models[1])))
     kfacs = [KFAC(m, o, **OPTIONS) for m, o in zip(models, optimizers, strict=True)]
+    kfacs[1].attach()
     for step in range(STEPS):
         x, y = my_part(*batch(step), rank=hvd.rank(), world=hvd.size())
         for model in models:
             F.cross_entropy(model(x), y).backward()
-        for optimizer, kfac in zip(optimizers, kfacs, strict=True):
-            optimizer.synchronize()
-            kfac.step()
-            with optimizer.skip_synchronize():
-                optimizer.step()
+        optimizers[0].synchronize()
+        kfacs[0].step()
+        with optimizers[0].skip_synchronize():
+            optimizers[0].step()
+        if step % 2:  # as a script that clips
+            optimizers[1].synchronize()
+            with optimizers[1].skip_synchronize():
+                optimizers[1].step()
+        else:
+            optimizers[1].step()
+        for optimizer in optimizers:
             optimizer.zero_grad()
+    assert [kfac.steps for kfac in kfacs] == [STEPS, STEPS]
     want = one_process(tiny_model, batch, ())[-1][1]
     for model in models:
         assert_close(weights_of(model), want)
