@@ -32,6 +32,8 @@ MOST_WORDS = 1500
 RUNS = {
     "how-to/preconditioner.md": 8,
     "how-to/backward_passes.md": 1,
+    "how-to/fine_tune.md": 3,
+    "how-to/schedulers_ema_checkpoints.md": 2,
     "tutorials/your_script.md": 4,
 }
 """Pages whose Python blocks run, block after block, with the number of blocks."""
