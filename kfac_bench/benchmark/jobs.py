@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from kfac_bench.benchmark import run_end
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.suite import BenchmarkRow
-from kfac_bench.errors import UsageError
 
 KFAC_BENCH = ("-c", "from kfac_bench.cli import bench; bench()")
 
@@ -68,17 +67,13 @@ def submit(
         by_ranks.setdefault(cell.ranks, {})[f"{row.name} {cell.label}"] = cell.rank_command()
     ids: list[str] = []
     # Each rank is a task of its job, so cells with different ranks need different options.
-    try:
-        for ranks, commands in by_ranks.items():
-            tasks = [*options, f"--ntasks={ranks}"]
-            behind = after if len(by_ranks) == 1 else ["true"]
-            ids += slurm_submit.submit(commands, behind, row.folder, tasks)
-        if len(by_ranks) != 1:
-            when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
-            ids += slurm_submit.submit({}, after, row.folder, [*options, *when])
-    except UsageError:
-        slurm_submit.cancel(ids)
-        raise
+    for ranks, commands in by_ranks.items():
+        tasks = [*options, f"--ntasks={ranks}"]
+        behind = after if len(by_ranks) == 1 else ["true"]
+        ids += slurm_submit.submit(commands, behind, row.folder, tasks, before=ids)
+    if len(by_ranks) != 1:
+        when = [f"--dependency=afterany:{':'.join(ids)}"] if ids else []
+        ids += slurm_submit.submit({}, after, row.folder, [*options, *when], before=ids)
     count = f"{len(todo)} of {len(all_waves[wave])} cells"
     what = "report" if is_last else f"next of {len(all_waves)} waves"
     return [

@@ -19,6 +19,8 @@ def submit(
     after: Sequence[str],
     folder: Path,
     options: Sequence[str] = (),
+    *,
+    before: Sequence[str] = (),
 ) -> list[str]:
     """Submit a job for each command and one for ``after``; return their ids in that order.
 
@@ -35,10 +37,12 @@ def submit(
         after: The last command.
         folder: The folder of the results.
         options: Options of sbatch, such as ``--ntasks=2``.
+        before: Ids of earlier jobs that are useless without these.
 
     Raises:
-        UsageError: There is no Slurm, or Slurm refuses a job. Then no job is left in the queue. Or
-            the folder cannot be written, or has a backslash in its path.
+        UsageError: There is no Slurm, or Slurm refuses a job. Then these jobs and those in
+            ``before`` are cancelled. Or the folder cannot be written, or has a backslash in its
+            path.
     """
     output = folder / "slurm"
     if "\\" in str(folder):
@@ -61,16 +65,22 @@ def submit(
             last.append(f"--dependency=afterany:{':'.join(ids)}")
         name = f"report-{_digest(str(folder.resolve()))}"
         ids.append(_sbatch(name, output / "report", last, after))
-    except UsageError:
-        cancel(ids)
+    except UsageError as error:
+        raise UsageError(f"{error}{_cancelled([*before, *ids])}") from None
+    except KeyboardInterrupt:
+        _cancelled([*before, *ids])
         raise
     return ids
 
 
-def cancel(ids: Sequence[str]) -> None:
-    """Remove the jobs from the queue."""
-    if ids:
-        subprocess.run(["scancel", *ids], check=False)  # noqa: S603, S607
+def _cancelled(ids: Sequence[str]) -> str:
+    """Cancel the jobs, and return a sentence about them; nothing if there are none."""
+    if not ids:
+        return ""
+    done = subprocess.run(["scancel", *ids], capture_output=True)  # noqa: S603, S607
+    if done.returncode:
+        return f". Cancel the jobs submitted before: scancel {' '.join(ids)}"
+    return f". The jobs submitted before ({' '.join(ids)}) are cancelled"
 
 
 def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[str]) -> str:

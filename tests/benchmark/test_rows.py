@@ -300,7 +300,8 @@ def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
     tree = schema.Benchmark("T", {"size": ["small", "big"]}, ["model=resnet8"], each=each)
     monkeypatch.setattr(schema, "load", lambda name: tree)
     row = suite.row("t", None, runs_dir=str(tmp_path / "r"))
-    with pytest.raises(compose.UsageError, match="launcher=slurm: too many"):
+    line = r"launcher=slurm: too many\. The jobs submitted before \(7 7\) are cancelled"
+    with pytest.raises(compose.UsageError, match=line):
         jobs.submit(row, [], 0, [])
     assert cancelled.read_text() == "7 7\n"
 
@@ -310,7 +311,7 @@ def test_a_computed_cell_that_fails_is_named_before_the_jobs(tmp_path, monkeypat
         raise compose.UsageError("no such machine")
 
     monkeypatch.setattr(simulated, "numbers", numbers)
-    monkeypatch.setattr(slurm_submit, "submit", lambda *_: ["1"])
+    monkeypatch.setattr(slurm_submit, "submit", lambda *_, **__: ["1"])
     row = suite.row("fig7_step_profile", "smoke", (), str(tmp_path), [0])
     first, *_ = jobs.submit(row, [], 0, [])
     assert first == f"{row.computed[0].label}: failed: no such machine"
@@ -319,7 +320,7 @@ def test_a_computed_cell_that_fails_is_named_before_the_jobs(tmp_path, monkeypat
 def test_kfac_bench_accepts_the_command_of_the_next_wave(tmp_path, monkeypatch):
     behind, sent = [], []
 
-    def submit(commands, after, *_):
+    def submit(commands, after, *_, **__):
         sent.extend(commands)
         behind.append(after)
         return ["1"]

@@ -1,10 +1,11 @@
 """Benchmark cells run as Slurm jobs, and the report job runs after them."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
-from kfac_bench.benchmark import slurm_submit
+from kfac_bench.benchmark import jobs, slurm_submit, suite
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Resumed
 from tests.support.runs import steps_of
@@ -62,6 +63,14 @@ def test_a_job_that_slurm_refuses_is_one_line_and_leaves_no_job(here):
     assert here("squeue", "--noheader") == ""
     with pytest.raises(UsageError, match="Invalid partition"):
         slurm_submit.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
+
+
+def test_no_job_of_a_row_is_left_if_slurm_refuses_cells_with_more_ranks(here):
+    row = suite.row("kaisa_unet_lgg", "smoke", ("logger=none",), "runs/refused", [0])
+    row = replace(row, cells=[replace(row.cells[0], ranks=n, label=f"{n}") for n in (1, 9999)])
+    with pytest.raises(UsageError, match=r"The jobs submitted before \(\d+ \d+\) are cancelled"):
+        jobs.submit(row, (), 0, ["--hold", "--time=5"])
+    assert here("squeue", "--noheader") == ""
 
 
 def test_a_benchmark_runs_as_jobs_and_ends_with_its_table(here):
