@@ -57,7 +57,7 @@ class Schedules:
 
     def factors_due(self, step: int) -> bool:
         """Return whether A and G are updated in this step."""
-        return step % self._freq("factor_update_freq", step) == 0
+        return self._part("factor_update_freq", step).start == step
 
     def slices_due(self, step: int, count: int) -> list[int]:
         """Return which of ``count`` slices of the decompositions are due; all of them at step 0."""
@@ -81,9 +81,7 @@ class Schedules:
         decomposed every 100.
         """
         if not self._is_early(step):
-            update_freq = self._freq("update_freq", step)
-            start = step - step % update_freq
-            return range(start, start + update_freq)
+            return self._part("update_freq", step)
         factor_update_freq = self._freq("factor_update_freq", 0)
         tenth = self._freq("update_freq", 0) / 10
         start, end = 0, factor_update_freq * math.ceil(tenth / factor_update_freq)
@@ -93,6 +91,8 @@ class Schedules:
 
     def _is_early(self, step: int) -> bool:
         """Return whether ``step`` lies in a first interval that is divided."""
+        if isinstance(self.update_freq, Doubling):
+            return False  # its first intervals are short already
         # If intervals are functions of the step, those of step 0 count. A function may also say
         # that the first interval has ended.
         first = min(self._freq("update_freq", 0), self._freq("update_freq", step))
@@ -123,6 +123,14 @@ class Schedules:
         first = self.at(0)
         return len(free_phases(first.update_freq, first.factor_update_freq))
 
+    def _part(self, name: str, step: int) -> range:
+        """Return the steps of the interval of a schedule that ``step`` lies in."""
+        length, schedule = self._freq(name, step), getattr(self, name)
+        if isinstance(schedule, Doubling):
+            return schedule.part(step)
+        start = step - step % length
+        return range(start, start + length)
+
     def _freq(self, name: str, step: int) -> int:
         interval = self._value(name, step)
         if not 1 <= interval < math.inf or interval != int(interval):
@@ -146,18 +154,26 @@ class Doubling:
     """An interval that grows: the first ones are an eighth, an eighth, a quarter and a half of it.
 
     With an interval of 40 steps, something is due at steps 0, 5, 10, 20, 40, 80, 120 and so on.
+    Parts of another interval are rounded down: with 20 steps, at steps 0, 2, 5, 10, 20, 40.
     """
 
     interval: float
 
     def __call__(self, step: int) -> float:
-        """Return the interval at ``step``."""
+        """Return the length of the interval at ``step``."""
         if not 1 <= self.interval < math.inf or self.interval != int(self.interval):
             return self.interval  # Schedules refuses this value
-        now = int(self.interval)
-        while now > self.interval // 8 and step < now:
-            now //= 2
-        return max(1, now)
+        return len(self.part(step))
+
+    def part(self, step: int) -> range:
+        """Return the steps of the interval that ``step`` lies in."""
+        whole = int(self.interval)
+        start, end = step - step % whole, step - step % whole + whole
+        while start == 0 and end > max(1, whole // 8):
+            if step >= end // 2:
+                return range(end // 2, end)
+            end //= 2
+        return range(start, end)
 
 
 @dataclass(frozen=True)

@@ -395,8 +395,33 @@ def test_milestones_multiply_from_their_steps_on():
 
 @pytest.mark.parametrize(
     ("interval", "steps"),
-    [(40, [0, 5, 10, 20, *range(40, 200, 40)]), (3, [0, 1, 2, *range(3, 200, 3)])],
+    [
+        (40, [0, 5, 10, 20, *range(40, 200, 40)]),
+        (20, [0, 2, 5, 10, *range(20, 200, 20)]),
+        (3, [0, 1, *range(3, 200, 3)]),
+        (1, list(range(200))),
+    ],
 )
 def test_an_interval_that_doubles_begins_with_an_eighth(interval, steps):
-    growing = schedules(10, Doubling(interval))
+    growing = schedules(Doubling(interval), Doubling(interval), early_updates=True)
     assert [step for step in range(200) if growing.factors_due(step)] == steps
+    assert [step for step in range(200) if growing.slices_due(step, 1)] == steps
+
+
+@for_all(st.integers(1, 40), COUNTS)
+def test_no_interval_that_doubles_is_shorter_than_the_one_before(interval, count):
+    growing = schedules(Doubling(interval), Doubling(interval), early_updates=True)
+    starts = [s for s in range(2 * interval + 1) if growing.interval(s).start == s]
+    assert starts[-2:] == [interval, 2 * interval]
+    lengths = [b - a for a, b in pairwise(starts)]
+    assert lengths == sorted(lengths)
+    for start, end in pairwise(starts[1:]):
+        found = [i for s in range(start, end) for i in growing.slices_due(s, count)]
+        assert sorted(found) == list(range(count)), "each slice once"
+
+
+def test_a_shorter_interval_of_statistics_divides_no_interval_that_doubles():
+    growing = schedules(Doubling(40), Doubling(10), early_updates=True)
+    decomposed = [step for step in range(81) if growing.slices_due(step, 1)]
+    assert decomposed == [0, 5, 10, 20, 40, 80]
+    assert all(growing.factors_due(step) for step in decomposed)
