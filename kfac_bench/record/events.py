@@ -26,7 +26,12 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base class: ``step`` counts the updates so far, ``train_s`` is the training clock."""
+    """Base class: ``step`` counts the updates so far, ``train_s`` is the training clock.
+
+    :class:`Trained`, :class:`Evaluated`, :class:`TargetReached` and the end of a run that did not
+    fail have the largest clock of all ranks. Other events have the clock of rank 0, because only
+    rank 0 knows of them.
+    """
 
     step: int
     train_s: float
@@ -53,6 +58,8 @@ class RunStarted(Event):
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
     """The run continues from a checkpoint of ``step``: earlier events after that step are void.
+
+    An evaluation of that step which the run repeats replaces the earlier one.
 
     ``environment`` has the versions and the hardware of this start, as in :class:`RunStarted`.
     ``options`` has the options that this start changed, by their dotted names.
@@ -198,6 +205,9 @@ class RunEnded(Event):
     weights_sha256: str = ""
 
 
+REPEATED = (Evaluated, TargetReached, Predicted)
+"""What a run may emit again at the step of its checkpoint, if it was killed soon afterwards."""
+
 EVENTS: dict[str, type[Event]] = {
     cls.__name__: cls
     for cls in (
@@ -240,6 +250,7 @@ def parse(text: str, path: Path) -> list[Event]:
     """Return the events in ``text`` as :func:`read` does; error messages name ``path``."""
     lines = text.split("\n")
     events: list[Event] = []
+    resumed_at = -1
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -255,6 +266,9 @@ def parse(text: str, path: Path) -> list[Event]:
         if isinstance(event, Resumed):
             resumed_at = event.step
             events = [e for e in events if e.step <= resumed_at and not isinstance(e, RunEnded)]
+        if isinstance(event, REPEATED) and event.step == resumed_at:
+            kind = type(event)
+            events = [e for e in events if e.step < resumed_at or not isinstance(e, kind)]
         if event is not None:
             events.append(event)
     return events

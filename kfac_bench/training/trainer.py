@@ -353,8 +353,8 @@ class Trainer:
             metrics = self._meter.read(self.course.examples_seen(self.step))
             epoch = self.course.epoch(self.step)
             lr = float(self.optimizer.param_groups[0]["lr"])
-            loss, train_s = self.loss, self.clock.train_s()
-            self.log.emit(Trained(self.step, train_s, epoch, loss, lr, **metrics))
+            train_s = self._slowest_train_s()
+            self.log.emit(Trained(self.step, train_s, epoch, self.loss, lr, **metrics))
 
     def _evaluate(self) -> bool:
         """Compute the metrics of the whole validation set; return whether the target is reached.

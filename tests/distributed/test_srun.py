@@ -18,7 +18,7 @@ from kfac_bench.record.events import Evaluated, Resumed
 from kfac_bench.training import checkpoint
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
-from tests.support.runs import KFAC, config_of, end, of_kind, steps_of, train
+from tests.support.runs import KFAC, before_step, config_of, end, kill, of_kind, steps_of, train
 
 BATCH_SHELL = {
     "SLURM_CLUSTER_NAME": "test",
@@ -188,6 +188,20 @@ def test_a_repeated_evaluation_that_reaches_the_target_ends_the_run(tmp_path, mo
         train(tmp_path, *LONG, "run_id=r")
     assert end(path).status == "interrupted"
     assert train(tmp_path, *options)[0] == "reached"
+    assert steps_of(path, Evaluated) == [0, 4, 8]
+
+
+def test_an_evaluation_that_is_repeated_twice_counts_once(tmp_path, monkeypatch):
+    """A notice in an evaluation, and then a kill before the next checkpoint."""
+    words = (*LONG, "trainer.checkpoint_freq=100", "trainer.predictions=0", "run_id=r")
+    with monkeypatch.context() as patch:
+        notice_in_evaluation(patch, 4)
+        _, path = train(tmp_path, *words)
+    with before_step(6, kill), pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, *words)
+    assert steps_of(path, Evaluated) == [0, 4]
+    assert train(tmp_path, *words)[0] == "finished"
+    assert steps_of(path, Resumed) == [4, 4]
     assert steps_of(path, Evaluated) == [0, 4, 8]
 
 

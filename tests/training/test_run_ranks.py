@@ -190,6 +190,7 @@ def limited_here(folder):
     """Train up to a limit of 500 s, twice; the clock of rank 1 is far ahead."""
     backend = here()
     more = ("trainer.max_train_s=500", "trainer.eval_freq=2", "trainer.max_steps=8", "run_id=mine")
+    more += ("trainer.log_freq=2",)
     config = config_of(folder, *KFAC, *more)
 
     def advance(trainer):
@@ -208,6 +209,8 @@ def test_the_clock_of_the_slowest_rank_ends_a_run_and_stays_in_its_files(tmp_pat
     path = tmp_path / "mine"
     assert steps_of(path, Resumed) == [], "the second start went on"
     assert (end(path).step, end(path).train_s > 500) == (2, True)
+    assert [e.train_s > 500 for e in of_kind(path, Trained)] == [True]
+    assert [e.train_s > 500 for e in of_kind(path, Evaluated)] == [False, True]
     assert checkpoint.find(path)[0].shards[0]["train_s"] > 500
 
 
