@@ -207,6 +207,8 @@ _ADVICE = "Take the file from the history of the repository, or delete it to run
 
 
 def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no regular file. {_ADVICE}")
     try:
         if path.stat().st_size > MOST_FILE_BYTES:
             raise UsageError(f"{path}: larger than {MOST_FILE_BYTES / 1e6:g} MB. {_ADVICE}")

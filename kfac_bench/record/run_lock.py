@@ -93,6 +93,16 @@ def _try(directory: Path) -> int | None:
         raise UsageError(f"{directory}: cannot write here ({error.strerror})") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        raise UsageError(
+            f"{path}: cannot be locked ({error.strerror}). Set runs_dir to a file system with "
+            "locks, or mount this one with locks"
+        ) from None
+    try:
         # The holder may have removed the directory at its end: this file is gone then.
         if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
             return descriptor

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -175,6 +176,10 @@ def test_damaged_and_huge_files_are_refused(tmp_path, monkeypatch):
         packed_runs.read(path)
     monkeypatch.setattr(packed_runs, "MOST_FILE_BYTES", 10)
     with pytest.raises(UsageError, match="larger than"):
+        packed_runs.read(path)
+    path.unlink()
+    os.mkfifo(path)  # reading it would never end
+    with pytest.raises(UsageError, match="is no regular file"):
         packed_runs.read(path)
     with pytest.raises(UsageError, match="cannot be read"):
         packed_runs.read(tmp_path / "none")

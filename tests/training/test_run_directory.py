@@ -1,5 +1,7 @@
 """Faults of a run directory: lost files, a record behind its checkpoint, and hostile files."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -8,6 +10,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import torch
 from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Checkpointed, Resumed, read
+from kfac_bench.record.own_files import sync_folder
 from kfac_bench.training import checkpoint, run
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.runs import ALONE, before_step, config_of, end, kill, of_kind, steps_of, train
@@ -84,6 +88,24 @@ def test_a_start_that_differs_says_so(tmp_path, capsys):
 
 
 # ---- the lock ----
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match=r"cannot be locked \(No locks available\). Set runs_dir"):
+        train(tmp_path, *STEPS)
+
+
+def test_a_file_system_that_cannot_sync_folders_ends_no_run():
+    """Folders in /proc cannot be synced, as those of some network file systems."""
+    folder = os.open("/proc/self", os.O_RDONLY)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.fsync(folder)
+    os.close(folder)
+    sync_folder(Path("/proc/self"))
 
 
 def test_a_fork_does_not_keep_the_lock_of_a_killed_run(tmp_path):
