@@ -9,11 +9,19 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from kfac_bench import cli
 from kfac_bench.data.base.unreadable import Unreadable
-from kfac_bench.data.images import cifar10, coco_dataset, lgg, opening, reading, tar_shards
+from kfac_bench.data.images import (
+    cifar10,
+    coco_dataset,
+    lgg,
+    opening,
+    reading,
+    tar_index,
+    tar_shards,
+)
 from kfac_bench.data.images.coco_annotations import CocoImage
 from kfac_bench.data.language import documents, squad
 from kfac_bench.errors import UsageError
@@ -96,6 +104,18 @@ def test_an_image_file_of_absurd_size_is_not_read(tmp_path, monkeypatch):
         opening.read_file(path)
 
 
+def test_a_program_that_has_the_name_of_an_image_does_not_run(tmp_path, monkeypatch):
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.jpg", "EPS")
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/has_run\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it may have looked before
+    fault = coco_dataset._decode(CocoImage(1, tmp_path / "x.jpg", 8, 8, ()))
+    assert not (tmp_path / "has_run").exists()
+    assert (isinstance(fault, Unreadable), "PostScript" in fault.reason) == (True, True)
+
+
 def test_a_fifo_in_a_dataset_does_not_hang(tmp_path):
     path = tmp_path / "train-0.tar"
     os.mkfifo(path)
@@ -106,6 +126,51 @@ def test_a_fifo_in_a_dataset_does_not_hang(tmp_path):
         squad.read(path)
     with pytest.raises(UsageError, match="it is no regular file"):
         tar_shards.TarShards(tmp_path, "train")
+
+
+def header(name, size=0):
+    """Return a header of a tar archive, with a size of any sign."""
+    member = tarfile.TarInfo(name)
+    member.size = max(0, size)
+    block = bytearray(member.tobuf(tarfile.USTAR_FORMAT))
+    if size < 0:
+        block[124:136] = b"\xff" + size.to_bytes(11, "big", signed=True)
+        block[148:156] = b" " * 8
+        block[148:156] = f"{sum(block):06o}\0 ".encode()
+    return bytes(block)
+
+
+def test_a_shard_whose_members_lead_back_is_damaged(tmp_path, monkeypatch):
+    """Python's tarfile read such members again and again until it refused negative sizes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "train-0.tar"
+    path.write_bytes(header("a.txt") + header("b.txt", -512) + bytes(1024))
+    (fault,) = tar_index.index_of(path).faults
+    assert (fault.path, "damaged" in fault.reason) == (str(path), True)
+
+
+def test_an_image_of_absurd_size_in_a_shard_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, size = tmp_path / "train-0.tar", 2**30
+    with path.open("wb") as file:  # most of this file is a hole
+        file.write(header("0.jpg", size))
+        file.seek(size, os.SEEK_CUR)
+        file.write(header("0.cls", 1) + b"0".ljust(512, b"\0") + bytes(1024))
+    fault = reading.load(tar_shards.TarShards(tmp_path, "train"), 0, 8)
+    assert isinstance(fault, Unreadable)
+    assert fault.reason == "it is larger than 512 MiB"
+
+
+def test_a_long_name_in_a_shard_does_not_widen_a_table_of_all_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
+        for name in ("a" * 2**20, "b"):
+            for kind in ("jpg", "cls"):
+                member = tarfile.TarInfo(f"{name}.{kind}")
+                member.size = 1
+                tar.addfile(member, io.BytesIO(b"0"))
+    assert len(tar_index.index_of(tmp_path / "train-0.tar").keys) == 2
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("kind", ["member", "long name"])

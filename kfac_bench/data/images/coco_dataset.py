@@ -25,7 +25,7 @@ from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
 from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
-from kfac_bench.data.images.opening import open_image
+from kfac_bench.data.images.opening import open_image, rgb
 from kfac_bench.errors import UsageError
 
 Target = dict[str, Tensor]
@@ -117,7 +117,7 @@ def _decode(image: CocoImage) -> NDArray[np.uint8] | Unreadable:
     """Return the pixels [H, W, 3] of an image, or the reason why it cannot be read."""
     try:
         with open_image(image.path) as file:
-            pixels = np.array(file.convert("RGB"))
+            pixels = rgb(file)
     # Pillow raises exceptions of many types for a damaged file.
     except Exception as error:
         return Unreadable.because(image.path, error)

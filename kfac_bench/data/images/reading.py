@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,7 +21,7 @@ from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.normalize import Normalize
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.images.opening import open_image
+from kfac_bench.data.images.opening import open_image, rgb
 from kfac_bench.errors import UsageError
 
 MEAN = (0.485, 0.456, 0.406)
@@ -183,7 +182,7 @@ def decode(content: bytes) -> Tensor:
                 encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 pixels: Tensor = decode_jpeg(encoded, ImageReadMode.RGB)
                 return pixels
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        return torch.from_numpy(rgb(image)).permute(2, 0, 1)
 
 
 def random_box(width: int, height: int, draws: Sequence[float]) -> Box:

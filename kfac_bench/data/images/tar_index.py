@@ -22,6 +22,8 @@ from kfac_bench.data.regular_file import regular
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 LABEL = "cls"
+KEY_LENGTH = 1000
+"""The index of a shard with a longer key is not kept in the cache."""
 LABEL_BYTES = 20
 """Maximum length of a label. A longer file is not a class number."""
 
@@ -43,7 +45,8 @@ class ShardIndex:
 def index_of(shard: Path) -> ShardIndex:
     """Return the index of a shard, from the cache if the shard has not changed.
 
-    A shard has changed if its size or modification time differs. A shard with faults is not cached.
+    A shard has changed if its size or modification time differs. A shard with faults, or with a
+    key of more than KEY_LENGTH characters, is not cached.
 
     Raises:
         OSError: The file does not exist or cannot be opened.
@@ -58,7 +61,8 @@ def index_of(shard: Path) -> ShardIndex:
             )
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         index = read_index(shard)
-    if not index.faults and index.keys:
+    # A table of keys is as wide as its longest key. A hostile shard would fill the memory.
+    if not index.faults and index.keys and max(map(len, index.keys)) <= KEY_LENGTH:
         _keep(cached, index)
     return index
 
@@ -145,6 +149,9 @@ def _members(shard: Path, file: Any, faults: list[Unreadable]) -> Iterator[tuple
             while (member := tar.next()) is not None:
                 # tarfile keeps all members in memory: thousands for each shard.
                 tar.members.clear()  # type: ignore[attr-defined]
+                # Older versions of tarfile would go back, and read the same members for ever.
+                if member.size < 0 or tar.offset <= member.offset:
+                    raise ValueError(f"{member.name!r} has a negative size")
                 if member.isdir():
                     continue
                 what = f"{shard}:{member.name}"

@@ -17,6 +17,7 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.order import epoch_order
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import imagefolder, reading
+from kfac_bench.data.images.opening import check_file_size
 from kfac_bench.data.images.tar_index import LABEL, index_of
 from kfac_bench.errors import UsageError
 
@@ -48,7 +49,13 @@ class TarShards:
         return f"{self.paths[self._shards[index]]}:{self._keys[index]}"
 
     def read(self, index: int) -> bytes:
-        """Return the encoded image, or less if the shard has shrunk since it was indexed."""
+        """Return the encoded image, or less if the shard has shrunk since it was indexed.
+
+        Raises:
+            ValueError: The image has more than `opening.MOST_FILE_BYTES`.
+            OSError: The shard cannot be read.
+        """
+        check_file_size(int(self._sizes[index]))
         with self.paths[self._shards[index]].open("rb", buffering=0) as file:
             file.seek(int(self._offsets[index]))
             # Unbuffered: a buffer would read beyond the image.

@@ -89,6 +89,21 @@ def test_other_kinds_of_images_become_rgb(mode, kind):
     assert difference(reading.load(source, 0, 48), expected).mean() < 8
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_an_image_of_16_bits_keeps_its_greys(kind):
+    grey = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    content = io.BytesIO()
+    Image.fromarray(grey * 257).save(content, kind)
+    assert (reading.decode(content.getvalue()).numpy() == grey).all()
+
+
+def test_an_image_of_fractions_is_unreadable():
+    content = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(content, "TIFF")
+    with pytest.raises(ValueError, match="not whole numbers of 8 or 16 bits"):
+        reading.decode(content.getvalue())
+
+
 def test_random_crops_have_the_areas_and_ratios_of_the_paper():
     generator, shares, ratios = torch.Generator().manual_seed(0), [], []
     seen = np.zeros((80, 100))
