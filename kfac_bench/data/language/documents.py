@@ -13,6 +13,8 @@ from kfac_bench.data.unpacked import Unpacked
 from kfac_bench.errors import UsageError, first_line
 
 KINDS = ("wikipedia", "wikitext", "text")
+ENCODING = "utf-8-sig"
+"""UTF-8. Programs of Windows put a mark at the beginning of a file, which is no text."""
 SKIPPED = "it has no text"
 MOST_RATIO = 200
 """A compressed file may unpack to so many times its size. Texts unpack to 3 to 10 times."""
@@ -71,8 +73,8 @@ def _open(path: Path) -> IO[str]:
         most = max(MOST_BYTES, MOST_RATIO * path.stat().st_size)
         packed = bz2.open(path)  # noqa: SIM115 - closed with the text
         plain = Unpacked(packed, most, f"{MOST_RATIO} times its size")
-        return io.TextIOWrapper(io.BufferedReader(plain), encoding="utf-8")
-    return path.open(encoding="utf-8")
+        return io.TextIOWrapper(io.BufferedReader(plain), encoding=ENCODING)
+    return path.open(encoding=ENCODING)
 
 
 def _plain(path: Path, file: IO[str]) -> Iterator[Document]:

@@ -106,7 +106,10 @@ def _vocabulary(
         if final.exists() and wordpiece.read(final) != given:
             raise UsageError(f"{final} is another vocabulary than {file}. Choose another folder")
         if not final.exists():
-            shutil.copyfile(file, final)
+            # A file that is cut by a full disk would be the vocabulary of the next attempt.
+            partial = final.with_suffix(".partial")
+            shutil.copyfile(file, partial)
+            partial.rename(final)
         return given
     if final.exists():
         say(f"using the vocabulary {final}")

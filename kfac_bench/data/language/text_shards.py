@@ -160,7 +160,8 @@ def open_shard(root: Path, manifest: Manifest, shard: TextShard) -> Rows:
     """
     file = root / shard.file
     try:
-        rows: Rows = np.load(regular(file), mmap_mode="r", allow_pickle=False)
+        # Not np.load(), which also opens archives of several arrays.
+        rows: Rows = np.lib.format.open_memmap(regular(file), mode="r")
     # numpy raises exceptions of many types for a damaged header.
     except Exception as error:
         reason = Unreadable.because(file, error).reason[:100]

@@ -41,7 +41,7 @@ class Vocabulary:
 def read(path: Path) -> Vocabulary:
     """Read a vocab.txt with one token per line. Raise UsageError if it is invalid."""
     try:
-        text = regular(path).read_text(encoding="utf-8")
+        text = regular(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: the vocabulary cannot be read ({first_line(error)})") from None
     tokens = tuple(text.removesuffix("\n").split("\n"))
@@ -60,8 +60,10 @@ def read(path: Path) -> Vocabulary:
 
 
 def write(vocabulary: Vocabulary, path: Path) -> None:
-    """Write a vocab.txt, as `read` reads it."""
-    path.write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
+    """Write a vocab.txt, as `read` reads it, under another name until it is complete."""
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
+    partial.rename(path)
 
 
 def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary:

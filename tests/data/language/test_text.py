@@ -2,6 +2,7 @@
 
 import bz2
 import json
+import resource
 import shutil
 
 import numpy as np
@@ -92,6 +93,14 @@ def test_files_that_are_not_text_are_refused(tmp_path, kind):
     assert "cannot be read" in refused(list, documents.read(kind, tmp_path))
 
 
+def test_the_mark_at_the_beginning_of_a_file_of_windows_is_no_text(tmp_path):
+    path = tmp_path / "wiki_00"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "Otter"}\r\n')
+    assert [d.text for d in documents.read("wikipedia", path)] == ["Otter"]
+    (tmp_path / "wiki_00.bz2").write_bytes(bz2.compress(path.read_bytes()))
+    assert [d.text for d in documents.read("wikipedia", tmp_path / "wiki_00.bz2")] == ["Otter"]
+
+
 def test_a_text_is_split_into_sentences():
     said = 'He came. "Did he?" Yes, at 3.5 p.m. today.\n\nNext line'
     assert documents.sentences(said) == [
@@ -116,12 +125,34 @@ def test_a_trained_vocabulary_is_reproducible_and_covers_its_text():
     assert spans == "".join(texts[0].split())
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_vocabulary_that_a_full_disk_cuts_is_not_used_later(tmp_path, given):
+    own = tmp_path / "own.txt"
+    wordpiece.write(wordpiece.Vocabulary((*wordpiece.SPECIAL, *"abcdefghij")), own)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limit[1]))  # a disk with 40 bytes left
+    try:
+        with pytest.raises(OSError, match="too large"):
+            prepare.prepare(
+                lambda: iter(topics()),
+                tmp_path / "text",
+                vocabulary_file=own if given else None,
+                vocabulary_size=500,
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not (tmp_path / "text" / "vocab.txt").exists()
+
+
 def test_a_vocabulary_is_written_and_read(tmp_path):
     made = wordpiece.Vocabulary((*wordpiece.SPECIAL, "Ab", "##c"))
     wordpiece.write(made, tmp_path / "v")
     assert wordpiece.read(tmp_path / "v") == made
     assert not made.lowercase
     assert wordpiece.tokenizer(made).encode("Abc x").tokens == ["Ab", "##c", "[UNK]"]
+    # Programs of Windows put a mark at the beginning of a file.
+    (tmp_path / "v").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "v").read_bytes())
+    assert wordpiece.read(tmp_path / "v") == made
 
 
 @pytest.mark.parametrize(
@@ -338,6 +369,9 @@ def spoil(folder, how):
         file.unlink()
     elif how == "pickled":
         np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    elif how == "several arrays":
+        with file.open("wb") as opened:
+            np.savez(opened, np.zeros(3))
     elif how == "another shape":
         np.save(file, np.load(file)[:, 1:])
     elif how == "another type":
@@ -349,8 +383,8 @@ def spoil(folder, how):
 
 @pytest.mark.parametrize(
     "how",
-    ["truncated", "cut to nothing", "flipped", "missing", "pickled", "another shape",
-     "another type", "vocabulary"],
+    ["truncated", "cut to nothing", "flipped", "missing", "pickled", "several arrays",
+     "another shape", "another type", "vocabulary"],
 )  # fmt: skip
 def test_a_damaged_file_is_named(capsys, own, how):
     spoil(own, how)
