@@ -1,17 +1,17 @@
 """Folders of JPEG files in the layout of ImageNet."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import reading
 from kfac_bench.data.images.opening import read_file
-from kfac_bench.errors import UsageError, one_line
+from kfac_bench.errors import UsageError
 
 
 class Folder:
@@ -21,16 +21,14 @@ class Folder:
         self.root = root / split
         if not self.root.is_dir():
             raise UsageError(f"no folder {self.root}: expected {self.root}/<class>/<image>.JPEG")
-        try:
-            found: Any = ImageFolder(str(self.root))
-        # There are no classes, or a class has no images.
-        except FileNotFoundError as error:
-            raise UsageError(
-                f"images are missing: {one_line(error)}; expected {self.root}/<class>/<image>.JPEG"
-            ) from error
-        self.classes: list[str] = found.classes
-        self.labels: list[int] = found.targets
-        self.paths: list[str] = [path for path, _ in found.samples]
+        self.classes = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+        images = [_images(str(self.root / name)) for name in self.classes]
+        empty = [name for name, paths in zip(self.classes, images, strict=True) if not paths]
+        if not images or empty:
+            what = f"no image of the class {_listed(empty)}" if images else "no folder of a class"
+            raise UsageError(f"{what} in {self.root}: expected {self.root}/<class>/<image>.JPEG")
+        self.labels = [label for label, paths in enumerate(images) for _ in paths]
+        self.paths = [path for paths in images for path in paths]
         # A damaged file is noticed only when it is decoded.
         self.faults: list[Unreadable] = []
 
@@ -45,6 +43,29 @@ class Folder:
     def contents(self) -> Iterable[bytes]:
         """Yield names and sizes of the files. The name of a file's folder is its class."""
         return of_files(self.paths, self.root)
+
+
+def _images(folder: str) -> list[str]:
+    """Return the image files of a class in the order of torchvision's ImageFolder.
+
+    Links to folders are followed, unless the folder has been seen: a link could lead back.
+    """
+    seen: set[str] = set()
+    found = []
+    for place, names, files in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(place))
+        names[:] = [name for name in names if not _leads_back(os.path.join(place, name), seen)]
+        found.append((place, sorted(files)))
+    return [
+        os.path.join(place, file)
+        for place, files in sorted(found)
+        for file in files
+        if file.lower().endswith(IMG_EXTENSIONS)
+    ]
+
+
+def _leads_back(path: str, seen: set[str]) -> bool:
+    return os.path.islink(path) and os.path.realpath(path) in seen
 
 
 def load(

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional
+from torchvision.datasets import ImageFolder
 
+from kfac_bench.data import verify
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import (
     Shard,
@@ -305,6 +307,8 @@ def test_cifar10_is_read_from_every_published_layout(tmp_path, layout, packed):
     check_cifar(cifar10.load(root, augment=False))
     check_cifar(cifar10.load(root / layout[1 if packed else 0], augment=False))
     assert len(list(root.iterdir())) == 1  # nothing was extracted
+    for place in (root, root / layout[1 if packed else 0]):
+        assert verify.verify(place)[0].startswith(f"cifar10: {5 * COUNT} images")
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
@@ -551,6 +555,24 @@ def test_a_corrupt_image_is_named(folders, workers, content):
     with pytest.raises(UsageError, match=str(path)) as caught:
         list(data.train(2, 0, 0, 0, ALONE))
     assert "\n" not in str(caught.value)
+
+
+def test_images_are_found_as_torchvision_finds_them_but_links_end(folders):
+    inner = folders / "train" / "cat" / "more"
+    inner.mkdir()
+    shutil.copy(next((folders / "train" / "dog").iterdir()), inner / "0.PNG")
+    (inner / "notes.txt").touch()
+    expected = ImageFolder(str(folders / "train"))
+    (inner / "up").symlink_to("..")
+    (inner / "class").symlink_to(folders / "train" / "dog")
+    (folders / "train" / "dog" / "cat").symlink_to(inner.parent)
+    (folders / "train" / "dog" / "self").symlink_to(".")
+    found = imagefolder.Folder(folders, "train")
+    linked = [path for path in found.paths if "/more/class/" in path or "/dog/cat/" in path]
+    rest = [i for i in zip(found.paths, found.labels, strict=True) if i[0] not in linked]
+    assert (found.classes, rest) == (expected.classes, expected.samples)
+    dogs, cats = (len(list((folders / "train" / name).glob("*.*"))) for name in ("dog", "cat"))
+    assert len(linked) == dogs + cats + 1
 
 
 def test_wrong_folders_are_named(folders):
