@@ -91,7 +91,7 @@ class TrainerConfig(Section):
         RECORD,
     )
     eval_batch_size: int = option(
-        1000, "examples per evaluation batch on a rank", RESULT, at_least=1
+        1000, "examples per evaluation batch over all ranks", RESULT, at_least=1
     )
     predictions: int = option(
         8,

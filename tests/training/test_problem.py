@@ -192,6 +192,20 @@ def test_randomness_of_its_own_is_reported(own):
     assert "cannot be reproduced" in note
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_examples_that_do_not_make_a_batch_are_one_line(tmp_path, own, workers):
+    file = own(("x = torch.randn(4)", "x = torch.randn(5 if i == 30 else 4)"))
+    line = r"the batch of `train` that begins with example \d+ cannot be made: RuntimeError: stack"
+    with pytest.raises(UsageError, match=rf"^{file}: {line} .*$"):
+        train(tmp_path, file, f"data.workers={workers}", "trainer.max_steps=5")
+
+
+def test_missing_values_are_no_randomness(own):
+    file = own(("x = torch.randn(4)", "x = torch.tensor([1.0, 2.0, 3.0, float('nan')])"))
+    problem_file.run_named([f"problem={file}"])
+    assert not ProblemData(problem_file.named(file)).notes
+
+
 def _train_on_rank(folder, file, overrides):
     problem_file.run_named([f"problem={file}"])
     return train_here(folder, (f"problem={file}", *overrides), BASE)

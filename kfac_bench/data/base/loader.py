@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.errors import WorkerLostError
+from kfac_bench.errors import UsageError, WorkerLostError
 from kfac_bench.stop_signals import SIGNALS
 
 Sample = tuple[Any, ...] | Unreadable
@@ -47,6 +47,9 @@ def load_batches(
         empty: The batch to yield where no sample is left.
         faults: Collects the unreadable samples.
         stack: Makes a batch of a list of samples.
+
+    Raises:
+        UsageError: A sample is unreadable, or `stack` raised this error.
     """
     loader: DataLoader[Any] = DataLoader(
         samples,
@@ -68,6 +71,8 @@ def load_batches(
     for batch, bad in _from_live_workers(batches) if workers else batches:
         for fault in bad:
             faults.add(fault)
+        if isinstance(batch, UsageError):
+            raise batch
         # Pinning turns the tuple into a list.
         yield empty if batch is None else tuple(batch)
 
@@ -115,7 +120,11 @@ def _obey_the_parent(worker: int) -> None:
 
 def _collate(
     stack: Callable[[list[Any]], Batch], samples: list[Sample]
-) -> tuple[Batch | None, list[Unreadable]]:
+) -> tuple[Batch | UsageError | None, list[Unreadable]]:
     bad = [sample for sample in samples if isinstance(sample, Unreadable)]
     good = [sample for sample in samples if not isinstance(sample, Unreadable)]
-    return tuple(stack(good)) if good else None, bad
+    try:
+        return tuple(stack(good)) if good else None, bad
+    except UsageError as error:
+        # An error that a worker raises arrives with a traceback in its message.
+        return error, bad

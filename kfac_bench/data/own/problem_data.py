@@ -124,7 +124,7 @@ class ProblemData(Data):
             self._workers,
             self._empty,
             self.faults,
-            partial(_stack, collate, key),
+            partial(_stack, self.file, name, key),
         )
         # Workers and the pinning of memory turn tuples into lists.
         return (_plain(batch, collate is None) for batch in batches)
@@ -165,8 +165,12 @@ class _Samples(Dataset[Any]):
                               described(error))  # fmt: skip
 
 
-def _stack(collate: Any, key: tuple[int, ...], samples: list[Any]) -> Batch:
-    return _wrapped(_collate(collate, key, samples))
+def _stack(file: ProblemFile, name: str, key: tuple[int, ...], samples: list[Any]) -> Batch:
+    batch = file.call(
+        f"the batch of `{name}` that begins with example {samples[0][0]} cannot be made",
+        lambda: _collate(file.problem.collate, key, samples),
+    )
+    return _wrapped(batch)
 
 
 def _collate(collate: Any, key: tuple[int, ...], samples: list[Any]) -> Any:
@@ -231,4 +235,7 @@ def _about(x: Tensor, exact: bool) -> str:
 
 def _are_equal(a: Any, b: Any) -> bool:
     pairs = list(zip(_tensors(a), _tensors(b), strict=True))
-    return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+    # A missing value (NaN) is not equal to itself.
+    return all(
+        x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all()) for x, y in pairs
+    )
