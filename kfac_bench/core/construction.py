@@ -1,132 +1,133 @@
-"""How a :class:`KFAC` is built after its options are valid: plan the work, then connect.
+"""How a :class:`KFAC` is built, in three steps: validate, plan, connect.
 
-``KFAC.__init__`` calls these functions. They decide nothing about the algorithm itself.
+``KFAC.__init__`` calls :func:`build`. Nothing here decides anything about the algorithm itself.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from kfac_bench.core import layer_plan, ownership, validation
 from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam, find_eigen_adam
 from kfac_bench.core.execution.adam import AdamRule
+from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.background_moments import BackgroundMoments
 from kfac_bench.core.execution.executor import Executor
-from kfac_bench.core.execution.sharded_gradients import any_sharded
-from kfac_bench.core.kernels import linalg
+from kfac_bench.core.execution.write_back import WriteBack
+from kfac_bench.core.guards.guards import Guards
+from kfac_bench.core.kernels.conventions import CONVENTIONS
+from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.coverage import MAX_DIM
-from kfac_bench.core.planning.cost import measured_cost
+from kfac_bench.core.layers.coverage import SkippedModule, find_layers, unwrap
 from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
-from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
-from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.core.planning.plan import Plan
 from kfac_bench.core.schedule import Schedules
 
-BATCH_NUMEL = 1 << 22
-"""Most elements of equally shaped layers that a GPU preconditions, or decomposes, at once.
 
-A CPU gains nothing from batches (docs/explanation/what_was_tried.md).
-"""
+@dataclass(frozen=True)
+class KFACParts:
+    """What a :class:`KFAC` consists of. No part refers to the KFAC."""
 
-
-SMALL_NUMEL = 1 << 16
-"""Most elements that a CPU preconditions at once with method eigen_adam, whose many small
-operations on small layers take more time to start than to run."""
-
-
-def _batch_numel(layers: Sequence[Layer], method: str) -> int:
-    devices = {layer.weight.device for layer in layers}
-    if len(devices) > 1:  # the layers of a batch become one tensor
-        return 0
-    if devices.pop().type == "cuda":
-        return BATCH_NUMEL
-    return SMALL_NUMEL if method == EIGEN_ADAM else 0
+    model: nn.Module
+    """The model without its wrappers."""
+    layers: list[Layer]
+    skipped: list[SkippedModule]
+    schedules: Schedules
+    plan: Plan
+    executor: Executor
+    write_back: WriteBack
+    capture: Capture
+    guards: Guards
+    eigen_adam: EigenAdam | None
 
 
-def plan_for(
-    layers: Sequence[Layer],
-    world_size: int,
-    schedules: Schedules,
-    *,
-    strategy: str,
-    grad_worker_fraction: float | None,
-    colocate_factors: bool | None,
-    balance: str,
-    method: str,
-    spread: bool | None,
-    background: bool,
-    state_dtype: torch.dtype,
-) -> Plan:
-    """Return who computes and who sends what, for all ranks; see :class:`KFAC` for the options.
+def build(
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: KFACOptions,
+    collective: Collective,
+    model_parallel: Collective | None,
+) -> KFACParts:
+    """Build all parts of a KFAC; see :class:`KFAC` for the arguments and the errors."""
+    # Step 1, validate: refuse what cannot work, before anything is built.
+    validation.check_model(model)
+    validation.check_optimizer(optimizer)
+    validation.check_options(options)
+    adam = find_eigen_adam(optimizer)
+    validation.check_eigen_adam(options, None if adam is None else adam.rule)
+    bare = unwrap(model)
+    layers, skipped = layer_plan.covered_layers(bare, options)
+    validation.check_layers(layers, skipped, bare, collective.world_size, options)
+    ownership.check_free(layers)
+    write_back = WriteBack(layers, optimizer, model_parallel, grafting=options.grafting)
 
-    Raises:
-        ValueError: an option has an unknown value, or options do not fit together.
-    """
-    if spread is None:
-        # One process wants short steps. Several ranks want a long step whose work they can share.
-        # Beside training, work takes no time of a step, and each slice should end before the next.
-        spread = world_size == 1 or background
-    plan = make_plan(
-        [layer.spec for layer in layers],
-        world_size,
-        strategy=strategy,
-        grad_worker_fraction=grad_worker_fraction,
-        colocate_factors=colocate_factors,
-        balance=balance,
-        method="inverse" if method == IDENTITY else method,
-        cost=measured_cost(method),
-        spread=schedules.most_slices(len(layers)) if spread else 1,
-        itemsize=state_dtype.itemsize,
-        batch_numel=_batch_numel(layers, method),
-        sharded=world_size > 1 and any_sharded(layers),
+    # Step 2, plan: who computes and who sends what. Every rank makes the same plan.
+    rule = _mark_hidden(layers, adam, model_parallel)
+    schedules = options.schedules(is_eigen_adam=adam is not None)
+    plan = layer_plan.plan_for(layers, collective.world_size, schedules, options)
+    validation.check_damping(plan, options, is_pipeline=model_parallel is not None)
+
+    # Step 3, connect: to the other ranks, to the tensors, and to the model.
+    device = layers[0].weight.device
+    what = _what_ranks_share(plan, schedules, options, rule)
+    _connect_ranks(plan, collective, model_parallel, what, device, overlap=options.overlap)
+    executor = Executor(
+        plan,
+        collective,
+        layers,
+        CONVENTIONS[options.factor_convention],
+        of_sums=options.fisher != "empirical",
+        from_identity=options.factor_init == "identity",
+        factored_damping=options.factored_damping,
+        state_dtype=options.state_dtype,
+        background=Background(device) if options.background else None,
+        adam=rule,
     )
-    if method == IDENTITY:
-        # The control keeps only the last stage: it has no statistics and no decompositions.
-        plan = replace(plan, method=IDENTITY, factors=(), slices=())
-    return plan
+    capture = _connect_layers(model, bare, executor, options)
+    guards = _guards(bare, layers, plan, optimizer, options, collective.rank)
+    return KFACParts(
+        bare, layers, skipped, schedules, plan, executor, write_back, capture, guards, adam
+    )
 
 
-def orthogonalize_hidden(
-    layers: Sequence[Layer], rule: AdamRule, device: torch.device, *, has_output: bool
-) -> AdamRule:
-    """Mark the hidden linear layers, whose updates method eigen_adam orthogonalizes.
-
-    The last layer of the model counts as its output layer. Muon leaves the output layer out as well
-    (Jordan et al. 2024). A layer with more outputs than the default ``max_dim`` of KFAC is a
-    vocabulary head, so it is left out, too.
-
-    Args:
-        layers: The covered layers of this process, in the order of the model.
-        rule: The options of the optimizer.
-        device: That of the model.
-        has_output: False on a pipeline stage that is not the last one: its last layer is hidden.
-
-    Returns:
-        The options with the precision that suits the device.
-    """
-    for layer in layers[:-1] if has_output else layers:
-        if layer.is_linear and layer.spec.g_dim <= MAX_DIM:
-            layer.spec = replace(layer.spec, orthogonal_steps=rule.orthogonal_steps)
-    return replace(rule, has_bfloat16=linalg.has_fast_bfloat16(device))
+def _mark_hidden(
+    layers: list[Layer], adam: EigenAdam | None, model_parallel: Collective | None
+) -> AdamRule | None:
+    """Return the rule of method eigen_adam, None for other methods; mark the layers it needs."""
+    if adam is None or adam.orthogonalize != "linear":
+        return None if adam is None else adam.rule
+    has_output = model_parallel is None or model_parallel.rank == model_parallel.world_size - 1
+    device = layers[0].weight.device
+    return layer_plan.orthogonalize_hidden(layers, adam.rule, device, has_output=has_output)
 
 
-def divide_factors(layers: Sequence[Layer], block_size: int) -> None:
-    """Divide the dense factors of the layers into blocks of at most ``block_size`` rows."""
-    for layer in layers:
-        layer.spec = layer.spec.divided(block_size, layer.taps)
+def _what_ranks_share(
+    plan: Plan, schedules: Schedules, options: KFACOptions, rule: AdamRule | None
+) -> str:
+    """Return the plan, and all options that it does not contain, as one text to compare."""
+    return (
+        f"{plan.digest()} {schedules.at(0)} {options.adaptive_damping} {options.factored_damping} "
+        f"{options.factor_convention} {options.fisher} {options.weight_sharing} {options.overlap} "
+        f"{options.background} {options.grafting} {options.early_updates} {options.factor_init} "
+        f"{rule}"
+    )
 
 
-def connect_ranks(
+def _connect_ranks(
     plan: Plan,
     collective: Collective,
     model_parallel: Collective | None,
-    *,
-    options: str,
+    what: str,
     device: torch.device,
+    *,
     overlap: bool,
 ) -> None:
     """Check that all ranks have the same plan and options, then make the groups of the plan.
@@ -134,9 +135,9 @@ def connect_ranks(
     The check comes first: ranks with different plans would wait for each other forever.
 
     Raises:
-        PlansDifferError: a rank has another plan, or other ``options``, than rank 0.
+        PlansDifferError: a rank has another plan, or other options, than rank 0.
     """
-    check_same_on_all_ranks(collective, f"{plan.digest()} {options}", device)
+    check_same_on_all_ranks(collective, what, device)
     if model_parallel is not None:
         model_parallel.prepare([tuple(range(model_parallel.world_size))])
     # Backends need the same groups in the same order on every rank, so the set is sorted.
@@ -144,35 +145,60 @@ def connect_ranks(
     collective.prepare(groups, apart=overlap)
 
 
-def connect_layers(
-    model: nn.Module,
-    executor: Executor,
-    *,
-    weight_sharing: str,
-    fisher: str,
-    overlap: bool,
-    is_last: Callable[[], bool],
+def _connect_layers(
+    wrapped: nn.Module, model: nn.Module, executor: Executor, options: KFACOptions
 ) -> Capture:
-    """Put hooks on the layers whose statistics this rank computes.
-
-    ``is_last`` tells whether the running backward is the last one of the step.
-    """
+    """Put hooks on the layers whose statistics this rank computes."""
     plan, rank = executor.plan, executor.collective.rank
     computed = {
         op.layer.name for op in plan.factors if isinstance(op, ComputeFactor) and rank in op.ranks
     }
     # local_factors sends no statistics, so there is nothing to overlap.
     sends = any(isinstance(op, ReduceFactors) for op in plan.factors)
-    moments = Moments(reduce=weight_sharing == "reduce", eigenbasis=executor.store.eigenbasis)
+    reduce = options.weight_sharing == "reduce"
+    moments = Moments(reduce=reduce, eigenbasis=executor.store.eigenbasis)
     if executor.background is not None:
         moments = BackgroundMoments(executor.background, moments)
+    # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
+    wrapper = ref(wrapped)
     handover = None
-    if overlap and sends:
-        handover = Handover(moments, executor.begin_factors, executor.void_factors, is_last)
+    if options.overlap and sends:
+        handover = Handover(
+            moments,
+            executor.begin_factors,
+            executor.void_factors,
+            # DistributedDataParallel's own flag is False inside its no_sync().
+            is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
+        )
     return Capture(
         model,
         [layer for name, layer in executor.layers.items() if name in computed],
         moments=moments,
-        sampled=fisher != "empirical",
+        sampled=options.fisher != "empirical",
         handover=handover,
+    )
+
+
+def _guards(
+    model: nn.Module,
+    layers: list[Layer],
+    plan: Plan,
+    optimizer: Optimizer,
+    options: KFACOptions,
+    rank: int,
+) -> Guards:
+    # Not the options as a whole: a schedule may refer to the KFAC, which no guard must keep alive.
+    find = partial(
+        find_layers, model, options.skip, layer_types=options.layer_types, max_dim=options.max_dim
+    )
+    return Guards(
+        model,
+        layers,
+        plan,
+        optimizer,
+        find,
+        sees_loss=options.fisher == "empirical",
+        sees_moments=not options.overlap,
+        sees_rows=options.weight_sharing == "expand",
+        rank=rank,
     )

@@ -1,38 +1,29 @@
 """K-FAC as a gradient preconditioner: the public face of the package.
 
-``from kfac_bench import KFAC`` gives the class of this file. The class joins the parts: hooks
-collect statistics (:mod:`.capture`), the executor runs the plan (:mod:`.execution`), and schedules
-say what is due. docs/explanation/architecture.md follows one gradient through these files.
+``from kfac_bench import KFAC`` gives the class of this file. :mod:`.construction` builds its parts,
+and :mod:`.stepper` runs a step with them. docs/explanation/architecture.md follows one gradient
+through these files.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Self
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import construction, ownership, state, state_check, validation
+from kfac_bench.core import construction, ownership, state, state_check
 from kfac_bench.core.attachment import Attachment, LossScale, Scaler
 from kfac_bench.core.capture import fisher as fishers
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.coverage_report import Report
-from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
-from kfac_bench.core.eigen_adam_optimizer import find_eigen_adam
-from kfac_bench.core.execution.background import Background
-from kfac_bench.core.execution.executor import Executor, Request
-from kfac_bench.core.execution.write_back import WriteBack
-from kfac_bench.core.guards.guards import Guards
-from kfac_bench.core.kernels.conventions import CONVENTIONS
-from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, find_layers, unwrap
-from kfac_bench.core.planning.ops import Decompose
-from kfac_bench.core.planning.plan import Stage
-from kfac_bench.core.schedule import Doubling, Schedule, Schedules, Settings
+from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes
+from kfac_bench.core.schedule import Schedule
+from kfac_bench.core.stepper import Stepper
 
 
 class KFAC:
@@ -271,146 +262,54 @@ class KFAC:
         collective: Collective | None = None,
         model_parallel: Collective | None = None,
     ) -> None:
-        # Step 1, validate: refuse what cannot work, before anything is built.
-        validation.check_choices(
+        options = KFACOptions(
+            strategy=strategy,
+            grad_worker_fraction=grad_worker_fraction,
+            colocate_factors=colocate_factors,
+            balance=balance,
+            overlap=overlap,
+            method=method,
+            damping=damping,
+            factored_damping=factored_damping,
+            kl_clip=kl_clip,
+            grafting=grafting,
+            update_freq=update_freq,
+            factor_update_freq=factor_update_freq,
+            early_updates=early_updates,
+            spread=spread,
+            background=background,
+            factor_decay=factor_decay,
             factor_init=factor_init,
             factor_convention=factor_convention,
             fisher=fisher,
             weight_sharing=weight_sharing,
             state_dtype=state_dtype,
-        )
-        validation.check_model(model)
-        validation.check_optimizer(optimizer)
-        validation.check_coverage(skip, max_dim)
-        validation.check_block_size(block_size, method)
-        adam = find_eigen_adam(optimizer)
-        rule = None if adam is None else adam.rule
-        validation.check_eigen_adam(
-            method,
-            rule,
-            damping,
-            kl_clip,
-            grafting=grafting,
-            factored_damping=factored_damping,
+            skip=skip,
+            max_dim=max_dim,
+            block_size=block_size,
+            layer_types=layer_types,
         )
         self.fisher, self.background = fisher, background
         self.collective = collective or default_collective()
-        if adam is not None and early_updates:
-            # The eigenbasis changes most in the first steps.
-            update_freq, factor_update_freq = (
-                every if callable(every) else Doubling(every)
-                for every in (update_freq, factor_update_freq)
-            )
-        self._schedules = Schedules(
-            damping, kl_clip, factor_decay, update_freq, factor_update_freq, early_updates
-        )
-        self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
-        self._model = unwrap(model)
-        self._layers, self._skipped = find_layers(
-            self._model, skip, layer_types=layer_types, max_dim=max_dim
-        )
-        if block_size is not None:
-            construction.divide_factors(self._layers, block_size)
-        if adam is not None and adam.orthogonalize == "linear":
-            has_output = model_parallel is None or (
-                model_parallel.rank == model_parallel.world_size - 1
-            )
-            rule = construction.orthogonalize_hidden(
-                self._layers, adam.rule, self._device, has_output=has_output
-            )
-        world_size = self.collective.world_size
-        validation.check_background(background=background, overlap=overlap, spread=spread)
-        validation.check_layers(
-            self._layers,
-            self._skipped,
-            self._model,
-            world_size,
-            strategy,
-            overlap=overlap,
-            background=background,
-        )
-        ownership.check_free(self._layers)
-        self._optimizer = optimizer
-        self._write_back = WriteBack(self._layers, optimizer, model_parallel, grafting=grafting)
-
-        # Step 2, plan: who computes and who sends what. Every rank makes the same plan.
-        self.plan = construction.plan_for(
-            self._layers,
-            world_size,
-            self._schedules,
-            strategy=strategy,
-            grad_worker_fraction=grad_worker_fraction,
-            colocate_factors=colocate_factors,
-            balance=balance,
-            method=method,
-            spread=spread,
-            background=background,
-            state_dtype=state_dtype,
-        )
-        validation.check_damping(
-            self.plan,
-            damping,
-            factored_damping=factored_damping,
-            is_pipeline=model_parallel is not None,
-        )
-
-        # Step 3, connect: to the other ranks, to the tensors, and to the model.
-        construction.connect_ranks(
-            self.plan,
-            self.collective,
-            model_parallel,
-            options=f"{self._schedules.at(0)} {self._adaptive} {factored_damping} "
-            f"{factor_convention} {fisher} {weight_sharing} {overlap} {background} "
-            f"{grafting} {early_updates} {factor_init} {rule}",
-            device=self._device,
-            overlap=overlap,
-        )
-        self._executor = Executor(
-            self.plan,
-            self.collective,
-            self._layers,
-            CONVENTIONS[factor_convention],
-            of_sums=fisher != "empirical",
-            from_identity=factor_init == "identity",
-            factored_damping=factored_damping,
-            state_dtype=state_dtype,
-            background=Background(self._device) if background else None,
-            adam=rule,
-        )
-        # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
-        wrapper = ref(model)
+        parts = construction.build(model, optimizer, options, self.collective, model_parallel)
+        self.plan = parts.plan
+        self._layers, self._skipped = parts.layers, parts.skipped
+        self._optimizer, self._eigen_adam = optimizer, parts.eigen_adam
+        self._schedules, self._adaptive = parts.schedules, options.adaptive_damping
+        self._executor, self._write_back = parts.executor, parts.write_back
+        self._guards = parts.guards
+        self._capture: Capture | None = parts.capture
         self._attachment: Attachment | None = None
-        self._capture: Capture | None = construction.connect_layers(
-            self._model,
-            self._executor,
-            weight_sharing=weight_sharing,
-            fisher=fisher,
-            overlap=overlap,
-            # DistributedDataParallel's own flag is False inside its no_sync().
-            is_last=lambda: getattr(wrapper(), "require_backward_grad_sync", True),
-        )
-        self._guards = Guards(
-            self._model,
-            self._layers,
-            self.plan,
-            optimizer,
-            partial(find_layers, self._model, skip, layer_types=layer_types, max_dim=max_dim),
-            sees_loss=fisher == "empirical",
-            sees_moments=not overlap,
-            sees_rows=weight_sharing == "expand",
-            rank=self.collective.rank,
-        )
-        ownership.take(self, self._layers, [self._capture, self._guards])
-        self._eigen_adam = adam
-        if adam is not None:
-            adam.cover(p for x in self._layers for p in (x.weight, x.bias) if p is not None)
+        self._stepper = Stepper(parts, fisher, self._adaptive)
+        ownership.take(self, self._layers, [parts.capture, parts.guards])
+        if self._eigen_adam is not None:
+            self._eigen_adam.cover(
+                p for x in self._layers for p in (x.weight, x.bias) if p is not None
+            )
 
         self.steps = 0
         self.track_cosine = False
         self.time_stages = False
-        self._decompose_now = False  # whether a loaded state lacked decompositions
-        self._sent_labels = False  # whether fisher_backward was called in this step
-        self._trial: Trial | None = None
 
     def attach(self, scaler: Scaler | None = None) -> Self:
         """Make each ``optimizer.step()`` run K-FAC first; do not call :meth:`step` then.
@@ -477,7 +376,6 @@ class KFAC:
         if not is_idle and not order.is_untouched():
             self._step(loss_scale)
 
-    @torch.no_grad()
     def _step(self, loss_scale: LossScale) -> None:
         if self._capture is None:
             raise RuntimeError(
@@ -485,80 +383,15 @@ class KFAC:
             )
         if self._attachment is None:
             self._guards.order.check()
-        settings = self._schedules.at(self.steps)
-        # Not a method: the executor outlives this object, so it must not refer to this object.
-        wait = partial(_synchronize, self._device)
-        self._executor.synchronize = wait if self.time_stages else None
-        self._begin_trial()
-        request = self._request(settings, loss_scale)
-        if self.steps % settings.update_freq == 0:
-            self._guards.see_model()
-        decomposes = any(stage in self.plan.slices for stage in request.stages)
-        self._executor.run(request)
-        stage_s = self._executor.stage_s
-        stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + self._capture.seconds
-        self._capture.seconds = 0.0
-        with self._executor.timed("WriteBack"):
-            self._write_back.write(
-                self._executor.gradients, settings.kl_clip, track_cosine=self.track_cosine
-            )
-        if self._executor.background_slices is not None:
-            begin = self._schedules.slices_to_begin(self.steps, len(self.plan.slices))
-            self._executor.background_slices.begin(begin, settings.damping)
-        self._guards.see_gradients()
-        if decomposes:
-            self._guards.judge()
-        self._decompose_now = self._sent_labels = False
+        self._stepper.run(
+            self.steps,
+            self._capture,
+            loss_scale,
+            track_cosine=self.track_cosine,
+            time_stages=self.time_stages,
+        )
         self.steps += 1
         self._capture.enabled = self._schedules.factors_due(self.steps)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._layers[0].weight.device
-
-    def _request(
-        self,
-        settings: Settings,
-        loss_scale: LossScale,
-    ) -> Request:
-        """Return the stages that are due, with the statistics that the hooks collected."""
-        plan, stages, collected = self.plan, [], {}
-        scale: float | Tensor = 1.0
-        if plan.factors and self._schedules.factors_due(self.steps):
-            stages.append(plan.factors)
-            assert self._capture is not None
-            collected = self._capture.pop()
-            if self.fisher == "empirical":
-                scale = loss_scale() if callable(loss_scale) else loss_scale
-            elif not self._sent_labels:
-                raise RuntimeError(
-                    f"fisher={self.fisher} has no statistics: call fisher_backward(output) between "
-                    "forward and backward at each step"
-                )
-            self._guards.see_statistics(collected, scale)
-        stages += [plan.slices[i] for i in self._slices_due()]
-        stages.append(plan.precondition)
-        is_scaled = not isinstance(loss_scale, int | float) or loss_scale != 1
-        return Request(
-            stages,
-            settings.damping,
-            settings.factor_decay,
-            collected,
-            scale,
-            is_scaled,
-            {} if self._eigen_adam is None else self._write_back.learning_rates(),
-        )
-
-    def _slices_due(self) -> Sequence[int]:
-        """Return the slices that are decomposed now, or whose decompositions come into use now."""
-        count, beside = len(self.plan.slices), self._executor.background_slices
-        if self._decompose_now:
-            if beside is not None:
-                beside.clear()
-            return range(count)
-        if beside is not None:
-            return beside.pop_due(self.steps)
-        return self._schedules.slices_due(self.steps, count)
 
     def fisher_backward(
         self,
@@ -592,7 +425,7 @@ class KFAC:
             return
         if capture.passes.paused:
             return
-        self._sent_labels = True
+        self._stepper.has_sent_labels = True
         seeds, magnitude = fishers.seeds(
             output, self.fisher, likelihood, dim=dim, mask=mask, curvature=curvature
         )
@@ -634,13 +467,6 @@ class KFAC:
         with nullcontext() if self._capture is None else self._capture.passes.pause():
             yield
 
-    def _begin_trial(self) -> None:
-        """Remember weights and gradients if the adaptive damping will judge this step."""
-        self._trial = None
-        if self._adaptive is not None and self.will_adapt_damping:
-            self._trial = Trial(self._model, self._adaptive)
-
-    @torch.no_grad()
     def adapt_damping(self, loss: Tensor, loss_after: Callable[[], Tensor]) -> None:
         """Let ``damping=LevenbergMarquardt(...)`` judge the step; call it after ``optimizer.step``.
 
@@ -652,14 +478,7 @@ class KFAC:
             loss_after: Computes the loss of the same batch again, with the new weights. It is
                 called every few steps; see :attr:`will_adapt_damping`.
         """
-        if self._trial is not None:
-            store = self._executor.store
-            mine = {
-                p.layer.name for p in self.plan.placements if p.a_worker == self.collective.rank
-            }
-            factors = {key: store.factor(key) for key in store.factors if key[0] in mine}
-            self._trial.finish(loss, loss_after(), self._layers, factors, self.collective)
-            self._trial = None
+        self._stepper.adapt_damping(loss, loss_after)
 
     def statistics(self) -> dict[str, Any]:
         """Return metrics of the last step. The call waits for the device.
@@ -697,18 +516,12 @@ class KFAC:
     @property
     def will_decompose_all(self) -> bool:
         """Whether the next step decomposes all factors at once, and so takes long."""
-        if self._decompose_now:
-            return True
-        if not self.plan.slices or self._executor.background is not None:
-            return False
-        if len(self.plan.slices) > 1:
-            return self.steps == 0
-        return bool(self._schedules.slices_due(self.steps, 1))
+        return self._stepper.will_decompose_all(self.steps)
 
     @property
     def will_adapt_damping(self) -> bool:
         """Whether :meth:`adapt_damping` has work to do after the next step."""
-        return self._adaptive is not None and self._adaptive.is_due(self.steps)
+        return self._stepper.will_adapt_damping(self.steps)
 
     @property
     def decomposed(self) -> tuple[int, int]:
@@ -716,9 +529,7 @@ class KFAC:
 
         Another thread may read it while :meth:`step` runs, to show progress.
         """
-        mine = (op for op in self.plan.ops(Stage.DECOMPOSE) if self.collective.rank in op.ranks)
-        total = sum(len(op.members) for op in mine if isinstance(op, Decompose))
-        return self._executor.decomposed, total
+        return self._stepper.decomposed()
 
     @property
     def failed_decompositions(self) -> int:
@@ -801,7 +612,7 @@ class KFAC:
         steps = state_check.check(merged, states, self._executor)
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
-        self._decompose_now = steps > 0 and not complete
+        self._stepper.decomposes_all = steps > 0 and not complete
         if self._adaptive is not None and "damping" in states[0]:
             self._adaptive.value = float(states[0]["damping"])
         if self._capture is not None:
@@ -809,8 +620,3 @@ class KFAC:
             self._capture.pop()
             self._executor.abandon_factors()
             self._capture.enabled = self._schedules.factors_due(steps)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench.core.capture.fisher import FISHERS
-from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.dtensor import any_tensor_parallel
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.sharded_gradients import any_sharded
 from kfac_bench.core.kernels.conventions import CONVENTIONS
+from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
 from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan
@@ -30,17 +30,19 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "state_dtype": (torch.float32, torch.bfloat16, torch.float16),
 }
 
-
-def check_choices(**options: object) -> None:
-    """Check that each option has one of its :data:`CHOICES`."""
-    for name, value in options.items():
-        if value not in CHOICES[name]:
-            choices = ", ".join(map(str, CHOICES[name]))
-            raise ValueError(f"{name}={value!r}: choose one of {choices}")
-
-
 MOST_ROWS = 10
 """Most kinds of skipped modules that a message lists."""
+
+
+def check_options(options: KFACOptions) -> None:
+    """Check all options that need neither the model nor the optimizer."""
+    for name, choices in CHOICES.items():
+        value = getattr(options, name)
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+    _check_coverage(options.skip, options.max_dim)
+    _check_block_size(options.block_size, options.method)
+    _check_background(options)
 
 
 def check_is_model(model: object, call: str) -> None:
@@ -98,23 +100,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def check_eigen_adam(
-    method: str, rule: AdamRule | None, damping: object, kl_clip: object, **flags: bool
-) -> None:
+def check_eigen_adam(options: KFACOptions, rule: AdamRule | None) -> None:
     """Check that the options and the optimizer fit method eigen_adam, or another method.
 
-    Args:
-        method: The option of KFAC.
-        rule: The rule of the optimizer, None if it is no EigenAdam.
-        damping: The option of KFAC.
-        kl_clip: The option of KFAC.
-        flags: Further options that the method has no use for.
+    ``rule`` is that of the optimizer, None if it is no EigenAdam.
     """
-    if method != EIGEN_ADAM:
+    if options.method != EIGEN_ADAM:
         if rule is not None:
             raise ValueError(
-                f"method={method} with the optimizer EigenAdam, which needs method=eigen_adam: "
-                "choose another optimizer, or this method"
+                f"method={options.method} with the optimizer EigenAdam, which needs "
+                "method=eigen_adam: choose another optimizer, or this method"
             )
         return
     if rule is None:
@@ -122,9 +117,9 @@ def check_eigen_adam(
             "method=eigen_adam needs the optimizer EigenAdam: another optimizer would apply a "
             "second momentum or a second scale; kfac_bench.eigen_adam(model) builds both"
         )
-    unused = [name for name, value in flags.items() if value]
-    unused += [f"damping={damping}"] * (damping is not None)
-    unused += [f"kl_clip={kl_clip}"] * (kl_clip is not None)
+    unused = [name for name in ("grafting", "factored_damping") if getattr(options, name)]
+    unused += [f"damping={options.damping}"] * (options.damping is not None)
+    unused += [f"kl_clip={options.kl_clip}"] * (options.kl_clip is not None)
     if unused:
         raise ValueError(
             f"method=eigen_adam has no use for {' and '.join(unused)}: Adam's second moment sets "
@@ -132,7 +127,7 @@ def check_eigen_adam(
         )
 
 
-def check_coverage(skip: Sequence[str], max_dim: object) -> None:
+def _check_coverage(skip: Sequence[str], max_dim: object) -> None:
     """Check the options that say which layers are covered, and by what factors."""
     if isinstance(skip, str):
         raise ValueError(f"skip={skip!r}: give a list of patterns, such as skip=[{skip!r}]")
@@ -145,7 +140,7 @@ def check_coverage(skip: Sequence[str], max_dim: object) -> None:
         raise ValueError(f"max_dim={max_dim!r}: choose a whole number of rows of at least 1")
 
 
-def check_block_size(block_size: object, method: str) -> None:
+def _check_block_size(block_size: object, method: str) -> None:
     """Check the rows of the largest block, None if factors are not divided."""
     if block_size is None:
         return
@@ -160,15 +155,26 @@ def check_block_size(block_size: object, method: str) -> None:
         )
 
 
+def _check_background(options: KFACOptions) -> None:
+    """Check that work beside training fits the other options."""
+    if options.background and options.overlap:
+        raise ValueError(
+            "overlap=True sends statistics during backward, background=True sends them in step(): "
+            "choose one of them"
+        )
+    if options.background and options.spread is False:
+        raise ValueError(
+            "spread=False makes all decompositions at once, background=True one slice after the "
+            "other: leave spread unset"
+        )
+
+
 def check_layers(
     layers: Sequence[Layer],
     skipped: Sequence[SkippedModule],
     model: nn.Module,
     world_size: int,
-    strategy: str,
-    *,
-    overlap: bool,
-    background: bool,
+    options: KFACOptions,
 ) -> None:
     """Check that the layers can be preconditioned on ``world_size`` ranks."""
     if not layers:
@@ -181,19 +187,19 @@ def check_layers(
             "use model.float()"
         )
     devices = sorted({str(layer.weight.device) for layer in layers})
-    if len(devices) > 1 and (world_size > 1 or background):
+    if len(devices) > 1 and (world_size > 1 or options.background):
         raise ValueError(
             f"layers are on {' and '.join(devices)}: several ranks, and background=True, need all "
             "layers of a process on one device"
         )
     if not any_sharded(layers):
         return
-    if overlap:
+    if options.overlap:
         raise ValueError(
             "overlap=True needs whole gradients, but ranks hold parts of the parameters; "
             "use overlap=False"
         )
-    if strategy == "local_factors" and any_tensor_parallel(model):
+    if options.strategy == "local_factors" and any_tensor_parallel(model):
         raise ValueError(
             "strategy=local_factors: ranks that share a tensor-parallel layer must all see it; "
             "choose owner_reduce"
@@ -213,40 +219,24 @@ def _why(skipped: Sequence[SkippedModule]) -> str:
     return "\n".join(["K-FAC skips all modules", *rows])
 
 
-def check_background(*, background: bool, overlap: bool, spread: bool | None) -> None:
-    """Check that work beside training fits the other options."""
-    if background and overlap:
-        raise ValueError(
-            "overlap=True sends statistics during backward, background=True sends them in step(): "
-            "choose one of them"
-        )
-    if background and spread is False:
-        raise ValueError(
-            "spread=False makes all decompositions at once, background=True one slice after the "
-            "other: leave spread unset"
-        )
-
-
-def check_damping(
-    plan: Plan, damping: object, *, factored_damping: bool, is_pipeline: bool
-) -> None:
+def check_damping(plan: Plan, options: KFACOptions, *, is_pipeline: bool) -> None:
     """Check that a rank has the factors and layers that its damping needs.
 
     ``is_pipeline`` says that other ranks hold further layers of the model.
     """
-    is_adaptive = isinstance(damping, LevenbergMarquardt)
+    is_adaptive = options.adaptive_damping is not None
     if is_pipeline and is_adaptive:
         raise ValueError(
             "damping=LevenbergMarquardt(...) needs all layers of the model on each rank: "
             "with model_parallel give a number or a function of the step"
         )
-    splits = factored_damping and plan.method == "inverse"
+    splits = options.factored_damping and plan.method == "inverse"
     if not plan.colocated and (splits or is_adaptive):
         name = "factored_damping" if splits else "an adaptive damping"
         raise ValueError(
             f"{name} needs both factors of a layer on one rank: set colocate_factors=True"
         )
-    is_relative = damping is None and plan.method == "inverse"
+    is_relative = options.damping is None and plan.method == "inverse"
     is_divided = any(p.layer.is_divided for p in plan.placements)
     if not plan.colocated and is_relative and is_divided:
         raise ValueError(

@@ -257,7 +257,7 @@ def train_transformer(world, plan_options, options):
     wrapped = model if world == 1 else DistributedDataParallel(model)
     optimizer = sgd(model)
     with mock.patch(
-        "kfac_bench.core.construction.make_plan",
+        "kfac_bench.core.layer_plan.make_plan",
         lambda *args, **others: make_plan(*args, **others | plan_options),
     ):
         kfac = make_kfac(wrapped, optimizer, options, collective=collective)

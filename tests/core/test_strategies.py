@@ -82,7 +82,7 @@ def loads(data):
 def planned(**options):
     """Within it, KFAC's plan is made with these options, whatever KFAC says."""
     return mock.patch(
-        "kfac_bench.core.construction.make_plan",
+        "kfac_bench.core.layer_plan.make_plan",
         lambda *args, **others: make_plan(*args, **others | options),
     )
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from kfac_bench.core import preconditioner
+from kfac_bench.core import stepper
 from kfac_bench.record.events import Trained
 from kfac_bench.training import environment
 from kfac_bench.training.stages import StageTimes
@@ -64,7 +64,7 @@ def test_means_are_over_all_ranks_and_start_again(tmp_path):
 
 def test_time_stages_waits_before_and_after_each_stage(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr(preconditioner, "_synchronize", waits.append)
+    monkeypatch.setattr(stepper, "_synchronize", waits.append)
     once = (*EVERY, "trainer.max_steps=1", "trainer.predictions=0")
     train(tmp_path / "a", *once)
     assert waits == []

@@ -198,8 +198,9 @@ def test_no_tensor_of_a_vocabulary_head_is_v_by_v():
     """100,000 words: a dense G would be 40 GB."""
     model, x = nn.Sequential(nn.Linear(2, 100_000, bias=False)).float(), torch.randn(3, 2).float()
     for method in ("eigen", "inverse", "ekfac"):
-        kfac = kfac_of(copy.deepcopy(model), method=method)
-        loss_of(kfac._model(x), 3).backward()
+        head = copy.deepcopy(model)
+        kfac = kfac_of(head, method=method)
+        loss_of(head(x), 3).backward()
         kfac.step()
         sizes = [
             t.numel()

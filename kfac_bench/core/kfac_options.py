@@ -1,0 +1,64 @@
+"""The options of a :class:`KFAC` as one value, which the parts of its construction share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kfac_bench.core.damping import LevenbergMarquardt
+from kfac_bench.core.layers.coverage import LayerTypes
+from kfac_bench.core.schedule import Doubling, Schedule, Schedules
+
+
+@dataclass(frozen=True)
+class KFACOptions:
+    """What the user chose. :class:`KFAC` documents each option and has the defaults."""
+
+    strategy: str
+    grad_worker_fraction: float | None
+    colocate_factors: bool | None
+    balance: str
+    overlap: bool
+    method: str
+    damping: Schedule | None
+    factored_damping: bool
+    kl_clip: Schedule | None
+    grafting: bool
+    update_freq: Schedule
+    factor_update_freq: Schedule
+    early_updates: bool
+    spread: bool | None
+    background: bool
+    factor_decay: Schedule
+    factor_init: str
+    factor_convention: str
+    fisher: str
+    weight_sharing: str
+    state_dtype: torch.dtype
+    skip: Sequence[str]
+    max_dim: int
+    block_size: int | None
+    layer_types: LayerTypes | None
+
+    @property
+    def adaptive_damping(self) -> LevenbergMarquardt | None:
+        """The damping, if it adapts itself."""
+        return self.damping if isinstance(self.damping, LevenbergMarquardt) else None
+
+    def schedules(self, *, is_eigen_adam: bool) -> Schedules:
+        """Return the schedules; with EigenAdam the first intervals may be shorter."""
+        update_freq, factor_update_freq = self.update_freq, self.factor_update_freq
+        if is_eigen_adam and self.early_updates:
+            # The eigenbasis changes most in the first steps.
+            update_freq, factor_update_freq = (
+                every if callable(every) else Doubling(every)
+                for every in (update_freq, factor_update_freq)
+            )
+        return Schedules(
+            self.damping,
+            self.kl_clip,
+            self.factor_decay,
+            update_freq,
+            factor_update_freq,
+            self.early_updates,
+        )

@@ -1,0 +1,110 @@
+"""From a model and options to the covered layers, and to the plan of their work.
+
+:mod:`.construction` calls these functions. They send nothing and put no hooks on the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from kfac_bench.core.execution.adam import AdamRule
+from kfac_bench.core.execution.sharded_gradients import any_sharded
+from kfac_bench.core.kernels import linalg
+from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.coverage import MAX_DIM, SkippedModule, find_layers
+from kfac_bench.core.planning.cost import measured_cost
+from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
+from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.core.schedule import Schedules
+
+BATCH_NUMEL = 1 << 22
+"""Most elements of equally shaped layers that a GPU preconditions, or decomposes, at once.
+
+A CPU gains nothing from batches (docs/explanation/what_was_tried.md).
+"""
+
+SMALL_NUMEL = 1 << 16
+"""Most elements that a CPU preconditions at once with method eigen_adam, whose many small
+operations on small layers take more time to start than to run."""
+
+
+def covered_layers(
+    model: nn.Module, options: KFACOptions
+) -> tuple[list[Layer], list[SkippedModule]]:
+    """Return the layers that K-FAC covers, and the modules that it leaves to the optimizer."""
+    layers, skipped = find_layers(
+        model, options.skip, layer_types=options.layer_types, max_dim=options.max_dim
+    )
+    if options.block_size is not None:
+        for layer in layers:
+            layer.spec = layer.spec.divided(options.block_size, layer.taps)
+    return layers, skipped
+
+
+def orthogonalize_hidden(
+    layers: Sequence[Layer], rule: AdamRule, device: torch.device, *, has_output: bool
+) -> AdamRule:
+    """Mark the hidden linear layers, whose updates method eigen_adam orthogonalizes.
+
+    The last layer of the model counts as its output layer. Muon leaves the output layer out as well
+    (Jordan et al. 2024). A layer with more outputs than the default ``max_dim`` of KFAC is a
+    vocabulary head, so it is left out, too.
+
+    Args:
+        layers: The covered layers of this process, in the order of the model.
+        rule: The options of the optimizer.
+        device: That of the model.
+        has_output: False on a pipeline stage that is not the last one: its last layer is hidden.
+
+    Returns:
+        The options with the precision that suits the device.
+    """
+    for layer in layers[:-1] if has_output else layers:
+        if layer.is_linear and layer.spec.g_dim <= MAX_DIM:
+            layer.spec = replace(layer.spec, orthogonal_steps=rule.orthogonal_steps)
+    return replace(rule, has_bfloat16=linalg.has_fast_bfloat16(device))
+
+
+def plan_for(
+    layers: Sequence[Layer], world_size: int, schedules: Schedules, options: KFACOptions
+) -> Plan:
+    """Return who computes and who sends what, for all ranks.
+
+    Raises:
+        ValueError: an option has an unknown value, or options do not fit together.
+    """
+    method, spread = options.method, options.spread
+    if spread is None:
+        # One process wants short steps. Several ranks want a long step whose work they can share.
+        # Beside training, work takes no time of a step, and each slice should end before the next.
+        spread = world_size == 1 or options.background
+    plan = make_plan(
+        [layer.spec for layer in layers],
+        world_size,
+        strategy=options.strategy,
+        grad_worker_fraction=options.grad_worker_fraction,
+        colocate_factors=options.colocate_factors,
+        balance=options.balance,
+        method="inverse" if method == IDENTITY else method,
+        cost=measured_cost(method),
+        spread=schedules.most_slices(len(layers)) if spread else 1,
+        itemsize=options.state_dtype.itemsize,
+        batch_numel=_batch_numel(layers, method),
+        sharded=world_size > 1 and any_sharded(layers),
+    )
+    if method == IDENTITY:
+        # The control keeps only the last stage: it has no statistics and no decompositions.
+        plan = replace(plan, method=IDENTITY, factors=(), slices=())
+    return plan
+
+
+def _batch_numel(layers: Sequence[Layer], method: str) -> int:
+    devices = {layer.weight.device for layer in layers}
+    if len(devices) > 1:  # the layers of a batch become one tensor
+        return 0
+    if devices.pop().type == "cuda":
+        return BATCH_NUMEL
+    return SMALL_NUMEL if method == EIGEN_ADAM else 0
