@@ -16,7 +16,7 @@ from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
-from kfac_bench.core.eigen_adam_optimizer import EigenAdam, find_eigen_adam
+from kfac_bench.core.eigen_adam_optimizer import Coverage, EigenAdam, find_eigen_adam
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.background_moments import BackgroundMoments
@@ -46,7 +46,8 @@ class KFACParts:
     write_back: WriteBack
     capture: Capture
     guards: Guards
-    eigen_adam: EigenAdam | None
+    coverage: Coverage | None
+    """What EigenAdam gets from this KFAC; None with another optimizer."""
 
 
 def build(
@@ -93,8 +94,9 @@ def build(
     )
     capture = _connect_layers(model, bare, executor, options)
     guards = _guards(bare, layers, plan, optimizer, options, collective.rank)
+    coverage = None if adam is None else Coverage((x.weight, x.bias) for x in layers)
     return KFACParts(
-        bare, layers, skipped, schedules, plan, executor, write_back, capture, guards, adam
+        bare, layers, skipped, schedules, plan, executor, write_back, capture, guards, coverage
     )
 
 

@@ -1,24 +1,69 @@
 """The optimizer of method eigen_adam: it applies the updates of KFAC, and AdamW's for the rest."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.adam import AdamRule
 
 ORTHOGONALIZE = ("linear", "none")
 
-_COVERED = WeakTensorKeyDictionary()
+_COVERED: MutableMapping[Tensor, "_Cover"] = WeakTensorKeyDictionary()
 """The parameters that get their direction from some KFAC.
 
 Horovod and DeepSpeed step a copy of the optimizer, so this cannot be an attribute.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """Which coverage a parameter belongs to. Weak references: an entry must not keep its key."""
+
+    owner: "Coverage"
+    weight: TensorWeakRef
+    """The weight of the parameter's layer."""
+
+
+class Coverage:
+    """The parameters that get their direction from one KFAC, until :meth:`remove`.
+
+    Args:
+        layers: The weight and the bias of each layer that the KFAC covers.
+    """
+
+    def __init__(self, layers: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        self._params: list[TensorWeakRef] = []
+        for weight, bias in layers:
+            for p in (weight,) if bias is None else (weight, bias):
+                _COVERED[p] = _Cover(self, TensorWeakRef(weight))
+                self._params.append(TensorWeakRef(p))
+
+    def remove(self) -> None:
+        """Give up the parameters, but not those that another KFAC covers by now."""
+        for reference in self._params:
+            p = reference()
+            cover = None if p is None else _COVERED.get(p)
+            if p is not None and cover is not None and cover.owner is self:
+                del _COVERED[p]
+
+
+def _has_direction(p: Tensor) -> bool:
+    """Return whether KFAC has written a direction into ``.grad``.
+
+    KFAC leaves a layer as it is if its weight has no gradient, because the weight is frozen.
+    """
+    cover = _COVERED.get(p)
+    if cover is None or p.grad is None:
+        return False
+    weight = cover.weight()
+    return weight is not None and weight.grad is not None
 
 
 class EigenAdam(AdamW):
@@ -96,17 +141,11 @@ class EigenAdam(AdamW):
             update_clip,
             has_qr_steps=decomposition == "qr",
         )
-        self._covered: list[Tensor] = []
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
-    def cover(self, params: Iterable[Tensor] | None) -> None:
-        """Note which parameters get their direction from KFAC; None: no KFAC any more."""
-        for p in self._covered:
-            if p in _COVERED:
-                del _COVERED[p]
-        self._covered = list(params or ())
-        for p in self._covered:
-            _COVERED[p] = True
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options, too. A copy has no KFAC, but a KFAC can be built for it."""
+        return super().__getstate__() | {"rule": self.rule, "orthogonalize": self.orthogonalize}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -126,7 +165,7 @@ class EigenAdam(AdamW):
                 loss = closure()
         covered: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
-            with_grad = [p for p in group["params"] if p.grad is not None and p in _COVERED]
+            with_grad = [p for p in group["params"] if _has_direction(p)]
             if not with_grad:
                 continue
             # A model with tensor parallelism has DTensors and tensors, which are no one list.

@@ -294,18 +294,17 @@ class KFAC:
         parts = construction.build(model, optimizer, options, self.collective, model_parallel)
         self.plan = parts.plan
         self._layers, self._skipped = parts.layers, parts.skipped
-        self._optimizer, self._eigen_adam = optimizer, parts.eigen_adam
+        self._optimizer, self._coverage = optimizer, parts.coverage
         self._schedules, self._adaptive = parts.schedules, options.adaptive_damping
         self._executor, self._write_back = parts.executor, parts.write_back
         self._guards = parts.guards
         self._capture: Capture | None = parts.capture
         self._attachment: Attachment | None = None
         self._stepper = Stepper(parts, fisher, self._adaptive)
-        ownership.take(self, self._layers, [parts.capture, parts.guards])
-        if self._eigen_adam is not None:
-            self._eigen_adam.cover(
-                p for x in self._layers for p in (x.weight, x.bias) if p is not None
-            )
+        hooks: list[ownership.Removable] = [parts.capture, parts.guards]
+        if parts.coverage is not None:
+            hooks.append(parts.coverage)
+        ownership.take(self, self._layers, hooks)
 
         self.steps = 0
         self.track_cosine = False
@@ -566,8 +565,8 @@ class KFAC:
             self._capture = None
         if self._executor.background is not None:
             self._executor.background.stop()
-        if self._eigen_adam is not None:
-            self._eigen_adam.cover(None)
+        if self._coverage is not None:
+            self._coverage.remove()
         self._guards.remove()
         ownership.release(self, self._layers)
 

@@ -39,7 +39,7 @@ class Stepper:
         self._model: nn.Module = parts.model
         self._layers, self._plan, self._schedules = parts.layers, parts.plan, parts.schedules
         self._executor, self._write_back = parts.executor, parts.write_back
-        self._guards, self._is_eigen_adam = parts.guards, parts.eigen_adam is not None
+        self._guards, self._is_eigen_adam = parts.guards, parts.coverage is not None
         self._fisher, self._adaptive = fisher, adaptive
         self._trial: Trial | None = None
 

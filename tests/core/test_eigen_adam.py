@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from kfac_bench import KFAC, eigen_adam
+from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.execution import adam
 from kfac_bench.core.kernels import linalg
@@ -489,3 +490,55 @@ def test_hooks_of_the_optimizer_run_once():
     step(model, optimizer, 0)
     assert calls == [1]
     assert optimizer.preconditioner.steps == 1
+
+
+def kfac_for(model, optimizer):
+    return KFAC(model, optimizer, **KFAC_DEFAULTS)
+
+
+def test_detaching_a_kfac_again_leaves_the_next_one_alone():
+    model = Net()
+    optimizer = EigenAdam(model.parameters())
+    first = kfac_for(model, optimizer)
+    first.detach()
+    second = kfac_for(model, optimizer).attach()
+    first.detach()
+    step(model, optimizer, 0)
+    assert second.steps == 1
+
+
+def test_a_kfac_that_is_gone_gives_no_directions():
+    """Without a name and without attach() nothing keeps it, and gradients stay as they are."""
+    model = Net()
+    optimizer = EigenAdam(model.parameters())
+    kfac_for(model, optimizer)
+    with pytest.raises(RuntimeError, match="EigenAdam has no KFAC"):
+        step(model, optimizer, 0)
+
+
+def test_a_copied_optimizer_has_the_same_options():
+    model = Net()
+    optimizer = eigen_adam(model, scale=2.0, orthogonalize="none")
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    kfac_for(copied, its_optimizer).attach()
+    for each in ((model, optimizer), (copied, its_optimizer)):
+        step(*each, 0)
+    for p, of_copy in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(p, of_copy)
+
+
+def test_a_bias_whose_weight_is_frozen_gets_adamw():
+    """As in fine-tuning of biases alone. K-FAC leaves such a layer as it is."""
+    model = Net()
+    optimizer = eigen_adam(model, LR, BETAS)
+    model.tall.weight.requires_grad_(False)
+    bias = nn.Parameter(model.tall.bias.detach().clone())
+    usual = AdamW([bias], LR, BETAS, weight_decay=0.0)
+    for i in range(2):
+        x, y = batch(i)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        bias.grad = model.tall.bias.grad.clone()
+        optimizer.step()
+        usual.step()
+        assert_close(model.tall.bias.detach(), bias.detach(), rtol=1e-5)
