@@ -89,7 +89,8 @@ class Calls(Recorder):
         self.handles = [m.register_forward_hook(self._any, with_kwargs=True) for m in self.calls]
 
     def _any(self, module, args, kwargs, output):
-        self._hook(module, (*args, *kwargs.values()), output)
+        given = [kwargs["input"]] if "input" in kwargs else kwargs.values()
+        self._hook(module, (*args, *given), output)
 
 
 def layer_rows(module, x, g):

@@ -108,7 +108,8 @@ class Layer(ABC):
     ) -> Iterator[Call]:
         """Yield the uses of the layer in the forward of ``module`` that has just ended."""
         if isinstance(output, Tensor) and output.requires_grad:
-            x = args[0] if args else next(iter(kwargs.values()))
+            # torch's modules call it input; it need not be the first keyword (output_size).
+            x = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
             yield Call(as_used(x, output), *_edge_of(output))
 
     @abstractmethod

@@ -152,7 +152,7 @@ def test_each_call_may_choose_its_output_size(weight_sharing):
     layer, x = nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1), torch.randn(5, 3, 4, 4)
 
     def forward():
-        small, large = layer(x), layer(x.tanh(), output_size=[7, 8])
+        small, large = layer(x), layer(output_size=[7, 8], input=x.tanh())
         assert (small.shape[2:], large.shape[2:]) == ((7, 7), (7, 8))
         return loss_of(small, 5) + loss_of(large, 5)
 
