@@ -33,6 +33,18 @@ class NormLayer(Layer):
         """See :meth:`Layer.reason_to_skip`."""
         return None if getattr(module, "weight", None) is not None else "no scale"
 
+    def is_same_map(self, other: Layer) -> bool:
+        """See :meth:`Layer.is_same_map`. Norms of one scale may normalize in different ways."""
+        mine, theirs = self.modules[0], other.modules[0]
+        return (
+            super().is_same_map(other)
+            and type(mine) is type(theirs)
+            and all(
+                getattr(mine, name, None) == getattr(theirs, name, None)
+                for name in ("eps", "num_groups", "normalized_shape")
+            )
+        )
+
     def make_spec(self, max_dim: int) -> LayerSpec:
         """See :meth:`Layer.make_spec`."""
         return LayerSpec(self.name, 1, 1 + (self.bias is not None), self.weight.numel())

@@ -138,6 +138,16 @@ def test_embeddings_of_one_weight_with_other_padding_are_left_out():
     assert [x.name for x in report.layers] == ["2"]
 
 
+@pytest.mark.parametrize(
+    "other", [nn.GroupNorm(1, 4), nn.GroupNorm(2, 4, eps=0.1), nn.LayerNorm(4)], ids=str
+)
+def test_norms_of_one_scale_that_normalize_differently_are_left_out(other):
+    model = nn.Sequential(nn.GroupNorm(2, 4), other, nn.Linear(4, 2))
+    other.weight, other.bias = model[0].weight, model[0].bias
+    report = kfac_of(model, skip=[]).report()
+    assert [x.name for x in report.layers] == ["2"]
+
+
 def test_complex_weights_are_left_out():
     """Factors are real, so the imaginary part of the gradient would be lost."""
     model = nn.Sequential(nn.Linear(4, 3, dtype=torch.complex64), nn.Linear(3, 2))
