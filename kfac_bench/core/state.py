@@ -159,8 +159,8 @@ def _copy(saved: Tensor, layer: Layer) -> Tensor:
 def _take_pending(merged: LayersState, run: Executor, steps: int) -> set[FactorKey]:
     """Take over the slices that had begun; return the factors that need no decomposition now.
 
-    A slice of which something is missing (a state of few ranks, or of another ``update_freq``) does
-    not count as begun. All ranks load the same state, so they agree.
+    A slice of which something is missing (a state of few ranks, of another ``update_freq``, or of
+    another method) does not count as begun. All ranks load the same state, so they agree.
     """
     assert run.background_slices is not None
     due: dict[int, int] = {}
@@ -169,7 +169,8 @@ def _take_pending(merged: LayersState, run: Executor, steps: int) -> set[FactorK
     for i, ops in enumerate(run.plan.slices):
         keys = factors_of(ops)
         entries = [merged.get(name, {}).get(f, {}).get("pending", {}) for name, f in keys]
-        at = {entry.get("step") for entry in entries}
+        # A slice of another method cannot be used. A decomposition that failed is there, but empty.
+        at: set[Any] = {entry.get("step") if _kind(run) in entry else None for entry in entries}
         if len(at) == 1 and None not in at:
             (due[i],) = at
             covered.update(keys)

@@ -372,6 +372,26 @@ def test_what_is_missing_in_a_state_is_decomposed_in_the_next_step(background):
     assert all("eigen" in entry for entries in layers for entry in entries.values())
 
 
+def test_a_slice_of_another_method_is_decomposed_again():
+    def kfac_with_one_slice(method):
+        with planned(spread=1):
+            return KFAC(model, sgd(model), **OPTIONS | {"background": True, "method": method})
+
+    model = tiny_model()
+    kfac = kfac_with_one_slice("eigen")
+    train([0], model, kfac)
+    state = copy.deepcopy(kfac.state_dict())
+    assert all("pending" in entry for entries in state["layers"].values()
+               for entry in entries.values())  # fmt: skip
+    kfac.detach()
+    other = kfac_with_one_slice("inverse")
+    other.load_state_dict(state)
+    train([1], model, other)
+    assert other.failed_decompositions == 0
+    assert all("inverse" in entry for entries in other.state_dict()["layers"].values()
+               for entry in entries.values())  # fmt: skip
+
+
 # Errors
 
 
