@@ -161,7 +161,11 @@ class Doubling:
 
     def __call__(self, step: int) -> float:
         """Return the length of the interval at ``step``."""
-        if not 1 <= self.interval < math.inf or self.interval != int(self.interval):
+        try:
+            is_whole = 1 <= self.interval < math.inf and self.interval == int(self.interval)
+        except TypeError:  # no number
+            is_whole = False
+        if not is_whole:
             return self.interval  # Schedules refuses this value
         return len(self.part(step))
 

@@ -458,6 +458,7 @@ MISUSE = {
     "scale": (lambda m: eigen_adam(m, orthogonal_scale=0.0), "orthogonal_scale"),
     "update_clip": (lambda m: eigen_adam(m, update_clip=0.0), "update_clip=0.0"),
     "steps": (lambda m: eigen_adam(m, orthogonal_steps=0), "orthogonal_steps"),
+    "interval": (lambda m: eigen_adam(m, kfac={"update_freq": "often"}), "update_freq=.often. at"),
 }
 
 
@@ -542,3 +543,8 @@ def test_a_bias_whose_weight_is_frozen_gets_adamw():
         optimizer.step()
         usual.step()
         assert_close(model.tall.bias.detach(), bias.detach(), rtol=1e-5)
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ValueError, match="no layer to precondition"):
+        eigen_adam(nn.Sequential(nn.LayerNorm(3)))
