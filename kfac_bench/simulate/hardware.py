@@ -50,10 +50,10 @@ def load(path: Path) -> Hardware:
     """Read a hardware file; raise :class:`UsageError` for missing, unknown or invalid values."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"hardware file {path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise UsageError(f"hardware file {path}: not valid YAML ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: text, dates, long numbers
+        raise UsageError(f"hardware file {path}: cannot be read ({error})") from None
     return parse(content, path.stem, str(path))
 
 
@@ -151,7 +151,7 @@ def _number(value: Any, where: str, *, allow_zero: bool = False) -> float:
     try:
         # YAML reads 1e9, a number without a point, as a text: float() accepts both.
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not (math.isfinite(number) and (number > 0 or (allow_zero and number == 0))):
         least = "of at least 0" if allow_zero else "above 0"

@@ -50,7 +50,7 @@ def of_file(path: Path, examples: int) -> Workload:
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from None
     if not isinstance(content, Mapping) or not _TOP.issuperset(content) or "layers" not in content:
         raise UsageError(f"{path}: expected the keys {', '.join(sorted(_TOP))}")

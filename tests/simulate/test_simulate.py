@@ -314,6 +314,7 @@ def test_a_number_without_a_decimal_point_is_read_as_a_number():
         (["crowding"], {1: 1.0}, "crowding: expected numbers of ranks above 1"),
         (["crowding"], {2: 0}, "crowding[2]=0: expected a number above 0"),
         (["links"], 1, "unknown key 'links'"),
+        pytest.param(["overlap"], 10**400, "expected a number of at least 0", id="too large"),
     ],
 )
 def test_a_bad_hardware_file_raises_a_one_line_error(path, value, fragment):
@@ -329,6 +330,16 @@ def test_a_bad_hardware_file_raises_a_one_line_error(path, value, fragment):
         hardware.parse(found, "mine", "mine.yaml")
     assert fragment in str(caught.value)
     assert str(caught.value).startswith("mine.yaml: ")
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-13-01", "1" * 5000, "[" * 5000], ids=["date", "digits", "brackets"]
+)
+def test_a_hardware_file_with_an_impossible_value_cannot_be_read(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"overlap: {text}")
+    with pytest.raises(UsageError, match=r"hardware file .*mine\.yaml: cannot be read"):
+        hardware.load(path)
 
 
 def test_a_list_of_layers_becomes_a_workload():
@@ -357,6 +368,7 @@ LAYER = "name: a, a_dim: 2, g_dim: 2, rows: 1"
         f"{{parameters: 1, tensors: 1, step_flops_per_example: 1, layers: [{{{LAYER}}}, "
         f"{{{LAYER}}}]}}",
         "more: 1",
+        "layers: 2026-13-01",
         "\x00",
     ],
 )
