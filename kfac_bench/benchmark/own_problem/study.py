@@ -29,6 +29,9 @@ CRASHES = 2
 """After so many trials that died before their first step, an optimizer gets no further trial."""
 WORTH = 0.25
 """Share of the best time (or of the limit) that must be left for one more trial."""
+HOPELESS = 10
+"""A trial is stopped after so many times the best seconds of all optimizers. Without this, an
+optimizer that reaches the target slowly or never would have few trials."""
 REPEATED = 3
 """So many of the best settings of an optimizer run again, if its seconds suffice."""
 REPEAT_SEEDS = (TUNING_SEED + 1, TUNING_SEED + 2)
@@ -99,14 +102,14 @@ class Phases:
         while not is_over:
             is_over = True
             for name, own in results.items():
-                limit_s = self._next_limit_s(name, own)
+                limit_s = self._next_limit_s(name, results)
                 if limit_s is None:
                     continue
                 is_over = False
                 settings = self._asked.candidates[name][len(own)]
                 own.append(self._trial("tuning", name, settings, TUNING_SEED, limit_s))
-                left_s = sum(self._tuning_left_s(*each) for each in results.items())
-                runs = sum(self._trials_left(*each) for each in results.items())
+                left_s = sum(self._tuning_left_s(each, results) for each in results)
+                runs = sum(self._trials_left(each, results) for each in results)
                 left = self._time_left(
                     left_s + self._confirm_s(results), runs + self._finals(results)
                 )
@@ -129,18 +132,18 @@ class Phases:
                     left = self._time_left(self._confirm_s(results), self._finals(results))
                     self._say(f"[seed {seed}] {self._labels[name]}: {own}; {left}")
 
-    def _trials_left(self, name: str, results: Sequence[TrialResult]) -> int:
+    def _trials_left(self, name: str, results: Mapping[str, Sequence[TrialResult]]) -> int:
         """Return how many trials an optimizer will have at most."""
         if self._next_limit_s(name, results) is None:
             return 0
-        return len(self._asked.candidates[name]) - len(results)
+        return len(self._asked.candidates[name]) - len(results[name])
 
-    def _tuning_left_s(self, name: str, results: Sequence[TrialResult]) -> float:
+    def _tuning_left_s(self, name: str, results: Mapping[str, Sequence[TrialResult]]) -> float:
         """Return the training seconds that an optimizer will need at most."""
         limit_s = self._next_limit_s(name, results)
         if limit_s is None:
             return 0.0
-        return min(self._left_s(results), limit_s * self._trials_left(name, results))
+        return min(self._left_s(results[name]), limit_s * self._trials_left(name, results))
 
     def _finals(self, trials: Mapping[str, Sequence[TrialResult]]) -> int:
         """Return the number of runs on fresh seeds, if the best trials so far win."""
@@ -164,17 +167,21 @@ class Phases:
         starts_s = max(0, len(results) - TRIALS) * self._budget.start_s
         return max(0.0, self._budget.tune_s - sum(r.train_s for r in results) - starts_s)
 
-    def _next_limit_s(self, name: str, results: Sequence[TrialResult]) -> float | None:
+    def _next_limit_s(
+        self, name: str, results: Mapping[str, Sequence[TrialResult]]
+    ) -> float | None:
         """Return the longest time of the next trial; None if there is no further trial.
 
         A trial that takes longer than the optimizer's best one cannot win.
         """
-        if len(results) == len(self._asked.candidates[name]):
+        own = results[name]
+        if len(own) == len(self._asked.candidates[name]):
             return None
-        if sum(r.has_crashed for r in results) >= CRASHES:
+        if sum(r.has_crashed for r in own) >= CRASHES:
             return None
-        best_s = min([self._budget.limit_s, *(r.time_s for r in results)])
-        left_s = self._left_s(results)
+        hopeless_s = [HOPELESS * r.time_s for trials in results.values() for r in trials]
+        best_s = min([self._budget.limit_s, *(r.time_s for r in own), *hopeless_s])
+        left_s = self._left_s(own)
         least_s = max(WORTH * best_s, self._budget.eval_freq * self._budget.step_s)
         return None if left_s < least_s else min(best_s, left_s)
 

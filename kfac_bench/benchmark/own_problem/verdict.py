@@ -38,8 +38,22 @@ def _reached(result: TryResult) -> list[str]:
     for each in (f for f in result.finalists if math.isinf(f.times_s[0])):
         seeds = f" ({each.reached} of {len(each.runs)} seeds did)" if each.reached else ""
         where = "" if some else f"{goal}: "
-        lines.append(f"{where}{each.name} does not reach it within {_s(each.limit_s)}{seeds}.")
+        best = _best(each, result)
+        lines.append(
+            f"{where}{each.name} does not reach it within {_s(each.limit_s)}{seeds}{best}."
+        )
     return lines
+
+
+def _best(finalist: Finalist, result: TryResult) -> str:
+    """Return the best metrics of an optimizer: they show how far it is from the target."""
+    choose = max if result.higher_is_better else min
+    curves = [[m for _, m in run.curve if math.isfinite(m)] for run in finalist.runs]
+    best = [choose(values) for values in curves if values]
+    if not best:
+        return ""
+    ends = f"{shown_metric(min(best))} to {shown_metric(max(best))}"
+    return f"; best {result.metric} {shown_metric(median(best))} ({ends})"
 
 
 def _conclusion(result: TryResult) -> list[str]:
@@ -114,10 +128,14 @@ def _faster(winner: Finalist, reference: Finalist) -> str:
     on = f"on {wins} of {len(pairs)} seeds"
     if math.isinf(reference.times_s[0]):
         least = reference.limit_s / winner.times_s[0]
-        more = f", so it is more than {_ratio(least)} faster" if least > 1 else ""
+        # The target may be beyond what the reference can reach: then no factor means anything.
+        time = f"{_ratio(least)} the time" if least > 1 else _s(reference.limit_s)
         some = f"{reference.reached} of {len(reference.runs)} seeds"
-        does = f"does on {some} only" if reference.reached else "does not"
-        return f"{winner.name} reaches the target, and {reference.name} {does}{more}, {on}."
+        does = f"reaches it in {time} on {some} only" if reference.reached else f"does not in {time}"
+        return (
+            f"{winner.name} is faster than {reference.name} {on}: it reaches the target, and "
+            f"{reference.name} {does}."
+        )
     ratio = reference.times_s[0] / winner.times_s[0]
     return (
         f"{winner.name} is {_ratio(ratio)} faster than {reference.name} "

@@ -143,6 +143,17 @@ def test_trials_take_turns_and_stop_when_they_cannot_win(done):
             best_s = min(best_s, trial.time_s)
 
 
+def test_hopeless_trials_stop_so_that_a_slow_optimizer_has_more_of_them(simulation):
+    simulation.slower = lambda config: 0.05 if config.optimizer.name == "eigen_adam" else 100
+    trials = simulation.study().trials
+    best_s = min(t.time_s for t in trials["eigen_adam"])
+    for name in ("sgd", "adamw"):
+        assert len(trials[name]) == len(simulation.asked.candidates[name])
+        assert trials[name][0].train_s == MADE.limit_s
+        assert all(t.train_s >= 0.999 * study.HOPELESS * best_s for t in trials[name])
+        assert all(t.train_s < 0.2 * MADE.limit_s for t in trials[name][1:])
+
+
 def test_winners_run_on_fresh_seeds_in_turns(done):
     simulation, found = done
     finals = [(name, seed) for name, seed, *_ in simulation.runs if seed != first_runs.TUNING_SEED]
