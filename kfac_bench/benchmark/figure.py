@@ -2,6 +2,7 @@
 
 Measured bars are filled and show the interval of their seeds. Computed bars are hatched, published
 bars are outlines, and a published range is a grey band. A missed target has no bar, but a cross.
+If another model ran than the paper's, its numbers have panels with a scale of their own.
 """
 
 import math
@@ -19,6 +20,7 @@ from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, value_o
 from kfac_bench.benchmark.figure_finding import figure_finding
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
+from kfac_bench.record.runs import plain
 from kfac_bench.report.figure_style import (
     DASHES,
     GRID,
@@ -31,6 +33,8 @@ from kfac_bench.report.figure_style import (
 )
 
 _HATCH = "////"
+_RANGE = "published range"
+"""A kind of numbers that is drawn as a band instead of a bar."""
 _LETTERS_PER_IN, _TITLE_LINE_IN = 12.0, 0.18
 """Letters in an inch of the title, and the height of one of its lines."""
 
@@ -38,7 +42,7 @@ _LETTERS_PER_IN, _TITLE_LINE_IN = 12.0, 0.18
 def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | None:
     """Draw the figure; None if the benchmark has no figure, or no line belongs to its figure.
 
-    The title states the finding and the subject.
+    The title states the finding and the subject. Panels beside each other share their scale.
 
     Args:
         benchmark: The table or figure.
@@ -52,29 +56,18 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
     if not mine:
         return None
     colours = _values(benchmark, spec.colour, mine)
-    groups = [*dict.fromkeys(_panel(spec, line) for line in mine)]
+    groups = _groups(spec, mine)
+    rows = _rows(mine, ran)
     with our_look():
         width = max(4.6, 1.3 + 1.1 * len(_values(benchmark, spec.x, mine))) * len(groups)
         width = min(max(width, 6.4), 15.0)
         title = _title(benchmark, mine, ran, width)
-        height = 4.1 + _TITLE_LINE_IN * (1 + title.count("\n"))
+        height = 1.3 + 2.8 * len(rows) + _TITLE_LINE_IN * (1 + title.count("\n"))
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
-        for axes, group in zip(panels, groups, strict=True):
-            of_group = [line for line in mine if _panel(spec, line) == group]
-            draw = _lines if spec.lines else _bars
-            draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours)
-            axes.set_title(" ".join(value for _, value in group), loc="left")
-        # The panels share the axis, so the numbers of all panels decide its range.
-        tops = [h for line in mine for _, h in heights(line) if math.isfinite(h)]
-        if spec.lines:
-            panels[0].set_ylim(0, 1.08 * max(tops, default=0.0) or 1.0)
-        else:
-            _scale(panels[0], tops)
-        unit = next((line.unit for line in mine if line.unit), "")
-        name = spec.quantities[0] if len(spec.quantities) == 1 else ""
-        panels[0].set_ylabel(f"{name} ({unit})" if unit and name else name or unit)
+        panels = figure.subplots(len(rows), len(groups), squeeze=False, sharey="row")
+        for (subject, kinds), in_row in zip(rows.items(), panels, strict=True):
+            _draw_row(in_row, benchmark, mine, subject, kinds)
         figure.legend(
             handles=[*_colour_legend(spec, colours), *_kind_legend(benchmark, spec, mine)],
             loc="outside lower center",
@@ -84,10 +77,52 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
         return to_svg(figure)
 
 
+def _draw_row(
+    panels: Sequence[Axes],
+    benchmark: Benchmark,
+    lines: Sequence[Line],
+    subject: str,
+    kinds: Sequence[str],
+) -> None:
+    spec = benchmark.figure
+    assert spec is not None
+    colours = _values(benchmark, spec.colour, lines)
+    draw = _lines if spec.lines else _bars
+    for axes, group in zip(panels, _groups(spec, lines), strict=True):
+        of_group = [line for line in lines if _panel(spec, line) == group]
+        draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours, kinds)
+        words = [subject, " ".join(value for _, value in group)]
+        axes.set_title(": ".join(filter(None, words)), loc="left")
+    # The panels share the axis, so the numbers of all panels decide its range.
+    tops = _drawn(lines, kinds)
+    if spec.lines:
+        panels[0].set_ylim(0, 1.08 * max(tops, default=0.0) or 1.0)
+    else:
+        _scale(panels[0], tops)
+    unit = next((line.unit for line in lines if line.unit), "")
+    name = spec.quantities[0] if len(spec.quantities) == 1 else ""
+    panels[0].set_ylabel(f"{name} ({unit})" if unit and name else name or unit)
+
+
+def _rows(lines: Sequence[Line], ran: str) -> dict[str, Sequence[str]]:
+    """Return the kinds of numbers in each row of panels, by the row's title.
+
+    Numbers of another model and other data have a scale of their own.
+    """
+    kinds = _kinds(lines)
+    if not ran or "measured" not in kinds or kinds == ["measured"]:
+        return {"": kinds}
+    return {"the paper's model": kinds[1:], plain(ran): ["measured"]}
+
+
 def _title(benchmark: Benchmark, lines: Sequence[Line], ran: str, width_in: float) -> str:
     letters = int(_LETTERS_PER_IN * width_in)
     parts = figure_finding(benchmark, lines, ran), benchmark.title
     return "\n".join(textwrap.fill(part, letters) for part in parts if part)
+
+
+def _groups(spec: FigureSpec, lines: Sequence[Line]) -> list[tuple[tuple[str, str], ...]]:
+    return [*dict.fromkeys(_panel(spec, line) for line in lines)]
 
 
 def _panel(spec: FigureSpec, line: Line) -> tuple[tuple[str, str], ...]:
@@ -104,7 +139,13 @@ def _values(benchmark: Benchmark, axis: str, lines: Sequence[Line]) -> list[str]
 
 def _kinds(lines: Sequence[Line]) -> list[str]:
     there = {kind for line in lines for kind, _ in heights(line)}
-    return [kind for kind in KINDS if kind in there]
+    there |= {_RANGE for line in lines if isinstance(line.published, tuple)}
+    return [kind for kind in (*KINDS, _RANGE) if kind in there]
+
+
+def _drawn(lines: Sequence[Line], kinds: Sequence[str]) -> list[float]:
+    """Return the finite heights of some kinds."""
+    return [h for x in lines for kind, h in heights(x) if kind in kinds and math.isfinite(h)]
 
 
 def _bars(
@@ -113,22 +154,26 @@ def _bars(
     spec: FigureSpec,
     xs: Sequence[str],
     colours: Sequence[str],
+    kinds: Sequence[str],
 ) -> None:
     # A group of bars for each x: a slot for each colour, and in a slot a bar for each kind.
     slots = [c for c in colours if spec.colour != spec.x] or [""]
-    kinds = _kinds(lines)
-    width = 0.8 / (len(slots) * max(1, len(kinds)))
+    bars = [kind for kind in kinds if kind != _RANGE]
+    width = 0.8 / (len(slots) * max(1, len(bars)))
     for line in lines:
         name = value_on(spec.colour, line)
         colour = PALETTE[colours.index(name) % len(PALETTE)]
         slot = 0 if len(slots) == 1 else slots.index(name)
-        left = xs.index(value_on(spec.x, line)) - 0.4 + slot * width * len(kinds)
+        left = xs.index(value_on(spec.x, line)) - 0.4 + slot * width * len(bars)
         for kind, height in heights(line):
-            x = left + (kinds.index(kind) + 0.5) * width
-            _bar(axes, line, kind, (x, height), width, colour)
-        if isinstance(line.published, tuple):
+            if kind in bars:
+                x = left + (bars.index(kind) + 0.5) * width
+                _bar(axes, line, kind, (x, height), width, colour)
+        if isinstance(line.published, tuple) and _RANGE in kinds:
             low, high = line.published
-            axes.fill_between([left, left + width * len(kinds)], low, high, color=GRID, zorder=0)
+            axes.fill_between(
+                [left, left + width * max(1, len(bars))], low, high, color=GRID, zorder=0
+            )
     axes.set_xticks(range(len(xs)), [_wrapped(x) for x in xs])
     axes.set_xlim(-0.6, len(xs) - 0.4)
     axes.set_xlabel("" if spec.x == QUANTITY else spec.x)
@@ -178,6 +223,7 @@ def _lines(
     spec: FigureSpec,
     xs: Sequence[str],
     colours: Sequence[str],
+    kinds: Sequence[str],
 ) -> None:
     for i, name in enumerate(colours):
         mine = [line for line in lines if value_on(spec.colour, line) == name]
@@ -187,7 +233,7 @@ def _lines(
                 (int(value_on(spec.x, line)), height)
                 for line in mine
                 for what, height in heights(line)
-                if what == kind and math.isfinite(height)
+                if what == kind and kind in kinds and math.isfinite(height)
             ]
             if not points:
                 continue
@@ -231,9 +277,10 @@ def _kind_legend(
         "published": {"facecolor": "none", "edgecolor": INK},
     }
     for kind in _kinds(lines):
-        if spec.lines:
+        if kind == _RANGE:
+            if not spec.lines:
+                yield Patch(color=GRID, label=_RANGE)
+        elif spec.lines:
             yield Line2D([], [], color=grey, **{"label": kind, **as_lines[kind]})
         else:
             yield Patch(**{"label": kind, **as_bars[kind]})
-    if any(isinstance(line.published, tuple) for line in lines) and not spec.lines:
-        yield Patch(color=GRID, label="published range")

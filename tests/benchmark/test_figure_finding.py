@@ -133,3 +133,13 @@ def test_the_figure_has_the_finding_and_the_subject():
     drawn = " ".join(texts(figure.svg(ROW, [*BOTH, SGD, KFAC], "a <toy>")))
     assert figure_finding(ROW, [*BOTH, SGD, KFAC], "a <toy>") in drawn
     assert "A row" in drawn
+
+
+def test_numbers_of_another_model_have_panels_with_a_scale_of_their_own():
+    lines = [replace(x, published=9000.0) for x in (SGD, KFAC)]
+    drawn = texts(figure.svg(ROW, lines, "a toy"))
+    assert {"the paper's model: 8", "a toy: 8"} <= set(drawn)
+    assert {"8000", "92"} <= set(drawn), "each row has labels of its own scale"
+    same = texts(figure.svg(ROW, lines))
+    assert "8" in same
+    assert "92" not in same
