@@ -12,6 +12,7 @@ from kfac_bench.output import say
 from kfac_bench.record.text_file import around_marks, write_text
 
 if TYPE_CHECKING:
+    from kfac_bench.benchmark.contest_tables import ContestResult
     from kfac_bench.benchmark.schema import Benchmark
     from kfac_bench.benchmark.sitting import Sitting
 
@@ -57,6 +58,11 @@ def add_contest(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         help="Markdown page that gets the tables between its two marks, and the figure beside it",
     )
+    command.add_argument(
+        "--than",
+        metavar="BENCHMARK",
+        help="add a table that compares the seconds with those of another benchmark",
+    )
     command.add_argument("--svg", type=Path, help="write the figure of the profiles to this file")
     command.set_defaults(run_command=_contest)
 
@@ -90,16 +96,26 @@ def _self_tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _contest(options: argparse.Namespace) -> int:
+def _packed(name: str, results: Path) -> ContestResult:
+    """Return the packed runs of a benchmark's table."""
     from kfac_bench.benchmark import contest_tables, schema
     from kfac_bench.benchmark.result_store import ResultStore
     from kfac_bench.benchmark.sitting import tasks_of
 
-    benchmark = schema.load(options.benchmark)
-    store = ResultStore(options.results, options.benchmark, "table", tasks_of(benchmark))
-    result = contest_tables.load(benchmark, store)
+    benchmark = schema.load(name)
+    return contest_tables.load(benchmark, ResultStore(results, name, "table", tasks_of(benchmark)))
+
+
+def _contest(options: argparse.Namespace) -> int:
+    from kfac_bench.benchmark import contest_comparison, contest_tables
+
+    result = _packed(options.benchmark, options.results)
     figures = [options.svg] if options.svg is not None else []
-    text = "\n".join(table.markdown() for table in contest_tables.tables(result))
+    made = contest_tables.tables(result)
+    if options.than is not None:
+        other = _packed(options.than, options.results)
+        made.append(contest_comparison.compared(result, options.benchmark, other, options.than))
+    text = "\n".join(table.markdown() for table in made)
     if options.into is None:
         say(text)
     else:
