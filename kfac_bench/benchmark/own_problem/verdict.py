@@ -130,8 +130,10 @@ def _faster(winner: Finalist, reference: Finalist) -> str:
         least = reference.limit_s / winner.times_s[0]
         # The target may be beyond what the reference can reach: then no factor means anything.
         time = f"{_ratio(least)} the time" if least > 1 else _s(reference.limit_s)
-        some = f"{reference.reached} of {len(reference.runs)} seeds"
-        does = f"reaches it in {time} on {some} only" if reference.reached else f"does not in {time}"
+        does = f"does not in {time}"
+        if reference.reached:
+            some = f"{reference.reached} of {len(reference.runs)} seeds"
+            does = f"reaches it in {time} on {some} only"
         return (
             f"{winner.name} is faster than {reference.name} {on}: it reaches the target, and "
             f"{reference.name} {does}."
