@@ -49,7 +49,8 @@ class KFACConfig(Section):
     )
     colocate_factors: bool | None = option(
         None,
-        "let one rank decompose both factors of a layer; null: yes, except in comm_opt",
+        "let one rank decompose both factors of a layer; null: yes, except in comm_opt and for "
+        "factors that block_size divides",
         RESULT,
         resumable=True,
     )
@@ -87,7 +88,8 @@ class KFACConfig(Section):
     )
     early_updates: bool = option(
         True,
-        "before step update_freq, also decompose at 1, 2, 4 and 8 tenths of it",
+        "before step update_freq, also decompose at a tenth of it, and at 2, 4 and 8 times this "
+        "step",
         RESULT,
         original=False,
     )
@@ -115,7 +117,9 @@ class KFACConfig(Section):
         False, "split gamma between A and G in the ratio of their mean eigenvalues", RESULT
     )
     adaptive_damping: bool = option(
-        False, "adapt gamma by the rule of Levenberg and Marquardt", RESULT
+        False,
+        "adapt gamma by the rule of Levenberg and Marquardt; damping=null starts at 0.01",
+        RESULT,
     )
     damping_freq: int = option(5, "steps between changes of an adaptive gamma", RESULT, at_least=1)
     damping_decay_epochs: list[float] = option(

@@ -44,8 +44,8 @@ def eigen_adam(
         betas: Decay of the running means of the gradient and of its square.
         params: Parameter groups; by default all parameters of the model are one group.
         scaler: The GradScaler, if there is one; see :meth:`KFAC.attach`.
-        kfac: Options of :class:`KFAC` beside :data:`KFAC_DEFAULTS`, for example
-            ``{"strategy": "mem_opt"}``.
+        kfac: Options of :class:`KFAC`, for example ``{"strategy": "mem_opt"}``. They override
+            :data:`KFAC_DEFAULTS`.
         options: Options of :class:`EigenAdam`.
 
     Returns:
@@ -54,7 +54,8 @@ def eigen_adam(
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.
-        ValueError: As for :class:`KFAC`.
+        ValueError: As for :class:`KFAC` and :class:`EigenAdam`.
+        RuntimeError: As for :class:`KFAC`.
     """
     check_is_model(model, "eigen_adam(model)")
     optimizer = EigenAdam(model.parameters() if params is None else params, lr, betas, **options)

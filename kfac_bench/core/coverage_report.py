@@ -15,9 +15,13 @@ class Report:
     """The report of :meth:`KFAC.report`: ``print(preconditioner.report())``."""
 
     plan: Plan
+    """Who computes and sends what."""
     rank: int
+    """The rank whose memory the text shows."""
     layers: Sequence[Layer]
+    """The covered layers, in the order of the model."""
     skipped: Sequence[SkippedModule]
+    """The modules that are left to the optimizer, each with its reason."""
 
     @property
     def covered_params(self) -> int:
@@ -37,14 +41,22 @@ class Report:
         return max(dims, default=1)
 
     def payload_bytes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that all messages carry, by stage and kind of message."""
+        """Return the bytes of all messages each time that a stage runs, by stage and kind.
+
+        Each message counts once, however many ranks it has.
+        """
         return {stage.value: payload_bytes(self.plan, stage) for stage in Stage}
 
     def __str__(self) -> str:
         return "\n".join([self.coverage(), *self._cost()])
 
     def coverage(self, *, by_layer: bool = True) -> str:
-        """Return what is covered and what is not: one line a layer, or one line in all."""
+        """Return what is covered and what is not, as text.
+
+        Args:
+            by_layer: Whether to write a line for each layer and each skipped module. Otherwise the
+                text is one line.
+        """
         total = self.covered_params + self.skipped_params
         share = 100 * self.covered_params / total
         rows = [

@@ -28,7 +28,13 @@ from kfac_bench.core.planning.layer_spec import FACTORS, Factor
 class LevenbergMarquardt:
     """A damping for ``KFAC(damping=LevenbergMarquardt(...))``.
 
-    Call :meth:`KFAC.adapt_damping` after each ``optimizer.step``.
+    Call :meth:`KFAC.adapt_damping` after each ``optimizer.step``. The rule is that of Martens &
+    Grosse 2015, section 6.5. With the ratio rho of the measured and the predicted change of the
+    loss, the damping is multiplied by ``decay ** interval`` if rho is above 3/4, and divided by it
+    if rho is below 1/4.
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     initial: float = 1e-2
@@ -44,7 +50,7 @@ class LevenbergMarquardt:
     value: float = field(init=False)
     """The damping now."""
     rho: float = field(init=False, default=math.nan)
-    """The last ratio of measured and predicted change of the loss."""
+    """The last ratio of measured and predicted change of the loss; NaN before the first one."""
 
     def __post_init__(self) -> None:
         self.value = self.initial
@@ -67,6 +73,7 @@ class LevenbergMarquardt:
         Args:
             actual: Measured change of the loss; negative if the step was good.
             predicted: Change of the loss by the quadratic model; negative if the model is sound.
+                Otherwise the damping grows.
         """
         # Nothing changed and nothing was predicted: a GradScaler skipped the step.
         if actual == 0 and not predicted < 0:

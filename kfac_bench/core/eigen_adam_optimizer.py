@@ -82,7 +82,8 @@ class EigenAdam(AdamW):
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
         orthogonalize: Which layers get orthogonalized updates, as in Muon (Jordan et al. 2024).
-            ``linear`` (default): linear layers but the last one. ``none``: no layer.
+            ``linear`` (default): linear layers but the last one, and but layers with more than
+            8192 outputs (vocabulary heads). ``none``: no layer.
         scale: Factor of Adam's direction in the eigenbasis. Steps in the eigenbasis may be longer
             than those of AdamW; docs/reference/results/eigen_adam.md shows how the default
             was chosen.

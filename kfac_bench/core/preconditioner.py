@@ -116,14 +116,14 @@ class KFAC:
               with the optimizer :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build
               both with :func:`kfac_bench.eigen_adam`. With ``early_updates`` the first intervals
               are shorter: with ``update_freq=40``, statistics and decompositions are due at steps
-              5, 10, 20, 40, 80 and so on.
+              0, 5, 10, 20, 40, 80 and so on.
             * ``identity``: a control for experiments. A and G are identities, so only the KL clip
               remains.
         damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).
 
             * None (default): for each layer the mean of these eigenvalues. So the damping follows
               the scale of the loss and of the layer. ``inverse`` adds the mean eigenvalue of A
-              to A, and that of G to G.
+              to A, and that of G to G. ``ekfac`` adds the mean of the second moments.
             * A schedule of gamma > 0, the same for all layers, as in the papers.
             * A :class:`~kfac_bench.core.damping.LevenbergMarquardt`, which adapts gamma itself
               (see :meth:`adapt_damping`).
@@ -145,11 +145,11 @@ class KFAC:
         factor_update_freq: A schedule: steps between two updates of A and G (default 10).
             ``update_freq`` should be a multiple of it.
         early_updates: Whether to decompose more often before step ``update_freq``: additionally at
-            1, 2, 4 and 8 tenths of it, that is at steps 10, 20, 40 and 80 by default, rounded up
-            to a step that updates factors. With slices (see ``spread``) each slice follows within
-            the steps until the next of these. Default True. The first decomposition has seen one
-            batch only. In a model whose head starts at zero, that batch says nothing about the
-            other layers.
+            a tenth of it, rounded up to a step that updates factors, and at 2, 4 and 8 times that
+            step. By default these are steps 10, 20, 40 and 80. With slices (see ``spread``) each
+            slice follows within the steps until the next of these. Default True. The first
+            decomposition has seen one batch only. In a model whose head starts at zero, that batch
+            says nothing about the other layers.
         spread: Whether to decompose in slices, at different steps of an interval, so that no
             single step is long. Each factor is still decomposed every ``update_freq`` steps.
             False decomposes everything in one step, as the papers do; ranks then share the work.
@@ -180,8 +180,9 @@ class KFAC:
             :data:`~kfac_bench.core.kernels.conventions.CONVENTIONS`.
         fisher: Which gradients make G. ``empirical`` (default) takes the gradients of the loss and
             costs nothing extra. ``mc`` samples labels from the model's output. ``type2`` takes
-            the exact expectation over these labels, with one backward per class. ``mc`` and
-            ``type2`` need a call of :meth:`fisher_backward` in each step.
+            the exact expectation over these labels, with one backward per class, or per output of
+            a ``gaussian`` or ``bernoulli`` likelihood. ``mc`` and ``type2`` need a call of
+            :meth:`fisher_backward` in each step.
         weight_sharing: What to do with positions that share a weight (pixels, tokens). ``expand``
             (default) counts each position as a further sample. ``reduce`` first averages a and
             sums g over the positions, which is faster (Eschenhagen et al. 2023).
@@ -353,8 +354,11 @@ class KFAC:
                 differs between ranks belongs to :attr:`loss_weight`.
 
         Raises:
-            RuntimeError: :meth:`detach` or :meth:`attach` was called before, or ``fisher`` is not
-                ``empirical`` and :meth:`fisher_backward` was not called.
+            RuntimeError: :meth:`detach` or :meth:`attach` was called before, K-FAC has written
+                these gradients already, or ``fisher`` is not ``empirical`` and
+                :meth:`fisher_backward` was not called.
+            ValueError: A schedule has a value out of range at this step, or the KL clip needs a
+                learning rate and the optimizer has ``lr=None``.
         """
         if self._attachment is not None:
             raise RuntimeError(
@@ -416,8 +420,14 @@ class KFAC:
 
                 The latter two are sums over all dimensions but the first, mean over the first.
             dim: The dimension of the classes, for ``categorical``.
-            mask: Shape of ``output`` without ``dim``. Positions with 0 are not in the loss.
+            mask: For ``categorical``, a tensor in the shape of ``output`` without ``dim``.
+                Positions with 0 are not in the loss.
             curvature: Second derivative of the loss, for ``gaussian``.
+
+        Raises:
+            ValueError: ``likelihood`` is unknown.
+            RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
+                labels.
         """
         capture = self._capture
         if capture is None or not capture.enabled or self.fisher == "empirical":
@@ -483,7 +493,7 @@ class KFAC:
         """Return metrics of the last step. The call waits for the device.
 
         Returns:
-            ``nu``: the factor of the KL clip (eq. 16), None without a clip.
+            ``nu``: the factor of the KL clip (eq. 16), from 0 to 1; None without a clip.
             ``cosine``: by layer, the cosine between the gradient and the preconditioned gradient;
             empty unless :attr:`track_cosine` was set.
             ``stage_s``: as :attr:`stage_s`.
@@ -492,7 +502,7 @@ class KFAC:
 
     @property
     def stage_s(self) -> dict[str, float]:
-        """Seconds of the last step by kind of op; reading it waits for no device."""
+        """Seconds of the last step on this rank, by kind of op; reading it waits for no device."""
         return dict(self._executor.stage_s)
 
     @property

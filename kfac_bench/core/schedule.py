@@ -76,9 +76,9 @@ class Schedules:
         """Return the steps of the interval that ``step`` lies in; each slice is due once in it.
 
         An interval has ``update_freq`` steps. With ``early_updates`` the first interval is divided.
-        The parts begin at 0 and at 1, 2, 4 and 8 tenths of ``update_freq``, rounded up to a step
-        that updates factors: at steps 10, 20, 40 and 80 if factors are updated every 10 steps and
-        decomposed every 100.
+        The parts begin at 0, at a tenth of ``update_freq`` rounded up to a step that updates
+        factors, and at 2, 4 and 8 times that step, as far as these are below ``update_freq``: at
+        steps 10, 20, 40 and 80 if factors are updated every 10 steps and decomposed every 100.
         """
         if not self._is_early(step):
             return self._part("update_freq", step)

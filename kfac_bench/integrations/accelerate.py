@@ -43,7 +43,7 @@ def attach_kfac(
 
     Raises:
         ValueError: Accelerate runs an engine that K-FAC cannot precondition, or the optimizer was
-            not prepared.
+            not prepared. Also as for ``KFAC``.
     """
     check_engine(accelerator.distributed_type)
     if not isinstance(optimizer, AcceleratedOptimizer):

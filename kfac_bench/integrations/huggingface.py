@@ -65,7 +65,12 @@ class KFACCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Attach K-FAC, and load its state if training continues from a checkpoint."""
+        """Attach K-FAC, and load its state if training continues from a checkpoint.
+
+        Raises:
+            ValueError: The Trainer runs DeepSpeed or Megatron-LM, or copies the model to several
+                GPUs of one process. Also as for ``KFAC``.
+        """
         self._detach()  # an exception may have ended an earlier training
         self.preconditioner = None
         check_engine(AcceleratorState().distributed_type)

@@ -92,7 +92,12 @@ class KFACCallback(Callback):
         self._loaded = state_dict
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Attach K-FAC to the model, which is on its device now, and to the optimizer."""
+        """Attach K-FAC to the model, which is on its device now, and to the optimizer.
+
+        Raises:
+            ValueError: The Trainer's strategy is DeepSpeed or FSDP, or the model's optimizers do
+                not fit ``module`` and ``optimizer_index``. Also as for ``KFAC``.
+        """
         optimizer = self._optimizer(trainer)
         # The wrapper of DistributedDataParallel knows which backward is the last of a step.
         model = pl_module.get_submodule(self._module) if self._module else trainer.strategy.model

@@ -41,9 +41,11 @@ class Event:
 class RunStarted(Event):
     """First event of a run: its complete configuration and its environment.
 
-    ``metric`` is the name of the validation metric that a target is about. ``payload_bytes`` is
-    the size of K-FAC's messages each time that a stage runs, by stage and kind of op. ``data`` is
-    the fingerprint of the data: by split the number of examples and a hash.
+    ``run_id`` is the name of the run directory. ``config`` has every option of the run.
+    ``environment`` has the versions, the commit, the command and the hardware. ``metric`` is the
+    name of the validation metric that a target is about. ``payload_bytes`` is the size of K-FAC's
+    messages each time that a stage runs, by stage and kind of op. ``data`` is the fingerprint of
+    the data: by split the number of examples and a hash.
     """
 
     run_id: str
@@ -61,8 +63,9 @@ class Resumed(Event):
 
     An evaluation of that step which the run repeats replaces the earlier one.
 
-    ``environment`` has the versions and the hardware of this start, as in :class:`RunStarted`.
-    ``options`` has the options that this start changed, by their dotted names.
+    ``checkpoint`` is the path of the checkpoint. ``environment`` has the versions and the hardware
+    of this start, as in :class:`RunStarted`. ``options`` has the options that this start changed,
+    by their dotted names.
     """
 
     checkpoint: str
@@ -72,7 +75,10 @@ class Resumed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RecordGap(Event):
-    """Earlier events are missing: the file was cut, changed or deleted before the run continued."""
+    """Earlier events are missing: the file was cut, changed or deleted before the run continued.
+
+    ``reason`` says in words what is wrong with the file.
+    """
 
     reason: str
 
@@ -92,10 +98,12 @@ class DataChanged(Event):
 class Trained(Event):
     """A training step that is recorded, every ``trainer.log_freq`` steps.
 
-    ``loss`` is the mean over the global batch. ``examples_per_s`` and ``data_wait_share`` cover the
-    time since the previous event of this kind; ``data_wait_share`` is the share of the training
-    seconds that the slowest rank waited for batches. ``peak_memory_bytes`` is the maximum over the
-    ranks since their processes started: torch's allocations on a GPU, the resident set on a CPU.
+    ``epoch`` counts passes over the training set so far. ``loss`` is the mean over the global batch
+    of this step. ``lr`` is the learning rate of this step, of the optimizer's first group.
+    ``examples_per_s`` counts the examples of all ranks. It and ``data_wait_share`` cover the time
+    since the previous event of this kind; ``data_wait_share`` is the share of the training seconds
+    that the slowest rank waited for batches. ``peak_memory_bytes`` is the maximum over the ranks
+    since their processes started: torch's allocations on a GPU, the resident set on a CPU.
 
     The other fields are about K-FAC and empty without it:
 
@@ -127,8 +135,8 @@ class Trained(Event):
 class Evaluated(Event):
     """Exact metrics over the validation set: each example counts once on any number of ranks.
 
-    ``left_out`` examples are not counted, because their files cannot be read
-    (``data.on_error=skip``).
+    ``metrics`` has each metric by its name. ``left_out`` examples are not counted, because their
+    files cannot be read (``data.on_error=skip``).
     """
 
     epoch: float
@@ -152,7 +160,10 @@ class SampleSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class TargetReached(Event):
-    """The validation metric met the target: ``train_s`` is the time to target."""
+    """The validation metric met the target: ``train_s`` is the time to target.
+
+    ``metric`` is its name, ``value`` what was measured, ``target`` the option ``trainer.target``.
+    """
 
     metric: str
     value: float
@@ -183,8 +194,9 @@ class Predicted(Event):
 class Checkpointed(Event):
     """The checkpoint of ``step`` is complete on disk.
 
-    ``write_s`` is how long the training waited. ``cpu_s`` is the processor time of the thread on
-    rank 0 that writes the checkpoint while the training continues.
+    ``path`` is the folder of the checkpoint. ``write_s`` is how many seconds of wall time the
+    training waited for it. ``cpu_s`` is the processor time of the thread on rank 0 that writes the
+    checkpoint while the training continues.
     """
 
     path: str
@@ -196,8 +208,8 @@ class Checkpointed(Event):
 class RunEnded(Event):
     """Last event of a process; ``status``: ``reached``, ``finished``, ``interrupted``, ``failed``.
 
-    ``weights_sha256`` is a hash of all parameters and buffers, so that equal weights have equal
-    hashes.
+    ``message`` says why the run ended, if it failed. ``weights_sha256`` is a hash of all parameters
+    and buffers, so that equal weights have equal hashes.
     """
 
     status: str

@@ -75,7 +75,7 @@ def payload_bytes(plan: Plan, *stages: Stage) -> dict[str, int]:
 
 
 def wire_bytes_of(op: Message) -> float:
-    """Return the bytes that each rank of a message receives, if the ranks form a ring.
+    """Return the bytes that a rank of a message receives, the mean over its ranks in a ring.
 
     A ring of p ranks moves 2 (p-1)/p of the payload of an all-reduce, and (p-1)/p of the payload
     of a broadcast or a reduce, which have a root.

@@ -113,8 +113,8 @@ read-only disks are small tmpfs. The last rank meets the fault, unless the row n
 ## What a checkpoint costs
 
 A step copies the state. A thread then hashes, writes and syncs the copy while training goes on.
-The table shows processor time for float32 states of several sizes. By default a run writes one
-checkpoint per minute.
+The table shows processor time for float32 states of several sizes. By default a run writes at most
+one checkpoint per minute.
 
 {_without_title(cost)}"""
 
