@@ -96,7 +96,7 @@ class KFACConfig(Section):
     spread: bool | None = option(
         None,
         "decompose in slices at different steps, so that no step is long; null: only if there is "
-        "one rank",
+        "one rank, or with background",
         RESULT,
     )
     background: bool = option(

@@ -17,8 +17,9 @@ class Role(Enum):
     """What an option changes. Four decisions depend on it.
 
     * **Run id**: a hash of the RESULT and PLACE options that are not at their original values (see
-      :func:`option`). So another data folder is another run directory. A later version with a new
-      option, or with another default, changes no id of an equal configuration.
+      :func:`option`), and of the number of the Slurm job. So another data folder is another run
+      directory. A later version with a new option, or with another default, changes no id of an
+      equal configuration.
     * **Same run**: a run directory is continued only with the RESULT options that its run has,
       except those that are ``resumable``. PLACE and RECORD options may change.
     * **Rows of tables**: runs are one row if all RESULT options except the seed are equal.
