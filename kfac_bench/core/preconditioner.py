@@ -615,7 +615,8 @@ class KFAC:
         Every rank must load the same dicts.
 
         Raises:
-            ValueError: A layer is missing, unknown or has another shape. Nothing has changed then.
+            ValueError: A layer is missing, unknown or has another shape, or the state is damaged.
+                Nothing has changed then.
         """
         merged = state.merge(states)
         steps = state_check.check(merged, states, self._executor)

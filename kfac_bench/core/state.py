@@ -93,20 +93,31 @@ def merge(states: Sequence[Mapping[str, Any]]) -> LayersState:
         raise ValueError("load_state_dict() got no state: pass what state_dict() returned")
     merged: LayersState = {}
     for state in states:
-        if missing := {"steps", "layers"} - state.keys():
+        if missing := {"steps", "layers"} - _mapping("the argument", state).keys():
             raise ValueError(
                 f"K-FAC state: the key {min(missing)!r} is missing; pass what state_dict() of a "
                 "KFAC returned, not the state of a model or an optimizer"
             )
-        for name, entries in state["layers"].items():
-            for key, entry in entries.items():
+        for name, entries in _mapping("layers", state["layers"]).items():
+            for key, entry in _mapping(f"layer {name}", entries).items():
                 # The keys come from a file, so they may be anything.
                 if isinstance(key, str) and side_of(key) in FACTORS:
                     # A rank may hold the factor and another rank the decomposition.
-                    merged.setdefault(name, {}).setdefault(key, {}).update(entry)
+                    factor = merged.setdefault(name, {}).setdefault(key, {})
+                    factor.update(_mapping(f"{key} of {name}", entry))
                 else:
                     merged.setdefault(name, {})[key] = entry
     return merged
+
+
+def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
+    """Return a part of a state that must be a mapping: the state may come from any file."""
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"K-FAC state: {what} is a {type(value).__name__}, expected a dict; pass what "
+            "state_dict() of a KFAC returned"
+        )
+    return value
 
 
 def take(merged: LayersState, run: Executor, steps: int) -> bool:

@@ -35,7 +35,7 @@ def check(
     damping = states[0].get("damping", 1.0)
     if not isinstance(damping, int | float) or not 0 < damping < math.inf:
         raise ValueError(f"K-FAC state: the damping is {str(damping)[:50]}, expected more than 0")
-    unknown = sorted(merged.keys() - run.layers.keys())
+    unknown = sorted(map(str, merged.keys() - run.layers.keys()))
     if unknown:
         raise ValueError(
             f"K-FAC state has layers this model lacks: {unknown[:3]}; "
@@ -57,16 +57,18 @@ def _check_factor(
 ) -> None:
     shape = spec.factor_shape(factor)
     saved = entry.get("factor")
-    if saved is None and is_needed:
+    # A decomposition without its factor is no state of a run, whatever the number of steps.
+    if saved is None and (is_needed or entry):
         raise ValueError(
             f"K-FAC state of {spec.name}: expected a {list(shape)} {factor}, found nothing; "
             "pass the state of every rank that saved one, and the same model and block_size"
         )
     if saved is not None:
         _check_tensor(spec.name, factor, saved, shape)
-        _check_tensor(spec.name, f"weight of {factor}", entry["weight"], ())
+        _check_tensor(spec.name, f"weight of {factor}", entry.get("weight"), ())
     pending = entry.get("pending")
     if pending is not None:
+        _check_mapping(spec.name, f"pending {factor}", pending)
         _count(f"the step of the pending {factor} of {spec.name}", pending.get("step"))
     for kind in KINDS:
         what = f"{kind} of {factor}"
@@ -92,10 +94,16 @@ def _check_decomposition(
 def _check_adam(spec: LayerSpec, moments: Mapping[str, Any] | None) -> None:
     if moments is None:
         return
+    _check_mapping(spec.name, "adam", moments)
     for key in ("first", "second"):
-        _check_tensor(spec.name, f"adam {key}", moments[key], spec.grad_shape)
-    _check_tensor(spec.name, "adam skipped", moments["skipped"], (spec.groups, 1, 1))
-    _count(f"the Adam steps of {spec.name}", moments["steps"])
+        _check_tensor(spec.name, f"adam {key}", moments.get(key), spec.grad_shape)
+    _check_tensor(spec.name, "adam skipped", moments.get("skipped"), (spec.groups, 1, 1))
+    _count(f"the Adam steps of {spec.name}", moments.get("steps"))
+
+
+def _check_mapping(name: str, what: str, found: Any) -> None:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"K-FAC state of {name}: {what} is no dict ({type(found).__name__})")
 
 
 def _check_tensor(name: str, what: str, found: Any, shape: tuple[int, ...]) -> None:

@@ -120,6 +120,56 @@ def test_layers_that_steps_leave_out_keep_one_copy_of_their_decompositions():
     assert sorted(held) == ["1", "2", "3", "5"]
 
 
+def damaged(path, value):
+    """Return a function that replaces an entry of a state, or removes it if there is no value."""
+
+    def damage(state):
+        *parents, last = path
+        for key in parents:
+            state = state[key]
+        if value is None:
+            del state[last]
+        else:
+            state[last] = value
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["layers"], [1]),
+        (["layers", "7"], [1]),
+        (["layers", 8], {"A": {}}),
+        (["layers", "7", "A"], 3),
+        (["layers", "7", "A", "weight"], None),
+        (["layers", "7", "A", "factor"], None),
+        (["layers", "7", "A", "pending"], 3),
+        (["layers", "7", "adam"], {"first": 3}),
+        (["layers", "7", "adam"], 3),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_damaged_state_is_refused_and_changes_nothing(path, value, steps):
+    model = tiny_model()
+    kfac = kfac_of(model)
+    step(model, kfac, seed=1)
+    saved = copy.deepcopy(kfac.state_dict()) | {"steps": steps}
+    before = copy.deepcopy(tensors_of(kfac.state_dict()))
+    damaged(path, value)(saved)
+    with pytest.raises(ValueError, match="K-FAC state"):
+        kfac.load_state_dict(saved)
+    assert kfac.steps == 1
+    after = tensors_of(kfac.state_dict())
+    assert all(map(torch.equal, after, before))
+    assert len(after) == len(before)
+
+
+def test_a_list_is_no_state():
+    with pytest.raises(ValueError, match="the argument is a list, expected a dict"):
+        kfac_of(tiny_model()).load_state_dict([])
+
+
 @pytest.mark.parametrize("steps", [-1, 2**62, 1.5])
 def test_a_number_of_steps_that_no_run_has_is_refused(steps):
     kfac = kfac_of(tiny_model())
