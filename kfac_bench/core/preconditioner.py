@@ -115,8 +115,8 @@ class KFAC:
             * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and KL clip; only
               with the optimizer :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build
               both with :func:`kfac_bench.eigen_adam`. With ``early_updates`` the first intervals
-              are shorter: with ``update_freq=40``, statistics and decompositions are due at steps
-              0, 5, 10, 20, 40, 80 and so on.
+              are shorter: with both intervals of 40 steps, statistics are due at steps 0, 5, 10,
+              20, 40, 80 and so on. Decompositions follow at once, or in slices (see ``spread``).
             * ``identity``: a control for experiments. A and G are identities, so only the KL clip
               remains.
         damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).

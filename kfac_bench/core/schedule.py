@@ -153,8 +153,9 @@ class Schedules:
 class Doubling:
     """An interval that grows: the first ones are an eighth, an eighth, a quarter and a half of it.
 
-    With an interval of 40 steps, something is due at steps 0, 5, 10, 20, 40, 80, 120 and so on.
-    Parts of another interval are rounded down: with 20 steps, at steps 0, 2, 5, 10, 20, 40.
+    With an interval of 40 steps, statistics are due at steps 0, 5, 10, 20, 40, 80, 120 and so on.
+    Slices of decompositions are due in the steps between them. Parts of another interval are
+    rounded down: with 20 steps, statistics are due at steps 0, 2, 5, 10, 20, 40.
     """
 
     interval: float
