@@ -43,9 +43,10 @@ class RunStarted(Event):
 
     ``run_id`` is the name of the run directory. ``config`` has every option of the run.
     ``environment`` has the versions, the commit, the command and the hardware. ``metric`` is the
-    name of the validation metric that a target is about. ``payload_bytes`` is the size of K-FAC's
-    messages each time that a stage runs, by stage and kind of op. ``data`` is the fingerprint of
-    the data: by split the number of examples and a hash.
+    name of the validation metric that a target is about, and ``higher_is_better`` says whether a
+    larger value is better. ``payload_bytes`` is the size of K-FAC's messages each time that a stage
+    runs, by stage and kind of op. ``data`` is the fingerprint of the data: by split the number of
+    examples and a hash.
     """
 
     run_id: str
@@ -135,8 +136,9 @@ class Trained(Event):
 class Evaluated(Event):
     """Exact metrics over the validation set: each example counts once on any number of ranks.
 
-    ``metrics`` has each metric by its name. ``left_out`` examples are not counted, because their
-    files cannot be read (``data.on_error=skip``).
+    ``epoch`` counts passes over the training set so far. ``metrics`` has each metric by its name.
+    ``left_out`` examples are not counted, because their files cannot be read
+    (``data.on_error=skip``).
     """
 
     epoch: float
@@ -148,8 +150,9 @@ class Evaluated(Event):
 class SampleSkipped(Event):
     """A file that cannot be read, so that its examples are left out (``data.on_error=skip``).
 
-    Each such file has one event. ``rank`` is a rank that tried to read the file. ``count`` is the
-    number of such files of this process so far.
+    Each such file has one event. ``path`` names the file, ``reason`` says what is wrong with it.
+    ``rank`` is a rank that tried to read the file. ``count`` is the number of such files of this
+    process so far.
     """
 
     path: str
@@ -184,7 +187,10 @@ class PredictedItem(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Predicted(Event):
-    """Held-out examples with the model's predictions, in the folder ``path``."""
+    """Held-out examples with the model's predictions, in the folder ``path``.
+
+    ``items`` has a :class:`PredictedItem` for each example.
+    """
 
     path: str
     items: Sequence[PredictedItem]

@@ -1,6 +1,7 @@
 """The documentation: its code runs or parses, its pages are short, and its links lead somewhere."""
 
 import ast
+import dataclasses
 import json
 import re
 import shlex
@@ -131,6 +132,15 @@ def test_the_pages_of_groups_say_the_defaults_of_each_choice():
 def test_the_page_of_events_has_every_kind():
     listed = re.findall(r"^        - (\w+)$", PAGES["reference/events.md"], re.MULTILINE)
     assert {kind.__name__ for kind in events.Event.__subclasses__()} <= {*listed}
+
+
+@pytest.mark.parametrize("kind", events.EVENTS.values())
+def test_an_event_explains_each_of_its_fields(kind):
+    shared = {field.name for field in dataclasses.fields(events.Event)}
+    own = {field.name for field in dataclasses.fields(kind)} - shared
+    missing = {name for name in own if f"``{name}``" not in kind.__doc__}
+    assert own
+    assert not missing
 
 
 def test_pages_are_short():
