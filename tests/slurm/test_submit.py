@@ -65,11 +65,13 @@ def test_a_job_that_slurm_refuses_is_one_line_and_leaves_no_job(here):
         slurm_submit.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
 
 
-def test_no_job_of_a_row_is_left_if_slurm_refuses_cells_with_more_ranks(here):
+def test_no_job_of_a_row_is_left_if_cells_with_more_ranks_are_refused(here):
     row = suite.row("kaisa_unet_lgg", "smoke", ("logger=none",), "runs/refused", [0])
-    row = replace(row, cells=[replace(row.cells[0], ranks=n, label=f"{n}") for n in (1, 9999)])
-    with pytest.raises(UsageError, match=r"The jobs submitted before \(\d+ \d+\) are cancelled"):
-        jobs.submit(row, (), 0, ["--hold", "--time=5"])
+    good = row.cells[0]
+    bad = replace(good, ranks=2, label="bad", overrides=(*good.overrides, f"label={'x' * 200_000}"))
+    line = r"sbatch cannot be started .*\. The jobs submitted before \(\d+ \d+\) are cancelled"
+    with pytest.raises(UsageError, match=line):
+        jobs.submit(replace(row, cells=[good, bad]), (), 0, ["--hold", "--time=5"])
     assert here("squeue", "--noheader") == ""
 
 
