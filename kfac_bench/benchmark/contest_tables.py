@@ -210,8 +210,9 @@ def _sittings(result: ContestResult) -> Table:
 
 def _machine(runs: Sequence[PackedRun]) -> str:
     started = (e.environment for r in runs for e in r.events if isinstance(e, RunStarted))
-    kinds = {
-        f"{plain(option(e, 'hardware', 'cpu'))}, torch {plain(option(e, 'versions', 'torch'))}"
-        for e in started
-    }
+    kinds = set()
+    for about in started:
+        processor = "cpu" if option(about, "device") in (None, "cpu") else "gpus"
+        name = plain(option(about, "hardware", processor))
+        kinds.add(f"{name}, torch {plain(option(about, 'versions', 'torch'))}")
     return "; ".join(sorted(kinds))

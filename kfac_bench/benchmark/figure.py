@@ -1,8 +1,9 @@
 """A benchmark's figure, drawn from the lines of its table: measured, computed and published.
 
 Measured bars are filled and show the interval of their seeds. Computed bars are hatched, published
-bars are outlines, and a published range is a grey band. A missed target has no bar, but a cross.
-If another model ran than the paper's, its numbers have panels with a scale of their own.
+bars are outlines, and a published range is a grey band. A missed target has no bar or point, but a
+cross. An arrow shows an interval without an end, because some seeds missed the target. If another
+model ran than the paper's, its numbers have panels with a scale of their own.
 """
 
 import math
@@ -186,9 +187,7 @@ def _bar(
     """Draw one bar with its interval, or a cross for a missed target."""
     x, height = top
     if not math.isfinite(height):
-        # At the bottom of the panel: the axis may be cut or logarithmic, and then lacks the zero.
-        at_bottom = axes.get_xaxis_transform()
-        axes.plot([x], [0], "x", color=colour, transform=at_bottom, clip_on=False, zorder=3)
+        _cross(axes, x, colour)
         return
     looks: dict[str, dict[str, Any]] = {
         "measured": {"color": colour},
@@ -198,8 +197,20 @@ def _bar(
     axes.bar(x, height, 0.92 * width, **looks[kind])
     if kind == "measured" and line.measured is not None:
         low, high = line.measured.low, line.measured.high
-        if low != high and math.isfinite(low) and math.isfinite(high):
-            axes.plot([x, x], [low, high], color=INK, linewidth=1.2)
+        ends = [end if math.isfinite(end) else height for end in (low, high)]
+        if low != high:
+            axes.plot([x, x], ends, color=INK, linewidth=1.2)
+        # Some seeds missed the target, so the interval has no end on this side.
+        for end, arrow in ((low, "v"), (high, "^")):
+            if math.isinf(end):
+                axes.plot([x], [height], arrow, color=INK, markersize=5)
+
+
+def _cross(axes: Axes, x: float, colour: str) -> None:
+    """Draw a missed target."""
+    # At the bottom of the panel: the axis may be cut or logarithmic, and then lacks the zero.
+    at_bottom = axes.get_xaxis_transform()
+    axes.plot([x], [0], "x", color=colour, transform=at_bottom, clip_on=False, zorder=3)
 
 
 def _scale(axes: Axes, heights: Sequence[float]) -> None:
@@ -229,12 +240,16 @@ def _lines(
         mine = [line for line in lines if value_on(spec.colour, line) == name]
         paint = PALETTE[i % len(PALETTE)]
         for kind, marker in (("measured", "o"), ("computed", ""), ("published", "D")):
-            points = [
+            every = [
                 (int(value_on(spec.x, line)), height)
                 for line in mine
                 for what, height in heights(line)
-                if what == kind and kind in kinds and math.isfinite(height)
+                if what == kind and kind in kinds
             ]
+            for x, height in every:
+                if math.isinf(height):
+                    _cross(axes, x, paint)
+            points = [point for point in every if math.isfinite(point[1])]
             if not points:
                 continue
             (drawn,) = axes.plot(*zip(*points, strict=True), color=paint, marker=marker)

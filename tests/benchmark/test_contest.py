@@ -538,6 +538,18 @@ def test_speeds_without_a_finished_baseline_are_not_scaled():
     assert machine_speed.comparable_time_s(packed("sgd", "a", 1, 2.5), {}) == 2.5
 
 
+@pytest.mark.parametrize(("device", "name"), [("cpu", "A CPU"), ("cuda:0", "A GPU")])
+def test_a_sitting_names_the_processor_that_trained(lab, device, name):
+    about = {"hardware": {"cpu": "A CPU", "gpus": "A GPU"}, "device": device}
+    about["versions"] = {"torch": "2.15"}
+    run = packed("sgd", TASKS[0], 10, 2.0)
+    started = RunStarted(0, 0.0, "a", "x", True, {}, about)
+    store = lab.store("table")
+    store.add(replace(run, events=(started, *run.events)))
+    table = contest_tables.tables(contest_tables.load(contest(), store))[-1]
+    assert table.rows[0][2] == f"{name}, torch 2.15"
+
+
 def test_sittings_without_a_baseline_are_named(lab):
     store = lab.store("table")
     for seed, sitting in ((10, "1"), (11, "2")):

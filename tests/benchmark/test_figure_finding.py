@@ -1,6 +1,7 @@
 """The title of a benchmark's figure: one sentence from the numbers that are drawn."""
 
 import math
+import re
 from dataclasses import replace
 
 from kfac_bench.benchmark import figure
@@ -127,6 +128,23 @@ def test_panels_that_share_an_axis_show_all_their_bars():
     assert "axis cut" not in shown
     assert {"0", "100"} <= {*shown}
     assert "axis cut" in texts(figure.svg(row, lines[:2]))
+
+
+def test_misses_are_drawn_in_lines_and_open_intervals_on_bars():
+    lines = Benchmark(
+        **(vars(ROW) | {"figure": FigureSpec(["accuracy"], "gpus", "optimizer", True)})
+    )
+    missed = line("K-FAC", "8", -math.inf)
+    some = replace(KFAC, measured=Measured(92.0, -math.inf, 93.0, 3, 1))
+    cross, arrow = r"M -3 3", r"M -?0 2\.5"
+    for row, each, sign, is_drawn in (
+        (lines, [*BOTH, SGD, missed], cross, True),
+        (lines, [*BOTH, SGD, KFAC], cross, False),
+        (ROW, [SGD, missed], cross, True),
+        (ROW, [SGD, some], arrow, True),
+        (ROW, [SGD, KFAC], arrow, False),
+    ):
+        assert bool(re.search(sign, figure.svg(row, each))) is is_drawn, (sign, is_drawn)
 
 
 def test_the_figure_has_the_finding_and_the_subject():
