@@ -22,6 +22,7 @@ from kfac_bench.core.distributed.collective import Collective, default_collectiv
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
 from kfac_bench.core.stepper import Stepper
 
@@ -368,10 +369,12 @@ class KFAC:
 
     def _step_in_hook(self, loss_scale: LossScale) -> None:
         if any(takes_gradient(layer.weight) for layer in self._layers):
+            remedy = "remove attach(), and call step() inside whole_gradients(engine)"
+            if self.plan.method == EIGEN_ADAM:
+                remedy = "EigenAdam needs whole weights, so use ZeRO stage 0"
             raise RuntimeError(
                 "attach() with DeepSpeed's ZeRO, which leaves each rank a part of the gradients: "
-                "remove attach(), and call step() inside whole_gradients(engine) "
-                "(docs/how-to/deepspeed.md)"
+                f"{remedy} (docs/how-to/deepspeed.md)"
             )
         order = self._guards.order
         # An optimizer may step without a new backward: frameworks do so to make its state.

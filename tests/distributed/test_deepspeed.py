@@ -347,15 +347,14 @@ def test_a_script_may_use_deepspeeds_autocast(stage):
     assert sha256(got[-1][1]) == sha256(twin[-1][1])
 
 
-def attached_on_rank(stage):
+def attached_on_rank(stage, method="eigen"):
     """Train a step with the one-line form; return the weights, or what the error says."""
     with deepspeed_here(stage):
         import deepspeed
 
-        model = tiny_model()
-        optimizer = sgd(model)
-        kfac = make_kfac(model, optimizer, {"spread": False}, collective=TorchCollective())
-        kfac.attach()
+        model, options = tiny_model(), {"method": method, "spread": False}
+        optimizer = optimizer_of(model, options)
+        make_kfac(model, optimizer, options, collective=TorchCollective()).attach()
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -383,6 +382,8 @@ def test_the_one_line_form_works_without_zero_and_is_refused_with_zero():
         assert_close(weights, wanted)
     for said in run_ranks(2, attached_on_rank, 2):
         assert "call step() inside whole_gradients(engine)" in said
+    for said in run_ranks(2, attached_on_rank, 1, "eigen_adam"):
+        assert "EigenAdam needs whole weights, so use ZeRO stage 0" in said
 
 
 def refused_on_rank(config):
