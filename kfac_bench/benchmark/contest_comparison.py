@@ -24,8 +24,14 @@ def compared(result: ContestResult, name: str, other: ContestResult, other_name:
         other_name: Its name.
 
     Raises:
-        UsageError: The contests have no run on the same task with the same optimizer and seed.
+        UsageError: The contests have no run on the same task with the same optimizer and seed, or
+            their baselines differ.
     """
+    if result.benchmark.baseline != other.benchmark.baseline:
+        raise UsageError(
+            f"{name} and {other_name} have different baselines, so their seconds cannot be scaled "
+            "to one machine. Compare benchmarks with the same baseline"
+        )
     rows: list[list[Value]] = []
     for task, row in result.runs.items():
         if task not in other.runs:

@@ -7,6 +7,7 @@ import pytest
 from kfac_bench import cli
 from kfac_bench.benchmark.contest_comparison import compared
 from kfac_bench.benchmark.contest_tables import ContestResult
+from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import RunEnded, TargetReached
 from kfac_bench.record.packed_runs import PackedRun
@@ -21,10 +22,11 @@ def run(seed, seconds, sitting="1", kind="table"):
     return PackedRun(f"run{seed}", kind, TASK, "sgd", seed, sitting, "", {}, events)
 
 
-def contest(times, sitting="1", baseline_s=1.0, optimizer="SGD"):
+def contest(times, sitting="1", baseline_s=1.0, optimizer="SGD", steps=3):
     """Return the runs of one optimizer: seconds by seed."""
     runs = {TASK: {optimizer: [run(seed, t, sitting) for seed, t in times.items()]}}
-    return ContestResult(None, runs, {TASK: [run(0, baseline_s, sitting, "baseline")]})
+    benchmark = Benchmark("A contest", {}, [], baseline=[f"trainer.max_steps={steps}"])
+    return ContestResult(benchmark, runs, {TASK: [run(0, baseline_s, sitting, "baseline")]})
 
 
 def row(ours, theirs):
@@ -51,6 +53,11 @@ def test_nothing_in_common():
     for other in (contest({2: 1.0}), contest({1: 1.0}, optimizer="Adam")):
         with pytest.raises(UsageError, match="have no task, optimizer and seed in common"):
             compared(contest({1: 1.0}), "twice", other, "once")
+
+
+def test_seconds_of_other_baselines_tell_nothing_of_the_machine():
+    with pytest.raises(UsageError, match="twice and once have different baselines"):
+        compared(contest({1: 1.0}), "twice", contest({1: 1.0}, steps=4), "once")
 
 
 @pytest.mark.parametrize(("other", "code", "fragment"), [
