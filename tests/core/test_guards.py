@@ -327,6 +327,16 @@ class TestRightScripts:
         kfac.step()
 
 
+def test_the_gradient_of_an_input_is_no_loss_scale():
+    """An adversarial example often takes the sum of the loss: here 256 times the mean."""
+    model, _, kfac = setup()
+    x, y = batch(256)
+    x.requires_grad_()
+    torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), x)
+    F.cross_entropy(model(x), y).backward()
+    kfac.step()
+
+
 def test_an_overflow_before_many_steps_without_statistics_is_fine():
     """The steps between two statistics must not add up to what looks like a loss scale."""
     every = {"update_freq": 128, "factor_update_freq": 128, "spread": False}

@@ -77,6 +77,9 @@ class Capture:
     A call without samples (a head that got no boxes) adds nothing. A layer with only such calls has
     no statistics, as if it had not been used.
 
+    A forward inside a transform of torch.func or inside torch.jit.trace counts nothing: hooks could
+    not read its graph.
+
     torch.compile: hooks would break the graph at each layer. While enabled, compiled models
     therefore run eagerly. At all other steps the whole compiled graph runs.
 

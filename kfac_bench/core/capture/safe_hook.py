@@ -1,4 +1,4 @@
-"""Hooks that do not disturb copies, pickles and torch.compile; :mod:`.hooks` uses them."""
+"""Hooks that disturb no copies, pickles, torch.compile and torch.func; :mod:`.hooks` uses them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +15,18 @@ def _unpickled() -> Callable[..., None]:
     return no_hook
 
 
+def _is_transformed() -> bool:
+    """Return whether torch.compile, torch.jit or a transform of torch.func runs the model now.
+
+    Their tensors may not leave the pass, and have no graph that a hook could read.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 class SafeHook:
     """A hook that copies and pickles as :func:`no_hook`: K-FAC stays with the original model."""
 
@@ -22,8 +34,8 @@ class SafeHook:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Call the function, except while torch.compile traces."""
-        if not torch.compiler.is_compiling():
+        """Call the function, except in a pass that is transformed."""
+        if not _is_transformed():
             self.function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from kfac_bench.core.capture.gradient_watch import node_of, weight_getter, will_run
 from kfac_bench.core.capture.safe_hook import SafeHook
 from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.guards.notices import Notices
@@ -56,34 +58,45 @@ class OutputGradients:
             and layer.forward_context is None  # its calls exist only at steps with statistics
             and not is_sharded(layer.weight)
         ]
-        self._layer = usable[-1] if usable else None
+        self._layer = layer = usable[-1] if usable else None
         self._sum: Tensor | None = None
         self._size: Tensor | None = None
-        hook = SafeHook(self._on_forward)
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(hook, with_kwargs=True, prepend=True)
-            for module in (self._layer.modules if self._layer is not None else ())
-        ]
+        self._handles: list[RemovableHandle] = []
+        if layer is None:
+            return
+        for module in layer.modules:
+            hook = SafeHook(partial(self._on_forward, weight_getter(layer, module)))
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
 
     def _on_forward(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+        self,
+        weight_of: Callable[[nn.Module], Tensor],
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Any,
     ) -> None:
-        assert self._layer is not None
-        if module.training and torch.is_grad_enabled():
-            for call in self._layer.calls(module, args, kwargs, output):
-                add = partial(self._add, self._layer, call.x, call.prepare, call.edge.output_nr)
+        layer, weight = self._layer, weight_of(module)
+        assert layer is not None
+        is_trained = weight.requires_grad and isinstance(weight, nn.Parameter)
+        if is_trained and module.training and torch.is_grad_enabled():
+            node = node_of(weight)
+            for call in layer.calls(module, args, kwargs, output):
+                add = partial(self._add, layer, node, call.x, call.prepare, call.edge.output_nr)
                 call.edge.node.register_prehook(add)
 
     def _add(
         self,
         layer: Layer,
+        weight_node: Node,
         x: Tensor,
         prepare: Callable[[Tensor], Tensor] | None,
         output_nr: int,
         grads: tuple[Tensor | None, ...],
     ) -> None:
         g = grads[output_nr]
-        if g is None or not g.numel() or not self._handles:
+        # A pass that does not reach .grad belongs to another loss: an adversarial example.
+        if g is None or not self._handles or not will_run(weight_node) or not g.numel():
             return
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             _, each = layer.sums(x, g if prepare is None else prepare(g))

@@ -170,6 +170,36 @@ def test_another_pass_leaves_no_statistics(net, name, where, fisher):
     assert_same(got, train(copy.deepcopy(net), lambda *_: None, where, fisher=fisher), 1e-12)
 
 
+def per_sample_gradients(model, x):
+    def loss(weights, one):
+        return torch.func.functional_call(model, weights, one[None]).sum()
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "jacrev": lambda model, x: torch.func.jacrev(lambda x: model(x).sum(0))(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "vmap of grad": per_sample_gradients,
+    "vectorized": lambda model, x: torch.autograd.functional.jacobian(
+        lambda x: model(x).sum(0), x, vectorize=True
+    ),
+    "trace": lambda model, x: torch.jit.trace(model.first, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformed_pass_runs_and_leaves_no_statistics(net, name):
+    def other(model, kfac):
+        TRANSFORMS[name](model, batch(50)[0].double())
+
+    got = train(copy.deepcopy(net), other, "before")
+    assert_same(got, train(copy.deepcopy(net), lambda *_: None, "before"), 1e-12)
+
+
 @pytest.mark.parametrize("method", ["inverse", "ekfac"])
 def test_an_adversarial_example_with_other_options(net, method):
     options = {"method": method, "weight_sharing": "reduce"}
