@@ -197,6 +197,8 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Return ``better`` or ``worse`` if the means differ by more than the seeds' range."""
+        if math.isnan(self.gain):
+            return "both diverge"
         if abs(self.gain) <= self.range:
             return "better, within the range" if self.gain > 0 else "worse, within the range"
         return "**better**" if self.gain > 0 else "**WORSE**"

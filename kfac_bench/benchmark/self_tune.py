@@ -26,7 +26,7 @@ from kfac_bench.benchmark.performance_profile import TAU_MAX
 from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.sitting import Sitting, TimeIsUp, tasks_of
-from kfac_bench.benchmark.trials import TrialRunner, overrides_of, trial_settings
+from kfac_bench.benchmark.trials import TrialRunner, overrides_of, shown_s, trial_settings
 from kfac_bench.benchmark.tune import check
 from kfac_bench.errors import UsageError
 from kfac_bench.record.text_file import write_text
@@ -143,7 +143,7 @@ class Candidates:
                     for seed in self._tuning.seeds
                 ]  # fmt: skip
                 medians[task] = median(times)
-                say(f"{self._optimizer}, {study}, {task}: median {medians[task]:.2f} s")
+                say(f"{self._optimizer}, {study}, {task}: median {shown_s(medians[task])}")
             results.append((mean_ratio(medians, self.best_s), settings))
         mean, settings = min(results, key=lambda each: each[0])
         return settings, mean

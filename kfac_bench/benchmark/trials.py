@@ -42,8 +42,13 @@ class TuningTrial:
         return self.key[0]
 
     def __str__(self) -> str:
-        result = "missed" if math.isinf(self.time_s) else f"{self.time_s:.2f} s to target"
+        result = shown_s(self.time_s) + ("" if math.isinf(self.time_s) else " to target")
         return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {result}"
+
+
+def shown_s(time_s: float) -> str:
+    """Return the seconds to target as text; ``missed`` if they are infinite."""
+    return "missed" if math.isinf(time_s) else f"{time_s:.2f} s"
 
 
 def trial_settings(tuning: Tuning, optimizer: str, study: int = 0) -> list[dict[str, Any]]:

@@ -20,11 +20,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from kfac_bench.benchmark import performance_profile, schema
 from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
-from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, trial_settings
+from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, shown_s, trial_settings
 from kfac_bench.benchmark.tuned_experiment import experiment_yaml
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
@@ -89,7 +90,7 @@ def tune(
             path = out / f"{search.name}.yaml"
             text = experiment_yaml(tuning, search.point, search.reached, best, times)
             write_text(path, text, make_folder=True)
-            say(f"{path}: {best}, median over seeds {score.bootstrap_median(times)[0]:.2f} s")
+            say(f"{path}: {best}, median over seeds: {shown_s(median(times))}")
     except TimeIsUp:
         total = len(searches) * len(tuning.seeds) * tuning.trials
         left = total - sum(len(trials) for s in searches for trials in s.studies.values())
@@ -178,7 +179,7 @@ def _final(tuning: Tuning, search: Search, runner: TrialRunner) -> tuple[TuningT
         ]
         times = [t.time_s for t in on_seeds]
         gaps = [t.key[1] for t in on_seeds]
-        key = (score.bootstrap_median(times)[0], score.bootstrap_median(gaps)[0])
+        key = (median(times), median(gaps))
         results.append((key, winner, times))
     _, best, times = min(results, key=lambda r: r[0])
     return best, times
@@ -194,9 +195,9 @@ def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
         optimizer = search.point["optimizer"]
         name = tuning.labels.get(optimizer, optimizer)
         task = " ".join(v for k, v in search.point.items() if k != "optimizer")
-        median, low, high = score.bootstrap_median(search.times_s)
-        times.setdefault(task, {})[name] = median
-        rows.append([task, name, median, low, high, search.reached])
+        middle, low, high = score.bootstrap_median(search.times_s)
+        times.setdefault(task, {})[name] = middle
+        rows.append([task, name, middle, low, high, search.reached])
     columns = ("task", "optimizer", "seconds to target", "low", "high", "trials that reached it")
     note = (
         f"Median over {len(tuning.seeds)} studies of {tuning.trials} trials; the result of a study "

@@ -1,6 +1,5 @@
 """The winner of a tuning as an experiment file."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import yaml
 
 from kfac_bench.benchmark import schema
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.trials import TuningTrial
+from kfac_bench.benchmark.trials import TuningTrial, shown_s
 
 
 def experiment_yaml(
@@ -36,7 +35,7 @@ def experiment_yaml(
         *({f"override /{k}": v} for k, v in groups.items()),
         "_self_",
     ]
-    said = ", ".join("missed" if math.isinf(t) else f"{t:.2f} s" for t in times)
+    said = ", ".join(map(shown_s, times))
     header = (
         f"# Written by kfac-bench tune: the best of {len(tuning.seeds) * tuning.trials} trials, "
         f"{tuning.trials} on each of the seeds\n# {', '.join(map(str, tuning.seeds))}, of which "

@@ -17,6 +17,7 @@ from benchmarks import (
     background,
     checks,
     clipping,
+    defaults,
     gpu,
     guards,
     intervals,
@@ -562,6 +563,19 @@ def test_a_missing_tensor_counts_as_an_infinite_error():
     assert checks._worst(one, one) == 0
     assert checks._worst(one, one | {"b": torch.ones(2)}) == float("inf")
     assert checks._worst({}, {}) == float("inf")
+
+
+def test_two_rows_of_diverged_runs_are_not_compared():
+    good, bad = (defaults.Curve([0], [0.0], [metric]) for metric in (0.5, math.inf))
+    rows = [
+        defaults.Comparison("t", "sgd", 0.1, [a], [b]) for a in (good, bad) for b in (good, bad)
+    ]
+    assert [row.verdict for row in rows] == [
+        "worse, within the range",
+        "**WORSE**",
+        "**better**",
+        "both diverge",
+    ]
 
 
 def test_a_tensor_with_nan_fails_the_check(monkeypatch):
