@@ -23,6 +23,7 @@ from kfac_bench.core.capture.forward_context import context_hooks
 from kfac_bench.core.capture.gradient_watch import node_of, weight_getter
 from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.moments import Collected, Moments
+from kfac_bench.core.capture.repeated_forwards import OUTSIDE, RepeatedForwards
 from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.capture.saved_tensors import SavedTensors
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
@@ -41,6 +42,8 @@ class _Seen:
     x: Tensor
     prepare: Callable[[Tensor], Tensor] | None
     forward: int
+    repeated_in: int
+    """The backward in which checkpointing repeats the forward; OUTSIDE if it does not."""
     weight_node: Node
     """Adds to ``.grad`` of the weight."""
 
@@ -109,6 +112,7 @@ class Capture:
         by_name = {layer.name: layer for layer in layers}
         self.passes = CountedPasses(by_name, self._moments, self.handover)
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
+        self._repeated = RepeatedForwards()
         self._seen: list[tuple[GradientEdge, _Seen]] = []
         self._forward = self._backwards = 0
         self._enabled = False
@@ -159,9 +163,11 @@ class Capture:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        if self.passes.paused or not (
-            self._enabled and module.training and torch.is_grad_enabled()
-        ):
+        if self.passes.paused or not (self._enabled and module.training):
+            return
+        if not torch.is_grad_enabled():
+            self._count_use(layer.name, self._forward)
+            self._repeated.note(layer.name, self._forward)
             return
         weight = weight_of(module)
         # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call.
@@ -169,10 +175,11 @@ class Capture:
             return
         weight_node = node_of(weight)
         # A layer may have several calls: each projection of an attention module is one.
+        forward, repeated_in = self._repeated.origin(layer.name, self._forward)
         for call in layer.calls(module, args, kwargs, output):
-            seen = _Seen(layer, call.x, call.prepare, self._forward, weight_node)
-            use = (layer.name, self._forward)
-            self._uses[use] = self._uses.get(use, 0) + 1
+            seen = _Seen(layer, call.x, call.prepare, forward, repeated_in, weight_node)
+            if repeated_in == OUTSIDE:
+                self._count_use(layer.name, forward)
             if self._sampled:
                 self._seen.append((call.edge, seen))
                 continue
@@ -180,12 +187,19 @@ class Capture:
             if self.handover is not None:
                 self.handover.expect(layer.name)
 
+    def _count_use(self, name: str, forward: int) -> None:
+        use = (name, forward)
+        self._uses[use] = self._uses.get(use, 0) + 1
+
     def _on_backward(self, seen: _Seen, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
         g = grads[output_nr]
         if g is None or not self.passes.includes(seen.layer.name, g, seen.weight_node):
             return
         # Calls in the same forward and backward are positions of the same samples.
-        self._add(seen, g, (seen.forward, torch._C._current_graph_task_id()))
+        backward = seen.repeated_in
+        if backward == OUTSIDE:
+            backward = torch._C._current_graph_task_id()
+        self._add(seen, g, (seen.forward, backward))
         if self.handover is not None:
             self.handover.arrived(seen.layer.name)
 
@@ -264,6 +278,7 @@ class Capture:
         self.passes.end()
         self._seen.clear()
         self._uses.clear()
+        self._repeated.clear()
         start = time.perf_counter()
         collected = self._moments.pop()
         self.seconds += time.perf_counter() - start

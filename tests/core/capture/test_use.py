@@ -187,6 +187,44 @@ def test_activation_checkpointing_counts_once(use_reentrant, method, weight_shar
     assert_same(got, want)
 
 
+class Looped(nn.Module):
+    """A block that is used three times, each time in a checkpoint of its own."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        h = self.first(x)
+        for _ in range(3):
+            if self.use_reentrant is None:
+                h = self.block(h).tanh()
+            else:
+                h = checkpoint(lambda h: self.block(h).tanh(), h, use_reentrant=self.use_reentrant)
+        return self.last(h)
+
+
+@BOTH
+@pytest.mark.parametrize("method", ["eigen", "ekfac"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_of_one_layer_are_calls_of_one_forward(use_reentrant, method, weight_sharing):
+    """Two forwards have one backward here, so each segment belongs to the right one of them."""
+    one, other = Looped(use_reentrant), Looped(None)
+    other.load_state_dict(one.state_dict())
+    x, results = torch.randn(2, 6, 4), []
+    for model in (one, other):
+        kfac = kfac_of(model, method=method, weight_sharing=weight_sharing)
+        for _ in range(2):
+            model.zero_grad()
+            with torch.no_grad():  # nothing repeats this call
+                model.block(torch.zeros(6, 6))
+            (loss_of(model(x[0]), 6) + loss_of(model(x[1]), 6)).backward()
+            kfac.step()
+        results.append({"f": factors_of(kfac), "g": grads_of(model)})
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_statistics_bring_no_further_recomputation(use_reentrant):
     model, forwards = Checkpointed(use_reentrant), []
