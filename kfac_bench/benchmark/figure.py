@@ -88,8 +88,12 @@ def _draw_row(
     spec = benchmark.figure
     assert spec is not None
     colours = _values(benchmark, spec.colour, lines)
+    lines = [line for line in lines if {*_kinds([line])} & {*kinds}]
     draw = _lines if spec.lines else _bars
-    for axes, group in zip(panels, _groups(spec, lines), strict=True):
+    groups = _groups(spec, lines)
+    for axes in panels[len(groups) :]:
+        axes.set_visible(False)
+    for axes, group in zip(panels, groups, strict=False):
         of_group = [line for line in lines if _panel(spec, line) == group]
         draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours, kinds)
         words = [subject, " ".join(value for _, value in group)]
@@ -102,7 +106,7 @@ def _draw_row(
         _scale(panels[0], tops)
     unit = next((line.unit for line in lines if line.unit), "")
     name = spec.quantities[0] if len(spec.quantities) == 1 else ""
-    panels[0].set_ylabel(f"{name} ({unit})" if unit and name else name or unit)
+    panels[0].set_ylabel(f"{name} ({unit})" if unit and name not in ("", unit) else name or unit)
 
 
 def _rows(lines: Sequence[Line], ran: str) -> dict[str, Sequence[str]]:
