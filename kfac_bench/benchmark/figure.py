@@ -57,16 +57,16 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
     if not mine:
         return None
     colours = _values(benchmark, spec.colour, mine)
-    groups = _groups(spec, mine)
     rows = _rows(mine, ran)
+    columns = max(len(_groups(spec, _of_kinds(mine, kinds))) for kinds in rows.values())
     with our_look():
-        width = max(4.6, 1.3 + 1.1 * len(_values(benchmark, spec.x, mine))) * len(groups)
+        width = max(4.6, 1.3 + 1.1 * len(_values(benchmark, spec.x, mine))) * columns
         width = min(max(width, 6.4), 15.0)
         title = _title(benchmark, mine, ran, width)
         height = 1.3 + 2.8 * len(rows) + _TITLE_LINE_IN * (1 + title.count("\n"))
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        panels = figure.subplots(len(rows), len(groups), squeeze=False, sharey="row")
+        panels = figure.subplots(len(rows), columns, squeeze=False, sharey="row")
         for (subject, kinds), in_row in zip(rows.items(), panels, strict=True):
             _draw_row(in_row, benchmark, mine, subject, kinds)
         figure.legend(
@@ -88,7 +88,8 @@ def _draw_row(
     spec = benchmark.figure
     assert spec is not None
     colours = _values(benchmark, spec.colour, lines)
-    lines = [line for line in lines if {*_kinds([line])} & {*kinds}]
+    unit = next((line.unit for line in lines if line.unit), "")
+    lines = _of_kinds(lines, kinds)
     draw = _lines if spec.lines else _bars
     groups = _groups(spec, lines)
     for axes in panels[len(groups) :]:
@@ -104,7 +105,6 @@ def _draw_row(
         panels[0].set_ylim(0, 1.08 * max(tops, default=0.0) or 1.0)
     else:
         _scale(panels[0], tops)
-    unit = next((line.unit for line in lines if line.unit), "")
     name = spec.quantities[0] if len(spec.quantities) == 1 else ""
     panels[0].set_ylabel(f"{name} ({unit})" if unit and name not in ("", unit) else name or unit)
 
@@ -146,6 +146,11 @@ def _kinds(lines: Sequence[Line]) -> list[str]:
     there = {kind for line in lines for kind, _ in heights(line)}
     there |= {_RANGE for line in lines if isinstance(line.published, tuple)}
     return [kind for kind in (*KINDS, _RANGE) if kind in there]
+
+
+def _of_kinds(lines: Sequence[Line], kinds: Sequence[str]) -> list[Line]:
+    """Return the lines that have a number of one of these kinds; all lines if none has one."""
+    return [line for line in lines if {*_kinds([line])} & {*kinds}] or [*lines]
 
 
 def _drawn(lines: Sequence[Line], kinds: Sequence[str]) -> list[float]:
@@ -219,7 +224,7 @@ def _cross(axes: Axes, x: float, colour: str) -> None:
 
 def _scale(axes: Axes, heights: Sequence[float]) -> None:
     """Cut the y axis if all bars are about equal; make it logarithmic if they differ a lot."""
-    if not heights or min(heights) <= 0:
+    if len(heights) < 2 or min(heights) <= 0:
         return
     low, high = min(heights), max(heights)
     if high < 1.6 * low:
