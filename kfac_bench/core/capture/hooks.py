@@ -165,7 +165,7 @@ class Capture:
     ) -> None:
         if self.passes.paused or not (self._enabled and module.training):
             return
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # checkpointing may repeat this call inside backward
             self._count_use(layer.name, self._forward)
             self._repeated.note(layer.name, self._forward)
             return
