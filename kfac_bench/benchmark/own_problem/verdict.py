@@ -71,10 +71,11 @@ def _conclusion(result: TryResult) -> list[str]:
     if fastest is reference:
         return _reference_first(result)
     winner = _winner(result)
-    if winner is None and math.isinf(reference.times_s[0]):
+    limit_s = reference.limit_s
+    if winner is None and math.isinf(reference.times_s[0]) and fastest.times_s[2] >= limit_s:
         # Nobody knows how long the reference would have taken after its limit.
         return [
-            f"Nothing is shown: {fastest.name} may need more than the {_s(reference.limit_s)} that "
+            f"Nothing is shown: {fastest.name} may need more than the {_s(limit_s)} that "
             f"{reference.name} had. Use more --minutes."
         ]
     if winner is None:

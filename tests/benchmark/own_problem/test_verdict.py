@@ -152,6 +152,9 @@ def test_who_reaches_the_target_on_some_seeds_is_not_said_to_miss_it():
     some = finalist("AdamW", [90, 95, INF, INF, INF])
     said = text_of(EIGEN, reference=replace(ADAMW, runs=some.runs))
     assert "AdamW reaches it in 2.6x the time on 2 of 5 seeds only." in said
+    near = finalist("SOAP", [85, 86, 87, 88, 94])
+    said = text_of(near, reference=replace(ADAMW, runs=some.runs))
+    assert "Nothing is shown: the intervals of SOAP and AdamW overlap." in said
     fast = replace(ADAMW, runs=finalist("AdamW", [20, 21, 22, 23, 24]).runs)
     said = text_of(replace(EIGEN, runs=some.runs), reference=fast)
     assert "only AdamW reaches the target on most seeds. Keep AdamW." in said
