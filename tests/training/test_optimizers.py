@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from kfac_bench import muon
 from kfac_bench.config import compose, registry
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated
@@ -172,6 +173,14 @@ def test_muon():
         close = {"rtol": 1e-2, "atol": 2e-3} if n in hidden else {}  # torch's iterates in bf16
         torch.testing.assert_close(p, wanted[n], **close)
     assert {g["initial_lr"] for g in optimizer.param_groups} == {0.1, 0.003}
+
+
+def test_muon_refuses_what_it_would_ignore():
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"options \['lr'\], which would be ignored"):
+        muon(model, params=[{"params": [*model.parameters()], "lr": 0.1}])
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module.*muon\(model\)"):
+        muon(model.parameters())
 
 
 def test_muon_leaves_the_tokens_of_a_vision_transformer_to_adam():

@@ -6,8 +6,7 @@ from typing import Any
 from pytorch_optimizer import Muon
 from torch import nn
 
-Group = dict[str, Any]
-"""A parameter group of torch.optim."""
+from kfac_bench.core.validation import check_is_model
 
 
 def muon(
@@ -20,7 +19,7 @@ def muon(
     adam_lr: float = 3e-4,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-10,
-    params: Iterable[Group] | None = None,
+    params: Iterable[dict[str, Any]] | None = None,
 ) -> Muon:
     """Return an optimizer of the whole model: Muon for hidden weights, Adam for the rest.
 
@@ -38,17 +37,27 @@ def muon(
         adam_lr: The learning rate of Adam.
         betas: Adam's decay of the running means of the gradient and of its square.
         eps: Adam's, added to the root of the second moment.
-        params: Parameter groups, which may have their own ``weight_decay``; by default all trained
-            parameters of the model are one group.
+        params: Parameter groups, which may have their own ``weight_decay`` but no other options; by
+            default all trained parameters of the model are one group.
 
     Returns:
         The optimizer of pytorch_optimizer.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
+        ValueError: A group has other options than ``weight_decay``.
     """
+    check_is_model(model, "muon(model)")
     if params is None:
         params = [{"params": [p for p in model.parameters() if p.requires_grad]}]
     for_adam = _embeddings_and_last_layer(model)
-    split: list[Group] = []
+    split: list[dict[str, Any]] = []
     for group in params:
+        if other := group.keys() - {"params", "weight_decay"}:
+            raise ValueError(
+                f"muon(): a group has the options {sorted(other)}, which would be ignored. A group "
+                "may have params and weight_decay"
+            )
         every = list(group["params"])
         decay = group.get("weight_decay", weight_decay)
         # A class token [1, 1, d] or positions [1, n, d] have one row: they are vectors.
