@@ -54,7 +54,9 @@ def _images(folder: str) -> list[str]:
     found = []
     for place, names, files in os.walk(folder, followlinks=True):
         seen.add(os.path.realpath(place))
-        names[:] = [name for name in names if not _leads_back(os.path.join(place, name), seen)]
+        # Sorted, because the order decides which of two links to one folder is followed.
+        inner = [name for name in names if not _leads_back(os.path.join(place, name), seen)]
+        names[:] = sorted(inner)
         found.append((place, sorted(files)))
     return [
         os.path.join(place, file)
