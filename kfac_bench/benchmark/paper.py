@@ -57,7 +57,7 @@ def write(row: BenchmarkRow) -> RowReport:
         files.append(path)
     page = stem.with_name(stem.name + ".html")
     runs = [run.path for run in trained]
-    _page(page, runs, tables, f"{row.name}{_profile(row)}")
+    _page(page, runs, tables, row.full_name)
     return RowReport(row, lines, tables, verdicts, runs, [*files, page])
 
 
@@ -68,14 +68,6 @@ def _page(path: Path, runs: Sequence[Path], tables: Sequence[Table], title: str)
         return
     folder = path.absolute().parent.resolve()
     write_text(path, report.html(report.Comparison([], [], []), title, tables, folder))
-
-
-def _profile(row: BenchmarkRow) -> str:
-    return _word(row.profile)
-
-
-def _word(profile: str) -> str:
-    return f" profile={profile}" if profile else ""
 
 
 def _tables(
@@ -94,7 +86,7 @@ def _markdown(
     row: BenchmarkRow, tables: Sequence[Table], pictures: Collection[str], stem: str
 ) -> str:
     """Return the Markdown file; ``pictures`` has the endings of the figures beside the file."""
-    head = f"# {row.name}{_profile(row)}\n\n{escape_markdown(row.benchmark.source)}\n"
+    head = f"# {row.full_name}\n\n{escape_markdown(row.benchmark.source)}\n"
     picture = (
         f"\n![{escape_markdown(row.benchmark.title)}]({stem}.svg)\n" if ".svg" in pictures else ""
     )
@@ -166,7 +158,8 @@ def _short(each: RowReport, title: str) -> str:
 
 def begin_mark(profile: str) -> str:
     """Return the line of a document after which the results of a profile stand."""
-    return f"<!-- made by kfac-bench report all{_word(profile)} --into -->"
+    word = f" profile={profile}" if profile else ""
+    return f"<!-- made by kfac-bench report all{word} --into -->"
 
 
 def into(
@@ -194,7 +187,7 @@ def into(
     for each in written:
         name = each.row.name
         page = Path("results") / (each.row.profile or "report") / f"{name}.md"
-        title = f"# {name}{_profile(each.row)}"
+        title = f"# {each.row.full_name}"
         write_text(document.parent / page, _short(each, title), make_folder=True)
         pages.append(document.parent / page)
         rows.append([Link(name, page.as_posix()), each.row.benchmark.title])

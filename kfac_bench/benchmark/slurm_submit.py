@@ -66,14 +66,14 @@ def submit(
         name = f"report-{_digest(str(folder.resolve()))}"
         ids.append(_sbatch(name, output / "report", last, after))
     except UsageError as error:
-        raise UsageError(f"{error}{_cancelled([*before, *ids])}") from None
+        raise UsageError(f"{error}{_cancel([*before, *ids])}") from None
     except KeyboardInterrupt:
-        _cancelled([*before, *ids])
+        _cancel([*before, *ids])
         raise
     return ids
 
 
-def _cancelled(ids: Sequence[str]) -> str:
+def _cancel(ids: Sequence[str]) -> str:
     """Cancel the jobs, and return a sentence about them; nothing if there are none."""
     if not ids:
         return ""

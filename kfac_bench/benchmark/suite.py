@@ -66,6 +66,11 @@ class BenchmarkRow:
     """Whether the user asked for some of the cells or for fewer seeds: too little for a verdict."""
 
     @property
+    def full_name(self) -> str:
+        """The name and the profile, as in a command."""
+        return f"{self.name} profile={self.profile}" if self.profile else self.name
+
+    @property
     def all_cells(self) -> list[Cell | ComputedCell]:
         """The cells that train, then the computed cells."""
         return [*self.cells, *self.computed]
@@ -184,8 +189,7 @@ def has_begun(found: Sequence[Attempt]) -> bool:
 def refuse_new(each: BenchmarkRow, found: Sequence[Attempt]) -> None:
     """Raise :class:`UsageError` if no cell was started."""
     if not has_begun(found):
-        profile = f" profile={each.profile}" if each.profile else ""
-        command = f"kfac-bench run {each.name}{profile}"
+        command = f"kfac-bench run {each.full_name}"
         raise UsageError(f"{each.name}: no cell was run yet; start with {command}")
 
 

@@ -116,7 +116,7 @@ def test_of_several_quantities_the_largest_is_named():
 
 
 def test_panels_that_share_an_axis_show_all_their_bars():
-    """The range of the last panel once hid the bars of the others."""
+    """The bars of all panels decide the range, not those of the last panel alone."""
     row = Benchmark(**(vars(ROW) | {"axes": ROW.axes | {"task": ["easy", "hard"]}}))
     spread = {"easy": (10.0, 11.0), "hard": (100.0, 110.0)}
     lines = [

@@ -267,13 +267,14 @@ def test_a_computed_cell_that_cannot_be_written_is_computed_again(tmp_path, monk
     """A full disk must leave no file that looks like a finished cell."""
     (cell, _) = computed.cells(schema.load("fig7_step_profile"), str(tmp_path))
     monkeypatch.setattr(simulated, "numbers", lambda words: {"ms_per_step": 2.5})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     # The kernel refuses longer files.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     try:
         with pytest.raises(compose.UsageError, match=r"cannot be written \(File too large\)"):
             cell.run()
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not cell.is_done()
     assert cell.run() == (True, "computed")
     assert load(cell.path()).started.metric == "ms_per_step"
