@@ -433,3 +433,74 @@ class TestWideLayers:
     @pytest.mark.parametrize(("rows", "options"), [(900, {}), (64, {"max_dim": 32})])
     def test_a_larger_batch_and_a_smaller_max_dim_help(self, rows, options):
         self.train(rows, **options)
+
+
+class TestMissingStep:
+    """The optimizer trains, and K-FAC never runs."""
+
+    @staticmethod
+    def train(model, optimizer, steps, before=lambda: None):
+        for seed in range(steps):
+            optimizer.zero_grad()
+            backward(model, seed=seed)
+            before()
+            optimizer.step()
+
+    @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+    @pytest.mark.parametrize("foreach", [False, True])
+    def test_a_forgotten_step(self, name, foreach):
+        model = network()
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, foreach=foreach)
+        kfac = KFAC(model, optimizer, **OPTIONS)
+        self.train(model, optimizer, 3)
+        with pytest.warns(UserWarning, match="changed 3 times, but K-FAC made no step"):
+            self.train(model, optimizer, 1)
+        self.train(model, optimizer, 5)
+        assert kfac.steps == 0
+
+    def test_another_optimizer_steps_than_the_one_with_k_fac(self):
+        """A framework returns an optimizer of its own around the same parameters."""
+        model, optimizer, kfac = setup()
+        kfac.attach()
+        other = torch.optim.SGD(optimizer.param_groups, lr=0.1)
+        with pytest.warns(UserWarning, match="made no step"):
+            self.train(model, other, 4)
+
+    @pytest.mark.parametrize("is_attached", [False, True])
+    def test_right_scripts(self, is_attached):
+        model, optimizer, kfac = setup(factor_update_freq=5, update_freq=5)
+        if is_attached:
+            kfac.attach()
+        before = (lambda: None) if is_attached else kfac.step
+        self.train(model, optimizer, 8, before)
+        model.eval()
+        for seed in range(5):  # evaluation, and weights that are loaded
+            backward(model, seed=seed)
+            model.load_state_dict(network().state_dict())
+        model.train()
+        optimizer.zero_grad()
+        self.train(model, optimizer, 8, before)
+        optimizer.zero_grad()
+        for seed in range(6):  # micro-batches
+            backward(model, seed=seed)
+        self.train(model, optimizer, 2, before)
+        kfac.detach()
+        self.train(model, optimizer, 8)
+
+    def test_sharpness_aware_minimization(self):
+        """The weights move, and move back, in each step."""
+        model, optimizer, kfac = setup()
+        for seed in range(6):
+            backward(model, seed=seed)
+            with torch.no_grad():
+                moved = [0.05 * p.grad for p in model.parameters()]
+                for p, m in zip(model.parameters(), moved, strict=True):
+                    p.add_(m)
+            optimizer.zero_grad()
+            backward(model, seed=seed)
+            with torch.no_grad():
+                for p, m in zip(model.parameters(), moved, strict=True):
+                    p.sub_(m)
+            kfac.step()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -15,6 +15,7 @@ from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.guards.evaluation import check_training_mode
 from kfac_bench.core.guards.loss_mean import MeanCheck
 from kfac_bench.core.guards.loss_scale import LaterUnscaling, LossScaleCheck
+from kfac_bench.core.guards.missing_step import MissingStep
 from kfac_bench.core.guards.model_changes import ModelChanges
 from kfac_bench.core.guards.notices import Notices
 from kfac_bench.core.guards.step_order import StepOrder
@@ -54,6 +55,7 @@ class Guards:
         self.order = StepOrder(layers)
         self._layers = layers
         self._notices = Notices(is_active=rank == 0)
+        self._missing = MissingStep(model, layers, self._notices)
         self._changes = ModelChanges(model, layers, find)
         self._scale = LossScaleCheck(layers) if sees_loss else None
         self._mean = MeanCheck() if sees_loss and sees_moments else None
@@ -88,6 +90,7 @@ class Guards:
     def see_gradients(self) -> None:
         """Remember the gradients that K-FAC has just written; forget those before."""
         self.order.mark()
+        self._missing.step()
         if self._scale is not None:
             self._scale.end_step()
         if self._unscaling is not None:
@@ -111,5 +114,6 @@ class Guards:
     def remove(self) -> None:
         """Remove all hooks."""
         self.release_optimizer()
+        self._missing.remove()
         if self._scale is not None:
             self._scale.remove()
