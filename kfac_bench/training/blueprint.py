@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from kfac_bench.config import DataConfig, TrainConfig
 from kfac_bench.data.base.dataset import Data
@@ -60,7 +62,14 @@ class Blueprint:
 
     def assumed_model(self) -> nn.Module:
         """Return the network of a dry run."""
-        return self.model(self.shape, self.num_classes)
+        model = self.model(self.shape, self.num_classes)
+        if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+            # As in a run, lazy modules learn their shapes from a batch.
+            model.eval()
+            with torch.no_grad():
+                self.output(model, self.example_inputs(2))
+            model.train()
+        return model
 
 
 def _build_data(config: DataConfig, task: str) -> Data:
