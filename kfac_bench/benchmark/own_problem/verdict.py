@@ -131,7 +131,7 @@ def _faster(winner: Finalist, reference: Finalist) -> str:
         least = reference.limit_s / winner.times_s[0]
         # The target may be beyond what the reference can reach: then no factor means anything.
         time = f"{_ratio(least)} the time" if least > 1 else _s(reference.limit_s)
-        does = f"does not in {time}"
+        does = f"does not reach it in {time}"
         if reference.reached:
             some = f"{reference.reached} of {len(reference.runs)} seeds"
             does = f"reaches it in {time} on {some} only"
