@@ -9,7 +9,7 @@ from kfac_bench import report
 from kfac_bench.benchmark.own_problem import paste, spaces
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE
-from kfac_bench.benchmark.own_problem.study import StudyResult, final_limit_s
+from kfac_bench.benchmark.own_problem.study import HOPELESS, StudyResult, final_limit_s
 from kfac_bench.benchmark.own_problem.trial_result import TrialResult
 from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
 from kfac_bench.benchmark.own_problem.verdict import verdict
@@ -123,13 +123,14 @@ def _trials_table(found: StudyResult) -> Table:
     for name, trials in found.trials.items():
         for count, trial in enumerate(trials, start=1):
             shown = ", ".join(f"{k} {v}" for k, v in trial.settings.items() if "." in k)
-            rows.append([labels[name], count, shown, trial.seed])
+            rows.append([labels[name], count, shown, str(trial.seed)])
             rows[-1] += [trial.time_s, trial.train_s, trial.reason]
     budget = found.plan.budget
     note = (
         f"Each optimizer had {budget.tune_s:.3g} training seconds. A trial stops when it cannot be "
-        f"faster than the best one of its optimizer, and at the latest after {budget.limit_s:.3g} "
-        "s. The best settings ran again on other seeds, if the seconds sufficed. The median decides"
+        f"faster than the best one of its optimizer, after {HOPELESS} times the seconds of the "
+        f"best one of all, and at the latest after {budget.limit_s:.3g} s. The best settings ran "
+        "again on other seeds, if the seconds sufficed. The median decides"
     )
     columns = (
         *("optimizer", "trial", "settings", "seed"),
