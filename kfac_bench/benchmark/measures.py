@@ -72,6 +72,16 @@ def train_s(run: Run, level: Level) -> float:
     return _inf_if_failed(run, number(ended[-1].train_s)) if ended else math.nan
 
 
+def seconds_at_least(run: Run, name: str) -> float:
+    """Return a lower bound of the seconds that a run would have needed, for a run that missed.
+
+    It is the time that the run trained. Runs that failed have no bound, and neither have other
+    measures than ``seconds_to_...``: inf.
+    """
+    seconds = train_s(run, None) if name.startswith("seconds_to_") else math.inf
+    return seconds if seconds > 0 else math.inf
+
+
 def _pace(run: Run) -> tuple[float, float]:
     """Return the seconds of a step and of an epoch, from the first Trained event to the last.
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.benchmark.measures import COMPUTED, measure
+from kfac_bench.benchmark.measures import COMPUTED, measure, seconds_at_least
 from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.record.runs import Run
 from kfac_bench.record.score import bootstrap_median
@@ -37,6 +37,9 @@ class Measured:
     high: float
     seeds: int
     missed: int
+    bounds: int = 0
+    """How many of the seeds have an upper bound in place of a number: a ratio to seconds that the
+    other run had trained when it missed, so that the true ratio is smaller."""
 
 
 @dataclass(frozen=True)
@@ -184,12 +187,22 @@ class _Values:
 
     def _trained(self, name: str, point: GridPoint) -> Measured | None:
         runs = self._found.trained.get(key_of(point), {})
-        each = [self._value(name, point, seed) for seed in runs]
-        numbers = [value for value in each if value is not None]
+        each = {seed: self._value(name, point, seed) for seed in runs}
+        numbers = [value for value in each.values() if value is not None]
         if not numbers:
             return None
         missed = sum(math.isinf(value) for value in numbers)
-        return Measured(*bootstrap_median(numbers), len(numbers), missed)
+        bounds = sum(self._is_bound(name, point, seed) for seed in each if each[seed] is not None)
+        return Measured(*bootstrap_median(numbers), len(numbers), missed, bounds)
+
+    def _is_bound(self, name: str, point: GridPoint, seed: int) -> bool:
+        """Whether the number of this seed is a ratio to seconds of a run that missed."""
+        quantity = self._quantities[name]
+        base = self._base(quantity, point, list(self._found.trained)) if quantity.of else None
+        if base is None or quantity.how != "ratio":
+            return False
+        own, other = (self._value(quantity.of, p, seed) for p in (point, base))
+        return own != math.inf and other == math.inf
 
     def _value(self, name: str, point: GridPoint, seed: int) -> float | None:
         """Return the number of one seed: the worst value for a miss, None without a number."""
@@ -200,6 +213,8 @@ class _Values:
             if base is None:
                 return None
             own, other = (self._value(quantity.of, p, seed) for p in (point, base))
+            if quantity.how == "ratio" and other == math.inf:
+                other = self._at_least(quantity.of, base, seed)
             return _beside(own, other, quantity.how, worst)
         runs = self._found.trained.get(key_of(point), {})
         if seed not in runs:
@@ -216,6 +231,13 @@ class _Values:
         if math.isinf(value):
             return worst
         return None if math.isnan(value) else value * quantity.scale * _times(quantity, point)
+
+    def _at_least(self, name: str, point: GridPoint, seed: int) -> float:
+        """Return the seconds that a run had trained when it missed; inf if they are not known."""
+        quantity = self._quantities[name]
+        run = self._found.trained.get(key_of(point), {}).get(seed)
+        seconds = math.inf if run is None else seconds_at_least(run, quantity.measure)
+        return seconds * quantity.scale * _times(quantity, point)
 
     def _final_of(self, point: GridPoint, level_of: GridPoint, seed: int) -> float | None:
         """Return the final metric of the point that sets the level; None if it has none."""

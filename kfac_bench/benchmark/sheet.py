@@ -91,6 +91,8 @@ def _measured(measured: Measured | None) -> list[Value]:
     if measured.missed:
         seeds = f"{measured.seeds - measured.missed} of {measured.seeds}"
     value: Value = MISSED if math.isinf(measured.median) else measured.median
+    if measured.bounds and math.isfinite(measured.median):
+        value = f"at most {text(measured.median)}"
     low, high = (MISSED if math.isinf(x) else text(x) for x in (measured.low, measured.high))
     interval = None if measured.low == measured.high else f"{low} {DASH} {high}"
     return [value, interval, seeds]

@@ -36,6 +36,7 @@ class CheckState(Enum):
     HOLDS = "holds"
     FAILS = "fails"
     OPEN = "the interval contains the limit"
+    ONLY_A_BOUND = "only an upper bound is known"
     NO_NUMBER = "not every seed has a number"
 
 
@@ -106,12 +107,12 @@ def judge(claim: Claim, lines: Sequence[Line], seeds: int) -> Judgement:
         verdict = Verdict.NOT_SUPPORTED
     elif CheckState.NO_NUMBER in states:
         verdict = Verdict.NOT_TESTABLE
-    elif CheckState.OPEN in states:
+    elif not all(state is CheckState.HOLDS for state in states):
         verdict = Verdict.NOT_DECIDED
     else:
         verdict = Verdict.SUPPORTED
     numbers = "; ".join(
-        f"{_name(check)}: {_number(line)}, {_limit(check)}: {state.value}"
+        f"{_name(check)}: {_number(line)}, limit {_limit(check)}: {state.value}"
         for (check, line), state in zip(pairs, states, strict=True)
     )
     return Judgement(claim.text, verdict, numbers)
@@ -142,8 +143,14 @@ def _state(check: Check, line: Line | None, seeds: int) -> CheckState:
     # A missed target is infinite, and never within a limit.
     if low < least or high > most or math.isinf(low) or math.isinf(high):
         is_outside = high < least or low > most or (math.isinf(low) and low == high)
-        return CheckState.FAILS if is_outside else CheckState.OPEN
-    return CheckState.HOLDS
+        state = CheckState.FAILS if is_outside else CheckState.OPEN
+    else:
+        state = CheckState.HOLDS
+    # A number below an upper bound may be below any limit.
+    needs_the_number = low > most or (state is CheckState.HOLDS and check.at_least is not None)
+    if measured is not None and measured.bounds and needs_the_number:
+        return CheckState.ONLY_A_BOUND
+    return state
 
 
 def _name(check: Check) -> str:
@@ -157,7 +164,8 @@ def _number(line: Line | None) -> str:
     unit = f" {line.unit}" if line.unit else ""
     low, high = (_text(end) for end in interval)
     spread = "" if low == high else f" ({low} {DASH} {high})"
-    return f"{_text(line.ours)}{unit}{spread}"
+    bound = "at most " if line.measured and line.measured.bounds else ""
+    return f"{bound}{_text(line.ours)}{unit}{spread}"
 
 
 def _text(value: float) -> str:

@@ -58,7 +58,7 @@ class TrainerConfig(Section):
     clock: str = option(
         "wall",
         "clock that measures training time: wall (time of day), or cpu (processor time of this "
-        "process, whatever else the machine does; needs one rank, one thread and no workers)",
+        "process, which other programs disturb less; needs one rank, one thread and no workers)",
         RESULT,
         choices=("wall", "cpu"),
     )

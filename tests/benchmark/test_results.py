@@ -142,6 +142,18 @@ def test_a_miss_stays_a_miss_and_nothing_is_compared_with_a_miss():
     assert _beside(4.0, math.inf, "less", worst=-math.inf) is None
 
 
+def test_a_ratio_to_a_missed_target_is_an_upper_bound(row):
+    quantities = ROW.quantities | {
+        "ratio": Quantity(of="seconds", against={"optimizer": "K-FAC"}, how="ratio")
+    }
+    lines = results(replace(row, benchmark=replace(ROW, quantities=quantities)))
+    ratio = lines["ratio", "SGD", "64"]
+    # Twice 4.0 s beside 4.0 s, twice 5.0 s beside a miss after 9.0 s, and a process that failed.
+    assert ratio.measured == Measured(pytest.approx((2 + 10 / 9) / 2), 10 / 9, 2.0, 2, 0, 1)
+    shown = sheet.compared(ROW, [ratio], [])
+    assert "at most 1.556" in shown.rows[0]
+
+
 def test_a_computed_cell_has_a_column_of_its_own(row):
     line = results(row)["state", "K-FAC", "256"]
     assert line.measured is None

@@ -16,8 +16,8 @@ FASTER = Check("seconds over SGD's", AT, at_most=0.6)
 AS_GOOD = Check("more than SGD", AT, at_least=-0.5)
 
 
-def measured(check, median, low, high, seeds=3, missed=0):
-    return Line(check.at, check.quantity, "", Measured(median, low, high, seeds, missed))
+def measured(check, median, low, high, seeds=3, missed=0, bounds=0):
+    return Line(check.at, check.quantity, "", Measured(median, low, high, seeds, missed, bounds))
 
 
 GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
@@ -34,6 +34,8 @@ GOOD = measured(AS_GOOD, 0.1, -0.2, 0.4)
         ([measured(FASTER, 0.5, 0.4, 0.6, seeds=2), GOOD], Verdict.NOT_TESTABLE),
         ([GOOD], Verdict.NOT_TESTABLE),
         ([measured(FASTER, 0.5, 0.4, 0.6), measured(AS_GOOD, -2, -3, -1)], Verdict.NOT_SUPPORTED),
+        ([measured(FASTER, 0.5, 0.4, 0.6, bounds=3), GOOD], Verdict.SUPPORTED),
+        ([measured(FASTER, 0.8, 0.7, 0.9, bounds=1), GOOD], Verdict.NOT_DECIDED),
         (
             [
                 measured(FASTER, 0.5, 0.4, 0.6),
@@ -51,14 +53,19 @@ def test_a_claim_is_supported_if_whole_intervals_are_within_the_limits(lines, ex
 def test_the_numbers_are_those_of_the_lines():
     lines = [measured(FASTER, 0.5, 0.41, math.inf, missed=1), GOOD]
     assert judge(Claim("Faster.", [FASTER, AS_GOOD]), lines, 3).numbers == (
-        "seconds over SGD's (K-FAC): 0.5 (0.41 \u2013 missed), at most 0.6: "
+        "seconds over SGD's (K-FAC): 0.5 (0.41 \u2013 missed), limit at most 0.6: "
         "the interval contains the limit; "
-        "more than SGD (K-FAC): 0.1 (-0.2 \u2013 0.4), at least -0.5: holds"
+        "more than SGD (K-FAC): 0.1 (-0.2 \u2013 0.4), limit at least -0.5: holds"
+    )
+    bound = judge(Claim("Faster.", [FASTER]), [measured(FASTER, 0.8, 0.7, 0.9, bounds=1)], 3)
+    assert bound.numbers == (
+        "seconds over SGD's (K-FAC): at most 0.8 (0.7 \u2013 0.9), limit at most 0.6: "
+        "only an upper bound is known"
     )
     exact = Line(AT, "bytes", "kB", computed=12.0)
     said = judge(Claim("Small.", [Check("bytes", AT, at_most=10)]), [exact], 3)
     assert said.verdict is Verdict.NOT_SUPPORTED
-    assert said.numbers == "bytes (K-FAC): 12 kB, at most 10: fails"
+    assert said.numbers == "bytes (K-FAC): 12 kB, limit at most 10: fails"
 
 
 def test_a_claim_that_cannot_be_tested_or_has_not_run_says_so():
