@@ -38,13 +38,20 @@ def record_failure(
 
 
 def failure(folder: Path) -> Failure | None:
-    """Return why the run of this directory failed; None if it did not, or has ended well since."""
+    """Return why the run of this directory failed; None if it did not, or has ended well since.
+
+    A run whose events cannot be read has failed: one damaged file must not stop the other runs.
+    """
+    try:
+        has_ended = ended(folder) is not None
+    except UsageError as error:
+        return Failure(str(error), has_run=True)
     try:
         record = json.loads(read_own(folder / FAILED_FILE))
         found = Failure(str(record["reason"]), record.get("has_run") is not False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
         return None
-    return found if ended(folder) is None else None
+    return None if has_ended else found
 
 
 def ended(folder: Path) -> str | None:

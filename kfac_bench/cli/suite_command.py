@@ -128,8 +128,8 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str]:
-    """Return the rows that the options name, and the launcher."""
+def _rows(options: argparse.Namespace, only: str) -> tuple[list[BenchmarkRow], str]:
+    """Return the rows that the options name, with the cells of `only`, and the launcher."""
     from kfac_bench.benchmark import suite
 
     _separate_seeds(options)
@@ -139,7 +139,7 @@ def _rows(options: argparse.Namespace) -> tuple[list[BenchmarkRow], str]:
     names = suite.names(options.benchmark, profile)
     if len(names) > 1 and options.runs_dir:
         raise UsageError(f"--runs-dir {options.runs_dir}: name one benchmark instead of {ALL}")
-    rows = [suite.row(n, profile, overrides, options.runs_dir, seeds, options.only) for n in names]
+    rows = [suite.row(n, profile, overrides, options.runs_dir, seeds, only) for n in names]
     for row in rows:
         if overrides and row.cells:
             row.cells[0].config()  # A wrong override is reported before anything runs.
@@ -153,7 +153,7 @@ def _run(options: argparse.Namespace) -> int:
     has_sitting = options.results is not None or options.minutes is not None
     if options.benchmark == ALL and (has_sitting or options.only):
         raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
-    rows, launcher = _rows(options)
+    rows, launcher = _rows(options, options.only)
     if launcher == "slurm":
         if has_sitting:
             raise UsageError("--results and --minutes do not fit launcher=slurm")
@@ -177,7 +177,9 @@ def _run(options: argparse.Namespace) -> int:
             )
             failed += suite.run(row, say, retry=options.retry, sitting=sitting)
             if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.
-                _report_row(row, brief=len(rows) > 1)
+                # --only chooses what runs now. The report keeps the cells that ran before.
+                whole = _rows(options, only="")[0][0] if options.only else row
+                _report_row(whole, brief=len(rows) > 1)
         except UsageError as error:
             if len(rows) == 1:
                 raise
@@ -192,7 +194,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    rows, _ = _rows(options)
+    rows, _ = _rows(options, options.only)
     if len(rows) > 1:
         _report_all(rows, options.into)
         return 0
@@ -246,7 +248,7 @@ def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
 
 def _compare(row: BenchmarkRow) -> None:
     """Report as ``kfac-bench compare``, for a benchmark without quantities."""
-    from kfac_bench.benchmark import suite
+    from kfac_bench.benchmark import run_end, suite
     from kfac_bench.benchmark.sheet import AttemptState
     from kfac_bench.cli import compare_command
     from kfac_bench.record.events import EVENTS_FILE
@@ -256,7 +258,11 @@ def _compare(row: BenchmarkRow) -> None:
     began, new = [], 0
     for each in found:
         if (each.path / EVENTS_FILE).exists():
-            began.append(each.path)
+            try:
+                run_end.ended(each.path)
+                began.append(each.path)
+            except UsageError as error:
+                say(f"not in the table: {each.label}: {error}")
         elif each.state is AttemptState.NEW:
             new += 1
         else:

@@ -293,6 +293,16 @@ def test_a_clock_that_stands_still_gives_no_number(tmp_path):
         assert math.isnan(measures.measure(run, name, None)), name
 
 
+def test_the_report_keeps_the_cells_that_only_left_out(row, monkeypatch, capsys):
+    monkeypatch.setattr(schema, "load", lambda name: ROW)
+    words = ["run", "made_up", "profile=smoke", "--only", "SGD", "--runs-dir", str(row.folder)]
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(words)
+    said = capsys.readouterr().out
+    assert (caught.value.code, said.count("(before)")) == (0, 3)
+    assert "| K-FAC | 64 | accuracy (%) | 40 |" in (row.folder / "smoke.md").read_text()
+
+
 def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
     """This test starts a real process."""
     tree = Benchmark(
@@ -392,6 +402,9 @@ def test_a_cell_that_was_killed_at_its_start_has_not_ended_and_a_damaged_one_has
     found = suite.attempts(part)
     assert [attempt.state.value for attempt in found] == ["has not ended", "failed"]
     assert "events.jsonl:1: not an event" in found[1].reason
+    # Nor does it stop the other runs: it has failed.
+    assert not run_end.will_run(damaged.path(), retry=False)
+    assert "events.jsonl:1: not an event" in run_end.outcome(damaged.path())
     measured = [line for line in suite.results(part, found) if line.measured]
     assert {line.point["optimizer"] for line in measured} == {"K-FAC"}
 
