@@ -4,12 +4,14 @@ A file gets its final name only after its unpacked content has the expected SHA-
 those of the unpacked files, because gzip files of the same content differ.
 """
 
+import fcntl
 import gzip
 import hashlib
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kfac_bench.data.download import check_url, download
@@ -58,10 +60,28 @@ def fetch(root: Path, url: str | None, say: Callable[[str], None]) -> None:
         check_url(url)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for name in CONTENT:
-            say(f"{name}: {_fetch_file(name, root, url)}")
+        with _alone(root, say):
+            for name in CONTENT:
+                say(f"{name}: {_fetch_file(name, root, url)}")
     except OSError as error:
         raise UsageError(f"{root}: cannot be written ({error.strerror or error})") from None
+
+
+@contextmanager
+def _alone(root: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder's lock inside the block: two commands would write the same partial files."""
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{root}: waits for another kfac-data fetch that writes there")
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError:
+            pass  # Some network file systems have no locks.
+        yield
+    finally:
+        os.close(folder)
 
 
 def _fetch_file(name: str, root: Path, url: str | None) -> str:

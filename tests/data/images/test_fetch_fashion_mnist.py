@@ -1,7 +1,9 @@
 """kfac-data fetch fashion_mnist: from a real server on this machine, and from Debian's package."""
 
+import fcntl
 import gzip
 import hashlib
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -72,6 +74,21 @@ def one_line(result):
     code, _, err = result
     assert (code, len(err.splitlines())) == (2, 1)
     return err
+
+
+def test_two_commands_take_turns_in_one_folder(server, tmp_path):
+    said, other = [], os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def say(line):
+        said.append(line)
+        if "waits for another" in line:
+            assert not list(tmp_path.glob("*ubyte.gz")), "it wrote beside the other command"
+            os.close(other)
+
+    fetch_fashion_mnist.fetch(tmp_path, server.url, say)
+    assert "waits for another kfac-data fetch" in said[0]
+    assert len(said) == 5
 
 
 def test_downloaded_files_can_be_read_and_are_not_downloaded_again(capsys, server, tmp_path):
