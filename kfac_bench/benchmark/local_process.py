@@ -10,6 +10,8 @@ from collections.abc import Sequence
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 """The number of this request in linux/prctl.h."""
+END_S = 60
+"""Seconds that a command may take to save and to end after SIGTERM."""
 
 
 def local_command(overrides: Sequence[str], ranks: int) -> list[str]:
@@ -29,21 +31,37 @@ def run(command: Sequence[str], timeout_s: float | None = None) -> tuple[int, st
     On Linux the command gets SIGTERM if this process dies. torchrun passes the signal on to its
     ranks, which save and end.
 
+    If this process stops waiting, after `timeout_s` or at Ctrl-C, the command gets SIGTERM first.
+
     Raises :class:`subprocess.TimeoutExpired` after `timeout_s`.
     """
-    done = subprocess.run(  # noqa: S603
+    with subprocess.Popen(  # noqa: S603
         command,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        timeout=timeout_s,
         preexec_fn=None if _LIBC is None else _end_with_caller,
-    )
-    lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or ["no output"]
+    ) as process:
+        try:
+            output, error = process.communicate(timeout=timeout_s)
+        except BaseException:
+            _end(process)
+            raise
+    lines = error.strip().splitlines() or output.strip().splitlines() or ["no output"]
     # torchrun prints more lines after the error of kfac-train.
     own = [line for line in lines if line.startswith("kfac-train: ")]
-    return done.returncode, f"{(own or lines)[-1]} (exit code {done.returncode})"
+    return process.returncode, f"{(own or lines)[-1]} (exit code {process.returncode})"
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Ask the command to end. SIGKILL at once would leave the ranks that torchrun has started."""
+    process.terminate()
+    try:
+        process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _end_with_caller() -> None:

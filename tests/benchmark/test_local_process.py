@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -12,7 +13,13 @@ CHILD = """
 import sys, time
 with open(sys.argv[1], "w") as fifo:
     print("ready", file=fifo, flush=True)
-    time.sleep(600)
+    time.sleep(30)
+"""
+LAUNCHER = """
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: rank.kill())
+rank.wait()
 """
 CALLER = """
 import sys
@@ -30,6 +37,18 @@ def test_a_command_ends_if_its_caller_is_killed(tmp_path):
         caller.kill()
         # The file ends when the child does.
         assert fifo.read() == ""
+
+
+def test_a_command_that_takes_too_long_ends_the_ranks_that_it_started(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    words = [sys.executable, "-c", LAUNCHER, CHILD, str(tmp_path / "fifo")]
+    # The file ends when the rank does.
+    reader = threading.Thread(target=(tmp_path / "fifo").read_text, daemon=True)
+    reader.start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        local_process.run(words, timeout_s=1)
+    reader.join(10)
+    assert not reader.is_alive()
 
 
 def test_output_that_is_not_utf_8_is_no_error():
