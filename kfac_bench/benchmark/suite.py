@@ -154,9 +154,14 @@ def run(
     try:
         return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
     except TimeIsUp:
-        left = sum(run_end.will_run(cell.path(), retry=retry) for cell in each.cells)
+        left = cells_left(each, retry=retry)
         say(f"time is up: {left} of {len(each.cells)} cells are left; the same command continues")
     return failed + sum(run_end.failure(cell.path()) is not None for cell in each.cells)
+
+
+def cells_left(each: BenchmarkRow, *, retry: bool) -> int:
+    """Return how many cells :func:`run` would run now."""
+    return sum(run_end.will_run(cell.path(), retry=retry) for cell in each.cells)
 
 
 def attempts(each: BenchmarkRow) -> list[Attempt]:

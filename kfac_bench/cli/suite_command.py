@@ -158,12 +158,13 @@ def _run(options: argparse.Namespace) -> int:
         if has_sitting:
             raise UsageError("--results and --minutes do not fit launcher=slurm")
         return _submit(rows, options)
-    began, failed, done = time.monotonic(), 0, 0
-    left = sum(len(row.cells) for row in rows)
+    began, failed = time.monotonic(), 0
+    todo = [suite.cells_left(row, retry=options.retry) for row in rows]
     for number, row in enumerate(rows, start=1):
         if len(rows) > 1:
-            spent = time.monotonic() - began
-            guess = f", about {spent / done * left / 60:.0f} min left in all" if done else ""
+            spent, done = time.monotonic() - began, sum(todo[: number - 1])
+            left_s = spent / done * sum(todo[number - 1 :]) if done else 0
+            guess = f", about {left_s / 60:.0f} min left in all" if done else ""
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
             sitting = open_sitting(
@@ -185,7 +186,6 @@ def _run(options: argparse.Namespace) -> int:
                 raise
             failed += 1
             say(f"{row.name}: {error}")
-        done, left = done + len(row.cells), left - len(row.cells)
     if len(rows) > 1:
         _report_all(rows, None)
         failures = counted(failed, "failed cell", none="no")

@@ -19,6 +19,7 @@ from kfac_bench.benchmark.schema import (
     Published,
     Quantity,
 )
+from kfac_bench.cli import suite_command
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
@@ -301,6 +302,31 @@ def test_the_report_keeps_the_cells_that_only_left_out(row, monkeypatch, capsys)
     said = capsys.readouterr().out
     assert (caught.value.code, said.count("(before)")) == (0, 3)
     assert "| K-FAC | 64 | accuracy (%) | 40 |" in (row.folder / "smoke.md").read_text()
+
+
+def test_the_time_left_counts_no_cells_that_ran_before(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(schema, "load", lambda name: ROW)
+    monkeypatch.setattr(suite, "names", lambda wanted, profile: ["one", "two", "three"])
+    now = 0.0
+    monkeypatch.setattr(suite_command.time, "monotonic", lambda: now)
+
+    def run(row, say, **options):
+        nonlocal now
+        now += 60.0 * suite.cells_left(row, retry=False)
+        return 0
+
+    monkeypatch.setattr(suite, "run", run)
+    for cell in suite.row("one", "smoke").cells:
+        write(cell.path(), 0.7, reached_s=4.0)
+    with pytest.raises(SystemExit):
+        cli.bench(["run", "all", "profile=smoke"])
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== ")]
+    assert heads == [
+        "== 1/3 one: Made up",
+        "== 2/3 two: Made up",
+        "== 3/3 three: Made up, about 6 min left in all",
+    ]
 
 
 def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
