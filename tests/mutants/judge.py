@@ -71,13 +71,16 @@ def run_tests(tests: Sequence[str], scratch: Path, limit_s: float) -> int | None
     """Return pytest's exit code, or None if the tests took longer than the limit."""
     child = multiprocessing.get_context("fork").Process(target=_run, args=(tests, scratch))
     child.start()
-    child.join(limit_s)
-    code = child.exitcode
-    # The tests may have started processes of their own, which are in the same group.
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.join()
-    return code
+    try:
+        child.join(limit_s)
+        return child.exitcode
+    finally:
+        # Ctrl-C does not reach the tests: they are in a process group of their own. The tests may
+        # have started processes, which are in the same group.
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+        child.join()
 
 
 def _run(tests: Sequence[str], scratch: Path) -> None:

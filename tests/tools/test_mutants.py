@@ -1,5 +1,9 @@
 """The list of `make mutants` fits the code, and its runner tells noticed changes from survivors."""
 
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +37,26 @@ def test_an_old_text_that_is_gone_is_named():
     mutant = Mutant(Path("kfac_bench/errors.py"), "no such text", "", ("tests/core",))
     with pytest.raises(UsageError, match=r"kfac_bench/errors.py has .* 0 times .*'no such text'"):
         mutant.apply((ROOT / mutant.file).read_text())
+
+
+def test_ctrl_c_ends_the_tests_that_run(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def endless(tests, scratch):
+        os.setsid()
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(60)
+
+    monkeypatch.setattr(judge, "_run", endless)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            judge.run_tests((), tmp_path, 30)
+        assert multiprocessing.active_children() == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.slow
