@@ -119,7 +119,7 @@ def _what_ranks_share(
         f"{plan.digest()} {schedules.at(0)} {options.adaptive_damping} {options.factored_damping} "
         f"{options.factor_convention} {options.fisher} {options.weight_sharing} {options.overlap} "
         f"{options.background} {options.grafting} {options.early_updates} {options.factor_init} "
-        f"{rule}"
+        f"{options.state_dtype} {rule}"
     )
 
 

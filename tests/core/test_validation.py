@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from kfac_bench import KFAC, eigen_adam
+from kfac_bench.core import construction
+from kfac_bench.core.damping import LevenbergMarquardt
 from tests.support.distributed import run_ranks
 
 
@@ -143,3 +145,34 @@ def test_the_kl_clip_needs_a_learning_rate():
     model(torch.randn(8, 6)).square().mean().backward()
     with pytest.raises(ValueError, match="SGD has lr=None, but the KL clip needs"):
         kfac.step()
+
+
+COMPARED = {
+    "damping": LevenbergMarquardt(interval=2),
+    "kl_clip": 0.5,
+    "factored_damping": True,
+    "grafting": False,
+    "early_updates": False,
+    "background": True,
+    "overlap": True,
+    "factor_init": "identity",
+    "factor_convention": "kaisa",
+    "fisher": "mc",
+    "weight_sharing": "reduce",
+    "state_dtype": torch.float16,
+}
+"""Options that do not change the plan, each with another value than in the test."""
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_ranks_compare_an_option_that_the_plan_does_not_contain(monkeypatch, name):
+    compared, plans = [], []
+    monkeypatch.setattr(
+        construction, "check_same_on_all_ranks", lambda _, what, __: compared.append(what)
+    )
+    options = {"damping": LevenbergMarquardt(), "state_dtype": torch.bfloat16}
+    for each in (options, options | {name: COMPARED[name]}):
+        model = network()
+        plans.append(KFAC(model, sgd(model), **each).plan.digest())
+    assert plans[0] == plans[1]
+    assert compared[0] != compared[1]
