@@ -265,6 +265,9 @@ def test_kfac_tells_that_a_loaded_state_lacks_decompositions():
     del state["layers"]["0"]["A"]["eigen"]
     kfac.load_state_dict(state)
     assert kfac.will_decompose_all
+    backward(model, *batch())
+    kfac.step()
+    assert not kfac.will_decompose_all, "the decompositions are complete again"
 
 
 def test_a_rank_whose_loss_has_no_weight_adds_no_statistics():

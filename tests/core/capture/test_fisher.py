@@ -353,13 +353,18 @@ def test_a_missing_fisher_backward_is_an_error_that_says_what_to_do(kind):
     model = mlp()
     kfac = kfac_of(model, fisher=kind, factor_update_freq=2)
     model(torch.randn(N, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"call fisher_backward\(output\) between forward and"):
+    missing = r"call fisher_backward\(output\) between forward and"
+    with pytest.raises(RuntimeError, match=missing):
         kfac.step()
     kfac.fisher_backward(model(torch.randn(N, 4)))
     kfac.step()
     model.zero_grad()
     model(torch.randn(N, 4)).sum().backward()
     kfac.step()  # no factors are due: nothing is missing
+    model.zero_grad()
+    model(torch.randn(N, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=missing):
+        kfac.step()
 
 
 def test_fisher_backward_does_nothing_if_no_factors_are_due():
