@@ -1,11 +1,11 @@
 """Benchmarks as data: which cells they have, and which cells are run."""
 
-import subprocess
+import sys
 
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import forked, grid, local_process, run_end, schema
+from kfac_bench.benchmark import forked, grid, run_end, schema
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose, conf_files
@@ -315,12 +315,8 @@ def test_the_message_of_a_cell_comes_from_its_events(tmp_path, monkeypatch):
 
 def test_lines_of_torchrun_after_the_error_are_left_out(tmp_path, monkeypatch):
     cell = Cell("x", ("model=resnet8", f"runs_dir={tmp_path}"), ranks=2)
-    said = "some warning\nkfac-train: it broke\ntorchrun: a rank failed\n"
-
-    def run(command, **_):
-        return subprocess.CompletedProcess(command, 1, "", said)
-
-    monkeypatch.setattr(local_process.subprocess, "run", run)
+    program = "raise SystemExit('warning\\nkfac-train: it broke\\ntorchrun: a rank failed')"
+    monkeypatch.setattr(Cell, "command", lambda self: [sys.executable, "-c", program])
     assert grid.run_cell(cell) == (False, "failed: kfac-train: it broke (exit code 1)")
 
 

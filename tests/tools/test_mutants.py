@@ -50,11 +50,12 @@ def test_ctrl_c_ends_the_tests_that_run(tmp_path, monkeypatch):
         time.sleep(60)
 
     monkeypatch.setattr(judge, "_run", endless)
+    others = multiprocessing.active_children()  # of other tests of this process
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             judge.run_tests((), tmp_path, 30)
-        assert multiprocessing.active_children() == []
+        assert set(multiprocessing.active_children()) <= set(others)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
