@@ -226,12 +226,25 @@ def messages() -> tuple[float, float]:
     return sum(alphas) / 2, sum(betas) / 2
 
 
+def usable_device(text: str) -> torch.device:
+    """Return the device of this name, which this machine must have."""
+    try:
+        device = torch.device(text)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be used ({reason}). Use cpu or cuda"
+        ) from None
+    return device
+
+
 def main() -> int:
     """Measure, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("name")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--device", default="cpu", type=usable_device, help="cpu (default), cuda")
     options = parser.parse_args()
     torch.set_num_threads(1)
     out = options.out or Path("conf/hardware") / f"{options.name}.yaml"

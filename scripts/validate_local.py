@@ -9,7 +9,6 @@ counts. The script takes a minute and a half.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kfac_bench.cli.entry import Parser, exit_with
 from kfac_bench.config import compose
 from kfac_bench.core import KFAC
 from kfac_bench.core.planning.plan import Stage
@@ -103,9 +103,13 @@ def mean(sorts: list[float]) -> float:
 
 def main() -> int:
     """Print the table."""
-    given = sys.argv[1:]
-    name, model = [*given, *["two_cores", "resnet32"][len(given) :]]
-    machine = hardware.load(Path(compose.CONF_DIR) / "hardware" / f"{name}.yaml")
+    parser = Parser(prog="validate_local.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("hardware", nargs="?", default="two_cores", help="two_cores (default)")
+    parser.add_argument("model", nargs="?", default="resnet32", help="resnet32 (default)")
+    options = parser.parse_args()
+    model = options.model
+    machine = hardware.load(Path(compose.CONF_DIR) / "hardware" / f"{options.hardware}.yaml")
+    compose.load(overrides(model))  # a wrong name is refused here, not by each rank
     print("| ranks | step | predicted | measured | error |")
     print("| ---: | --- | ---: | ---: | ---: |")
     for world_size in RANKS:
@@ -118,4 +122,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("validate_local.py", main)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware
 from scripts import measure_hardware, validate_local
 
@@ -44,6 +45,27 @@ def test_an_unwritable_file_fails_before_anything_is_measured(monkeypatch, capsy
         measure_hardware.main()
     assert caught.value.code == 2
     assert "/nowhere: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["toaster", "meta:x", "cuda:77"])
+def test_a_device_that_is_not_here_is_one_line(device, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["measure_hardware.py", "x", "--device", device])
+    with pytest.raises(SystemExit) as caught:
+        measure_hardware.main()
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument --device: '{device}' cannot be used" in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [(["moon"], "moon.yaml: cannot be read"), (["two_cores", "resnet7"], "model=resnet7")],
+)
+def test_a_wrong_name_is_refused_before_ranks_start(arguments, line, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["validate_local.py", *arguments])
+    monkeypatch.setattr(validate_local.mp, "spawn", None)
+    with pytest.raises(UsageError, match=line):
+        validate_local.main()
 
 
 def test_steps_are_predicted_and_measured_by_kind(monkeypatch, capsys):
