@@ -69,7 +69,7 @@ browser: setup  ## install Debian's Chromium for the tests of the HTML page, unl
 faults: setup  ## inject faults into real runs; 17 minutes (ARGS="--short", ARGS=--help)
 	$(BIN)/python -m tests.reliability.faults $(ARGS)
 
-soak: setup  ## train for long; memory, files and threads must not grow (ARGS="--steps 200")
+soak: setup  ## train for long; memory, files, disk and step time must not grow (ARGS="--minutes 120")
 	$(BIN)/python -m tests.reliability.soak $(ARGS)
 
 mutants: setup  ## make small changes in a copy; tests must notice each (ARGS="--part 1/4", ARGS=--help)

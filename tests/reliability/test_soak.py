@@ -14,13 +14,35 @@ from tests.reliability.soak.processes import Sample
 from tests.reliability.soak.verdict import Verdict
 
 
-def samples(memory, process="rank 0", steps=2000, files=lambda step: 9):
-    return [Sample(s, process, memory(s), files(s), 5) for s in range(0, steps + 1, 20)]
+def samples(memory, subject="rank 0", steps=2000, files=lambda step: 9, cpu=lambda step: step / 10):
+    metrics = {
+        "resident MB": memory,
+        "open files": files,
+        "threads": lambda step: 5,
+        "CPU s": cpu,
+    }
+    return [
+        Sample(step, subject, metric, value(step))
+        for step in range(0, steps + 1, 20)
+        for metric, value in metrics.items()
+    ]
+
+
+METRICS = ("resident MB", "open files", "threads", "CPU s")
+
+
+def on_disk(checkpoints, records=lambda step: step / 1e4, steps=2000):
+    metrics = {"checkpoints MB": checkpoints, "records MB": records}
+    return [
+        Sample(step, "disk", metric, value(step))
+        for step in range(0, steps + 1, 20)
+        for metric, value in metrics.items()
+    ]
 
 
 def broken(*found):
     verdict = Verdict()
-    verdict.processes([sample for each in found for sample in each])
+    verdict.samples([sample for each in found for sample in each])
     return verdict.broken
 
 
@@ -35,6 +57,25 @@ def test_growth_after_the_warm_up_is_reported():
     ]
 
 
+def test_growth_of_the_run_directory_is_reported():
+    assert broken(on_disk(lambda s: 30 + 10 * (s % 100 == 0))) == []
+    assert broken(on_disk(lambda s: 30 + s / 1000)) == ["disk: checkpoints MB"]
+    assert broken(on_disk(lambda s: 30, lambda s: s / 500)) == ["disk: records MB"]
+
+
+def test_a_slow_leak_of_a_long_run_is_reported():
+    slow = [Sample(s, "rank 0", m, 800 + s / 1000) for m in METRICS for s in range(0, 50001, 500)]
+    assert "rank 0: resident MB" in broken(slow)
+    short = [Sample(s, "rank 0", m, 800 + s / 1000) for m in METRICS for s in range(0, 2001, 20)]
+    assert "rank 0: resident MB" not in broken(short)
+
+
+def test_steps_that_become_slower_are_reported():
+    assert broken(samples(lambda s: 800, cpu=lambda s: s / 10 + 20 * (s > 1500))) == []
+    slower = samples(lambda s: 800, cpu=lambda s: s / 10 + max(0, s - 1000) / 10)
+    assert broken(slower) == ["rank 0: CPU s for 1,000 steps"]
+
+
 def test_a_short_peak_is_no_growth():
     assert broken(samples(lambda s: 800 + 50 * (s > 1000 and s % 100 == 0))) == []
     assert broken(samples(lambda s: 800), samples(lambda s: s, "rank 1's git", 200)) == []
@@ -45,6 +86,7 @@ def test_a_rank_with_few_samples_breaks_the_bounds():
         "rank 1: resident MB",
         "rank 1: open files",
         "rank 1: threads",
+        "rank 1: CPU s for 1,000 steps",
     ]
 
 
@@ -122,7 +164,7 @@ def test_leaks_of_real_processes_are_reported(tmp_path, monkeypatch, leak):
 def test_a_short_soak_has_all_events(tmp_path):
     """The run is too short for slopes, but all events must be there."""
     small = ["model=autoencoder", "model.hidden=[16,6]"]
-    asked = Soak(2, 60, tmp_path, small)
+    asked = Soak(2, tmp_path, steps=60, overrides=small)
     verdict = soak(asked, lambda line: None)
     assert [what for what in verdict.broken if not what.startswith("rank ")] == []
     shown = {row[0]: row[2] for row in verdict.rows}

@@ -1,8 +1,9 @@
-"""`make soak`: check that the memory, files and threads of a long run do not grow."""
+"""`make soak`: check that memory, files, threads, disk and step time of a long run do not grow."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, exit_with
@@ -13,7 +14,9 @@ from kfac_bench.output import say
 def main(arguments: list[str] | None = None) -> int:
     """Parse the arguments and run; return the exit code."""
     command = Parser(prog="python -m tests.reliability.soak", description=__doc__)
-    command.add_argument("--steps", type=int, default=2000)
+    length = command.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=2000, help="length of the run (2000)")
+    length.add_argument("--minutes", type=float, help="length of the run in minutes of training")
     command.add_argument("--ranks", type=int, default=2)
     command.add_argument("--runs-dir", type=Path, default=Path("runs/soak"))
     command.add_argument("overrides", nargs="*", help="options of kfac-train: model=resnet20 ...")
@@ -21,16 +24,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _soak(options: argparse.Namespace) -> int:
-    from tests.reliability.soak.command import Soak, soak
+    from tests.reliability.soak.command import UNLIMITED, Soak, soak
 
-    if not (20 <= options.steps < 1 << 31 and 1 <= options.ranks <= 1024):
+    if not (20 <= options.steps < UNLIMITED and 1 <= options.ranks <= 1024):
         raise UsageError(
             f"--steps {options.steps} --ranks {options.ranks}: use at least 20 steps on 1 to 1024 "
             "ranks"
         )
-    asked = Soak(options.ranks, options.steps, options.runs_dir, options.overrides)
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        raise UsageError(f"--minutes {options.minutes:g}: use a positive number")
+    steps = options.steps if options.minutes is None else UNLIMITED
+    asked = Soak(options.ranks, options.runs_dir, steps, options.minutes, options.overrides)
     verdict = soak(asked, say)
-    title = f"{options.steps:,} steps on {options.ranks} ranks"
+    title = f"{asked.length} on {options.ranks} ranks"
     say(verdict.table(title, [f"run: {asked.path}"]).markdown())
     if verdict.broken:
         say(f"limits broken: {'; '.join(verdict.broken)}")

@@ -22,7 +22,10 @@ from tests.reliability.soak.verdict import Verdict
 
 SAMPLE_S = 0.5
 LOOKS = 20
-"""Number of evaluations, and of checkpoints, of a soak run."""
+"""Number of evaluations, and of checkpoints, of a run of so many steps."""
+LOOK_STEPS = 100
+"""Steps between evaluations, and between checkpoints, of a run of so many minutes."""
+UNLIMITED = 10**9
 STOP_S = 60.0
 SMALL = (
     "data=digits",
@@ -43,22 +46,30 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Soak:
-    """The settings of a soak run on ranks of this machine."""
+    """The settings of a soak run on ranks of this machine, which ends after steps or minutes."""
 
     ranks: int
-    steps: int
     runs_dir: Path
+    steps: int = UNLIMITED
+    minutes: float | None = None
+    """Training time; it is checked at each evaluation."""
     overrides: Sequence[str] = ()
+
+    @property
+    def length(self) -> str:
+        """The length of the run in words."""
+        return f"{self.steps:,} steps" if self.minutes is None else f"{self.minutes:g} minutes"
 
     @property
     def path(self) -> Path:
         """The run directory."""
-        return self.runs_dir / f"soak-{self.steps}-{self.ranks}"
+        length = self.steps if self.minutes is None else f"{self.minutes:g}min"
+        return self.runs_dir / f"soak-{length}-{self.ranks}"
 
     @property
     def look_freq(self) -> int:
         """Steps between evaluations, and between checkpoints."""
-        return max(1, self.steps // LOOKS)
+        return max(1, self.steps // LOOKS) if self.minutes is None else LOOK_STEPS
 
     @property
     def options(self) -> list[str]:
@@ -69,6 +80,7 @@ class Soak:
             *self.overrides,
             f"trainer.max_steps={self.steps}",
             "trainer.max_epochs=null",
+            f"trainer.max_train_s={'null' if self.minutes is None else 60 * self.minutes}",
             "trainer.target=null",
             "trainer.predictions=0",
             f"trainer.eval_freq={freq}",
@@ -96,7 +108,7 @@ def soak(asked: Soak, say: Callable[[str], None]) -> Verdict:
         raise UsageError("python -m tests.reliability.soak needs /proc: run it on Linux")
     if asked.path.exists():
         raise UsageError(f"{asked.path} exists already; delete it, or set --runs-dir")
-    say(f"{asked.steps:,} steps on {asked.ranks} ranks; events: {asked.path / EVENTS_FILE}")
+    say(f"{asked.length} on {asked.ranks} ranks; events: {asked.path / EVENTS_FILE}")
     log = asked.runs_dir / f"{asked.path.name}.log"
     samples, finish_s = watch(asked.command, asked.path / EVENTS_FILE, log)
     if not (asked.path / EVENTS_FILE).exists():
@@ -104,9 +116,10 @@ def soak(asked: Soak, say: Callable[[str], None]) -> Verdict:
     _write(samples, asked.runs_dir / f"{asked.path.name}.csv")
     events = read(asked.path)
     verdict = Verdict()
-    verdict.processes(samples)
-    trained = -(-asked.steps // config.trainer.log_freq)
-    verdict.record(events, trained, 1 + -(-asked.steps // asked.look_freq))
+    verdict.samples(samples)
+    steps = asked.steps if asked.minutes is None else max(event.step for event in events)
+    trained = -(-steps // config.trainer.log_freq)
+    verdict.record(events, trained, 1 + -(-steps // asked.look_freq))
     if config.logger.name == "wandb":
         from kfac_bench.record.sinks import wandb_history
 
@@ -116,7 +129,9 @@ def soak(asked: Soak, say: Callable[[str], None]) -> Verdict:
 
 
 def watch(command: Sequence[str], events: Path, log: Path) -> tuple[list[Sample], float]:
-    """Sample the ranks that `command` starts until it ends. The output goes to `log`.
+    """Sample the ranks that `command` starts, and their run directory, until the command ends.
+
+    The output goes to `log`.
 
     Returns:
         The samples, and the seconds from the last event to the end.
@@ -129,7 +144,9 @@ def watch(command: Sequence[str], events: Path, log: Path) -> tuple[list[Sample]
         follow = Follow(events)
         try:
             while process.poll() is None:
-                samples += processes.sample(process.pid, follow.step())
+                step = follow.step()
+                samples += processes.sample(process.pid, step)
+                samples += processes.sample_disk(events.parent, step)
                 time.sleep(SAMPLE_S)
         finally:
             # The loop ends early if somebody interrupts the soak test.
