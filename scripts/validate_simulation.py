@@ -31,8 +31,10 @@ from calibrate import (
     steps_of,
 )
 
+from kfac_bench.cli.entry import Parser, exit_with
 from kfac_bench.config import compose
 from kfac_bench.core.planning.plan import Stage
+from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.calibration import predict
 from kfac_bench.simulate.conduct import LW_CODE, PAPERS_CODE, SC20_CODE
@@ -259,6 +261,11 @@ def outdated(fitted: Hardware) -> list[str]:
 
 def main() -> int:
     """Print the table, and write it to a file if one is named."""
+    command = Parser(prog="validate_simulation.py", description=__doc__.partition("\n")[0])
+    command.add_argument("file", type=Path, nargs="?", help="write the table to this file, too")
+    file: Path | None = command.parse_args().file
+    if file is not None and not file.parent.is_dir():
+        raise UsageError(f"{file.parent}: no such folder; create it first")
     paper = published()
     works = resnets(paper)
     fitted = fit_machine(paper, works)
@@ -270,9 +277,9 @@ def main() -> int:
         *bert(paper, a100),
     ]
     text = table(rows)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text + "\n", encoding="utf-8")
     print(text)
+    if file is not None:
+        file.write_text(text + "\n", encoding="utf-8")
     old = outdated(fitted)
     for line in old:
         print(f"conf/hardware/longhorn_v100.yaml is outdated: {line}", file=sys.stderr)
@@ -280,4 +287,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("validate_simulation.py", main)

@@ -42,7 +42,7 @@ def path_word(option: str, path: object) -> str:
 
 
 def one_of(name: str, text: str, choices: Sequence[str]) -> str:
-    """Return `text`; raise :class:`UsageError` if it is none of the choices."""
+    """Return `text`; raise :class:`UsageError` if it is not one of the choices."""
     if text not in choices:
         raise UsageError(f"{name}={text}: choose one of {', '.join(choices)}")
     return text

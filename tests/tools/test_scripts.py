@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +94,13 @@ def test_steps_are_predicted_and_measured_by_kind(monkeypatch, capsys):
     predicted, wall = values[0]
     error = float(lines[0][3].removesuffix("% "))
     assert error == pytest.approx(100 * (predicted / wall - 1), rel=0.1, abs=6)
+
+
+def test_the_validation_fails_before_it_computes_what_it_cannot_write(monkeypatch):
+    # Run as a script, its folder is on the path.
+    monkeypatch.syspath_prepend(Path(validate_local.__file__).parent)
+    from scripts import validate_simulation
+
+    monkeypatch.setattr(sys, "argv", ["validate_simulation.py", "/nowhere/table.md"])
+    with pytest.raises(UsageError, match="/nowhere: no such folder"):
+        validate_simulation.main()
