@@ -8,7 +8,9 @@ pytest-xdist has pools of its own.
 """
 
 import atexit
+import faulthandler
 import os
+import signal
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -28,6 +30,7 @@ class RankFailed(AssertionError):
 
 def _worker(rank, world_size, port, pipe):
     forks.prepare()
+    faulthandler.enable()  # a crash in C code prints where each thread is
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group(
@@ -80,12 +83,20 @@ class Pool:
                     try:
                         good, result = pipe.recv()
                     except EOFError:
-                        good, result = False, "the process died"
+                        good, result = False, self._end_of(rank)
                     if not good:
                         raise RankFailed(f"rank {rank}:\n{result}")
                     results[rank] = result
                     del waiting[rank]
         return [results[rank] for rank in sorted(results)]
+
+    def _end_of(self, rank):
+        """How the process of ``rank``, which has closed its pipe, ended."""
+        process = self.processes[rank]
+        process.join(10)
+        code = process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return f"the process died ({how})"
 
     def close(self, kill=False):
         """Let the processes go."""
