@@ -66,7 +66,7 @@ browser: setup  ## install Debian's Chromium for the tests of the HTML page, unl
 	@$(BIN)/python -m tests.support.browser || { apt-get update -qq && \
 	  apt-get install -y -qq --no-install-recommends chromium && $(BIN)/python -m tests.support.browser; }
 
-faults: setup  ## inject faults into real runs; 17 minutes (ARGS="--short", ARGS=--help)
+faults: setup  ## inject faults into real runs; 40 minutes (ARGS="--short", ARGS=--help)
 	$(BIN)/python -m tests.reliability.faults $(ARGS)
 
 soak: setup  ## train for long; memory, files, disk and step time must not grow (ARGS="--minutes 120")
