@@ -5,6 +5,7 @@ are kept in build/mutants.jsonl: the same command continues, and runs again only
 """
 
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -86,4 +87,6 @@ def _report(outcomes: dict[Mutant, str]) -> int:
 
 
 if __name__ == "__main__":
+    # A batch system's signal, like Ctrl-C: the scratch copy is removed, and no test goes on.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     exit_with("mutants", lambda: main(sys.argv[1:]))
