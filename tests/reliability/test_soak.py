@@ -161,8 +161,10 @@ def test_leaks_of_real_processes_are_reported(tmp_path, monkeypatch, leak):
 
 @pytest.mark.alone
 @pytest.mark.ranks
-def test_a_short_soak_has_all_events(tmp_path):
+def test_a_short_soak_has_all_events(tmp_path, monkeypatch):
     """The run is too short for slopes, but all events must be there."""
+    # Training takes about a second, and each process needs samples of its last steps.
+    monkeypatch.setattr(command, "SAMPLE_S", 0.05)
     small = ["model=autoencoder", "model.hidden=[16,6]"]
     asked = Soak(2, tmp_path, steps=60, overrides=small)
     verdict = soak(asked, lambda line: None)
