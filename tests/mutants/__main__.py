@@ -1,7 +1,8 @@
 """Check that tests notice small changes: `make mutants`, or `python -m tests.mutants --help`.
 
 Each change is made in a scratch copy of the repository, never in the working tree. Finished results
-are kept in build/mutants.jsonl: the same command continues, and runs again only what changed since.
+are kept in build/mutants.jsonl: the same command continues. It runs again what changed since, what
+was too slow, and tests that failed without a change.
 """
 
 import json
@@ -42,7 +43,9 @@ def main(arguments: list[str]) -> int:
                 if change.key(ROOT) not in known:
                     outcome, seconds = judge.judge(change, Path(folder), options.limit)
                     known[change.key(ROOT)] = outcome
-                    _keep(change, outcome, seconds)
+                    # A busy machine may be the reason for another outcome: try again next time.
+                    if outcome == judge.SURVIVED or (change is mutant and outcome == judge.NOTICED):
+                        _keep(change, outcome, seconds)
                     say(f"{number} of {len(chosen)}, {seconds:.0f} s, {outcome}: {change}")
             is_valid = known[unchanged.key(ROOT)] == judge.SURVIVED
             outcomes[mutant] = known[mutant.key(ROOT)] if is_valid else INVALID
