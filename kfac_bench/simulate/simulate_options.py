@@ -100,7 +100,8 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     text = simulation_report.to_json(content)
     if own["svg"]:
         examples = None if request.training is None else request.training.examples
-        drawn = simulation_figure.svg(cells, f"{work.name} on {machine.name}", examples)
+        title = f"{work.name} on {machine.name}{_blocks(request)}"
+        drawn = simulation_figure.svg(cells, title, examples)
         write_text(Path(own["svg"]), drawn, f"svg={own['svg']}", make_folder=True)
     if own["out"] == "-":
         return [text.rstrip("\n")]
@@ -110,12 +111,17 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     return [*_heading(request), *table, *_best(cells)]
 
 
+def _blocks(request: SimulationRequest) -> str:
+    """Return the words that say how factors are divided; empty if they are whole."""
+    size = request.config.kfac.block_size
+    return "" if size is None else f", factors in blocks of at most {size} rows"
+
+
 def _heading(request: SimulationRequest) -> list[str]:
     config, at = request.config, request.intervals.at
     each = f"factors every {config.kfac.factor_update_freq}, {config.kfac.method} decompositions "
     each += f"every {config.kfac.update_freq} steps{f' at {at} ranks' if at else ''}"
-    if config.kfac.block_size is not None:
-        each += f", factors in blocks of at most {config.kfac.block_size} rows"
+    each += _blocks(request)
     return [
         f"simulated: {config.model.name} on {config.data.name}, "
         f"{config.trainer.batch_size} examples per rank, hardware {request.machine.name}",

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -412,6 +413,17 @@ def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
     fastest = min(c["step_s"] for c in found["cells"][-2:])  # of K-FAC on 4 ranks
     assert "At 4 ranks" in drawn
     assert f"{1e3 * fastest:.3g} ms" in drawn
+
+
+def test_table_and_figure_name_the_blocks(capsys, tmp_path):
+    svg = tmp_path / "a.svg"
+    words = (*SMALL, "world_size=2", "strategies=sgd,comm_opt", "kfac.block_size=64")
+    code, text, _ = simulate_here(capsys, *words, f"svg={svg}")
+    assert code == 0
+    # The figure breaks its title into lines of their own.
+    drawn = " ".join(re.findall(r">([^<>\n]+)</t", svg.read_text()))
+    assert "factors in blocks of at most 64 rows" in text
+    assert "factors in blocks of at most 64 rows" in drawn
 
 
 def test_out_dash_prints_json_alone(capsys):
