@@ -55,15 +55,18 @@ class Pool:
     """``world_size`` processes in one gloo group."""
 
     def __init__(self, world_size):
-        context = forks.server()
         # The store takes a free port and keeps it: two pools that start at once cannot collide.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
+        self.start(_worker, [(rank, world_size, port) for rank in range(world_size)])
+
+    def start(self, worker, arguments):
+        """Start a process for each rank, which calls ``worker(*arguments[rank], pipe)``."""
+        context = forks.server()
         self.pipes, self.processes = [], []
-        for rank in range(world_size):
+        for own in arguments:
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_worker, args=(rank, world_size, self._store.port, theirs), daemon=True
-            )
+            process = context.Process(target=worker, args=(*own, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -1,16 +1,14 @@
-"""Run functions on ranks that horovodrun starts; as `distributed.py` does on gloo ranks.
+"""Run functions on ranks of Horovod; as `distributed.py` does on gloo ranks.
 
-``python -m tests.support.horovod_ranks SOCKET`` is such a rank.
+The ranks are forks of a process that has imported torch (:mod:`tests.support.forks`), because
+starting programs takes most of the time of these tests. The ranks have the variables that
+horovodrun gives to its ranks, and meet at horovodrun's own server. Tests of the command start a
+real horovodrun.
 """
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import traceback
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import torch
@@ -18,10 +16,10 @@ import torch
 from kfac_bench.core.distributed.horovod_collective import HorovodCollective
 from kfac_bench.distributed.backends.horovod import Horovod
 from kfac_bench.distributed.ranks import Ranks
+from tests.support import forks
 from tests.support.distributed import Pool, RankFailed
 
 BIN = Path(sys.executable).parent
-START_S = 120
 _pools = {}
 
 
@@ -31,49 +29,31 @@ def here():
 
 
 class HorovodPool(Pool):
-    """``world_size`` processes of one horovodrun."""
+    """``world_size`` processes that have joined one Horovod job."""
 
     def __init__(self, world_size):
-        self._folder = tempfile.TemporaryDirectory()
-        address = f"{self._folder.name}/socket"
-        self._log = open(f"{self._folder.name}/log", "w+")  # noqa: SIM115
-        with Listener(address, "AF_UNIX") as listener:
-            listener._listener._socket.settimeout(START_S)
-            command = ["horovodrun", "-np", str(world_size), "--gloo"]
-            self._launcher = subprocess.Popen(
-                [BIN / command[0], *command[1:], sys.executable, "-m", __name__, address],
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                joined = [listener.accept() for _ in range(world_size)]
-                by_rank = dict(zip((pipe.recv() for pipe in joined), joined, strict=True))
-            except (TimeoutError, EOFError):
-                self._log.seek(0)
-                raise RankFailed(f"horovodrun starts no ranks:\n{self._log.read()}") from None
-        self.pids = [pid for _, pid in sorted(by_rank)]
-        self.pipes = [by_rank[key] for key in sorted(by_rank)]
+        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+        from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+        from horovod.runner.http.http_server import RendezvousServer
+
+        self._server = RendezvousServer(verbose=0)
+        port = self._server.start()
+        slots = get_host_assignments(parse_hosts(f"localhost:{world_size}"), world_size)
+        self._server.init(slots)
+        job = create_run_env_vars("127.0.0.1", ["lo"], port)
+        self.start(_serve, [({**job, **create_slot_env_vars(slot)},) for slot in slots])
 
     def close(self, kill=False):
         """Let the processes go."""
-        for pid, pipe in zip(self.pids, self.pipes, strict=True):
-            with contextlib.suppress(OSError):
-                if kill:
-                    os.kill(pid, signal.SIGKILL)
-                else:
-                    pipe.send(None)
-        try:
-            self._launcher.wait(30)
-        except subprocess.TimeoutExpired:
-            self._launcher.terminate()
-            self._launcher.wait(30)
-        self._log.close()
-        self._folder.cleanup()
+        super().close(kill)
+        self._server.stop()
+        self._server._httpd.server_close()
 
 
 def run_ranks(world_size, function, *args):
     """``function(*args)`` on every one of ``world_size`` ranks; their results."""
     if world_size not in _pools:
+        close_pools()
         _pools[world_size] = HorovodPool(world_size)
     try:
         return _pools[world_size].run(function, *args)
@@ -88,13 +68,13 @@ def close_pools():
         _pools.popitem()[1].close()
 
 
-def _serve(address):
+def _serve(environment, pipe):
+    forks.prepare()
+    os.environ |= {name: str(value) for name, value in environment.items()}
     import horovod.torch as hvd
 
     torch.set_num_threads(1)
     hvd.init(process_sets="dynamic")
-    pipe = Client(address, "AF_UNIX")
-    pipe.send((hvd.rank(), os.getpid()))
     while (job := pipe.recv()) is not None:
         function, args = job
         try:
@@ -102,7 +82,3 @@ def _serve(address):
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     hvd.shutdown()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kfac_bench import cli
+from kfac_bench.benchmark import local_process
 from kfac_bench.benchmark.own_problem import first_runs, spaces
 from kfac_bench.benchmark.own_problem.asked import Asked
 from kfac_bench.benchmark.own_problem.study_folder import Question, StudyFolder
@@ -17,6 +18,7 @@ from kfac_bench.record import score
 from kfac_bench.record.events import RunEnded, RunStarted
 from kfac_bench.record.runs import load
 from tests.benchmark.own_problem.problem_text import written
+from tests.reliability.faults import launch
 from tests.support import ROOT
 from tests.support.quick import slow
 from tests.support.runs import of_kind
@@ -80,8 +82,22 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
     whole = spaces.candidates
     monkeypatch.setattr(spaces, "candidates", lambda *a, **k: whole(*a, **k)[:1])
     monkeypatch.setattr(try_command, "SEEDS", 1)
+    by_torchrun, forked_runs = local_process.run, []
+
+    def run(command):
+        """Start the first and the last run with torchrun, and the others in forks: faster."""
+        assert command == local_process.local_command(command[4:], 2)
+        words = " ".join(command)
+        if "run_id=first" in words or ("/final" in words and "eigen_adam" in words):
+            return by_torchrun(command)
+        forked_runs.append(command)
+        ended = launch.by_hand(tmp_path, 2, command[4:])
+        return max(ended.codes), ended.errors
+
+    monkeypatch.setattr(local_process, "run", run)
     words = (*SMALL, "--minutes=20", "--ranks=2", f"--runs-dir={tmp_path / 'try'}")
     assert bench(written(tmp_path), *words) == 0
+    assert len(forked_runs) == 5
     check_verdict(capsys.readouterr().out)
     started = [of_kind(p.parent, RunStarted)[-1] for p in tmp_path.rglob("final/*/events.jsonl")]
     assert {e.environment["world_size"] for e in started} == {2}
