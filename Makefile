@@ -6,6 +6,8 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 HOROVOD := .venv/.horovod
 PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
+# Only these files are imported for the tests that are marked alone.
+ALONE  = $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 .DEFAULT_GOAL := help
 .PHONY: help docs setup install-horovod data demo tune tune-cpu bench bench-gpu test test-all slurm-test browser faults soak mutants support lint format clean
@@ -56,11 +58,11 @@ test: setup install-horovod lint  ## linters and the quick tests; 8 minutes on t
 
 test-all: setup install-horovod lint  ## linters and every test, also the slow ones, as CI runs them; 16 minutes
 	$(PYTEST) -m "not alone" --support=build/support.json
-	$(PYTEST) -n 0 -m alone --support=build/support_alone.json
+	$(PYTEST) -m alone --support=build/support_alone.json $(ALONE)
 	$(BIN)/python scripts/support_table.py --check build/support.json build/support_alone.json
 
 slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two nodes, here (as root: installs it)
-	$(BIN)/python -m pytest -q -rs tests/slurm
+	$(PYTEST) tests/slurm
 
 browser: setup  ## install Debian's Chromium for the tests of the HTML page, unless there is a Chromium; as root
 	@$(BIN)/python -m tests.support.browser || { apt-get update -qq && \

@@ -12,13 +12,18 @@ import pytest
 from tests.slurm.cluster import DOWN, RUN, TWO_NODES, UP, Cluster
 
 NOT_HERE = 77
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""The number of this worker of pytest-xdist. Each worker has a cluster of its own."""
 SETTINGS = {
     "SLURM_TEST_GRACE": "60",
     "SLURM_TEST_KILLWAIT": "30",
     # Another cluster on this machine may have nodes, and so cgroups, of the same names.
     "SLURM_TEST_CGROUP": "0",
-    "SLURM_TEST_PORT": str(random.randrange(17000, 29000, 10)),
+    "SLURM_TEST_PORT": str(random.randrange(17000, 29000, 100) + 10 * (WORKER % 10)),
 }
+# The ranks of a job meet at a port that follows from the job's number. So the numbers of the
+# workers' clusters, which share the ports of this machine, must differ.
+FIRST_JOB = f"FirstJobId={1 + 500 * WORKER}\n"
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +31,10 @@ def nodes():
     """Return the cluster's state directory, whose path must be short and open to munge."""
     state = Path(tempfile.mkdtemp(prefix="kfac-slurm-"))
     state.chmod(0o755)
-    env = os.environ | SETTINGS | {"SLURM_TEST_DIR": str(state)}
+    extra = state / "extra.conf"
+    extra.write_text(FIRST_JOB)
+    env = os.environ | SETTINGS
+    env |= {"SLURM_TEST_DIR": str(state), "SLURM_TEST_EXTRA_CONF": str(extra)}
     up = subprocess.run([UP], env=env, capture_output=True, text=True, timeout=280)
     if up.returncode == NOT_HERE:
         pytest.skip(f"NO SLURM HERE, SO SLURM WAS NOT TESTED: {up.stderr.strip()}")
