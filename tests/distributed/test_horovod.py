@@ -1,4 +1,4 @@
-"""The Horovod backend on ranks of a real horovodrun trains like one process."""
+"""The Horovod backend on real ranks of Horovod trains like one process."""
 
 import importlib.util
 import os
