@@ -26,7 +26,7 @@ from kfac_bench.record.events import (
     RunStarted,
     parse,
 )
-from kfac_bench.record.own_files import read_own
+from kfac_bench.record.own_files import read_own, refuse_links
 from kfac_bench.record.runs import find, last_option, number, plain
 from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.training import predictions
@@ -172,6 +172,7 @@ def _upload(
 
     if run_lock.is_held(directory):
         raise UsageError("still training; wait until the run has ended")
+    refuse_links(directory)  # W&B writes below `directory`
     events, damage = read(directory / EVENTS_FILE)
     if damage:
         yield damage

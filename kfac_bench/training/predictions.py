@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from kfac_bench.errors import UsageError
+from kfac_bench.record.own_files import refuse_special
+
 # Reports and dashboards read pictures without torch.
 if TYPE_CHECKING:
     from torch import nn
@@ -109,10 +112,19 @@ def _png(picture: Picture) -> bytes:
 
 
 def _keep(path: Path, content: bytes) -> str | None:
-    """Write the whole file or none, and return what went wrong."""
+    """Write the whole file or none, and return what went wrong.
+
+    The run directory may come from somebody else, so links below it are never followed.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        for folder in (path.parent.parent, path.parent):
+            refuse_special(folder, folder=True)
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:
+            file.write(content)
+    except UsageError as error:
+        return str(error)
     except OSError as error:
         with suppress(OSError):
             path.unlink()

@@ -101,22 +101,49 @@ def test_an_interrupted_or_failed_run_has_no_predictions(tmp_path, how):
         assert steps_of(path, Predicted) == [5]
 
 
-def test_a_full_disk_loses_the_pictures_but_not_the_run(tmp_path, capsys):
+def test_a_picture_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     folder = tmp_path / "r" / "predictions" / "step-5"
-    folder.mkdir(parents=True)
-    (folder / "02.png").symlink_to("/dev/full")
+    (folder / "02.png").mkdir(parents=True)
     status, path = train(tmp_path, *SHORT)
     assert status == "finished"
-    said = [x for x in capsys.readouterr().out.splitlines() if "No space left" in x]
+    said = [x for x in capsys.readouterr().out.splitlines() if "02.png" in x]
     assert said == [
-        f"{folder}/02.png cannot be written: No space left on device; the run itself is complete"
+        f"{folder}/02.png cannot be written: Is a directory; the run itself is complete"
     ]
     [event] = of_kind(path, Predicted)
     files = [f"predictions/step-5/0{n}.png" for n in range(2)]
     assert [item["file"] for item in event.items] == files + 6 * [None]
     assert all(item["caption"].startswith("squared error") for item in event.items)
-    assert sorted(os.listdir(folder)) == ["00.png", "01.png"]
+    assert sorted(os.listdir(folder)) == ["00.png", "01.png", "02.png"]
     assert isinstance(read(path)[-1], RunEnded)
+
+
+@pytest.mark.parametrize("name", ["00.png", "captions.txt", "."])
+def test_links_and_fifos_among_the_predictions_are_not_followed(tmp_path, name):
+    """Somebody else's run directory may have them. No file outside may change."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "00.png").write_text("mine")
+    folder = tmp_path / "r" / "predictions" / "step-7"
+    folder.parent.mkdir(parents=True)
+    if name == ".":
+        folder.symlink_to(outside)
+    else:
+        folder.mkdir()
+        (folder / name).symlink_to(outside / "00.png")
+        os.mkfifo(folder / "01.png")
+    shown = 2 * [Prediction("x", PICTURE)]
+    items, complaint = predictions.write(tmp_path / "r", 7, shown)
+    assert (outside / "00.png").read_text() == "mine"
+    assert os.listdir(outside) == ["00.png"]
+    if name == ".":
+        assert complaint == f"{folder}: is a link, which is never used in a run directory. " + (
+            "Remove it, or put a copy of the real file or folder there"
+        )
+    else:
+        assert complaint is None
+        assert (folder / "captions.txt").read_text().startswith("00  x")
+        assert all(predictions.read(tmp_path / "r", item["file"]) for item in items)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):

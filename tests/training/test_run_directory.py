@@ -323,6 +323,16 @@ def test_other_hostile_files_stop_the_start_with_one_line(copied, name, make):
         continued(path.parent)
 
 
+def test_a_linked_folder_of_wandb_is_not_written_to(copied, tmp_path, capsys):
+    path, _ = copied
+    elsewhere = tmp_path / "runs" / "elsewhere"
+    elsewhere.mkdir()
+    (path / "wandb").symlink_to(elsewhere)
+    assert cli_code(["wandb", "upload", str(path), "--offline"]) == 1
+    assert f"{path / 'wandb'}: is a link" in capsys.readouterr().out
+    assert not list(elsewhere.iterdir())
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "step", "manifest.json", "rank0.pt"])
 def test_linked_checkpoints_are_not_read(copied, name, tmp_path, capsys):
     """Every reader of checkpoints refuses a link, wherever it leads."""
