@@ -139,12 +139,15 @@ def _short(each: RowReport, title: str) -> str:
     """Return the row's most important lines as Markdown.
 
     These are the lines with a measured number, and the computed lines with a published number. A
-    row without these lines shows its first lines. The report of a row has all its lines.
+    row with claims has few lines, and shows all: a claim may rest on a computed number. A row
+    without such lines shows its first lines. The report of a row has all its lines.
     """
-    ours = [line for line in each.lines if line.ours is not None]
-    shown = [line for line in ours if line.measured or line.published is not None]
     notes = each.tables[0].notes
     benchmark, ran = each.row.benchmark, each.row.sized.ran
+    ours = [line for line in each.lines if line.ours is not None]
+    shown = [
+        line for line in ours if line.measured or line.published is not None or benchmark.claims
+    ]
     in_shape = sheet.matrix(benchmark, each.lines)
     if in_shape is not None and benchmark.matrix is not None:
         # The matrix has these numbers; the lines keep seeds and intervals of measured ones.

@@ -13,7 +13,7 @@ from enum import Enum
 
 from kfac_bench.benchmark import suite
 from kfac_bench.benchmark.claim import Check, Claim
-from kfac_bench.benchmark.result import Line
+from kfac_bench.benchmark.result import Line, how_computed
 from kfac_bench.benchmark.sheet import MISSED, AttemptState
 from kfac_bench.benchmark.suite import BenchmarkRow
 from kfac_bench.counted import counted
@@ -38,6 +38,13 @@ class CheckState(Enum):
     OPEN = "the interval contains the limit"
     ONLY_A_BOUND = "only an upper bound is known"
     NO_NUMBER = "not every seed has a number"
+
+
+_HOW_COMPUTED = {
+    "computed": "computed from the plan that the ranks execute, not measured",
+    "simulated": "simulated, not measured",
+}
+"""By :func:`how_computed`, the words beside a number that no run measured."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,8 @@ def _judge_row(row: BenchmarkRow) -> list[Judgement]:
         return [Judgement(claim.text, Verdict.NOT_TESTABLE, why) for claim in claims]
     lines = suite.results(row, found)
     seeds = len({cell.seed for cell in row.cells})
-    return [judge(claim, lines, seeds) for claim in claims]
+    how = _HOW_COMPUTED[how_computed(row.benchmark)]
+    return [judge(claim, lines, seeds, how) for claim in claims]
 
 
 def without_numbers(claim: Claim) -> Judgement:
@@ -91,13 +99,16 @@ def without_numbers(claim: Claim) -> Judgement:
     return Judgement(claim.text, Verdict.NOT_RUN, limits)
 
 
-def judge(claim: Claim, lines: Sequence[Line], seeds: int) -> Judgement:
+def judge(
+    claim: Claim, lines: Sequence[Line], seeds: int, how: str = _HOW_COMPUTED["computed"]
+) -> Judgement:
     """Return the verdict on a claim whose runs have ended.
 
     Args:
         claim: The claim.
         lines: The lines of the table.
         seeds: Number of seeds of each cell. A part of the seeds decides nothing.
+        how: Where a number comes from that no run measured.
     """
     if claim.not_testable:
         return without_numbers(claim)
@@ -112,7 +123,7 @@ def judge(claim: Claim, lines: Sequence[Line], seeds: int) -> Judgement:
     else:
         verdict = Verdict.SUPPORTED
     numbers = "; ".join(
-        f"{_name(check)}: {_number(line)}, limit {_limit(check)}: {state.value}"
+        f"{_name(check)}: {_number(line, how)}, limit {_limit(check)}: {state.value}"
         for (check, line), state in zip(pairs, states, strict=True)
     )
     return Judgement(claim.text, verdict, numbers)
@@ -157,7 +168,7 @@ def _name(check: Check) -> str:
     return f"{check.quantity} ({', '.join(check.at.values())})" if check.at else check.quantity
 
 
-def _number(line: Line | None) -> str:
+def _number(line: Line | None, how: str) -> str:
     interval = _interval(line)
     if line is None or interval is None or line.ours is None:
         return "no number"
@@ -165,7 +176,8 @@ def _number(line: Line | None) -> str:
     low, high = (_text(end) for end in interval)
     spread = "" if low == high else f" ({low} {DASH} {high})"
     bound = "at most " if line.measured and line.measured.bounds else ""
-    return f"{bound}{_text(line.ours)}{unit}{spread}"
+    origin = "" if line.measured else f" ({how})"
+    return f"{bound}{_text(line.ours)}{unit}{spread}{origin}"
 
 
 def _text(value: float) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from kfac_bench import cli
 from kfac_bench.benchmark import figure, grid, measures, paper, run_end, schema, sheet, suite
+from kfac_bench.benchmark.claim import Claim
 from kfac_bench.benchmark.result import Measured, _beside
 from kfac_bench.benchmark.schema import (
     Benchmark,
@@ -216,6 +217,14 @@ def test_a_document_lists_all_rows_between_its_marks_and_each_row_has_a_page(
         paper.write_all(written, document, profile="smoke")
     with pytest.raises(UsageError, match="no row was run yet"):
         paper.write_all([], None)
+
+
+def test_the_page_of_a_row_with_claims_has_all_computed_numbers(row):
+    of_claims = replace(row, benchmark=replace(ROW, claims=[Claim("It is small.")]))
+    computed = "| K-FAC | 256 | state (MB) |"
+    written = paper.write(row)
+    assert computed not in paper.summary([written])
+    assert computed in paper.summary([replace(written, row=of_claims)])
 
 
 def test_a_row_without_runs_names_the_command(tmp_path, monkeypatch):

@@ -65,7 +65,10 @@ def test_the_numbers_are_those_of_the_lines():
     exact = Line(AT, "bytes", "kB", computed=12.0)
     said = judge(Claim("Small.", [Check("bytes", AT, at_most=10)]), [exact], 3)
     assert said.verdict is Verdict.NOT_SUPPORTED
-    assert said.numbers == "bytes (K-FAC): 12 kB, limit at most 10: fails"
+    assert said.numbers == (
+        "bytes (K-FAC): 12 kB (computed from the plan that the ranks execute, not measured), "
+        "limit at most 10: fails"
+    )
 
 
 def test_a_claim_that_cannot_be_tested_or_has_not_run_says_so():
