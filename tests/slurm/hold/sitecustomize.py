@@ -1,12 +1,17 @@
-"""Hold the ranks of a test's job at a place that the test names, until Slurm's notice arrives.
+"""Change what the processes of a test's job do, as the test asks by environment variables.
 
-KFAC_TEST_HOLD is, for example, `evaluation:8,decomposition:12`: place and step for each start of
-the job. KFAC_TEST_HOLD_TASK names the task of an array. Every rank leaves a file and waits. Python
-imports this file by itself, because its folder is on PYTHONPATH.
+Python imports this file by itself, because its folder is on PYTHONPATH.
+
+KFAC_TEST_TRIALS shortens `kfac-bench try`: so many settings of each optimizer, and two seeds.
+
+KFAC_TEST_HOLD holds the ranks at a place until Slurm's notice arrives. For example,
+`evaluation:8,decomposition:12` has the place and the step for each start of the job.
+KFAC_TEST_HOLD_TASK names the task of an array. Every rank leaves a file and waits.
 """
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -71,5 +76,16 @@ def main(places, folder):
     torch.linalg.eigh = holding(torch.linalg.eigh, "decomposition")
 
 
+def shorten_study(trials):
+    from kfac_bench.benchmark.own_problem import spaces
+    from kfac_bench.cli import try_command
+
+    whole = spaces.candidates
+    spaces.candidates = lambda *words, **more: whole(*words, **more)[:trials]
+    try_command.SEEDS = 2
+
+
+if "KFAC_TEST_TRIALS" in os.environ and "try" in sys.orig_argv:
+    shorten_study(int(os.environ["KFAC_TEST_TRIALS"]))
 if "KFAC_TEST_HOLD" in os.environ and "SLURM_STEP_ID" in os.environ:
     main(os.environ["KFAC_TEST_HOLD"].split(","), Path(os.environ["KFAC_TEST_FOLDER"]))
