@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import kfac_bench
 from kfac_bench import cli
-from kfac_bench.cli import sweep, train_command
+from kfac_bench.cli import entry, sweep, train_command
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose
 from kfac_bench.errors import LostRanksError, OneRankError, UsageError
@@ -273,11 +274,14 @@ def test_a_path_that_the_system_refuses_is_one_line(name, words, capsys):
 
 @pytest.mark.slow
 def test_only_rank_0_prints_an_error(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(entry, "time", SimpleNamespace(sleep=waits.append))
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as caught:
         cli.train(["kfac.dampign=1"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == ""
+    assert waits == [entry.RANK_0_SPEAKS_S], "the launcher may end rank 0 before it has spoken"
 
 
 @pytest.mark.parametrize(
