@@ -26,6 +26,11 @@ SETTINGS = {
 FIRST_JOB = f"FirstJobId={1 + 500 * WORKER}\n"
 
 
+def pytest_collection_modifyitems(items):
+    """Start the longest test first, so that no worker waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_try.py")
+
+
 @pytest.fixture(scope="session")
 def nodes():
     """Return the cluster's state directory, whose path must be short and open to munge."""
