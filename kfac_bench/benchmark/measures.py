@@ -164,6 +164,7 @@ COMPUTED = frozenset(
         "kfac_mb",
         "activations_mb_per_example",
         "weights_mb",
+        "both_phases_s",
         "less_phase2_time",
         "less_time",
         "fewer_phase1_steps",

@@ -58,7 +58,8 @@ class Line:
     is_projected: bool = False
     """Whether measured seconds were multiplied by an assumed number of epochs or steps."""
     known: str = ""
-    """``fitted`` or ``given`` if the computed number is no prediction; see :class:`Known`."""
+    """``fitted``, ``given`` or ``chosen afterwards`` if the computed number is no prediction; see
+    :class:`Known`."""
 
     @property
     def ours(self) -> float | None:
@@ -72,7 +73,8 @@ class CellRuns:
 
     trained: dict[PointKey, dict[int, Run | None]] = field(default_factory=dict)
     """Runs that trained, by seed; None: the cell failed."""
-    computed: dict[PointKey, Run] = field(default_factory=dict)
+    computed: dict[PointKey, list[Run]] = field(default_factory=dict)
+    """Cells that trained nothing. Two computed parts may have the same point."""
 
 
 def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Line]:
@@ -254,11 +256,11 @@ class _Values:
                 return None
             own, other = (self._computed(quantity.of, p) for p in (point, base))
             return _beside(own, other, quantity.how, None)
-        run = self._found.computed.get(key_of(point))
-        value = math.nan if run is None else measure(run, quantity.measure, None)
-        if not math.isfinite(value):
-            return None
-        return value * quantity.scale * _times(quantity, point)
+        for run in self._found.computed.get(key_of(point), []):
+            value = measure(run, quantity.measure, None)
+            if math.isfinite(value):
+                return value * quantity.scale * _times(quantity, point)
+        return None
 
     def _base(
         self, quantity: Quantity, point: GridPoint, keys: Sequence[PointKey]

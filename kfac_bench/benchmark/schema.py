@@ -62,7 +62,8 @@ class Known:
 
     quantity: str = MISSING
     how: str = "fitted"
-    """The word beside the number: ``fitted`` to the same table, or ``given`` by the same table."""
+    """The word beside the number: ``fitted`` to the same table, ``given`` by the same table, or
+    ``chosen afterwards`` for an assumption that was chosen after the published number was seen."""
     only: dict[str, list[str]] = field(default_factory=dict)
     """The points, by the values of an axis; {}: all points."""
 

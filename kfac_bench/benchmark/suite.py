@@ -205,7 +205,7 @@ def results(each: BenchmarkRow, found: Sequence[Attempt]) -> list[Line]:
         key = key_of(cell.point)
         if isinstance(cell, ComputedCell):
             if attempt.run is not None:
-                by_point.computed[key] = attempt.run
+                by_point.computed.setdefault(key, []).append(attempt.run)
         elif attempt.state in (AttemptState.DONE, AttemptState.FAILED, AttemptState.BLOCKED):
             by_point.trained.setdefault(key, {})[cell.seed] = attempt.run
     return lines(each.benchmark, by_point, each.sized.level)

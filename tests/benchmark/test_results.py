@@ -7,9 +7,19 @@ from dataclasses import replace
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import figure, grid, measures, paper, run_end, schema, sheet, suite
+from kfac_bench.benchmark import (
+    computed,
+    figure,
+    grid,
+    measures,
+    paper,
+    run_end,
+    schema,
+    sheet,
+    suite,
+)
 from kfac_bench.benchmark.claim import Claim
-from kfac_bench.benchmark.result import Measured, _beside
+from kfac_bench.benchmark.result import CellRuns, Measured, _beside, key_of, lines
 from kfac_bench.benchmark.schema import (
     Benchmark,
     BenchmarkProfile,
@@ -162,6 +172,21 @@ def test_a_computed_cell_has_a_column_of_its_own(row):
     assert line.computed > 0
     # No line has a published number, so there are no columns for them.
     assert sheet.compared(ROW, [line], []).columns == ["optimizer", "batch", "quantity", "computed"]
+
+
+def test_two_computed_parts_share_a_point(row, tmp_path):
+    parts = [
+        Computed("plan", {"optimizer": ["K-FAC"]}, ["model=resnet8", "examples=2"]),
+        Computed("plan", {"optimizer": ["K-FAC"]}, ["model=resnet20", "examples=2"]),
+    ]
+    first, second = computed.cells(Benchmark(**(vars(ROW) | {"computed": parts})), str(tmp_path))
+    for cell, numbers in ((first, {"state_mb": 3.0}), (second, {"peak_mb": 5.0, "state_mb": 4.0})):
+        computed._write(cell, numbers)
+    quantities = {"state": Quantity("state_mb"), "peak": Quantity("peak_mb")}
+    benchmark = Benchmark(**(vars(ROW) | {"quantities": quantities, "published": []}))
+    found = CellRuns(computed={key_of(first.point): [load(c.path()) for c in (first, second)]})
+    numbers = {line.quantity: line.computed for line in lines(benchmark, found, None)}
+    assert numbers == {"state": 3.0, "peak": 5.0}
 
 
 def test_the_report_writes_the_table_and_its_files(row):
