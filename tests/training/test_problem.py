@@ -275,6 +275,22 @@ def test_another_version_of_the_file_is_another_run_and_is_refused_at_resume(tmp
         train(tmp_path, file, *options, "run_id=r")
 
 
+def test_changed_labels_of_a_table_are_noticed_at_resume(tmp_path, own):
+    labels = tmp_path / "labels.txt"
+    labels.write_text("0 1 2 " * 20)
+    read = f"torch.from_numpy(np.loadtxt({str(labels)!r}, dtype=np.int64))"
+    table = f"torch.utils.data.TensorDataset(torch.ones(60, 4), {read})"
+    file = own(("Noisy(60)", table), ("Noisy(20)", table))
+    options = ("run_id=r", "trainer.max_steps=4", "kfac=none")
+    with before_step(3, terminate):
+        train(tmp_path, file, *options)
+    labels.write_text("0 2 1 " * 20)
+    problem_file._files.clear()
+    said = "train has 60 examples as before, but names, sizes or labels changed"
+    with pytest.raises(UsageError, match=said):
+        train(tmp_path, file, *options)
+
+
 # ---- who may run the file ----
 
 

@@ -5,7 +5,7 @@ these generators are seeded for each example by (seed, epoch, index), and are re
 The examples then do not depend on the number of workers or ranks, and a resumed run gets the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from kfac_bench import randomness
 from kfac_bench.config.problem_file import ProblemFile, described, place
 from kfac_bench.data.base.batch import Batch, split
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.fingerprint import of_tensors
 from kfac_bench.data.base.loader import load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, mixed_seed
 from kfac_bench.data.base.unreadable import Faults, Unreadable
@@ -112,6 +113,19 @@ class ProblemData(Data):
         """Yield this rank's evaluation batches; see `Data.evaluate`."""
         indices = eval_indices(self.eval_size, batch_size, shard)
         return self._load("validation", indices, (EVALUATION,))
+
+    def contents(self, split: str) -> Iterable[bytes]:
+        """Yield the integers of a table, such as labels; see `Data.contents`.
+
+        Of other datasets only the number of examples is compared: reading all examples may take
+        long, and examples may be random.
+        """
+        problem = self.file.problem
+        table = as_table(problem.train if split == "train" else problem.validation)
+        if table is None:
+            return ()
+        rows = () if table.rows is None else (table.rows,)
+        return of_tensors((*table.columns, *rows))
 
     def _load(self, name: str, indices: Iterator[Tensor], key: tuple[int, ...]) -> Iterator[Batch]:
         collate = self.file.problem.collate
