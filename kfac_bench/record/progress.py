@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kfac_bench.output import say
+from kfac_bench.stop_signals import SIGNALS
 
 TICK_S = 0.25
 QUIET_S = 1.5
@@ -113,7 +114,7 @@ class Progress:
                 self._show_long_task()
                 continue
             for number in os.read(reader, 64):
-                if number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                if number in SIGNALS:
                     interrupts += number == signal.SIGINT
                     self._answer(signal.Signals(number), is_second=interrupts > 1)
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kfac_bench.output import say
+
 TICKS = 10
 
 
@@ -79,11 +81,11 @@ class Watchdog:
         except OSError:
             where = ""
         with suppress(OSError):
-            sys.stderr.write(
+            say(
                 f"kfac-train: rank {self._rank}: no progress for {seconds:g} s "
-                f"(trainer.watchdog_s){where}\n"
+                f"(trainer.watchdog_s){where}",
+                sys.stderr,
             )
-            sys.stderr.flush()
         # sys.exit would end this thread only. The main thread hangs, perhaps in C code, and cannot
         # run exit handlers.
         os._exit(1)

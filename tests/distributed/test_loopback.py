@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,25 @@ from tests.support import ROOT, forks
 from tests.support.runs import CPU
 
 LISTENING = "0A"
+KEEPS_THE_PORT = """
+import os, signal, socket, sys
+from datetime import timedelta
+from kfac_bench.distributed.backends import loopback
+port = int(sys.argv[1])
+store = loopback.store("127.0.0.1", port, 0, 1, timedelta(seconds=20))
+worker = os.fork()
+if worker == 0:
+    signal.pause()
+store.set("key", "value")
+print(store.get("key").decode())
+del store
+try:
+    loopback.store("127.0.0.1", port, 0, 1, timedelta(seconds=20))
+    print("free")
+finally:
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+"""
 
 
 def listening(pids):
@@ -53,6 +73,13 @@ def tree(pid):
 )
 def test_loopback_addresses(host, expected):
     assert is_loopback(host) == expected
+
+
+def test_a_loader_worker_does_not_keep_the_port_of_its_run():
+    with own_port() as port:
+        words = [sys.executable, "-c", KEEPS_THE_PORT, port]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stdout.split()) == (0, ["value", "free"]), done.stderr
 
 
 def _meet(rank, port, host):

@@ -28,6 +28,7 @@ from kfac_bench.distributed.backend import Backend, find_device
 from kfac_bench.distributed.backends import loopback
 from kfac_bench.distributed.ranks import Ranks, lost_rank
 from kfac_bench.errors import LostRanksError, OneRankError
+from kfac_bench.output import say
 
 SPARE_S = 5.0
 """Time for torch's own timeout, whose error says more: torch waits a second longer than asked."""
@@ -149,12 +150,12 @@ def _ending_after(timeout_s: float) -> Iterator[None]:
     """
 
     def end() -> None:
-        sys.stderr.write(
+        say(
             f"kfac-train: rank {os.environ.get('RANK')}: rank 0 did not answer on "
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
-            f"{timeout_s:g} s (backend.timeout_s). Another program may use this port\n"
+            f"{timeout_s:g} s (backend.timeout_s). Another program may use this port",
+            sys.stderr,
         )
-        sys.stderr.flush()
         os._exit(1)
 
     timer = threading.Timer(timeout_s + SPARE_S, end)

@@ -7,9 +7,28 @@ address of the machine's name. Neither of them authenticates.
 import ipaddress
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
+
+_listening: dict[int, int] = {}
+"""The descriptors of the sockets at which stores of this process listen, with their inodes."""
+
+
+def _forget() -> None:
+    for descriptor, inode in _listening.items():
+        # After its store has ended, the number may belong to another file.
+        with suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                nowhere = os.open(os.devnull, os.O_RDONLY)
+                os.dup2(nowhere, descriptor)  # a copy of the store may close the number later
+                os.close(nowhere)
+    _listening.clear()
+
+
+# Loader workers are forks. Without this they would keep the port of a run that was killed in use.
+os.register_at_fork(after_in_child=_forget)
 
 
 def is_loopback(host: str) -> bool:
@@ -41,6 +60,7 @@ def store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) 
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
+        _listening[listener.fileno()] = os.fstat(listener.fileno()).st_ino
         return TCPStore(
             host,
             port,
