@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kfac_bench.benchmark.measures import COMPUTED, measure, seconds_at_least
+from kfac_bench.benchmark.phase_times import PhaseRuns, percent_less
 from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.record.runs import Run
 from kfac_bench.record.score import bootstrap_median
@@ -75,6 +76,8 @@ class CellRuns:
     """Runs that trained, by seed; None: the cell failed."""
     computed: dict[PointKey, list[Run]] = field(default_factory=dict)
     """Cells that trained nothing. Two computed parts may have the same point."""
+    phases: PhaseRuns = field(default_factory=dict)
+    """Earlier runs that quantities name."""
 
 
 def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Line]:
@@ -224,6 +227,9 @@ class _Values:
         run = runs[seed]
         if run is None:  # The cell failed, which counts as a miss.
             return None if quantity.measure in COMPUTED else worst
+        if quantity.phases:
+            less = percent_less(quantity, run, seed, self._found.phases)
+            return None if math.isnan(less) else less
         level = self._level
         if quantity.level_of:
             level = self._final_of(point, quantity.level_of, seed)

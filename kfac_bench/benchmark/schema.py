@@ -97,6 +97,12 @@ class Quantity:
     """A name of :mod:`kfac_bench.benchmark.measures`."""
     of: str = ""
     against: dict[str, str] = field(default_factory=dict)
+    phases: list[str] = field(default_factory=list)
+    """Run ids of earlier runs (see :class:`Before`) with ``{profile}`` and ``{seed}``. For cells
+    that train, the number is then how much less training time these runs took than the runs of
+    ``than``, in percent. A phase counts up to the checkpoint that the cell starts from."""
+    than: list[str] = field(default_factory=list)
+    """Run ids, as in ``phases``. Another row may train these runs."""
     level_of: dict[str, str] = field(default_factory=dict)
     """For the measures ``..._to_level``: the values of the axes of another point. Its final metric,
     with the same seed, is the level."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from kfac_bench.benchmark import computed, grid, run_end, schema
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
+from kfac_bench.benchmark.phase_times import load_phases
 from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.benchmark.sheet import Attempt, AttemptState
@@ -200,7 +201,10 @@ def refuse_new(each: BenchmarkRow, found: Sequence[Attempt]) -> None:
 
 def results(each: BenchmarkRow, found: Sequence[Attempt]) -> list[Line]:
     """Return the lines of the row's table. Failed cells are misses, unfinished ones missing."""
-    by_point = CellRuns()
+    seeds = [cell.seed for cell in each.cells]
+    shared = each.folder.parent / "shared"
+    phases = load_phases(each.benchmark.quantities, shared, each.profile, seeds)
+    by_point = CellRuns(phases=phases)
     for cell, attempt in zip(each.all_cells, found, strict=True):
         key = key_of(cell.point)
         if isinstance(cell, ComputedCell):

@@ -189,6 +189,65 @@ def test_two_computed_parts_share_a_point(row, tmp_path):
     assert numbers == {"state": 3.0, "peak": 5.0}
 
 
+def write_phase(folder, points, weights=None, status="finished"):
+    """Write a run whose events have these steps and seconds."""
+    folder.mkdir(parents=True)
+    log = EventLog([JsonlSink(folder / "events.jsonl")])
+    config = {"seed": 0, "model": {"weights": weights}}
+    log.emit(RunStarted(0, 0.0, folder.name, "acc", True, config, {"world_size": 1}))
+    for step, seconds in points:
+        log.emit(trained(step, seconds, step / 10))
+    log.emit(RunEnded(*points[-1], status))
+    log.close()
+
+
+def by_steps(row):
+    lines = suite.results(row, suite.attempts(row))
+    return {(line.quantity, line.point["steps"]): line for line in lines}
+
+
+PHASES = ["first-{profile}-s{seed}", "kfac-{profile}-s{seed}"]
+THAN = ["first-{profile}-s{seed}", "lamb-{profile}-s{seed}"]
+
+
+def test_times_of_phases_are_those_up_to_the_checkpoint(tmp_path, monkeypatch):
+    benchmark = Benchmark(
+        "Phases",
+        {"steps": ["20", "15"]},
+        ["model=resnet8", "logger=none"],
+        [0, 1],
+        each={"steps": {"20": ["trainer.max_steps=2"], "15": ["trainer.max_steps=1"]}},
+        profiles={"smoke": BenchmarkProfile()},
+        quantities={
+            "phase 2": Quantity("less_phase2_time", phases=PHASES[1:], than=THAN[1:]),
+            "both": Quantity("less_time", phases=PHASES, than=THAN),
+        },
+    )
+    monkeypatch.setattr(schema, "load", lambda name: benchmark)
+    shared = tmp_path / "shared"
+    found = suite.row("made_up", "smoke", runs_dir=str(tmp_path / "made_up"))
+    # Steps 10 and 20 are recorded: step 15 has the time between them.
+    write_phase(shared / "first-smoke-s0", [(5, 20.0), (10, 40.0)])
+    write_phase(shared / "lamb-smoke-s0", [(10, 30.0), (30, 60.0)])
+    write_phase(shared / "kfac-smoke-s0", [(10, 20.0), (20, 40.0), (30, 55.0)])
+    for cell in found.cells:
+        weights = f"shared/kfac-smoke-s{cell.seed}/checkpoints/step-000000{cell.point['steps']}"
+        write_phase(cell.path(), [(1, 7.0)], weights)
+    got = by_steps(found)
+    # Seed 1 has no phases, so only seed 0 counts.
+    assert got["phase 2", "20"].measured == Measured(
+        *[pytest.approx(100 * (1 - 40 / 60))] * 3, 1, 0
+    )
+    assert got["phase 2", "15"].measured.median == pytest.approx(100 * (1 - 30 / 60))
+    assert got["both", "20"].measured.median == pytest.approx(100 * (1 - 80 / 100))
+    assert got["both", "15"].measured.median == pytest.approx(100 * (1 - 70 / 100))
+    # A failed phase has no time, and neither has a checkpoint that the events do not reach.
+    write_phase(shared / "first-smoke-s1", [(10, 40.0)])
+    write_phase(shared / "lamb-smoke-s1", [(10, 30.0)], status="failed")
+    write_phase(shared / "kfac-smoke-s1", [(10, 20.0)])
+    assert by_steps(found)["both", "20"].measured.seeds == 1
+
+
 def test_the_report_writes_the_table_and_its_files(row):
     written = paper.write(row)
     text = (row.folder / "smoke.md").read_text()

@@ -163,6 +163,20 @@ def test_earlier_phases_run_first_and_are_shared():
     assert lamb[0].before[0].overrides == first.overrides, "phase 1 would be trained twice"
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("table4")])
+def test_phases_that_are_compared_are_runs_of_this_row_or_of_table_3(name, profile):
+    row = schema.load(name)
+
+    def run_ids(benchmark):
+        sized = benchmark.profiles[profile]
+        return {each.run_id for each in sized.before or benchmark.before}
+
+    less = row.quantities["less time of both phases"]
+    assert set(less.phases) == run_ids(row)
+    assert set(less.than) == run_ids(schema.load("table3_bert_lamb"))
+
+
 def test_bert_scaling_has_the_parts_of_the_paper():
     for cell in grid.cells(schema.load("fig9bc_bert_scaling"), "r", [0], "paper"):
         batch, part = {"1": (65536, 60), "2": (32768, 12)}[cell.point["phase"]]
