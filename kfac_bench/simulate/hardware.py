@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from kfac_bench import plain_yaml
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.network import ALGORITHMS, Network, NetworkLink
 from kfac_bench.simulate.rates import DEFAULT, Rates
@@ -49,7 +50,7 @@ class Hardware:
 def load(path: Path) -> Hardware:
     """Read a hardware file; raise :class:`UsageError` for missing, unknown or invalid values."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = plain_yaml.load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise UsageError(f"hardware file {path}: not valid YAML ({error})") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: text, dates, long numbers

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from kfac_bench import plain_yaml
 from kfac_bench.config import TrainConfig
 from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.errors import UsageError
@@ -49,7 +50,7 @@ def of_file(path: Path, examples: int) -> Workload:
     :class:`UsageError` if the file cannot be read, or has a missing or invalid value.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = plain_yaml.load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from None
     if not isinstance(content, Mapping) or not _TOP.issuperset(content) or "layers" not in content:

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
+from kfac_bench import plain_yaml
 from kfac_bench.config import TrainConfig, compose, options, problem_file
 from kfac_bench.config.options import RECORD, RESULT
 from kfac_bench.config.roles import declared
@@ -191,11 +191,7 @@ class RunDirectory:
             started = next((e for e in events if isinstance(e, RunStarted)), None)
             return {} if started is None else _flat(started.config)
         try:
-            # OmegaConf copies what an alias names, and a few lines of aliases name gigabytes.
-            if any(
-                isinstance(token, yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)
-            ):
-                raise ValueError("it has YAML aliases")
+            plain_yaml.refuse_aliases(text)
             # Interpolations such as ${oc.env:NAME} are not resolved.
             found = OmegaConf.to_container(OmegaConf.create(text))
             return _flat(found) if isinstance(found, dict) else {}

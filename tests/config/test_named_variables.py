@@ -123,4 +123,17 @@ def test_aliases_in_a_received_run_directory_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.train([*WORDS, f"runs_dir={tmp_path}", "run_id=r"])
     assert caught.value.code == 2
-    assert "config.yaml: cannot be read (it has YAML aliases)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "config.yaml: cannot be read (line 2: YAML aliases are not allowed" in said
+
+
+def test_aliases_in_a_received_folder_of_configurations_are_refused(tmp_path, capsys):
+    path = tmp_path / "conf" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 30)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(SystemExit) as caught:
+        cli.train([*WORDS, "--config-dir", str(path.parents[1]), "experiment=mine"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{path}: line 2: YAML aliases are not allowed. Write the value out" in said
