@@ -189,6 +189,20 @@ def test_containers_that_nobody_can_read_are_refused(tmp_path):
             checkpoint.load(path)
 
 
+def test_a_key_whose_hash_takes_for_ever_is_refused(tmp_path):
+    """The hash of a tuple that holds a tuple twice, which ..., takes 2^60 steps."""
+    doubled = b"".join(b"q%ch%c\x86" % (level, level) for level in range(60))
+    program = b"\x80\x02})" + doubled + b"Ns."
+    plain = zipfile.ZipFile(io.BytesIO(packed({"model": {}})))
+    hostile = io.BytesIO()
+    with zipfile.ZipFile(hostile, "w") as archive:
+        for name in plain.namelist():
+            content = program if name.endswith("data.pkl") else plain.read(name)
+            archive.writestr(name, content)
+    with pytest.raises(UsageError, match="more than 20 levels of tuples"):
+        checkpoint.load(forge(tmp_path, hostile.getvalue()))
+
+
 def test_a_good_checkpoint_still_resumes(tmp_path, saved):
     forge(tmp_path, saved.read_bytes())
     words = ["trainer.max_steps=7", "run_id=new", f"resume={tmp_path / 'from'}"]
