@@ -16,6 +16,7 @@ from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.images import (
     cifar10,
     coco_dataset,
+    idx_files,
     lgg,
     opening,
     reading,
@@ -122,6 +123,8 @@ def test_a_fifo_in_a_dataset_does_not_hang(tmp_path):
     for read in (lambda: opening.read_file(path), lambda: opening.open_image(path).__enter__()):
         with pytest.raises(OSError, match="it is no regular file"):
             read()
+    with pytest.raises(OSError, match="it is no regular file"):
+        idx_files.read(path, (28, 28), 1)
     with pytest.raises(UsageError, match="it is no regular file"):
         squad.read(path)
     with pytest.raises(UsageError, match="it is no regular file"):

@@ -18,10 +18,13 @@ from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 from kfac_bench.record import run_lock
 from kfac_bench.record.event_fields import checked
-from kfac_bench.record.own_files import read_own
+from kfac_bench.record.own_files import read_own, refuse_links
 from kfac_bench.record.text_file import write_text
 
 PLAN_FILE = "try.json"
+_FIRST_PHASES = ("speed", "reference")
+_PHASES = (*_FIRST_PHASES, "tuning", "final")
+"""The folders of run directories, in the order of a study."""
 PATIENCE_S = 60.0
 """How long to wait for a run that outlives a killed command. It saves and ends by itself."""
 
@@ -62,11 +65,18 @@ class StudyFolder:
         """Make the folder and lock it, so that no second command runs the same study.
 
         Raises:
-            UsageError: Another command runs the study, or the folder cannot be made.
+            UsageError: Another command runs the study, the folder cannot be made, or one of its
+                runs is a link.
         """
         if self.path.is_dir() and run_lock.is_held(self.path):
             raise UsageError(f"{self.path}: another command runs this study; wait for it")
         with run_lock.locked(self.path, 0.0, say):
+            # A study removes checkpoints of its trials. Through a link it would remove those of
+            # another run.
+            refuse_links(self.path)
+            for phase in _PHASES:
+                if self.runs_dir(phase).is_dir():
+                    refuse_links(self.runs_dir(phase))
             yield
 
     def plan(self) -> Plan | None:
@@ -118,7 +128,7 @@ class StudyFolder:
 
     def remove_first_runs(self) -> None:
         """Remove the runs that fix the plan, after the end of a run that outlives its command."""
-        for phase in ("speed", "reference"):
+        for phase in _FIRST_PHASES:
             for directory in self.runs_dir(phase).glob("*"):
                 wait_until_free(directory)
             shutil.rmtree(self.runs_dir(phase), ignore_errors=True)

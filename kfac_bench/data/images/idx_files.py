@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kfac_bench.data.regular_file import regular
+
 UINT8 = 0x08
 """Code of the only data type that is supported. It is the third byte of the magic number."""
 
@@ -28,9 +30,10 @@ def read(path: Path, shape: Sequence[int], most: int) -> NDArray[np.uint8]:
 
     Raises:
         ValueError: The file is damaged, cut, or has another type or shape.
-        OSError: The file cannot be opened or read.
+        OSError: The file cannot be opened or read, or it is no regular file.
     """
     try:
+        regular(path)
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(4 * (2 + len(shape)))
             count = _count(header, shape, most)

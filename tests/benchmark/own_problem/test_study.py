@@ -342,6 +342,31 @@ def test_a_file_is_no_folder_of_a_study(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("linked", ["tuning", "final/trial", "reference"])
+def test_a_study_removes_no_checkpoints_through_a_link(simulation, tmp_path, linked):
+    """A study folder from somebody else may link to another run, whose checkpoints must stay."""
+    weights = tmp_path / "mine" / "checkpoints" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    (link := simulation.folder.path / linked).parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "mine")
+    with pytest.raises(UsageError, match=f"{linked}: is a link"):
+        simulation.study()
+    assert weights.exists()
+
+
+@pytest.mark.slow
+def test_a_trial_that_links_to_another_run_keeps_its_checkpoints(simulation, tmp_path):
+    simulation.study()
+    trial = next(simulation.folder.runs_dir("tuning").iterdir())
+    trial.rename(tmp_path / "mine")
+    trial.symlink_to(tmp_path / "mine")
+    (tmp_path / "mine" / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match="is a link"):
+        simulation.study()
+    assert (tmp_path / "mine" / "checkpoints").is_dir()
+
+
 # ---- the spaces ----
 
 
