@@ -220,6 +220,21 @@ def _children(pid: int) -> list[int]:
     return [*own, *(grandchild for child in own for grandchild in _children(child))]
 
 
+def _kill_worker(step: int) -> None:
+    """Kill a loader worker, as the kernel does if memory runs out."""
+
+    def action(_: Trainer) -> None:
+        own = Path("/proc/self/cmdline").read_bytes()
+        workers = [
+            pid
+            for pid in _children(os.getpid())
+            if Path(f"/proc/{pid}/cmdline").read_bytes() == own
+        ]
+        os.kill(workers[0], signal.SIGKILL)
+
+    _at(step, action)
+
+
 LITTLE_BYTES = 60_000
 """Room for the event file, but not for a checkpoint."""
 
@@ -328,6 +343,7 @@ def _hold_interpreter(step: int) -> None:
 
 INJECT: dict[str, Callable[[int], None]] = {
     "kill": _send(signal.SIGKILL),
+    "kill worker": _kill_worker,
     "kill in commit": _send(signal.SIGKILL, here="commit"),
     "kill before event": _kill_before_event,
     "no memory": _no_memory,
@@ -335,6 +351,9 @@ INJECT: dict[str, Callable[[int], None]] = {
     "no inodes": _no_inodes,
     "hold": _hold_interpreter,
     "term": _send(signal.SIGTERM),
+    "hup": _send(signal.SIGHUP),
+    "quit": _send(signal.SIGQUIT),
+    "usr2": _send(signal.SIGUSR2),
     "term to all": _send(signal.SIGTERM, group=True),
     "term in evaluation": _send(signal.SIGTERM, here="evaluation"),
     "term in decomposition": _send(signal.SIGTERM, here="decomposition"),

@@ -19,7 +19,7 @@ from threading import Lock
 
 from tests.reliability.faults import pictures
 from tests.reliability.faults.case import METHODS, Case
-from tests.reliability.faults.rows import ROWS, Fault, NotHereError
+from tests.reliability.faults.rows import ROWS, Fault, NotHereError, UnexpectedError
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def try_one(fault: Fault, ranks: int, method: str, folder: Path, weights: _Refer
         return _judged(outcome, case, reference)
     except NotHereError as error:
         return Outcome(fault, ranks, method, not_here=str(error))
-    except TimeoutError as error:
+    except (TimeoutError, UnexpectedError) as error:
         return Outcome(fault, ranks, method, wrong=str(error))
     finally:
         shutil.rmtree(_emptied(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ INODES = 200
 
 class NotHereError(Exception):
     """An error that says why this machine cannot try a fault."""
+
+
+class UnexpectedError(Exception):
+    """An error that says what a start did that it should not have done."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,62 @@ def _spoil(case: Case) -> tuple[Path, bytes]:
     return path, content
 
 
+def _refused(case: Case, line: str) -> None:
+    """Start the run, which must refuse to continue with a line that contains `line`."""
+    ended = case.start()
+    if set(ended.codes) != {2} or line not in ended.errors:
+        said = ended.errors.strip().rpartition("\n")[2]
+        raise UnexpectedError(f"exit codes {ended.codes} instead of 2: {said}")
+
+
+def _changed_data(case: Case) -> None:
+    """Take an image away between two starts. It is put back before the run continues."""
+    from tests.reliability.faults.pictures import TRAIN, folder
+
+    case.start("kill", 11)
+    image = sorted((folder(case) / "train").glob("*/*"))[0]
+    elsewhere = case.folder / image.name
+    image.rename(elsewhere)
+    _refused(case, f"train has {TRAIN - 1} examples, before {TRAIN}")
+    elsewhere.rename(image)
+
+
+def _emptied_records(case: Case) -> None:
+    case.start("kill", 11)
+    for name in ("config.yaml", "run.json"):
+        os.truncate(case.path / name, 0)
+
+
+def _cut_events(case: Case) -> None:
+    case.start("kill", 11)
+    os.truncate(case.events, case.events.stat().st_size // 2)
+
+
+def _lost_events(case: Case) -> None:
+    case.start("kill", 11)
+    case.events.unlink()
+
+
+def _port_in_use(case: Case) -> None:
+    """Let another program listen at the port at which the ranks meet."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        case.environment = {"MASTER_PORT": port}
+        ended = case.start()
+    if None in ended.codes or f"port {port} is in use" not in ended.errors:
+        raise UnexpectedError(f"exit codes {ended.codes}, and no line names the port")
+    case.environment = {}
+
+
+def _lost_points(case: Case) -> None:
+    """Kill a run whose points W&B keeps offline. After the next start a line offers an upload."""
+    case.environment = {"WANDB_MODE": "offline", "WANDB_CONFIG_DIR": str(case.folder)}
+    case.start("kill", 11)
+    ended = case.start()
+    if "kfac-bench wandb upload" not in ended.out.strip().rpartition("\n")[2]:
+        raise UnexpectedError("the last line does not offer kfac-bench wandb upload")
+
+
 def _corrupt(case: Case) -> None:
     path, content = _spoil(case)
     case.start()
@@ -223,6 +284,7 @@ def _wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+WORKERS = ("data.workers=2",)
 LONGER = ("trainer.max_steps=40",)
 """Some seconds, for signals that come from outside."""
 USR1 = ("--signals-to-handle", "SIGUSR1,SIGTERM,SIGINT")
@@ -230,6 +292,13 @@ USR1 = ("--signals-to-handle", "SIGUSR1,SIGTERM,SIGINT")
 ROWS = (
     Fault("SIGKILL of rank 0", _starts("kill", last=False)),
     Fault("SIGKILL of another rank", _starts("kill"), ranks=(2,)),
+    Fault(
+        "SIGKILL of rank 0 beside loader workers",
+        _starts("kill", last=False),
+        pictures=True,
+        options=WORKERS,
+    ),
+    Fault("SIGKILL of a loader worker", _starts("kill worker"), pictures=True, options=WORKERS),
     Fault("SIGKILL of a rank, torchrun restarts", _restarted),
     Fault("SIGKILL of torchrun", _signalled(signal.SIGKILL), options=LONGER),
     Fault(
@@ -242,13 +311,22 @@ ROWS = (
         "SIGKILL between a checkpoint's commit and its event",
         _starts("kill before event", at=4, last=False),
     ),
+    Fault(
+        "SIGKILL between commit and event, beside loader workers",
+        _starts("kill before event", at=4, last=False),
+        pictures=True,
+        options=WORKERS,
+    ),
     Fault("SIGTERM in a step", _starts("term"), lost=0),
+    Fault("SIGHUP in a step", _starts("hup"), lost=0),
+    Fault("SIGQUIT in a step", _starts("quit"), lost=0),
+    Fault("SIGUSR2 in a step", _starts("usr2"), lost=0),
     Fault(
         "SIGTERM to all processes, the loader's too",
         _starts("term to all"),
         lost=0,
         pictures=True,
-        options=("data.workers=1",),
+        options=WORKERS,
     ),
     Fault("SIGTERM in an evaluation", _starts("term in evaluation", at=5), lost=0),
     Fault("SIGTERM in a decomposition", _starts("term in decomposition", at=4), lost=0, kfac=True),
@@ -277,6 +355,17 @@ ROWS = (
     Fault("checkpoint: a zeroed block", _damaged(_zero), lost=2 * CHECKPOINT_FREQ),
     Fault("checkpoint: a truncated file", _damaged(_truncate), lost=2 * CHECKPOINT_FREQ),
     Fault("checkpoint: no manifest", _damaged(_without_manifest), lost=2 * CHECKPOINT_FREQ),
+    Fault("the record's second half is lost", _cut_events),
+    Fault("the record is deleted", _lost_events),
+    Fault("config.yaml and run.json are empty", _emptied_records),
+    Fault("the data changed between two starts", _changed_data, pictures=True),
+    Fault(
+        "the port of the ranks is in use",
+        _port_in_use,
+        ranks=(2,),
+        # Rank 1 waits this long for an answer.
+        options=("backend.timeout_s=5",),
+    ),
     Fault("disk full", _full("fill disk")),
     Fault("disk full but for a little", _full("fill disk but for little")),
     Fault("a quota, met while a checkpoint is written", _full("quota")),
@@ -286,11 +375,18 @@ ROWS = (
         "memory runs out beside two loader workers",
         _starts("no memory"),
         pictures=True,
-        options=("data.workers=2",),
+        options=WORKERS,
     ),
     Fault("no thread can start", _starts("no threads")),
+    Fault(
+        "no thread can start beside loader workers",
+        _starts("no threads"),
+        pictures=True,
+        options=WORKERS,
+    ),
     Fault("a read-only directory", _read_only, lost=0),
     Fault("a corrupt sample", _corrupt, pictures=True),
+    Fault("a corrupt sample, read by loader workers", _corrupt, pictures=True, options=WORKERS),
     Fault(
         "a corrupt sample, data.on_error=skip",
         _corrupt_skipped,
@@ -299,5 +395,6 @@ ROWS = (
         options=("data.on_error=skip",),
     ),
     Fault("W&B unreachable", _wandb_unreachable, lost=0, options=("logger=wandb",)),
+    Fault("SIGKILL loses points of W&B", _lost_points, options=("logger=wandb",)),
     Fault("W&B's process killed", _wandb_killed, lost=0, options=("logger=wandb",)),
 )
