@@ -24,9 +24,12 @@ from datetime import timedelta
 from kfac_bench.distributed.backends import loopback
 port = int(sys.argv[1])
 store = loopback.store("127.0.0.1", port, 0, 1, timedelta(seconds=20))
+reader, writer = os.pipe()
 worker = os.fork()
 if worker == 0:
+    os.write(writer, b"x")
     signal.pause()
+os.read(reader, 1)
 store.set("key", "value")
 print(store.get("key").decode())
 del store
