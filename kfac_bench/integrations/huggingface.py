@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kfac_bench import torch_archive
 from kfac_bench.core import KFAC
 from kfac_bench.integrations.accelerate import check_engine
 from kfac_bench.integrations.huggingface_labels import send_labels
@@ -135,7 +136,9 @@ class KFACCallback(TrainerCallback):
             folders.insert(0, Path(args.resume_from_checkpoint))
         for folder in folders:
             if (folder / FILE).exists() and _has_log(folder, state):
-                saved = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+                with (folder / FILE).open("rb") as content:
+                    torch_archive.check_archive(content)
+                    saved = torch.load(content, map_location="cpu", weights_only=True)
                 load_whole_state(preconditioner, saved)
                 return
         warnings.warn(

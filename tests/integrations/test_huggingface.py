@@ -11,6 +11,7 @@ from torch.utils.data import SequentialSampler
 
 from kfac_bench import KFAC
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from tests.support import slow_keys
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
 
@@ -178,6 +179,14 @@ def test_a_checkpoint_without_state_is_reported(tmp_path):
     trainer_in(tmp_path, save_steps=4).train()
     with pytest.warns(UserWarning, match=r"step 4, but K-FAC starts with empty statistics: .*-4 "):
         trainer_in(tmp_path, KFACCallback()).train(f"{tmp_path}/checkpoint-4")
+
+
+def test_a_state_whose_key_takes_for_ever_to_hash_is_refused(tmp_path):
+    trainer_in(tmp_path, KFACCallback(**OPTIONS), save_steps=4).train()
+    content = slow_keys.zipped(slow_keys.program())
+    (tmp_path / "checkpoint-4" / "kfac.pt").write_bytes(content)
+    with pytest.raises(ValueError, match="entries to read"):
+        trainer_in(tmp_path, KFACCallback(**OPTIONS)).train(f"{tmp_path}/checkpoint-4")
 
 
 @pytest.mark.slow

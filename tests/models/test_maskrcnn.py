@@ -16,6 +16,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.errors import UsageError
 from kfac_bench.models.networks.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
 from kfac_bench.tasks.objectives.detection import LOSSES, Detection
+from tests.support import slow_keys
 from tests.support.distributed import run_ranks
 
 HEADS = ("Norm", r"^backbone\.", r"^rpn\.", "ConvTranspose")
@@ -301,8 +302,9 @@ def test_the_backbones_weights_are_read_from_files(tmp_path):
     torch.manual_seed(5)
     state = resnet50(weights=None).state_dict()
     torch.save(state, tmp_path / "r50.pth")
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "r50.safetensors")
-    for name in ("r50.pth", "r50.safetensors"):
+    for name in ("r50.pth", "old.pth", "r50.safetensors"):
         model = maskrcnn_resnet50_fpn(91, 800, 1333, backbone_weights=str(tmp_path / name))
         body = model.backbone.body
         assert torch.equal(body.layer4[2].conv3.weight, state["layer4.2.conv3.weight"])
@@ -325,6 +327,8 @@ def test_files_without_weights_are_refused_in_one_line(tmp_path, capsys):
         "text.pth": b"no weights",
         "cut.safetensors": b"\x10\x00\x00",
         "empty.pth": b"",
+        "key.pth": slow_keys.zipped(slow_keys.program()),
+        "old_key.pth": slow_keys.in_old_format(slow_keys.program()),
     }
     for name, content in bad.items():
         if content is not None:

@@ -15,6 +15,8 @@ from torchvision.models.detection.mask_rcnn import MaskRCNN, MaskRCNNHeads, Mask
 from torchvision.models.resnet import Bottleneck
 from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 
+from kfac_bench import torch_archive
+from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
 
 POSITIVE_SHARE = 0.25
@@ -130,7 +132,9 @@ def _load(body: nn.Module, path: Path) -> None:
 
             state: Any = load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            with regular(path).open("rb") as content:
+                torch_archive.check_weights(content)
+                state = torch.load(content, map_location="cpu", weights_only=True)
         if not isinstance(state, Mapping):
             raise ValueError("it holds no state dict")
         body.load_state_dict({k: v for k, v in state.items() if not k.startswith("fc.")})

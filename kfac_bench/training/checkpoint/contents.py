@@ -1,14 +1,11 @@
-"""What a shard may hold: an uncompressed zip file of plain tensors.
+"""What a shard may hold: plain tensors. kfac_bench.torch_archive checks its file before.
 
 torch.load with weights_only runs no code, but it reads tensors that no checkpoint of ours has and
 that training cannot use. A file from somebody else may hold such tensors on purpose.
 """
 
-import pickletools
-import zipfile
-import zlib
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,71 +14,6 @@ MOST_LEVELS = 100
 """Most levels of containers in a shard. A state of ours has about 6."""
 MOST_PARTS = 1_000_000
 """Most entries of all containers in a shard together."""
-MOST_TUPLES = 20
-"""Most levels of tuples in tuples in a shard. A state of ours has about 3."""
-
-_MARK = -1
-
-
-def check_archive(content: BinaryIO) -> None:
-    """Check the zip file before torch reads it, and move back to its start.
-
-    Raises:
-        ValueError: The file is no zip file, unpacks to more bytes than it has, or has a pickle that
-            would take too long to read.
-    """
-    size = content.seek(0, 2)
-    content.seek(0)
-    try:
-        with zipfile.ZipFile(content) as archive:
-            members = archive.infolist()
-            unpacked = sum(member.file_size for member in members)
-            # torch.save compresses nothing.
-            if unpacked > size:
-                raise ValueError(f"it has {size} bytes and unpacks to {unpacked} bytes")
-            for member in members:
-                if member.filename.endswith("data.pkl"):
-                    _check_pickle(archive.read(member))
-    # RuntimeError: a member has a password.
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, OverflowError, OSError) as error:
-        raise ValueError(f"it is no zip file: {error}") from None
-    finally:
-        content.seek(0)
-
-
-def _check_pickle(program: bytes) -> None:
-    """Check how deep tuples of a pickle are nested, without running it.
-
-    Python computes the hash of a dictionary's key. A tuple that holds a tuple twice, which holds a
-    tuple twice, and so on, takes 2^levels steps.
-
-    Raises:
-        ValueError: The pickle is damaged, or tuples are nested too deeply.
-    """
-    stack: list[int] = []  # for each object the levels of tuples in it
-    memo: dict[Any, int] = {}
-    try:
-        for opcode, argument, _ in pickletools.genops(program):
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                memo[len(memo) if argument is None else argument] = stack[-1]
-                continue
-            if opcode.name in ("GET", "BINGET", "LONG_BINGET"):
-                stack.append(memo[argument])
-                continue
-            needed = len(opcode.stack_before)
-            if pickletools.markobject in opcode.stack_before:
-                needed = opcode.stack_before.index(pickletools.markobject)
-                needed += stack[::-1].index(_MARK) + 1
-            parts = stack[len(stack) - needed :]
-            del stack[len(stack) - needed :]
-            levels = max(parts, default=0)
-            if "TUPLE" in opcode.name:
-                levels = max(levels, 0) + 1
-            if levels > MOST_TUPLES:
-                raise ValueError(f"it has more than {MOST_TUPLES} levels of tuples")
-            stack += [_MARK if opcode.name == "MARK" else levels] * len(opcode.stack_after)
-    except (IndexError, KeyError, RecursionError) as error:
-        raise ValueError(f"its pickle is damaged ({error})") from None
 
 
 def check_tensors(shard: Any) -> None:

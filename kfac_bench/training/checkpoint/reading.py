@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_bench import torch_archive
 from kfac_bench.errors import UsageError, first_line
 from kfac_bench.record import checkpoint_folder
 from kfac_bench.record.checkpoint_folder import MANIFEST
@@ -53,7 +54,7 @@ def _read(file: Path, sha256: object) -> dict[str, Any]:
     # whoever changes a shard can change the manifest.
     with checkpoint_folder.open_verified(file, sha256) as content:
         try:
-            contents.check_archive(content)
+            torch_archive.check_archive(content)
             # Sparse tensors, about which torch warns, are refused below.
             with warnings.catch_warnings(action="ignore"):
                 shard = torch.load(content, map_location="cpu", weights_only=True)
