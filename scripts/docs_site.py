@@ -90,6 +90,15 @@ def generated_pages() -> dict[str, str]:
             "`kfac-bench` runs benchmarks, tunes optimizers and compares runs.",
             *_subcommands(bench_command.build_parser(), {"scaling": scaling_options.USAGE}),
         ),
+        "reference/commands/kfac_bench_records.md": _page(
+            "kfac-bench: records of runs",
+            "These commands of `kfac-bench` work with the records of runs, and with W&B.",
+            *(
+                part
+                for command in _commands(bench_command.build_parser()).values()
+                for part in _subcommands(command, {})
+            ),
+        ),
         "reference/commands/kfac_data.md": _page(
             "kfac-data",
             "`kfac-data` makes demo datasets; it fetches, verifies and prepares published ones.",
@@ -110,11 +119,16 @@ def _text(text: str) -> str:
     return f"```text\n{text.strip()}\n```"
 
 
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the commands of a command, by name; none if it has options alone."""
+    actions = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return next((a.choices for a in actions), {})
+
+
 def _subcommands(parser: argparse.ArgumentParser, usages: Mapping[str, str]) -> Iterator[str]:
     """Yield a heading and the help of each subcommand; ``usages`` replaces the help of some."""
-    (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    for name, command in actions.choices.items():
-        yield f"## {parser.prog} {name}"
+    for name, command in _commands(parser).items():
+        yield f"## {command.prog}"
         # A fixed width: argparse would use that of the terminal.
         command.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
         yield _text(usages.get(name) or command.format_help())

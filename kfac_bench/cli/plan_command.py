@@ -16,7 +16,7 @@ Print what K-FAC costs each of N ranks: memory, FLOPs, messages and bytes. The c
 no data and no other ranks, only shapes. All other options are those of kfac-train (kfac-train
 --help).
 
-  kfac-plan model=resnet50 world_size=64 kfac=hybrid_opt
+  kfac-plan model=resnet50 data=imagefolder world_size=64 kfac=hybrid_opt
   kfac-plan model=resnet50 data=imagefolder trainer.batch_size=2048 world_size=64 out=-
 
   world_size=1       number of ranks

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from kfac_bench import __version__
+from kfac_bench.record.run_notes import OWN_TO_A_RUN
 from kfac_bench.record.runs import Run, Setting, differences, flatten, plain, seed, target
 from kfac_bench.record.score import Row, final_metric, status, steps_to_target, time_to_target_s
 from kfac_bench.report.album import Album
@@ -44,7 +45,7 @@ def html(
     Without a folder the page shows paths instead of links.
     """
     settings = comparison.settings
-    environments = [flatten(run.started.environment) for s in settings for run in s.runs]
+    environments = [_environment(run) for s in settings for run in s.runs]
     unequal = differences(environments)
     most = most_points(len(environments))
     tasks = _tasks(comparison, unequal, most, folder)
@@ -170,6 +171,12 @@ def _link(run: Run, folder: Path | None) -> HtmlCell:
     return HtmlCell(plain(run.path.parent.name), href=link_from(folder, run.path))
 
 
+def _environment(run: Run) -> dict[str, Any]:
+    """Return what may make runs unequal. The command of a run always differs, and has paths."""
+    environment = run.started.environment.items()
+    return flatten({key: value for key, value in environment if key not in OWN_TO_A_RUN})
+
+
 def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> HtmlTable | None:
     """Return the table of machines and versions that differ between runs; None if none differ."""
     if not unequal:
@@ -179,7 +186,7 @@ def _environments(settings: Sequence[Setting], unequal: Sequence[str]) -> HtmlTa
         ("setting", "seed", *unequal),
         [
             [cell(setting.optimizer), cell(seed(run), str(seed(run)))]
-            + [cell(flatten(run.started.environment).get(key, DASH)) for key in unequal]
+            + [cell(_environment(run).get(key, DASH)) for key in unequal]
             for setting in settings
             for run in setting.runs
         ],

@@ -23,7 +23,10 @@ from tests.support.configs import quick_load
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 MADE = docs_site.generated_pages()
-FRONT = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
+FRONT = {
+    name: (ROOT / name).read_text()
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+}
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
 RESULTS = "reference/results/"
@@ -127,6 +130,7 @@ def test_the_pages_of_groups_say_the_defaults_of_each_choice():
     (lr,) = re.findall(r"^\| `optimizer\.lr` \|.*$", page, re.MULTILINE)
     assert "`0.1` with sgd, shampoo; `0.001` with adam, adamw," in lr
     assert not any("???" in text for text in MADE.values())
+    assert "--older-than" in MADE["reference/commands/kfac_bench_records.md"]
 
 
 def test_the_page_of_events_has_every_kind():
