@@ -41,6 +41,25 @@ class RecordPosition(TypedDict):
     sha256: str
 
 
+def position_from(found: object) -> RecordPosition | None:
+    """Return the position that a checkpoint holds; None for a hand-made checkpoint."""
+    if not isinstance(found, dict):
+        return None
+    size, sha256 = found.get("bytes"), found.get("sha256")
+    if type(size) is not int or size < 0 or not isinstance(sha256, str):
+        return None
+    return {"bytes": size, "sha256": sha256}
+
+
+def gap_in(file: io.FileIO, size: int, position: RecordPosition) -> str | None:
+    """Return why a file of `size` bytes does not begin with the content of `position`, if so."""
+    if size < position["bytes"]:
+        return f"it has {size:,} bytes, and {position['bytes']:,} were written"
+    if _sha256(file, position["bytes"]).hexdigest() != position["sha256"]:
+        return f"its first {position['bytes']:,} bytes were changed"
+    return None
+
+
 class JsonlSink:
     """The sink that writes the record: it appends one whole line per event to ``path``.
 
@@ -73,11 +92,7 @@ class JsonlSink:
 
     def gap(self, position: RecordPosition) -> str | None:
         """Return why the file does not begin with the content of `position`; None if it does."""
-        if self._bytes < position["bytes"]:
-            return f"it has {self._bytes:,} bytes, and {position['bytes']:,} were written"
-        if _sha256(self._file, position["bytes"]).hexdigest() != position["sha256"]:
-            return f"its first {position['bytes']:,} bytes were changed"
-        return None
+        return gap_in(self._file, self._bytes, position)
 
     def write(self, event: Event) -> None:
         """Append one line.

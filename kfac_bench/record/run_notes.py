@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from kfac_bench.record.events import RecordGap, RunEnded
+from kfac_bench.record.lost_events import lost_events
 from kfac_bench.record.runs import (
     Run,
     Setting,
@@ -37,6 +38,8 @@ def notes(settings: Sequence[Setting]) -> list[str]:
                 found.append(
                     f"{name}: the record of {plain(run.path.parent.name)} has a gap {where}"
                 )
+            elif lost := lost_events(run.path.parent):
+                found.append(f"{name}: {plain(run.path.parent.name)}: {lost}")
         seeds = Counter(seed(run) for run in setting.runs)
         found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
     if any(clock(run) == "cpu" for setting in settings for run in setting.runs):

@@ -15,6 +15,7 @@ from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 from kfac_bench.record.events import Resumed, RunEnded, read
+from kfac_bench.record.lost_events import lost_events
 from kfac_bench.record.own_files import refuse_links
 from kfac_bench.training.run_directory import RunDirectory
 
@@ -39,6 +40,8 @@ def say_complete(directory: RunDirectory, ended: RunEnded) -> None:
         f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "
         "set seed=N or run_id=NAME, or delete the directory"
     )
+    if lost := lost_events(directory.path):
+        say(f"{directory.events}: {lost}. Take the file from a backup if you need these events")
 
 
 def _is_finished(config: TrainConfig) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.record.event_log import EventLog, JsonlSink, RecordPosition
+from kfac_bench.record.event_log import EventLog, JsonlSink, position_from
 from kfac_bench.record.events import (
     Checkpointed,
     Event,
@@ -31,7 +31,7 @@ class RecordCheck:
     def __init__(self, path: Path, record: JsonlSink, saved: Checkpoint) -> None:
         self._path, self._saved = path, saved
         self._events = read(path)
-        position = _position(saved.shards[0].get("record"))
+        position = position_from(saved.shards[0].get("record"))
         self._is_unknown = position is None
         self._reason = None if position is None else record.gap(position)
         if self.lacks_start:
@@ -63,16 +63,6 @@ class RecordCheck:
             log.emit(Checkpointed(step, train_s, str(self._saved.path), 0.0))
         if line := _changes(self._events, about):
             say(line)
-
-
-def _position(found: object) -> RecordPosition | None:
-    """Return the position that a checkpoint holds; None for a hand-made checkpoint."""
-    if not isinstance(found, dict):
-        return None
-    size, sha256 = found.get("bytes"), found.get("sha256")
-    if type(size) is not int or size < 0 or not isinstance(sha256, str):
-        return None
-    return {"bytes": size, "sha256": sha256}
 
 
 def _changes(events: Sequence[Event], about: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Checkpointed, Resumed, read
 from kfac_bench.record.own_files import sync_folder
-from kfac_bench.training import checkpoint, run
+from kfac_bench.training import checkpoint, early_answer, run
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.runs import ALONE, before_step, config_of, end, kill, of_kind, steps_of, train
 
@@ -190,6 +190,21 @@ def test_a_finished_run_without_its_record_gets_one_with_a_gap(tmp_path):
     (path / "events.jsonl").unlink()
     assert continued(tmp_path)[0] == "finished"
     assert {"RunStarted", "RecordGap", "Resumed", "RunEnded"} < set(kinds(path))
+
+
+def test_a_finished_run_says_that_events_are_missing(tmp_path, capsys):
+    _, path = continued(tmp_path)
+    lines = (path / "events.jsonl").read_bytes().splitlines(keepends=True)
+    assert continued(tmp_path)[0] == "finished"
+    assert "are missing" not in capsys.readouterr().out
+    (path / "events.jsonl").write_bytes(b"".join(lines[:3] + lines[5:]))
+    said = "events before step 10 are missing (its first"
+    assert early_answer.answer(config_of(tmp_path, *STEPS, "trainer.max_steps=10"))
+    assert said in capsys.readouterr().out
+    assert continued(tmp_path)[0] == "finished"
+    assert said in capsys.readouterr().out
+    assert cli_code(["compare", str(path)]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_whole_record_has_no_gap(tmp_path, capsys):

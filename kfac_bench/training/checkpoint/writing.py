@@ -63,6 +63,8 @@ class _InFlight:
     partial: Path
     metric: ValidationMetric | None
     shard: dict[str, Any] | None
+    record: object
+    """Where the record of the run ends, if the shard says so."""
     waited_s: float = 0.0
     cpu_s: float = 0.0
     error: Exception | None = None
@@ -114,7 +116,9 @@ class Writer:
         if not self._start_name:
             self._start_name = self._ranks.gather(uuid.uuid4().hex[:8].encode())[0].decode()
         partial = self._directory / f".{final.name}.{self._start_name}.partial"
-        saving = self._in_flight = _InFlight(step, final, partial, metric, copied)
+        saving = self._in_flight = _InFlight(
+            step, final, partial, metric, copied, shard.get("record")
+        )
         self._thread = threading.Thread(target=self._write, args=(saving,), daemon=True)
         try:
             self._thread.start()
@@ -230,6 +234,9 @@ class Writer:
         manifest = {"step": saving.step, "world_size": len(files), "sha256": files}
         if saving.metric is not None:
             manifest["metric"] = asdict(saving.metric)
+        # Whoever reads the record of a finished run can check it without torch.
+        if saving.record is not None:
+            manifest["record"] = saving.record
         with (saving.partial / MANIFEST).open("w") as file:
             json.dump(manifest, file, indent=1)
             file.flush()
