@@ -54,6 +54,26 @@ def test_the_wheel_contains_conf_the_batch_scripts_and_the_report_template(wheel
         assert f"{name} = {target}" in commands
 
 
+def test_links_of_the_readme_lead_to_the_public_address(wheel):
+    """Package indexes show the README, whose relative links would lead nowhere."""
+    from hatch_build import with_address
+
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+        metadata = archive.read(name).decode()
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]
+    address, text = config["hooks"]["custom"]["public_address"], (ROOT / "README.md").read_text()
+    assert metadata.endswith(with_address(text, address))
+    assert ("Project-URL: Source" in metadata) == bool(address)
+    assert with_address(text, "") == text
+    set_text = with_address(text, "https://example.org/k")
+    assert "![Validation" in set_text
+    assert "](https://example.org/k/raw/main/docs/demo.svg)" in set_text
+    assert "](https://example.org/k/blob/main/docs/how-to/try.md)" in set_text
+    assert "](#papers)" in set_text
+    assert "](docs/" not in set_text
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_runs_all_commands_outside_the_repository(wheel, tmp_path):
     environment = tmp_path / "venv"
