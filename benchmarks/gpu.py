@@ -48,6 +48,13 @@ SHAPES = [
 _GRID = [(*shape, precision) for precision in ("bf16", "tf32", "fp32") for shape in SHAPES]
 ALL = list(dict.fromkeys([*FIRST, *_GRID]))
 """The configurations, the most important ones first."""
+NOT_TRIED = (
+    ["several ranks", "tested with gloo", "not tried with NCCL"],
+    ["Horovod", "tested", "not tried"],
+    ["Apex", "tested with a stand-in, because Apex needs a GPU", "not tried"],
+    ["clusters of V100", "", "[simulated](simulation.md)"],
+)
+"""What this command does not run, on a CPU and on a GPU. Edit it after such a run."""
 RESERVE_S = 10.0
 """Time for writing the files at the end."""
 
@@ -176,6 +183,10 @@ def page(results: Mapping[str, Any]) -> str:
         tables.table(["configuration", "over SGD", "goal"], goals),
         "## Measurements",
         tables.render(results, head=False).strip(),
+    ]
+    parts += [
+        "## Not part of this command",
+        tables.table(["what", "on a CPU", "on a GPU"], NOT_TRIED),
     ]
     if left_out:
         parts += [f"Left out in {results['minutes']:g} minutes:", "\n".join(left_out)]

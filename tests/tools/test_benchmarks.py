@@ -431,6 +431,7 @@ def test_gpu_checks_and_measures_one_configuration_of_each_model(gpu_run):
 @pytest.mark.slow
 def test_gpu_page_shows_the_goal_and_the_machine(gpu_run):
     results, page = gpu_run
+    assert "| Horovod | tested | not tried |" in page
     assert [g["what"].rpartition(" ")[2] for g in results["goal"]] == ["eigen", "inverse"]
     for goal in results["goal"]:
         verdict = "reached" if goal["reached"] else "missed"
