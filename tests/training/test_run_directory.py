@@ -323,6 +323,30 @@ def test_a_hostile_event_file_is_one_line(copied, make, capsys):
         assert "Traceback" not in said.err
 
 
+@pytest.mark.parametrize("make", HOSTILE)
+def test_commands_that_need_other_files_survive_a_hostile_event_file(copied, make, capsys):
+    """A command names the file, or does its work without the file."""
+    path, outside = copied
+    (path / "events.jsonl").unlink()
+    make(path / "events.jsonl", outside)
+    kept = sorted(p.name for p in (path / "checkpoints").iterdir())
+    runs = str(path.parent)
+    for words, code, line in (
+        (["export", str(path)], 0, "model.safetensors: 8 tensors"),
+        (["runs", "list", "--runs-dir", runs], 0, "unreadable"),
+        (["runs", "prune", "--runs-dir", runs], 0, ""),
+        (["dashboard", "dry-run", str(path), "--out", "-"], 2, "events.jsonl: "),
+    ):
+        assert cli_code(words) == code, words
+        said = capsys.readouterr()
+        assert line in said.err + said.out, (words, said)
+        assert "Traceback" not in said.err
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == kept
+    # Only the checkpoint of the other run is read.
+    options = ("run_id=other", "kfac=none", "trainer.max_steps=7", f"resume={path}")
+    assert train(path.parent, *options)[0] == "finished"
+
+
 @pytest.mark.parametrize(
     "name", [".lock", "config.yaml", "run.json", "state.partial", "checkpoints"]
 )
@@ -336,6 +360,16 @@ def test_other_hostile_files_stop_the_start_with_one_line(copied, name, make):
     make(file, outside)
     with pytest.raises(UsageError, match="never used in a run directory"):
         continued(path.parent)
+
+
+@pytest.mark.parametrize("make", [fifo, link])
+def test_an_export_writes_through_no_link(copied, make):
+    path, outside = copied
+    for name in ("model.safetensors", ".model.safetensors.partial"):
+        make(path / name, outside)
+    assert cli_code(["export", str(path)]) == 0
+    assert not (path / "model.safetensors").is_symlink()
+    assert (path / "model.safetensors").stat().st_size > 1000
 
 
 def test_a_linked_folder_of_wandb_is_not_written_to(copied, tmp_path, capsys):

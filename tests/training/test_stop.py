@@ -5,9 +5,13 @@ import signal
 
 import pytest
 
+from kfac_bench.record.events import Checkpointed
 from kfac_bench.training import trainer
 from kfac_bench.training.stop import SIGNALS, Stop
-from tests.support.runs import end, train
+from tests.support import forks
+from tests.support.runs import before_step, end, steps_of, train
+
+STEPS = ("kfac=none", "run_id=r", "trainer.max_steps=10")
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +59,22 @@ def test_a_signal_that_is_ignored_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def _stopped(folder, number):
+    signal.signal(number, signal.SIG_DFL)  # nohup lets its children ignore SIGHUP
+    with before_step(4, lambda _: os.kill(os.getpid(), number)):
+        return train(folder, *STEPS)[0]
+
+
+@pytest.mark.parametrize("number", [s for s in SIGNALS if s != signal.SIGINT])
+def test_a_process_that_gets_a_signal_saves_and_the_same_command_continues(tmp_path, number):
+    straight = train(tmp_path / "straight", *STEPS)[1]
+    assert forks.call(_stopped, tmp_path, number) == "interrupted"
+    assert steps_of(tmp_path / "r", Checkpointed) == [4]
+    status, path = train(tmp_path, *STEPS)
+    assert (status, end(path).step) == ("finished", 10)
+    assert end(path).weights_sha256 == end(straight).weights_sha256
 
 
 def test_a_signal_while_the_weights_are_hashed_loses_no_event(tmp_path, monkeypatch):
