@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench import plain_yaml
-from kfac_bench.config import named_variables, problem_file, profiles
+from kfac_bench.config import named_variables, problem_file, profiles, received_files
 from kfac_bench.config.checks import check
 from kfac_bench.config.command_options import quoted
 from kfac_bench.config.compose_errors import usage_error, with_key
@@ -84,36 +82,21 @@ def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfi
     Raises:
         UsageError: With one line, whatever is wrong.
     """
-    if config_dir is not None:
-        _refuse_aliases(config_dir)
     overrides = expanded(overrides, config_dir)
     search = [] if config_dir is None else [_search_path(config_dir)]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             composed = compose("train", overrides=[*overrides, *search])
+    except UsageError:
+        raise
     except Exception as error:  # Hydra raises exceptions of many classes for a wrong word
         raise usage_error(error, overrides, config_dir) from None
     return from_composed(composed)
 
 
-def _refuse_aliases(config_dir: Path) -> None:
-    """Raise :class:`UsageError` if a file of a group has YAML aliases, of which Hydra makes copies.
-
-    Hydra itself reports files that are no YAML.
-    """
-    for group in (*GROUPS, "experiment"):
-        for path in sorted((config_dir / group).rglob("*.yaml")):
-            try:
-                plain_yaml.refuse_aliases(path.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError, yaml.YAMLError):
-                continue
-            except ValueError as error:
-                raise UsageError(f"{path}: {error}") from None
-
-
 def _search_path(config_dir: Path) -> str:
-    return f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"
+    return f"hydra.searchpath=[{quoted(received_files.search_path(config_dir))}]"
 
 
 def expanded(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:

@@ -1,5 +1,7 @@
 """An environment variable enters a configuration only if the command line names it."""
 
+import os
+
 import pytest
 
 from kfac_bench import cli
@@ -127,13 +129,19 @@ def test_aliases_in_a_received_run_directory_are_refused(tmp_path, capsys):
     assert "config.yaml: cannot be read (line 2: YAML aliases are not allowed" in said
 
 
-def test_aliases_in_a_received_folder_of_configurations_are_refused(tmp_path, capsys):
-    path = tmp_path / "conf" / "experiment" / "mine.yaml"
-    path.parent.mkdir(parents=True)
+@pytest.mark.parametrize("name", ["experiment/mine.yaml", "elsewhere/other.yaml"])
+def test_aliases_in_a_received_folder_of_configurations_are_refused(tmp_path, capsys, name):
+    experiment = tmp_path / "conf" / "experiment" / "mine.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\ndefaults: [/elsewhere/other]\n")
+    # Hydra lists what is there, but opens no FIFO.
+    os.mkfifo(experiment.parent / "fifo.yaml")
+    path = tmp_path / "conf" / name
+    path.parent.mkdir(exist_ok=True)
     lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 30)]
     path.write_text("\n".join(lines))
     with pytest.raises(SystemExit) as caught:
-        cli.train([*WORDS, "--config-dir", str(path.parents[1]), "experiment=mine"])
+        cli.train([*WORDS, "--config-dir", str(tmp_path / "conf"), "experiment=mine"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert f"{path}: line 2: YAML aliases are not allowed. Write the value out" in said
