@@ -136,7 +136,7 @@ class Case:
         lost, last = 0, 0
         for event in _raw(self.events):
             if event.get("event") in ("Resumed", "RunStarted"):
-                lost += last - int(event["step"])
+                lost += max(0, last - int(event["step"]))
                 last = int(event["step"])
             elif event.get("event") == "Trained":
                 last = int(event["step"])
@@ -169,7 +169,10 @@ class Case:
         subprocess.run(["mount", "-o", ",".join(["remount", *options]), where], check=True)
 
 
-_TELLING = r"failed at step|W&B failed|.*(damaged|no checkpoint) \(|left out:"
+_TELLING = (
+    r"failed at step|W&B (failed|'s offline)|.*(damaged|no checkpoint) \(|left out:|"
+    r"the data changed since|.*an event marks|.*another process still runs"
+)
 """Telling lines of the console."""
 
 

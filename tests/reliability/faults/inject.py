@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import multiprocessing
 import os
 import resource
 import runpy
@@ -28,6 +29,7 @@ from torch import Tensor
 from kfac_bench.core.execution.batch_statistics import BatchStatistics
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.planning.layer_spec import FACTORS
+from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.training.checkpoint import MANIFEST, writing
 from kfac_bench.training.trainer import Trainer
@@ -158,7 +160,9 @@ def _nan_statistic(step: int) -> None:
     original = BatchStatistics._only_finite
     done: list[int] = []
 
-    def only_finite(self: BatchStatistics, moment: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    def only_finite(
+        self: BatchStatistics, moment: Tensor, samples: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         if _now["step"] >= step and not done:
             done.append(step)
             _happens()
@@ -206,33 +210,56 @@ def _kill_wandb(step: int) -> None:
 
     def action(_: Trainer, now: int) -> None:
         if now == step:
-            for pid in _children(os.getpid()):
-                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    _happens()
-                    os.kill(pid, signal.SIGKILL)
+            for pid in _wandb_processes():
+                _happens()
+                os.kill(pid, signal.SIGKILL)
 
     _each_step(action)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Return the processes that this process has started, and those that they have started."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     own = [int(child) for task in tasks for child in task.read_text().split()]
-    return [*own, *(grandchild for child in own for grandchild in _children(child))]
+    return [*own, *(grandchild for child in own for grandchild in children(child))]
 
 
-def _kill_worker(step: int) -> None:
-    """Kill a loader worker, as the kernel does if memory runs out."""
+def _kill_worker() -> None:
+    """Kill a loader worker of this process, as the kernel does if memory runs out."""
+    for worker in multiprocessing.active_children()[:1]:
+        _happens()
+        os.kill(worker.pid or 0, signal.SIGKILL)
+        time.sleep(MEET_S)
 
-    def action(_: Trainer) -> None:
-        own = Path("/proc/self/cmdline").read_bytes()
-        workers = [
-            pid
-            for pid in _children(os.getpid())
-            if Path(f"/proc/{pid}/cmdline").read_bytes() == own
-        ]
-        os.kill(workers[0], signal.SIGKILL)
 
-    _at(step, action)
+def _wandb_processes() -> list[int]:
+    """Return W&B's own processes, which are children of this process."""
+    return [
+        pid
+        for pid in children(os.getpid())
+        if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+CHECKPOINT_STEPS = 6
+"""Number of steps within which a run of a case writes a checkpoint."""
+
+
+def _kill_with_wandb(step: int) -> None:
+    """Kill W&B's process and this process, before W&B has written the points of some steps."""
+
+    def action(_: Trainer, now: int) -> None:
+        # A suspended process writes nothing. A checkpoint comes between the two moments, so the
+        # next start does not make these points again.
+        number = {step - CHECKPOINT_STEPS: signal.SIGSTOP, step: signal.SIGKILL}.get(now)
+        if number is not None:
+            for pid in _wandb_processes():
+                _happens()
+                os.kill(pid, number)
+        if number == signal.SIGKILL:
+            os.kill(os.getpid(), number)
+
+    _each_step(action)
 
 
 LITTLE_BYTES = 60_000
@@ -323,17 +350,71 @@ def _no_threads(step: int) -> None:
     _at(step, action)
 
 
-def _no_inodes(step: int) -> None:
-    """Make empty files until the disk has no room for another name."""
+INODES = 200
+"""Names for which a small disk has room. A run needs fewer."""
 
-    def action(trainer: Trainer) -> None:
-        folder = trainer.directory.parent / FILLER
-        folder.mkdir()
-        with suppress(OSError):
-            for number in range(1_000_000):
-                (folder / str(number)).touch()
+
+def empty_files(folder: Path) -> None:
+    """Make empty files until the disk has no room for another name."""
+    folder.mkdir()
+    with suppress(OSError):
+        for number in range(1_000_000):
+            (folder / str(number)).touch()
+
+
+def _no_inodes(step: int) -> None:
+    _at(step, lambda trainer: empty_files(trainer.directory.parent / FILLER))
+
+
+def _no_shared_memory(step: int) -> None:
+    """Give this process and its workers a /dev/shm of its own that has no room."""
+
+    def action(_: Trainer) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(NEW_MOUNTS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        # Without this the mount would reach all processes of the machine.
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "kfac", "/dev/shm"], check=True)
+        fill(Path("/dev/shm") / FILLER, 0)
 
     _at(step, action)
+
+
+NEW_MOUNTS = 0x20000
+"""CLONE_NEWNS of unshare(2)."""
+
+
+def _few_files(step: int) -> None:
+    """Allow two more open files, as `ulimit -n` does."""
+
+    def action(_: Trainer) -> None:
+        most = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 3, limit))
+
+    _at(step, action)
+
+
+def _remove_record(step: int) -> None:
+    _at(step, lambda trainer: (trainer.directory / EVENTS_FILE).unlink())
+
+
+SAVES_S = 3.0
+"""Duration of a slow end, in which somebody gives the same command again."""
+
+
+def _slow_term(step: int) -> None:
+    """Send SIGTERM to this process, which then takes long to save."""
+    original = Trainer._finish_saving
+
+    def finish(self: Trainer) -> None:
+        if _now["step"] >= step:
+            time.sleep(SAVES_S)
+        original(self)
+
+    Trainer._finish_saving = finish  # type: ignore[method-assign]
+    _send(signal.SIGTERM)(step)
 
 
 def _hold_interpreter(step: int) -> None:
@@ -343,17 +424,26 @@ def _hold_interpreter(step: int) -> None:
 
 INJECT: dict[str, Callable[[int], None]] = {
     "kill": _send(signal.SIGKILL),
-    "kill worker": _kill_worker,
+    "kill worker": lambda step: _each_step(lambda _, now: _kill_worker() if now == step else None),
+    "kill worker in evaluation": lambda step: _once("evaluation", step, _kill_worker),
+    "kill with wandb": _kill_with_wandb,
     "kill in commit": _send(signal.SIGKILL, here="commit"),
     "kill before event": _kill_before_event,
     "no memory": _no_memory,
     "no threads": _no_threads,
     "no inodes": _no_inodes,
+    "no shared memory": _no_shared_memory,
+    "few files": _few_files,
+    "remove record": _remove_record,
     "hold": _hold_interpreter,
     "term": _send(signal.SIGTERM),
     "hup": _send(signal.SIGHUP),
     "quit": _send(signal.SIGQUIT),
     "usr2": _send(signal.SIGUSR2),
+    "slow term": _slow_term,
+    "hup to all": _send(signal.SIGHUP, group=True),
+    "quit to all": _send(signal.SIGQUIT, group=True),
+    "usr2 to all": _send(signal.SIGUSR2, group=True),
     "term to all": _send(signal.SIGTERM, group=True),
     "term in evaluation": _send(signal.SIGTERM, here="evaluation"),
     "term in decomposition": _send(signal.SIGTERM, here="decomposition"),

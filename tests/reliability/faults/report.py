@@ -9,6 +9,7 @@ from typing import Any
 
 from kfac_bench.report.tables import Table, Value
 from tests.reliability.faults.case import CHECKPOINT_FREQ, STEPS
+from tests.reliability.faults.fault import FEW
 from tests.reliability.faults.inject import STEP_S
 from tests.reliability.faults.matrix import Outcome
 
@@ -86,6 +87,8 @@ should, {wrong} did not. The table shows what happened to them.
 
 Each fault was tried with these methods, and the table counts the methods that survived:
 {", ".join(methods)}.
+Faults that K-FAC cannot change, for example between two starts, were tried with
+{" and ".join(FEW)} only.
 
 Each run has {STEPS} steps of an autoencoder on digits and a
 checkpoint every {CHECKPOINT_FREQ} steps. A step lasts at least {STEP_S * 1000:.0f} ms.
