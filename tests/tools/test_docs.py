@@ -133,6 +133,19 @@ def test_the_pages_of_groups_say_the_defaults_of_each_choice():
     assert "--older-than" in MADE["reference/commands/kfac_bench_records.md"]
 
 
+def test_words_of_messages_are_those_of_the_code():
+    """A reader searches the page for the message that a program printed."""
+    text = (DOCS / "how-to" / "troubleshoot.md").read_text()
+    code = "".join(p.read_text() for p in sorted((ROOT / "kfac_bench").rglob("*.py")))
+    # A message may be several literals on several lines.
+    code = re.sub(r'"\n\s*f?"', "", code)
+    tables = re.findall(r"\| words of the message \|.*\n\|.*\n((?:\|.*\n)+)", text)
+    cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
+    words = [each for cell in cells for each in re.findall(r"`([^`]+)`", cell)]
+    assert len(words) >= 9
+    assert [each for each in words if each not in code] == []
+
+
 def test_the_page_of_events_has_every_kind():
     listed = re.findall(r"^        - (\w+)$", PAGES["reference/events.md"], re.MULTILINE)
     assert {kind.__name__ for kind in events.Event.__subclasses__()} <= {*listed}
