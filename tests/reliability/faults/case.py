@@ -12,7 +12,7 @@ from typing import Any
 
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Checkpointed, RunEnded, read
-from tests.reliability.faults import inject, launch
+from tests.reliability.faults import hooks, launch
 from tests.reliability.faults.launch import Ended
 
 CHECKPOINT_FREQ, STEPS = 4, 12
@@ -99,7 +99,7 @@ class Case:
 
     def injection(self, kind: str, step: int, rank: int, **more: Any) -> dict[str, Any]:
         """Return the argument of `inject.py` for a fault. `missed` checks that it happened."""
-        mark = self.folder / f"{inject.HAPPENED}{len(self.marks)}"
+        mark = self.folder / f"{hooks.HAPPENED}{len(self.marks)}"
         self.marks.append(mark)
         return {"kind": kind, "rank": rank, "step": step, "mark": str(mark), **more}
 

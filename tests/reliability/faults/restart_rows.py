@@ -14,7 +14,8 @@ from kfac_bench.record.events import DataChanged, RecordGap
 from tests.reliability.faults import expect, launch, pictures
 from tests.reliability.faults.case import CHECKPOINT_FREQ, Case
 from tests.reliability.faults.fault import AT, FEW, LATE, WORKERS, Fault, mount, wait_until
-from tests.reliability.faults.inject import FILLER, INODES, children, empty_files, fill
+from tests.reliability.faults.kills import children, may_save
+from tests.reliability.faults.shortages import FILLER, INODES, empty_files, fill
 
 ONE_LESS = f"the data changed since .*: train has {pictures.TRAIN - 1} examples, before"
 MOVED = "train has .* as before, but names, sizes or labels changed"
@@ -151,14 +152,24 @@ def _killed_together(case: Case) -> None:
 def _still_saving(case: Case) -> None:
     """Give the same command while the ranks of the first one still save."""
     again: list[launch.Ended] = []
+    folder, waits = case.folder / "again", "another process still runs it; waits up to 10 s"
+
+    def wait_for_the_line(_: list[int]) -> None:
+        wait_until(lambda: waits in (folder / "out0").read_text())
+        may_save(case.marks[0]).touch()
 
     def meanwhile(_: list[int]) -> None:
         wait_until(case.marks[0].exists)
-        folder = case.folder / "again"
         folder.mkdir()
+        (folder / "out0").touch()
         again.append(
             launch.by_hand(
-                folder, case.ranks, case.options, environment=case.environment, events=case.events
+                folder,
+                case.ranks,
+                case.options,
+                environment=case.environment,
+                events=case.events,
+                meanwhile=wait_for_the_line,
             )
         )
 
@@ -166,7 +177,7 @@ def _still_saving(case: Case) -> None:
     case.launches += again
     expect.codes(first, {128 + signal.SIGTERM, 128})
     expect.codes(again[0], {0})
-    expect.line(again[0], "another process still runs it; waits up to 10 s")
+    expect.line(again[0], waits)
 
 
 def _lost_events(damage: Callable[[Path], None]) -> Callable[[Case], None]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.reliability.faults import launch
 from tests.reliability.faults.case import CHECKPOINT_FREQ, Case
 from tests.reliability.faults.fault import AT, KEEP_ALL, WORKERS, Fault, mount, starts, wait_until
-from tests.reliability.faults.inject import FILLER, INODES
 from tests.reliability.faults.restart_rows import ROWS as RESTART_ROWS
+from tests.reliability.faults.shortages import FILLER, INODES
 from tests.reliability.faults.worker_rows import ROWS as WORKER_ROWS
 
 WATCHDOG_S = 4.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -17,12 +16,11 @@ from tests.reliability.faults.fault import (
     LATE,
     WORKERS,
     Fault,
-    NotHereError,
     mount,
     starts,
 )
-from tests.reliability.faults.inject import FILLER, INODES
 from tests.reliability.faults.pictures import BATCH, TRAIN, folder
+from tests.reliability.faults.shortages import FILLER, INODES
 
 
 def _fails(kind: str, line: str, *, at: int = AT) -> Callable[[Case], None]:
@@ -57,12 +55,6 @@ def _no_inodes(case: Case) -> None:
     expect.codes(ended, {1})
     expect.line(ended, r"^failed at step .*no inodes are left")
     shutil.rmtree(case.path.parent / FILLER)
-
-
-def _no_shared_memory(case: Case) -> None:
-    if os.geteuid():
-        raise NotHereError("a small /dev/shm needs root: unshare -rm")
-    _fails("no shared memory", "/dev/shm has no space|a process that reads data died")(case)
 
 
 def _spoil(case: Case) -> Callable[[], None]:
@@ -188,20 +180,6 @@ ROWS = (
     Fault(
         "no inodes left beside loader workers",
         _no_inodes,
-        pictures=True,
-        options=WORKERS,
-        methods=FEW,
-    ),
-    Fault(
-        "/dev/shm is full beside two loader workers",
-        _no_shared_memory,
-        pictures=True,
-        options=WORKERS,
-        methods=FEW,
-    ),
-    Fault(
-        "too many open files beside two loader workers",
-        _fails("few files", "too many files are open"),
         pictures=True,
         options=WORKERS,
         methods=FEW,
