@@ -174,7 +174,6 @@ def test_the_page_counts_methods_and_names_failures():
     assert 'docs/reference/results/faults.md"` wrote this page on 2026-11-21' in text
 
 
-@pytest.mark.xfail(strict=True, reason="the next whole run writes the new rows of the page")
 def test_the_page_in_docs_lists_every_fault():
     text = PAGE.read_text()
     for fault in rows.ROWS:
