@@ -64,7 +64,7 @@ def test_sigterm_from_the_parent_ends_a_worker(reading):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_whose_workers_get_the_signal_too_saves_and_resumes():
-    (fault,) = matrix.find(["the loader's too"])
+    (fault,) = matrix.find(["SIGTERM to all processes, the loader's too"])
     outcomes = matrix.run([fault], [1, 2], ["SGD"], lambda line: None)
     assert [(o.wrong, o.again, o.lost_steps, o.identical) for o in outcomes] == [
         ("", True, 0, True)
