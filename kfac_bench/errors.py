@@ -18,7 +18,8 @@ _SHORTAGES = (
     ),
     (
         errno.EMFILE,
-        ("too many open files",),
+        # torch says the second where it takes a tensor from another process.
+        ("too many open files", "received 0 items of ancdata"),
         "too many files are open. Raise the limit (ulimit -n), or use fewer data.workers",
     ),
     (

@@ -9,18 +9,23 @@ own main process.
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from kfac_bench import output
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.errors import UsageError, WorkerLostError
+from kfac_bench.errors import UsageError, WorkerLostError, one_line, shortage
 from kfac_bench.stop_signals import SIGNALS
 
 Sample = tuple[Any, ...] | Unreadable
@@ -59,13 +64,13 @@ def load_batches(
         pin_memory=torch.cuda.is_available(),
         # Without a generator the loader would draw its workers' seed from the global state.
         generator=torch.Generator(),
-        worker_init_fn=_obey_the_parent,
+        worker_init_fn=_prepare_worker,
     )
-    # Workers start inside iter() and inherit the blocked signals. Blocking them only in the worker
-    # itself would leave a gap in which a signal could end it.
+    # Workers inherit the blocked signals. Blocking them only in the worker itself would leave a gap
+    # in which a signal could end it.
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        batches = iter(loader)
+        batches: Iterator[Any] = _Workers(loader) if workers else iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     for batch, bad in _from_live_workers(batches) if workers else batches:
@@ -75,6 +80,20 @@ def load_batches(
             raise batch
         # Pinning turns the tuple into a list.
         yield empty if batch is None else tuple(batch)
+
+
+class _Workers(_MultiProcessingDataLoaderIter):
+    """Worker processes that read batches. Their end prints no traceback.
+
+    Where memory, threads or files run out, torch's iterator is only half made, and its `__del__`
+    raises an error that Python prints after the line about the cause.
+    """
+
+    _shutdown = True  # until the constructor has made the first queue
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            super().__del__()
 
 
 def _from_live_workers(batches: Iterator[Any]) -> Iterator[Any]:
@@ -100,11 +119,15 @@ def _from_live_workers(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _obey_the_parent(worker: int) -> None:
-    """Block signals in a worker, but end on SIGTERM from the main process.
+def _prepare_worker(worker: int) -> None:
+    """Block signals in a worker, but end on SIGTERM from the main process, and on lost batches.
 
     The DataLoader sends SIGTERM to a worker that hangs.
     """
+    sys.excepthook = lambda kind, error, trace: _end_worker(error)
+    Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
+        lambda error, batch: _end_worker(error)
+    )
     # A forked worker inherits the blocked signals; a spawned one must block them here.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     reader = multiprocessing.parent_process()
@@ -116,6 +139,17 @@ def _obey_the_parent(worker: int) -> None:
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _end_worker(error: BaseException) -> None:
+    """End a worker whose threads cannot hand over a batch, because too many files are open, say.
+
+    Otherwise they would only print a traceback, and the main process would wait for the batch.
+    """
+    # A broken pipe means that the main process has ended.
+    if not isinstance(error, ConnectionError):
+        output.say(f"a process that reads data: {shortage(error) or one_line(error)}", sys.stderr)
+    os._exit(1)
 
 
 def _collate(

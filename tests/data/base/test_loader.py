@@ -1,10 +1,15 @@
 """Loader workers that read ahead, and the signals that they ignore or obey."""
 
+import errno
+import gc
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from torch.utils.data import Dataset
 
 from kfac_bench.data.base import loader
 from kfac_bench.data.base.unreadable import Faults
+from kfac_bench.errors import WorkerLostError
 from tests.reliability.faults import matrix
 
 BATCHES = 12
@@ -24,9 +30,9 @@ class Numbers(Dataset):
         return (torch.tensor(index),)
 
 
-def batches(workers=1):
+def batches(workers=1, samples=None):
     indices = iter(torch.arange(2 * BATCHES).view(BATCHES, 2))
-    return loader.load_batches(Numbers(), indices, workers, (), Faults(skip=False))
+    return loader.load_batches(samples or Numbers(), indices, workers, (), Faults(skip=False))
 
 
 @pytest.fixture
@@ -59,6 +65,42 @@ def test_sigterm_from_the_parent_ends_a_worker(reading):
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(60)
     assert worker.exitcode == 0
+
+
+class OpensFiles(Numbers):
+    """A worker that may open one more file: the memory of a batch, but no socket to share it."""
+
+    def __getitem__(self, index):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        opened = []
+        with suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        if opened:
+            os.close(opened[-1])
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_cannot_hand_over_a_batch_ends(capfd):
+    with pytest.raises(WorkerLostError, match="a process that reads data died"):
+        next(batches(samples=OpensFiles()))
+    said = capfd.readouterr().err
+    assert "a process that reads data: too many files are open" in said
+    assert "Traceback" not in said
+
+
+def test_a_loader_that_cannot_start_prints_nothing_later(monkeypatch):
+    def new_queue():
+        raise OSError(errno.ENOSPC, "no room in /dev/shm")
+
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    monkeypatch.setattr(torch.multiprocessing, "Queue", new_queue)
+    with pytest.raises(OSError, match="no room"):
+        next(batches())
+    gc.collect()
+    assert lost == []
 
 
 @pytest.mark.slow

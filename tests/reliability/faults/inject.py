@@ -144,6 +144,8 @@ INJECT: dict[str, Callable[[int], None]] = {
     "no memory": shortages.no_memory,
     "no threads": shortages.no_threads,
     "no inodes": shortages.no_inodes,
+    "no shared memory": shortages.no_shared_memory,
+    "few files": shortages.few_files,
     "remove record": _remove_record,
     "hold": _hold_interpreter,
     "term": kills.send(signal.SIGTERM),

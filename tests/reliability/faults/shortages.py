@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -94,3 +97,38 @@ def empty_files(folder: Path) -> None:
 
 def no_inodes(step: int) -> None:
     at(step, lambda trainer: empty_files(trainer.directory.parent / FILLER))
+
+
+def no_shared_memory(step: int) -> None:
+    """Give this process and its workers a /dev/shm of its own that has no room."""
+
+    def action(_: Trainer) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(NEW_MOUNTS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        # Without this the mount would reach all processes of the machine.
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "kfac", "/dev/shm"], check=True)
+        fill(Path("/dev/shm") / FILLER, 0)
+
+    at(step, action)
+
+
+NEW_MOUNTS = 0x20000
+"""CLONE_NEWNS of unshare(2)."""
+
+
+def few_files(step: int) -> None:
+    """Open files until the limit allows one more, as with a small `ulimit -n`."""
+
+    def action(_: Trainer) -> None:
+        most = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, limit))
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        os.close(held.pop())
+
+    held: list[int] = []
+    at(step, action)

@@ -97,6 +97,7 @@ def _lost_points(case: Case) -> None:
 
 
 WORKER_DIED = "a process that reads data died"
+FILES = "too many files are open"
 SIGNALS = {
     "hup": (signal.SIGHUP, "SIGHUP"),
     "quit": (signal.SIGQUIT, "SIGQUIT"),
@@ -180,6 +181,22 @@ ROWS = (
     Fault(
         "no inodes left beside loader workers",
         _no_inodes,
+        pictures=True,
+        options=WORKERS,
+        methods=FEW,
+    ),
+    Fault(
+        "/dev/shm is full beside loader workers",
+        # This needs root.
+        _fails("no shared memory", f"(/dev/shm has no space|{WORKER_DIED})"),
+        pictures=True,
+        options=WORKERS,
+        methods=FEW,
+    ),
+    Fault(
+        "too many open files beside loader workers",
+        # The limit holds for the main process and for new workers; one of them meets it first.
+        _fails("few files", f"({FILES}|{WORKER_DIED})"),
         pictures=True,
         options=WORKERS,
         methods=FEW,
