@@ -112,10 +112,11 @@ class RunDirectory:
         """
         path = self.path / name
         continues = self.has_checkpoints()
-        try:
-            # A power cut can leave an empty file.
-            if continues and path.exists() and path.stat().st_size:
+        with suppress(OSError):
+            # A power cut can leave an empty file, or one of zeros.
+            if continues and read_own(path).strip(b"\0"):
                 return
+        try:
             write_own(path, text.encode())
         except OSError as error:
             if not continues:

@@ -53,14 +53,18 @@ def test_a_start_rewrites_nothing_about_the_first_start(tmp_path):
 
 @pytest.mark.parametrize("lost", ["empty", "missing", "zeros"])
 def test_an_empty_config_neither_stops_nor_hides_the_run(tmp_path, lost):
-    """A power cut may leave an empty file, or one of zeros."""
+    """A power cut may leave an empty file, or one of zeros. The next start writes it again."""
     path = begun(tmp_path)
-    (path / "config.yaml").unlink()
-    if lost != "missing":
-        (path / "config.yaml").write_bytes(b"\0" * 40 if lost == "zeros" else b"")
+    names = ("config.yaml", "run.json")
+    before = {name: (path / name).read_text() for name in names}
+    for name in names:
+        (path / name).unlink()
+        if lost != "missing":
+            (path / name).write_bytes(b"\0" * 40 if lost == "zeros" else b"")
     with pytest.raises(UsageError, match=r"run with model\.hidden=\[16, 6\], not"):
         continued(tmp_path, "model.hidden=[16,7]")
     assert continued(tmp_path)[0] == "finished"
+    assert {name: (path / name).read_text() for name in names} == before
 
 
 def test_a_run_continues_where_its_small_files_cannot_be_written(tmp_path, monkeypatch):
