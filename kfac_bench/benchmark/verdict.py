@@ -35,7 +35,7 @@ class CheckState(Enum):
 
     HOLDS = "holds"
     FAILS = "fails"
-    OPEN = "the interval contains the limit"
+    OPEN = "not decided"
     ONLY_A_BOUND = "only an upper bound is known"
     NO_NUMBER = "not every seed has a number"
 
