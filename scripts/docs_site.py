@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from mkdocs.structure.pages import Page
 from kfac_bench.benchmark.scaling import scaling_options
 from kfac_bench.cli import bench_command, data_command, plan_command, train_command
 from kfac_bench.config import compose, option_table
+from kfac_bench.config.conf_files import CONF_DIR
 from kfac_bench.config.option_table import HelpedOption, Owners
 from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.simulate import simulate_options
@@ -34,6 +37,13 @@ _OPTIONS_HEAD = "| option | default | allowed | role | meaning |\n| --- | --- | 
 
 
 # ---- the hooks, which MkDocs calls by their names ----
+
+
+def on_config(config: Any) -> Any:
+    """Link the repository, once pyproject.toml has its public address."""
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
+    config.repo_url = hatch["metadata"]["hooks"]["custom"]["public_address"] or None
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -108,7 +118,11 @@ def generated_pages() -> dict[str, str]:
         "reference/options/kfac.md": _kfac_options(),
         f"{NOTEBOOK}.md": _notebook(ROOT / "docs" / f"{NOTEBOOK}.ipynb"),
     }
-    return pages | {f"reference/groups/{group}.md": _group(group) for group in TABLES}
+    pages |= {f"reference/groups/{group}.md": _group(group) for group in TABLES}
+    return pages | {
+        "reference/groups/logger.md": _logger_group(),
+        "reference/groups/experiment.md": _experiments(),
+    }
 
 
 def _page(title: str, *parts: str) -> str:
@@ -191,6 +205,69 @@ def _group(group: str) -> str:
             if shown
         ),
     )
+
+
+def _logger_group() -> str:
+    rows = [
+        f"| `logger={choice}` | {_comment(CONF_DIR / 'logger' / f'{choice}.yaml')} |"
+        for choice in compose.options_of("logger")
+    ]
+    every = option_table.every_option()
+    options = [_option_row(found[0][1]) for name, found in every.items() if name[:7] == "logger."]
+    return _page(
+        "Configuration group logger",
+        "`logger=NAME` on the command line makes a choice.",
+        "\n".join(["| choice | what it is |", "| --- | --- |", *rows]),
+        "## Options of all choices",
+        "\n".join([_OPTIONS_HEAD, *options]),
+    )
+
+
+def _experiments() -> str:
+    """Return the page of the experiments, without a row for each one that a tuning wrote."""
+    folder = CONF_DIR / "experiment"
+    papers, others, endings = [], dict[str, str](), dict[str, list[str]]()
+    for choice in sorted(compose.options_of("experiment")):
+        file = folder / f"{choice}.yaml"
+        if not file.is_file():
+            papers.append(f"| `{choice}` | {_comment(folder / choice / 'paper.yaml')} |")
+        elif (text := _comment(file)).startswith("Written by kfac-bench tune"):
+            # A tuning names its experiments after the one that it tunes, which sorts before them.
+            base = max((name for name in others if choice.startswith(f"{name}_")), key=len)
+            endings.setdefault(base, []).append(f"`{choice.removeprefix(base)}`")
+        else:
+            others[choice] = text
+    rows = [
+        f"| `{name}` | {text} | {', '.join(endings.get(name, []))} |"
+        for name, text in others.items()
+    ]
+    return _page(
+        "Configuration group experiment",
+        "An experiment sets options of all groups: model, data, optimizer, K-FAC. `kfac-train "
+        "experiment=NAME` trains it. `kfac-train experiment=NAME --cfg job` prints all options.",
+        "## Of the papers",
+        "Each has three profiles: `profile=smoke`, `one_gpu` or `paper`.",
+        "\n".join(["| experiment | its file begins with |", "| --- | --- |", *papers]),
+        "## Other experiments",
+        "Where the last column has endings, `kfac-bench tune` has written an experiment for each "
+        "optimizer, such as `digits/resnet_kfac`.",
+        "\n".join(
+            [
+                "| experiment | the first sentence of its file | tuned |",
+                "| --- | --- | --- |",
+                *rows,
+            ]
+        ),
+    )
+
+
+def _comment(path: Path) -> str:
+    """Return the first sentence of the comment at the beginning of a configuration file."""
+    lines = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.removeprefix("#").strip() for line in comment)
+    first = re.match(r".*?\.(?= [A-Z*]|$)", text)
+    return _cell(first[0] if first else text)
 
 
 def _group_row(found: Owners) -> str:

@@ -107,8 +107,8 @@ class KFACConfig(Section):
     )
     damping: float | None = option(
         None,
-        "Tikhonov damping gamma, usually 1e-4 to 1e-1; the first value if it adapts; null: for "
-        "each layer the mean eigenvalue of its curvature",
+        "Tikhonov damping gamma, usually 1e-4 to 1e-1; with adaptive_damping: the first gamma; "
+        "null: for each layer the mean eigenvalue of its curvature",
         RESULT,
         original=1e-3,
         above=0,
