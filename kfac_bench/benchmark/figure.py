@@ -58,15 +58,20 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
         return None
     colours = _values(benchmark, spec.colour, mine)
     rows = _rows(mine, ran)
-    columns = max(len(_groups(spec, _of_kinds(mine, kinds))) for kinds in rows.values())
+    groups = max(len(_groups(spec, _of_kinds(mine, kinds))) for kinds in rows.values())
+    # Panels of lines need no common height, so they are below each other, as a phone shows them.
+    columns = 1 if spec.lines else groups
     with our_look():
         width = max(4.6, 1.3 + 1.1 * len(_values(benchmark, spec.x, mine))) * columns
         width = min(max(width, 6.4), 15.0)
         title = _title(benchmark, mine, ran, width)
-        height = 1.3 + 2.8 * len(rows) + _TITLE_LINE_IN * (1 + title.count("\n"))
+        height = 1.3 + 2.8 * len(rows) * groups / columns
+        height += _TITLE_LINE_IN * (1 + title.count("\n"))
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        panels = figure.subplots(len(rows), columns, squeeze=False, sharey="row")
+        down = len(rows) * groups // columns
+        panels = figure.subplots(down, columns, squeeze=False, sharey="row")
+        panels = panels.reshape(len(rows), groups)
         for (subject, kinds), in_row in zip(rows.items(), panels, strict=True):
             _draw_row(in_row, benchmark, mine, subject, kinds)
         figure.legend(
@@ -99,14 +104,13 @@ def _draw_row(
         draw(axes, of_group, spec, _values(benchmark, spec.x, of_group), colours, kinds)
         words = [subject, " ".join(value for _, value in group)]
         axes.set_title(": ".join(filter(None, words)), loc="left")
-    # The panels share the axis, so the numbers of all panels decide its range.
+    # The numbers of all panels decide the range of their axes.
     tops = _drawn(lines, kinds)
-    if spec.lines:
-        panels[0].set_ylim(0, 1.08 * max(tops, default=0.0) or 1.0)
-    else:
-        _scale(panels[0], tops)
     name = spec.quantities[0] if len(spec.quantities) == 1 else ""
-    panels[0].set_ylabel(f"{name} ({unit})" if unit and name not in ("", unit) else name or unit)
+    label = f"{name} ({unit})" if unit and name not in ("", unit) else name or unit
+    for axes in panels if spec.lines else panels[:1]:
+        (_scale_lines if spec.lines else _scale)(axes, tops)
+        axes.set_ylabel(label)
 
 
 def _rows(lines: Sequence[Line], ran: str) -> dict[str, Sequence[str]]:
@@ -230,11 +234,24 @@ def _scale(axes: Axes, heights: Sequence[float]) -> None:
     if high < 1.6 * low:
         span = max(high - low, 0.02 * high)
         axes.set_ylim(low - 1.2 * span, high + 0.4 * span)
-        where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        axes.annotate("axis cut", (0, 0), (4, 3), fontsize=8, **where)
+        _say_cut(axes)
     elif high > 300 * low:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _scale_lines(axes: Axes, heights: Sequence[float]) -> None:
+    """Let the y axis begin close to the lowest point, so that lines can be told apart."""
+    low, high = min(heights, default=0.0), max(heights, default=1.0)
+    margin = 0.08 * max(high - low, 0.02 * high)
+    axes.set_ylim(max(0.0, low - margin), high + margin)
+    if low > margin:
+        _say_cut(axes)
+
+
+def _say_cut(axes: Axes) -> None:
+    where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate("axis cut", (0, 0), (4, 3), fontsize=8, **where)
 
 
 def _lines(

@@ -86,27 +86,35 @@ def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Li
     result: list[Line] = []
     used: set[tuple[str, PointKey]] = set()
     values = _Values(benchmark, found, level)
+    axes = [*axes_of(benchmark)]
     for name, quantity in benchmark.quantities.items():
-        for point in _points(found, printed.get(name, {})):
+        for key in _keys(found, printed.get(name, {})):
+            point = _point_of(key, axes)
             line = values.line(name, quantity, point, printed)
             if line is not None:
                 result.append(line)
-                used |= {(name, key) for key in printed.get(name, {}) if key <= key_of(point)}
+                used |= {(name, known) for known in printed.get(name, {}) if known <= key}
     # Published numbers without a number of ours.
     for name, of in printed.items():
         for key, (value, source) in of.items():
             if (name, key) not in used:
-                result.append(Line(dict(key), name, "", published=value, source=source))
-    order = _order(benchmark)
-    return sorted(result, key=order)
+                point = _point_of(key, axes)
+                result.append(Line(point, name, "", published=value, source=source))
+    return sorted(result, key=_order(benchmark))
 
 
-def _points(found: CellRuns, printed: PublishedByPoint) -> list[GridPoint]:
+def _keys(found: CellRuns, printed: PublishedByPoint) -> list[PointKey]:
     """Return the points of our cells, then the points that only the paper has."""
     ours = list(dict.fromkeys([*found.trained, *found.computed]))
     # A paper may name fewer axes than our points have: then its key is a subset of ours.
     theirs = [key for key in printed if not any(key <= own for own in ours)]
-    return [dict(key) for key in [*ours, *theirs]]
+    return [*ours, *theirs]
+
+
+def _point_of(key: PointKey, axes: Sequence[str]) -> GridPoint:
+    """Return a point with its axes in the given order, which a key does not keep."""
+    values = dict(key)
+    return {axis: values[axis] for axis in (*axes, *sorted(values)) if axis in values}
 
 
 def _order(benchmark: Benchmark) -> Callable[[Line], tuple[int, list[int]]]:

@@ -168,8 +168,8 @@ def open_sitting(
     Raises:
         UsageError: The options are wrong for this benchmark, or the store is damaged.
     """
-    if minutes is not None and not minutes > 0:
-        raise UsageError(f"--minutes {minutes:g}: must be above 0")
+    if minutes is not None and not minutes >= 0:
+        raise UsageError(f"--minutes {minutes:g}: must be at least 0")
     store = None
     if results is not None:
         store = ResultStore(results, name, part, tasks_of(benchmark))

@@ -52,7 +52,9 @@ def add_sitting_options(command: Parser) -> None:
         help="folder of packed results: finished runs are taken from it and added to it",
     )
     command.add_argument(
-        "--minutes", type=float, help="start no run after this time, and say how many are left"
+        "--minutes",
+        type=float,
+        help="start no run after this time, and say how many are left (0: only computed cells)",
     )
 
 

@@ -1,7 +1,8 @@
 """The figure of a sweep: seconds per step and scaling efficiency over the number of ranks."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,6 +33,10 @@ a phone."""
 _LETTERS = 58
 """Letters in a line of a title."""
 
+_ALIKE = 0.05
+"""Strategies share one line if their heights differ by at most this part everywhere. Lines that
+lie on one another could not be told apart."""
+
 
 def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None) -> str:
     """Draw the figure; equal cells give equal bytes. An epoch has ``examples``, if known.
@@ -44,14 +49,14 @@ def svg(cells: Sequence[SimulatedCell], title: str, examples: int | None = None)
     with our_look():
         figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN * count), layout="constrained")
         steps, shares, *third = figure.subplots(count, 1)
-        _title(steps, step_finding(whole), f"{title}, simulated")
         steps.set_ylabel("milliseconds per step")
         use_log_heights(steps)
-        _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s)
-        _title(shares, efficiency_finding(whole, examples), _baseline(whole))
+        alike = _by_ranks(steps, whole, lambda cell: 1e3 * cell.step_s)
+        _title(steps, step_finding(whole), f"{title}, simulated{alike}")
         shares.set_ylabel("speed per rank (%)")
         shares.set_ylim(0, 105)
-        _by_ranks(shares, whole, lambda cell: 100 * efficiency(cells, cell, examples))
+        alike = _by_ranks(shares, whole, lambda cell: 100 * efficiency(cells, cell, examples))
+        _title(shares, efficiency_finding(whole, examples), f"{_baseline(whole)}{alike}")
         for axes in third:
             _by_fraction(axes, swept)
         return to_svg(figure)
@@ -74,19 +79,38 @@ def _baseline(cells: Sequence[SimulatedCell]) -> str:
 
 def _by_ranks(
     axes: Axes, cells: Sequence[SimulatedCell], height: Callable[[SimulatedCell], float]
-) -> None:
-    """Draw a line per variant. SGD is grey, because K-FAC is compared with it."""
+) -> str:
+    """Draw a line per variant. SGD is grey, because K-FAC is compared with it.
+
+    Returns:
+        What the title must say about shared lines.
+    """
     use_powers_of_two(axes, "number of ranks", ranks_of(cells), "{:,}".format)
     ends: list[EndLabel] = []
-    variants = list(dict.fromkeys(cell.variant for cell in cells))
-    coloured = [each for each in variants if each.strategy != SGD]
-    for each in variants:
-        mine = sorted((c for c in cells if c.variant == each), key=lambda c: c.world_size)
-        number = coloured.index(each) if each in coloured else None
-        ys = [height(c) for c in mine]
-        colour = _line(axes, number, [c.world_size for c in mine], ys)
-        ends.append(EndLabel(ys[-1], each.label, colour))
+    drawn: list[tuple[dict[int, float], str]] = []
+    shared = ""
+    for each in dict.fromkeys(cell.variant for cell in cells):
+        ys = {
+            cell.world_size: height(cell)
+            for cell in sorted(cells, key=lambda c: c.world_size)
+            if cell.variant == each
+        }
+        if each.strategy == SGD:
+            colour = _line(axes, None, ys)
+        elif (same := next((c for other, c in drawn if _are_alike(ys, other)), None)) is not None:
+            colour, shared = same, f"; one line for strategies within {100 * _ALIKE:.0f} %"
+        else:
+            colour = _line(axes, len(drawn), ys)
+            drawn.append((ys, colour))
+        ends.append(EndLabel(list(ys.values())[-1], each.label, colour))
     label_ends(axes, ends, _AXES_PT)
+    return shared
+
+
+def _are_alike(ys: Mapping[int, float], others: Mapping[int, float]) -> bool:
+    return ys.keys() == others.keys() and all(
+        abs(ys[x] - others[x]) <= _ALIKE * max(ys[x], others[x]) for x in ys
+    )
 
 
 def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
@@ -103,18 +127,25 @@ def _by_fraction(axes: Axes, cells: Sequence[SimulatedCell]) -> None:
         )
         more = [c.step_s - c.time.sgd_s for c in of_size]
         least = min(more)
-        ys = [100 * (s / least - 1) for s in more]
-        colour = _line(axes, i, [c.variant.fraction or 0 for c in of_size], ys)
-        ends.append(EndLabel(ys[-1], f"{ranks:,} ranks, {1e3 * least:.3g} ms", colour))
+        ys = {
+            c.variant.fraction or 0: 100 * (s / least - 1)
+            for c, s in zip(of_size, more, strict=True)
+        }
+        colour = _line(axes, i, ys)
+        ends.append(
+            EndLabel(list(ys.values())[-1], f"{ranks:,} ranks, {1e3 * least:.3g} ms", colour)
+        )
     subject = f"time that {strategy} adds to a step; labels: least time"
     _title(axes, fraction_finding(mine), subject)
     axes.set_ylabel("% above the least time")
     label_ends(axes, ends, _AXES_PT)
 
 
-def _line(axes: Axes, number: int | None, xs: Sequence[float], ys: Sequence[float]) -> str:
+def _line(axes: Axes, number: int | None, points: Mapping[Any, float]) -> str:
     """Draw the line of the variant with this number, None for SGD's; return its colour."""
     colour = REST if number is None else PALETTE[number % len(PALETTE)]
-    (line,) = axes.plot(xs, ys, color=colour, linewidth=2.0, marker="o", markersize=4)
+    (line,) = axes.plot(
+        list(points), list(points.values()), color=colour, linewidth=2.0, marker="o", markersize=4
+    )
     dash_all_but_first(line, number or 0)
     return colour

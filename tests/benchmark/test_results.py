@@ -189,6 +189,17 @@ def test_two_computed_parts_share_a_point(row, tmp_path):
     assert numbers == {"state": 3.0, "peak": 5.0}
 
 
+def test_points_have_their_axes_in_the_order_of_the_file():
+    """A figure puts the axes of a point into words, and equal points must have equal words."""
+    values = {str(n): {"SGD": {"1": 1.0}, "K-FAC": {"1": 2.0}} for n in range(20)}
+    published = Published("accuracy", by=["batch", "optimizer", "ranks"], values=values)
+    axes = {"optimizer": ["SGD", "K-FAC"], "batch": [*values]}
+    row = Benchmark(**(vars(ROW) | {"axes": axes, "published": [published]}))
+    found = lines(row, CellRuns(), None)
+    assert len(found) == 40
+    assert {(*line.point,) for line in found} == {("optimizer", "batch", "ranks")}
+
+
 def write_phase(folder, points, weights=None, status="finished"):
     """Write a run whose events have these steps and seconds."""
     folder.mkdir(parents=True)

@@ -60,5 +60,17 @@ def test_the_figure_has_its_findings_and_a_label_for_each_line():
     for words in ("fastest K-FAC", "a &lt;model&gt;, simulated", "The fastest fraction is 1/4"):
         assert words in svg
     assert "100 % is the speed per rank at 1 rank" in svg
+
+
+def test_strategies_that_take_the_same_time_share_a_line():
+    alike = [cell("layer_wise", 1, 100.0), cell("layer_wise", 1024, 690.0)]
+    lines = [
+        simulation_figure.svg(cells, "a model").count("stroke-width: 2;")
+        for cells in (WHOLE, [*WHOLE, *alike])
+    ]
+    assert lines[0] == lines[1] > 0
+    svg = simulation_figure.svg([*WHOLE, *alike], "a model")
+    assert "layer_wise" in svg
+    assert "strategies within 5 %" in svg
     for label in ("sgd", "comm_opt", "mem_opt"):
         assert svg.count(f">{label}</text>") == 2
