@@ -73,7 +73,7 @@ def svg(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -> str | Non
         panels = figure.subplots(down, columns, squeeze=False, sharey="row")
         panels = panels.reshape(len(rows), groups)
         for (subject, kinds), in_row in zip(rows.items(), panels, strict=True):
-            _draw_row(in_row, benchmark, mine, subject, kinds)
+            _draw_row([*in_row], benchmark, mine, subject, kinds)
         figure.legend(
             handles=[*_colour_legend(spec, colours), *_kind_legend(benchmark, spec, mine)],
             loc="outside lower center",
