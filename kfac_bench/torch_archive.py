@@ -20,6 +20,8 @@ _ZIP = b"PK\x03\x04"
 """The first bytes by which torch recognizes its zip files. Otherwise it reads the old format."""
 _OLD_PICKLES = 5
 """Number of pickles at the start of a file in torch's old format. Plain bytes follow."""
+_MAKES_BYTES = frozenset({"builtins bytearray", "__builtin__ bytearray", "_codecs encode"})
+"""What torch lets a pickle call, but weights do not need: a number can make any number of bytes."""
 _FILLS = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 
 
@@ -76,7 +78,7 @@ def check_pickle(program: bytes | BinaryIO) -> None:
     tuple twice, and so on, takes 2^levels steps.
 
     Raises:
-        ValueError: The pickle is damaged, or has more work than `MOST_WORK`.
+        ValueError: The pickle is damaged, makes bytes, or has more work than `MOST_WORK`.
     """
     # For each object a list with its number of entries, inner ones included. A filled container
     # changes the number in this list, so that the memo has it too. None is a mark.
@@ -94,6 +96,8 @@ def check_pickle(program: bytes | BinaryIO) -> None:
             if opcode.name == "MARK":
                 stack.append(None)
                 continue
+            if opcode.name == "GLOBAL" and argument in _MAKES_BYTES:
+                raise ValueError(f"it holds no tensors alone, but calls {argument}")
             needed = len(opcode.stack_before)
             if pickletools.markobject in opcode.stack_before:
                 needed = opcode.stack_before.index(pickletools.markobject)

@@ -197,6 +197,15 @@ def test_a_key_whose_hash_takes_for_ever_is_refused(tmp_path, levels, width):
         checkpoint.load(forge(tmp_path, content))
 
 
+@pytest.mark.parametrize("called", ["builtins\nbytearray", "__builtin__\nbytearray"])
+def test_a_call_that_makes_gigabytes_is_refused(tmp_path, called):
+    """torch runs it: 40 bytes of a pickle make 3 GB."""
+    number = (3 * 10**9).to_bytes(5, "little")
+    program = b"\x80\x02c" + called.encode() + b"\n\x8a\x05" + number + b"\x85R."
+    with pytest.raises(UsageError, match="calls .* bytearray"):
+        checkpoint.load(forge(tmp_path, slow_keys.zipped(program)))
+
+
 def test_a_file_in_the_old_format_with_a_zip_file_at_its_end_is_refused(tmp_path):
     """torch looks at the first bytes, and zipfile at the last ones."""
     content = slow_keys.in_old_format(slow_keys.program()) + packed({"model": {}})
