@@ -4,7 +4,9 @@
 """
 
 import os
+import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import find_device
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.record.events import Evaluated, Resumed
+from kfac_bench.stop_signals import SIGNALS
 from kfac_bench.training import checkpoint
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
@@ -233,3 +236,26 @@ def test_a_requeued_job_takes_another_port():
     again = slurm_rank.SlurmTask.of(environ | {"SLURM_RESTART_COUNT": "1"}).port
     assert first != again
     assert again == slurm_rank.SlurmTask.of(environ | {"SLURM_RESTART_COUNT": "1"}).port
+
+
+TORCHRUN = (Path(__file__).parents[2] / "slurm" / "torchrun.sbatch").read_text()
+
+
+def test_a_requeued_job_of_torchrun_takes_another_port():
+    (line,) = re.findall(r"^port=.*$", TORCHRUN, re.MULTILINE)
+    ports = [
+        subprocess.check_output(
+            ["bash", "-c", f'{line}; echo "$port"'],
+            env=os.environ | {"SLURM_JOB_ID": "65432"} | restarts,
+            text=True,
+        )
+        for restarts in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "2"})
+    ]
+    assert len(set(ports)) == 3
+    assert {12000 <= int(port) < 32000 for port in ports} == {True}
+    assert '--rdzv-endpoint "$first:$port"' in TORCHRUN
+
+
+def test_torchrun_forwards_all_signals_that_a_run_obeys():
+    (names,) = re.findall(r"--signals-to-handle (\S+)", TORCHRUN)
+    assert {signal.Signals[name] for name in names.split(",")} == {*SIGNALS}

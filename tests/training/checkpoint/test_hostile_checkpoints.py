@@ -202,7 +202,7 @@ def test_a_call_that_makes_gigabytes_is_refused(tmp_path, called):
     """torch runs it: 40 bytes of a pickle make 3 GB."""
     number = (3 * 10**9).to_bytes(5, "little")
     program = b"\x80\x02c" + called.encode() + b"\n\x8a\x05" + number + b"\x85R."
-    with pytest.raises(UsageError, match="calls .* bytearray"):
+    with pytest.raises(UsageError, match=r"calls .* bytearray"):
         checkpoint.load(forge(tmp_path, slow_keys.zipped(program)))
 
 
