@@ -2,7 +2,8 @@
 
 The function gives the line up to the cursor to ``kfac-bench completion --line``, which prints one
 candidate per line. Groups, choices and options come from the files and dataclasses themselves, so
-the function needs no update. Nothing here imports torch.
+the function needs no update. Only the words of :data:`OWN_WORDS` are written here. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -63,9 +64,40 @@ SCRIPTS: Mapping[str, str] = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 OWN_WORDS: Mapping[str, Sequence[str]] = {
     "kfac-train": ("--cfg", "--config-dir", "--help", "--layers", "--multirun", "--version"),
     "kfac-plan": ("--config-dir", "--help", "--layers", "--version", "out=", "world_size="),
+    "kfac-plan simulate": (
+        "--config-dir",
+        "--help",
+        "epoch_s=",
+        "epochs=",
+        "examples=",
+        "hardware=",
+        "kfac_epochs=",
+        "out=",
+        "per_rank_batch=",
+        "strategies=",
+        "svg=",
+        "update_freq_at=",
+        "world_size=",
+    ),
+    "kfac-bench scaling": (
+        "--help",
+        "hardware=",
+        "launcher=",
+        "mode=",
+        "rounds=",
+        "runs_dir=",
+        "sbatch=",
+        "steps=",
+        "strategy=",
+        "world_size=",
+    ),
 }
-"""The words of the commands whose parsers print no help of their own."""
-WITH_OVERRIDES = ("run", "report", "scaling")
+"""The words of the commands whose parsers print no help of their own.
+
+The modules that parse the words of ``simulate`` and ``scaling`` import torch or the report, which
+takes too long for a shell. A test compares both lists with these modules.
+"""
+WITH_OVERRIDES = ("run", "report")
 WITH_BENCHMARK = ("run", "report", "tune", "self-tune", "contest")
 
 
@@ -100,14 +132,41 @@ def candidates(line: str) -> list[str]:
     if not before:
         return []
     command = Path(before[0]).name
-    if command in OWN_WORDS:
-        words = [*OWN_WORDS[command], *_overrides(word)]
+    subcommand = " ".join([command, *before[1:2]])
+    own = OWN_WORDS.get(subcommand, OWN_WORDS.get(command))
+    if own is not None:
+        words = [*own, *_own_values(own, word), *_overrides(word)]
         if command == "kfac-plan":
             words += ["simulate"] * (len(before) == 1)
         words += ["job"] * (before[-1] in ("--cfg", "-c"))
     else:
         words = _of_parser(command, before[1:], word)
     return sorted({found for found in words if found.startswith(word)})
+
+
+def _own_values(own: Sequence[str], word: str) -> Iterable[str]:
+    """Return the machines of ``hardware=``, and the strategies of a list such as ``strategies=``.
+
+    Args:
+        own: The words of the command itself.
+        word: The word that may be completed.
+    """
+    name, equals, value = word.partition("=")
+    if not equals or f"{name}=" not in own:
+        return []
+    if name == "hardware":
+        from kfac_bench.config.conf_files import options_of
+
+        return [f"hardware={machine}" for machine in options_of("hardware")]
+    if name in ("strategies", "strategy"):
+        from kfac_bench.core.planning.plan import STRATEGIES
+        from kfac_bench.simulate.sweep import SGD
+
+        # kfac-bench scaling always measures sgd too.
+        known = STRATEGIES if name == "strategy" else (SGD, *STRATEGIES)
+        *listed, _ = value.split(",")
+        return [f"{name}={','.join([*listed, each])}" for each in known if each not in listed]
+    return []
 
 
 def _of_parser(command: str, before: Sequence[str], word: str) -> list[str]:
