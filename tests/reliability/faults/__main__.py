@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, exit_with
@@ -38,6 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="measure only what checkpoints cost: run each application's smoke profile N times "
         "with checkpoints and N times without",
     )
+    # A shell starts background commands with these two ignored, and ranks would ignore them too.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     return _faults(command.parse_args(arguments))
 
 

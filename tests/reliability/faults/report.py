@@ -110,6 +110,7 @@ Ranks are started without torchrun, as `srun` starts them, unless the row says t
 sends the signal to itself at exactly the named place. An error or a NaN comes from a function that
 [inject.py](../../../tests/reliability/faults/inject.py) replaces before the rank starts. Full and
 read-only disks are small tmpfs. The last rank meets the fault, unless the row names another rank.
+Loader workers read the data where the row says so. In all other rows each rank reads its own data.
 
 {_without_title(table(outcomes))}
 
