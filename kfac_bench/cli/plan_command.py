@@ -4,6 +4,7 @@ import argparse
 import gc
 from pathlib import Path
 
+from kfac_bench.cli.completion_command import OWN_WORDS
 from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.config.command_options import split_words, whole_number
 from kfac_bench.output import say
@@ -88,14 +89,26 @@ def _print_plan(
 
 
 def _simulate(arguments: list[str]) -> int:
+    options = _parser("kfac-plan simulate").parse_args(arguments)
+    check_config_dir(options.config_dir)
+    if options.help and _are_explained(options.words):
+        from kfac_bench.config import option_help
+
+        say(option_help.describe(options.words, options.config_dir))
+        return 0
     from kfac_bench.config import problem_file
     from kfac_bench.simulate import simulate_options
 
-    options = _parser("kfac-plan simulate").parse_args(arguments)
     if options.help:
         say(simulate_options.USAGE, end="")
         return 0
-    check_config_dir(options.config_dir)
     problem_file.run_named(options.words)
     say("\n".join(simulate_options.simulate(options.words, options.config_dir)))
     return 0
+
+
+def _are_explained(words: list[str]) -> bool:
+    """Return whether the help has a text for each word. The usage explains the other own words."""
+    names = {word.partition("=")[0] for word in words}
+    own = {word.rstrip("=") for word in OWN_WORDS["kfac-plan simulate"]}
+    return bool(names) and not names & (own - {"hardware"})

@@ -4,13 +4,15 @@ Names, meanings and defaults come from :mod:`kfac_bench.config.option_table`.
 """
 
 import inspect
+import itertools
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kfac_bench.config.conf_files import CONF_DIR, options_of
+from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.option_table import (
     EXPERIMENT,
     HelpedOption,
@@ -30,6 +32,8 @@ from kfac_bench.config.suggestions import did_you_mean, no_such_option
 from kfac_bench.errors import UsageError
 
 WIDTH = 80
+HARDWARE = "hardware"
+"""The folder of conf/ whose files describe machines. They are no choices of kfac-train."""
 OPTIONS_HEAD = "options (other choices may have other defaults: --help OPTION shows them):"
 
 
@@ -37,7 +41,8 @@ def describe(words: Sequence[str], config_dir: Path | None = None) -> str:
     """Return the help of each word, or of all groups and options if there is no word.
 
     Args:
-        words: Groups (``kfac``), choices (``optimizer=adam``) and options (``kfac.damping``).
+        words: Groups (``kfac``), choices (``optimizer=adam``), options (``kfac.damping``), and
+            ``hardware`` for the machines of conf/hardware.
         config_dir: A folder of the user's own with more choices.
 
     Raises:
@@ -98,7 +103,9 @@ def _of_word(word: str, config_dir: Path | None) -> list[str]:
         raise UsageError(f"--help {word}: no such {group}{meant}")
     if group in known:  # kfac.damping=0.1
         return _long(known[group])
-    own_group = () if "." in word else [*groups(), "trainer"]
+    if group == HARDWARE:
+        return _machines(config_dir)
+    own_group = () if "." in word else [*groups(), "trainer", HARDWARE]
     raise UsageError(f"--help {no_such_option(word, own_group)}")
 
 
@@ -124,6 +131,32 @@ def _of_choice(group: str, choice: str) -> list[str]:
         if not allows_one_value(option.declared):
             lines += _short(option)
     return lines
+
+
+def _machines(config_dir: Path | None) -> list[str]:
+    """Return the machines of conf/hardware, each with what its file says about it."""
+    lines = _wrapped(
+        "hardware=NAME: the machine that a simulation is about. kfac-plan simulate and kfac-bench "
+        "scaling take this option. NAME may also be the path of your own YAML file.",
+        "",
+    )
+    # A file of the user's own folder replaces the file of the same name.
+    files = {
+        file.stem: file
+        for folder in reversed(folders(config_dir))
+        for file in (folder / HARDWARE).glob("*.yaml")
+    }
+    for name, file in sorted(files.items()):
+        lines += [f"  hardware={name}", *_wrapped(_first_sentence(file))]
+    return lines
+
+
+def _first_sentence(file: Path) -> str:
+    """Return the first sentence of the comment at the top of a file, or nothing."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    joined = " ".join(line.lstrip("#").strip() for line in comment)
+    return re.split(r"(?<=\.)\s", joined, maxsplit=1)[0]
 
 
 def _short(option: HelpedOption) -> list[str]:

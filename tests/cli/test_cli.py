@@ -103,6 +103,25 @@ def test_help_explains_a_group_or_an_option(main, capsys):
 
 
 @pytest.mark.parametrize(
+    ("main", "words", "start"),
+    [
+        (cli.train, ["--help", "hardware"], "hardware=NAME: "),
+        (cli.plan, ["--help", "hardware"], "hardware=NAME: "),
+        (cli.plan, ["simulate", "--help", "hardware"], "hardware=NAME: "),
+        (cli.plan, ["simulate", "--help", "kfac.damping"], "kfac.damping\n  Tikhonov damping"),
+        # The usage explains the options that only the command has.
+        (cli.plan, ["simulate", "--help", "strategies"], "usage: kfac-plan simulate "),
+        (cli.plan, ["simulate", "--help"], "usage: kfac-plan simulate "),
+    ],
+)
+def test_help_explains_the_words_of_a_simulation(main, words, start, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(start)
+
+
+@pytest.mark.parametrize(
     ("main", "words", "line"),
     [
         (cli.bench, ["tune"], "Tune each optimizer with the same budget."),

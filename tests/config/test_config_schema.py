@@ -210,6 +210,31 @@ def test_help_of_a_group_and_of_a_choice():
     assert "seed\n" in two
 
 
+def test_help_of_hardware_lists_the_machines_with_what_their_files_say():
+    text = option_help.describe(["hardware"])
+    lines = text.splitlines()
+    machines = [line.strip() for line in lines if line.startswith("  hardware=")]
+    assert machines == [f"hardware={name}" for name in compose.options_of("hardware")]
+    place = lines.index("  hardware=theta_a100") + 1
+    said = " ".join(line.strip() for line in lines[place : lines.index("  hardware=two_cores")])
+    assert said.startswith("Argonne ThetaGPU: DGX A100,")
+    assert said.endswith("mixed precision, DDP."), "the second sentence is left out"
+    for command in ("kfac-plan simulate", "kfac-bench scaling"):
+        assert command in " ".join(text.split())
+    assert max(map(len, lines)) <= 80
+    assert option_help.describe(["hardware=two_cores"]) == text
+
+
+def test_help_of_hardware_reads_the_folder_of_the_user(tmp_path):
+    own = tmp_path / "hardware"
+    own.mkdir()
+    (own / "bare.yaml").write_text("network: {}\n# Not about the machine.\n")
+    (own / "two_cores.yaml").write_text("# My laptop. It is slow.\nnetwork: {}\n")
+    text = option_help.describe(["hardware"], tmp_path)
+    assert "  hardware=bare\n  hardware=longhorn_v100\n      TACC Longhorn" in text
+    assert text.endswith("  hardware=two_cores\n      My laptop.")
+
+
 def test_default_values_in_the_help_are_those_of_a_run():
     shown = {name: found[0][1].default for name, found in option_table.every_option().items()}
     run = {name: value for name, value, _ in config.options(DEFAULT)}
@@ -218,7 +243,12 @@ def test_default_values_in_the_help_are_those_of_a_run():
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("kfac.dampin", "kfac.damping"), ("optimiser", "optimizer"), ("model=unets", "unet")],
+    [
+        ("kfac.dampin", "kfac.damping"),
+        ("optimiser", "optimizer"),
+        ("model=unets", "unet"),
+        ("hardwar", "hardware"),
+    ],
 )
 def test_help_of_an_unknown_word_is_one_line(word, meant):
     with pytest.raises(UsageError, match=rf"^--help {word}: no such .*did you mean {meant}\?$"):
