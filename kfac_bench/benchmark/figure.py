@@ -280,7 +280,8 @@ def _lines(
                 continue
             (drawn,) = axes.plot(*zip(*points, strict=True), color=paint, marker=marker)
             if kind == "computed":
-                drawn.set_dashes((4.0, 2.0))
+                # Dashes of lines that lie on one another fall into the gaps of the others.
+                drawn.set_linestyle((3.0 * i, (3.0, 3.0 * (len(colours) - 1) or 2.0)))
             elif kind == "published":
                 drawn.set(linestyle="none", markeredgecolor=INK, markersize=8, zorder=4)
     use_powers_of_two(axes, spec.x, [int(x) for x in xs], str)

@@ -1,8 +1,8 @@
 """What a benchmark's figure shows, in one sentence that is computed from the drawn numbers.
 
 The sentence compares the values of one axis, such as the optimizers. Lines that differ on this axis
-only are one comparison. Measured numbers are used if there are any, or else computed numbers, or
-else published numbers. The sentence begins with the kind of the numbers.
+only are one comparison. Measured numbers are used if there are any, or else computed and published
+numbers. The sentence begins with the kind of the numbers.
 """
 
 import math
@@ -42,14 +42,20 @@ def figure_finding(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -
     spec = benchmark.figure
     if spec is None:
         return ""
+    found = []
     for kind in KINDS:
         comparisons = _comparisons(benchmark, spec, lines, kind)
         if not comparisons:
             continue
         with_what = f" with {plain(ran)}" if ran and kind == "measured" else ""
         said = _largest_quantity if len(spec.quantities) > 1 else _best
-        return f"{_kind(benchmark, comparisons, kind)}{with_what}: {said(benchmark, comparisons)}"
-    return ""
+        head = _kind(benchmark, comparisons, kind)
+        head = head.lower() if found else head
+        found.append(f"{head}{with_what}: {said(benchmark, comparisons)}")
+        if kind == "measured":
+            break
+    # A prediction must not hide that the published numbers say something else.
+    return "; ".join(found)
 
 
 def _comparisons(
