@@ -130,7 +130,7 @@ class ConsoleSink:
         place = [f"epoch {event.epoch:.2f}"]
         if self._total_steps and event.step:
             total_epochs = event.epoch / event.step * self._total_steps
-            place = [f"epoch {event.epoch:.1f}/{total_epochs:.3g}"]
+            place = [f"epoch {_epochs(event.epoch, total_epochs)}"]
             left_s = (self._total_steps - event.step) * self._step_s(event)
             place.append(f"{_duration(max(left_s, 0.0))} left")
         parts = [*place, f"loss {event.loss:.4g}"]
@@ -265,6 +265,14 @@ class _Interval:
         if due:
             self._last = now
         return due
+
+
+def _epochs(epoch: float, total: float) -> str:
+    """Return the epoch and the number of epochs; whole numbers if there are 100 or more."""
+    # The total is computed from the step, so it may be a little less than 100.
+    if round(total, 1) >= 100:
+        return f"{epoch:.0f}/{total:.0f}"
+    return f"{epoch:.1f}/{total:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -116,22 +116,26 @@ def test_bar_stays_on_one_line_of_a_narrow_terminal():
     assert "lr 0.1" not in plain(output)  # cut off, not wrapped to a second line
 
 
-def test_a_long_run_fits_a_terminal_of_80_columns():
-    script = """
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "epoch"),
+    [(5000, "epoch 24.7/90 "), (4500, "epoch 27/100 "), (338, "epoch 365/1331 ")],
+)
+def test_a_long_run_fits_a_terminal_of_80_columns(steps_per_epoch, epoch):
+    script = f"""
         import sys
         from kfac_bench.record.events import Evaluated, Trained
         from kfac_bench.record.sinks.console import ConsoleSink
         sink = ConsoleSink(metric="accuracy", higher_is_better=True, total_steps=450000)
-        sink.write(Evaluated(0, 0.0, 0.0, {"accuracy": 0.7123}))
+        sink.write(Evaluated(0, 0.0, 0.0, {{"accuracy": 0.7123}}))
         for step in (10, 123450):
-            sink.write(Trained(step, 0.5 * step, step / 5000, 0.01234, 0.1, 51234.5))
+            sink.write(Trained(step, 0.5 * step, step / {steps_per_epoch}, 0.01234, 0.1, 51234.5))
         sink.close()
     """
     output, status = on_terminal(script, columns=80)
     assert status == 0
     bar = [line for line in re.split(r"[\r\n]+", plain(output)) if "/450000" in line][-1]
     assert len(bar) <= 80
-    for part in (" 27%", "epoch 24.7/90", "45:21:15 left", "loss 0.01234"):
+    for part in (" 27%", epoch, "45:21:15 left", "loss 0.01234"):
         assert part in bar
 
 
@@ -181,6 +185,22 @@ def test_the_time_left_does_not_count_the_steps_before_the_first_line():
     for step, train_s in ((10, 80.0), (20, 100.0)):
         sink.write(Trained(step, train_s, 1.0, 1.0, 0.1, 1.0))
     assert re.findall(r"(\S+) left", stream.text) == ["12:00", "2:40"]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "shown"), [(99, r"\d+\.\d/99"), (100, r"\d+/100"), (1330, r"\d+/1330")]
+)
+def test_long_runs_show_whole_epochs_in_each_line(epochs, shown):
+    stream = Stream()
+    total_steps = 11 * epochs
+    sink = ConsoleSink(
+        metric="m", higher_is_better=True, total_steps=total_steps, stream=stream, interval_s=0.0
+    )
+    for step in range(1, total_steps + 1):
+        sink.write(Trained(step, 1.0 * step, step / 11, 1.0, 0.1, 1.0))
+    lines = re.findall(r"  epoch (\S+)  ", stream.text)
+    assert len(lines) == total_steps
+    assert [line for line in lines if not re.fullmatch(shown, line)] == []
 
 
 class Stream:
