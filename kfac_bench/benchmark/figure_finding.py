@@ -42,7 +42,7 @@ def figure_finding(benchmark: Benchmark, lines: Sequence[Line], ran: str = "") -
     spec = benchmark.figure
     if spec is None:
         return ""
-    found = []
+    found: list[str] = []
     for kind in KINDS:
         comparisons = _comparisons(benchmark, spec, lines, kind)
         if not comparisons:
