@@ -107,6 +107,11 @@ def test_an_installed_wheel_runs_all_commands_outside_the_repository(wheel, tmp_
     run("kfac-train", *TINY, "dry_run=true")
     run("kfac-plan", *TINY, "world_size=2")
     run("kfac-plan", "simulate", "--help")
+    # No other command of this test reads conf/hardware.
+    simulated = ("model=resnet50", "data=imagefolder", "hardware=two_cores", "world_size=2")
+    said = run("kfac-plan", "simulate", *simulated)
+    assert "simulated: resnet50 on imagefolder" in said
+    assert "hardware two_cores" in said
     run("kfac-data", "make-demo", "cifar10", "cifar")
     run("kfac-data", "verify", "cifar")
     run("kfac-data", "verify", "nothing", code=2)
