@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kfac_bench.config import compose, named_variables, problem_file
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, one_line
 from kfac_bench.output import say
 
 PRELOAD = (
@@ -38,7 +38,10 @@ def train(overrides: Sequence[str]) -> tuple[int, str]:
         named = (problem_file.paths(), named_variables.allowed())
         arguments = (list(overrides), str(output), {**os.environ}, *named)
         process = context.Process(target=_train, args=arguments)
-        process.start()
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            return 1, f"the server that starts runs cannot be reached ({one_line(error)})"
         process.join()
         lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
     assert process.exitcode is not None

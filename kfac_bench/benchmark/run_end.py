@@ -61,7 +61,8 @@ def ended(folder: Path) -> str | None:
     last = next((e for e in reversed(read(folder)) if isinstance(e, RunEnded)), None)
     if last is None or last.status == "interrupted":
         return None
-    return f"{last.status} at step {last.step}, {last.train_s:.2f} s {last.message}".strip()
+    why = f": {last.message}" if last.message else ""
+    return f"{last.status} at step {last.step}, {last.train_s:.2f} s{why}"
 
 
 def outcome(folder: Path) -> str | None:

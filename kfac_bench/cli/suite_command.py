@@ -80,6 +80,7 @@ def _add_words(command: Parser) -> None:
     command.add_argument(
         "words",
         nargs="*",
+        default=[],  # otherwise argparse says that a word is required
         metavar="WORD",
         help="profile=smoke|cpu|one_gpu|paper, launcher=local|slurm, or an override of kfac-train",
     )
@@ -137,6 +138,8 @@ def _rows(options: argparse.Namespace, only: str) -> tuple[list[BenchmarkRow], s
     _separate_seeds(options)
     own, overrides = split_words(options.words, {"profile": "", "launcher": "local"})
     launcher = one_of("launcher", own["launcher"], ("local", "slurm"))
+    if any(word.lstrip("+").startswith("runs_dir=") for word in overrides):
+        raise UsageError("runs_dir: write --runs-dir DIR, because the report goes there too")
     profile, seeds = own["profile"] or None, options.seeds or None
     names = suite.names(options.benchmark, profile)
     if len(names) > 1 and options.runs_dir:

@@ -167,7 +167,8 @@ def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> i
     from kfac_bench.benchmark.own_problem.study_folder import StudyFolder
 
     look = "a quick look of" if is_quick else "a study of"
-    say(f"{asked.file}: {look} {asked.minutes:g} minutes, {len(asked.candidates)} optimizers")
+    minutes = "1 minute" if asked.minutes == 1 else f"{asked.minutes:g} minutes"
+    say(f"{asked.file}: {look} {minutes}, {len(asked.candidates)} optimizers")
     folder = StudyFolder(path, question)
     with folder.locked():
         try:

@@ -1,6 +1,7 @@
 """What the user may have meant by an unknown option, or by an unknown choice of a group."""
 
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 
 from kfac_bench.config.option_table import every_option
@@ -8,8 +9,15 @@ from kfac_bench.config.option_table import every_option
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the most similar known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
+    if not close:
+        return ""
+
+    def likeness(other: str) -> tuple[float, int]:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(other, word, strict=False))
+        return difflib.SequenceMatcher(None, other, word).ratio(), len([*same])
+
+    return f"; did you mean {max(close, key=likeness)}?"
 
 
 def no_such_option(name: str, known: Iterable[str] = ()) -> str:

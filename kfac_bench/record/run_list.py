@@ -55,12 +55,14 @@ def listed(root: Path) -> list[ListedRun]:
 
 
 def _listed(path: Path) -> ListedRun | None:
-    """Return what is shown of a run; None if somebody removes the run meanwhile."""
+    """Return what is shown of a run; None if nothing trained, or the run was removed meanwhile."""
     task = optimizer = ""
     state, step = UNREADABLE, 0
     try:
         is_running = run_lock.is_held(path)
         run = runs.load(path)
+        if runs.was_computed(run):
+            return None
         (setting,) = runs.group([run])
         task, optimizer = setting.task, setting.optimizer
         last = run.events[-1]

@@ -573,6 +573,8 @@ def test_a_negative_time_of_a_damaged_clock_makes_no_score_above_1(lab):
 def test_wrong_requests_are_one_line(lab, capsys):
     for words, fragment in [
         (["run", "demo", "--minutes", "-1"], "--minutes -1: must be at least 0"),
+        (["run", "demo", "runs_dir=x"], "runs_dir: write --runs-dir DIR"),
+        (["run"], "the following arguments are required: benchmark; see kfac-bench run --help"),
         (["run", "demo", "--results", "no_such"], "--results no_such: no such folder"),
         (["run", "demo", "--only", "x"], "--only x: no cell begins with this text; cells are "),
         (["run", "all", "--only", "x"], "need one benchmark instead of all"),

@@ -57,6 +57,15 @@ def flip(path):
     (path / "rank0.pt").write_bytes(content)
 
 
+def test_list_leaves_out_cells_that_trained_nothing(runs, capsys):
+    words = ["kaisa_memory_vs_fraction", "profile=paper", "--minutes", "0"]
+    with pytest.raises(SystemExit):
+        cli.bench(["run", *words, "--runs-dir", str(runs / "cells")])
+    capsys.readouterr()
+    assert list(runs.glob("cells/*/events.jsonl"))
+    assert call(capsys, "list", "--runs-dir", runs).splitlines()[-1].startswith("2 runs, ")
+
+
 def test_list_shows_each_run(runs, capsys):
     os.utime(runs / "whole/events.jsonl", (0, 0))
     header, first, second, total = call(capsys, "list", "--runs-dir", runs).splitlines()

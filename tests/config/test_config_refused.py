@@ -17,6 +17,7 @@ BAD = [
     # unknown names
     ("kfac.dampign=1", "kfac.dampign: no such option; did you mean kfac.damping?"),
     ("trainer.max_step=1", "trainer.max_step: no such option; did you mean trainer.max_steps?"),
+    ("model=resnet21", "did you mean resnet20?"),
     ("trainr.max_steps=1", "trainr: no such option; did you mean trainer?"),
     ("expriment=x", "expriment: no such option; did you mean experiment?"),
     ("optimizer.beta1=0.5", "the chosen optimizer has no such option; only optimizer=adam|adamw|"),

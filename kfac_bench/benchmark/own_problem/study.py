@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kfac_bench.benchmark import grid, run_end
 from kfac_bench.benchmark.grid import Cell
+from kfac_bench.benchmark.machine_load import warn_if_busy
 from kfac_bench.benchmark.own_problem import spaces
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
 from kfac_bench.benchmark.own_problem.budget import FINALISTS, TRIALS, Budget
@@ -69,6 +70,7 @@ def run(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> StudyR
     """
     plan = folder.plan()
     if plan is None:
+        warn_if_busy(say)
         plan = make_plan(asked, folder, say)
         folder.write_plan(plan)
     return Phases(asked, folder, plan, say).run()

@@ -200,8 +200,10 @@ def _against_others(result: TryResult, winner: Finalist) -> list[str]:
 def _equal_time(result: TryResult) -> list[str]:
     """Return the metrics of AdamW and of its best rival after the same training seconds."""
     fastest, reference = _winner(result) or result.finalists[0], result.reference
-    # AdamW stops at its limit, and the winner of the tuning may have more time.
-    at_s = min(fastest.times_s[0], reference.limit_s)
+    # Each optimizer has its own limit. A run that was stopped there must not be compared with one
+    # that went on.
+    missed = [f.limit_s for f in result.finalists if f.reached < len(f.runs)]
+    at_s = min([fastest.times_s[0], reference.limit_s, *missed])
     sign = 1 if result.higher_is_better else -1
     # A run without a number, such as a diverged one, counts as the worst of all. Otherwise only the
     # runs that went well would count.

@@ -1,7 +1,6 @@
 """The runs of a scaling measurement: each is a command of kfac-train on some number of ranks."""
 
 import hashlib
-import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench.benchmark import local_process
+from kfac_bench.benchmark.machine_load import warn_if_busy
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.counted import time_left
@@ -147,10 +147,9 @@ def run_here(todo: Sequence[ScalingRun], say: Callable[[str], None]) -> int:
     Finished runs are skipped. An interrupted run continues from its checkpoint.
     """
     failed = 0
-    # Times of a busy machine mean little. Warn before the runs themselves make the machine busy.
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > 0.3 * cores and not all(each.has_finished() for each in todo):
-        say(f"other processes are busy, so times will be too long: load {load:.1f}, {cores} cores")
+    # Before the runs themselves make the machine busy.
+    if not all(each.has_finished() for each in todo):
+        warn_if_busy(say)
     took_s: list[float] = []
     for number, each in enumerate(todo, start=1):
         if each.has_finished():

@@ -119,6 +119,13 @@ def test_the_metric_at_equal_time_is_not_after_the_limit_of_adamw():
     assert "After 100 s of training" in said
 
 
+def test_the_metric_at_equal_time_is_not_after_the_limit_of_a_rival_that_misses():
+    """A run that was stopped at its limit keeps its last metric, which is not one of later."""
+    stopped = replace(finalist("EigenAdam", [INF] * 5), limit_s=40.0)
+    missed = replace(ADAMW, runs=finalist("AdamW", [INF] * 5).runs)
+    assert "After 40 s of training" in text_of(stopped, reference=missed)
+
+
 def test_a_miss_is_slower_only_than_its_limit():
     """AdamW had 100 s. Nobody knows whether it would have been slower than 120 s."""
     missed = replace(ADAMW, runs=finalist("AdamW", [INF] * 5).runs)

@@ -1,0 +1,14 @@
+"""A warning before measurements on a machine that is busy."""
+
+import os
+
+from kfac_bench.benchmark.machine_load import warn_if_busy
+
+
+def test_only_a_busy_machine_gets_a_warning(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    said = []
+    for load in (0.5, 2.9):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 9.0, 9.0))
+        warn_if_busy(said.append)
+    assert said == ["other processes are busy, so times will be too long: load 2.9, 2 cores"]
