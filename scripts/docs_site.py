@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
 import json
 import posixpath
 import re
@@ -24,7 +23,7 @@ from mkdocs.structure.pages import Page
 from kfac_bench.benchmark.scaling import scaling_options
 from kfac_bench.cli import bench_command, data_command, plan_command, train_command
 from kfac_bench.config import compose, option_table
-from kfac_bench.config.conf_files import CONF_DIR
+from kfac_bench.config.conf_files import CONF_DIR, first_sentence
 from kfac_bench.config.option_table import HelpedOption, Owners
 from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.simulate import simulate_options
@@ -209,7 +208,7 @@ def _group(group: str) -> str:
 
 def _logger_group() -> str:
     rows = [
-        f"| `logger={choice}` | {_comment(CONF_DIR / 'logger' / f'{choice}.yaml')} |"
+        f"| `logger={choice}` | {_about(CONF_DIR / 'logger' / f'{choice}.yaml')} |"
         for choice in compose.options_of("logger")
     ]
     every = option_table.every_option()
@@ -230,8 +229,8 @@ def _experiments() -> str:
     for choice in sorted(compose.options_of("experiment")):
         file = folder / f"{choice}.yaml"
         if not file.is_file():
-            papers.append(f"| `{choice}` | {_comment(folder / choice / 'paper.yaml')} |")
-        elif (text := _comment(file)).startswith("Written by kfac-bench tune"):
+            papers.append(f"| `{choice}` | {_about(folder / choice / 'paper.yaml')} |")
+        elif (text := _about(file)).startswith("Written by kfac-bench tune"):
             # A tuning names its experiments after the one that it tunes, which sorts before them.
             base = max((name for name in others if choice.startswith(f"{name}_")), key=len)
             endings.setdefault(base, []).append(f"`{choice.removeprefix(base)}`")
@@ -261,13 +260,8 @@ def _experiments() -> str:
     )
 
 
-def _comment(path: Path) -> str:
-    """Return the first sentence of the comment at the beginning of a configuration file."""
-    lines = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()
-    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    text = " ".join(line.removeprefix("#").strip() for line in comment)
-    first = re.match(r".*?\.(?= [A-Z*]|$)", text)
-    return _cell(first[0] if first else text)
+def _about(file: Path) -> str:
+    return _cell(first_sentence(file))
 
 
 def _group_row(found: Owners) -> str:

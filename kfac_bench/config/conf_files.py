@@ -1,5 +1,7 @@
 """The files of conf/, and of a folder of the user's own that has the same groups."""
 
+import itertools
+import re
 from pathlib import Path
 
 from kfac_bench.config import profiles
@@ -21,6 +23,17 @@ def options_of(group: str, config_dir: Path | None = None) -> list[str]:
             is_profile = path.stem in profiles.PROFILES
             names.add(path.parent.name if is_profile else f"{path.parent.name}/{path.stem}")
     return sorted(names)
+
+
+def first_sentence(file: Path) -> str:
+    """Return the first sentence of the comment at the top of a file, or nothing."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    lines = text.removeprefix("# @package _global_\n").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    joined = " ".join(line.removeprefix("#").strip() for line in comment)
+    # "Fig. 8" does not end a sentence.
+    first = re.match(r".*?\.(?= [A-Z*\"]|$)", joined)
+    return first[0] if first else joined
 
 
 def folders(config_dir: Path | None) -> list[Path]:

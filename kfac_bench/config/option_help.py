@@ -4,15 +4,13 @@ Names, meanings and defaults come from :mod:`kfac_bench.config.option_table`.
 """
 
 import inspect
-import itertools
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
+from kfac_bench.config.conf_files import CONF_DIR, first_sentence, folders, options_of
 from kfac_bench.config.option_table import (
     EXPERIMENT,
     HelpedOption,
@@ -147,16 +145,8 @@ def _machines(config_dir: Path | None) -> list[str]:
         for file in (folder / HARDWARE).glob("*.yaml")
     }
     for name, file in sorted(files.items()):
-        lines += [f"  hardware={name}", *_wrapped(_first_sentence(file))]
+        lines += [f"  hardware={name}", *_wrapped(first_sentence(file))]
     return lines
-
-
-def _first_sentence(file: Path) -> str:
-    """Return the first sentence of the comment at the top of a file, or nothing."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    joined = " ".join(line.lstrip("#").strip() for line in comment)
-    return re.split(r"(?<=\.)\s", joined, maxsplit=1)[0]
 
 
 def _short(option: HelpedOption) -> list[str]:
