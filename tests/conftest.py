@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,6 +19,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # pytest-xdist. Programs that a test starts on a terminal of its own must ask that terminal.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+# A shell starts background commands with these two ignored, and programs that a test starts would
+# ignore them too.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 @pytest.fixture
