@@ -220,6 +220,9 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
     Returns:
         What was written; None for a row without quantities, whose runs are compared instead.
     """
+    if row.overrides and not brief:
+        words = " ".join(row.overrides)
+        say(f"the report has the runs with {words}; it replaces that of the runs without them")
     if not row.benchmark.quantities:
         _compare(row)
         return None
