@@ -54,7 +54,7 @@ NOT_TRIED = (
     ["Apex", "tested with a stand-in, because Apex needs a GPU", "not tried"],
     ["clusters of V100", "", "[simulated](simulation.md)"],
 )
-"""What this command does not run, on a CPU and on a GPU. Edit it after such a run."""
+"""Rows about what this command does not run, on a CPU and on a GPU. Edit them after such a run."""
 RESERVE_S = 10.0
 """Time for writing the files at the end."""
 

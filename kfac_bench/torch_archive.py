@@ -21,7 +21,8 @@ _ZIP = b"PK\x03\x04"
 _OLD_PICKLES = 5
 """Number of pickles at the start of a file in torch's old format. Plain bytes follow."""
 _MAKES_BYTES = frozenset({"builtins bytearray", "__builtin__ bytearray", "_codecs encode"})
-"""What torch lets a pickle call, but weights do not need: a number can make any number of bytes."""
+"""Calls that torch allows in a pickle and that weights do not need. They make as many bytes as the
+pickle says."""
 _FILLS = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 
 

@@ -9,24 +9,16 @@ from dataclasses import dataclass, field
 
 from kfac_bench.benchmark.measures import COMPUTED, measure, seconds_at_least
 from kfac_bench.benchmark.phase_times import PhaseRuns, percent_less
+from kfac_bench.benchmark.points import GridPoint, PointKey, key_of, point_of
 from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.record.runs import Run
 from kfac_bench.record.score import bootstrap_median
 
-GridPoint = Mapping[str, str]
-"""Axis to value."""
-PointKey = frozenset[tuple[str, str]]
-"""A point that can be the key of a mapping."""
 PublishedValue = float | tuple[float, float]
 """A published number, or the ends of a published range."""
 PublishedByPoint = dict[PointKey, tuple[PublishedValue, str]]
 """Published numbers of a quantity with their sources. A key has the axes that the paper names."""
 LEAST = "least"
-
-
-def key_of(point: GridPoint) -> PointKey:
-    """Return the point as a key of a mapping."""
-    return frozenset(point.items())
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Li
     axes = [*axes_of(benchmark)]
     for name, quantity in benchmark.quantities.items():
         for key in _keys(found, printed.get(name, {})):
-            point = _point_of(key, axes)
+            point = point_of(key, axes)
             line = values.line(name, quantity, point, printed)
             if line is not None:
                 result.append(line)
@@ -98,7 +90,7 @@ def lines(benchmark: Benchmark, found: CellRuns, level: float | None) -> list[Li
     for name, of in printed.items():
         for key, (value, source) in of.items():
             if (name, key) not in used:
-                point = _point_of(key, axes)
+                point = point_of(key, axes)
                 result.append(Line(point, name, "", published=value, source=source))
     return sorted(result, key=_order(benchmark))
 
@@ -109,12 +101,6 @@ def _keys(found: CellRuns, printed: PublishedByPoint) -> list[PointKey]:
     # A paper may name fewer axes than our points have: then its key is a subset of ours.
     theirs = [key for key in printed if not any(key <= own for own in ours)]
     return [*ours, *theirs]
-
-
-def _point_of(key: PointKey, axes: Sequence[str]) -> GridPoint:
-    """Return a point with its axes in the given order, which a key does not keep."""
-    values = dict(key)
-    return {axis: values[axis] for axis in (*axes, *sorted(values)) if axis in values}
 
 
 def _order(benchmark: Benchmark) -> Callable[[Line], tuple[int, list[int]]]:

@@ -9,7 +9,8 @@ from kfac_bench.benchmark import computed, grid, run_end, schema
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.phase_times import load_phases
-from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
+from kfac_bench.benchmark.points import key_of
+from kfac_bench.benchmark.result import CellRuns, Line, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.benchmark.sheet import Attempt, AttemptState
 from kfac_bench.benchmark.sitting import Sitting, TimeIsUp

@@ -222,7 +222,7 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
     """
     if row.overrides and not brief:
         words = " ".join(row.overrides)
-        say(f"the report has the runs with {words}; it replaces that of the runs without them")
+        say(f"report of the runs with {words}; another report in {row.folder} is replaced")
     if not row.benchmark.quantities:
         _compare(row)
         return None

@@ -11,4 +11,6 @@ def test_only_a_busy_machine_gets_a_warning(monkeypatch):
     for load in (0.5, 2.9):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 9.0, 9.0))
         warn_if_busy(said.append)
-    assert said == ["other processes are busy, so times will be too long: load 2.9, 2 cores"]
+    assert said == [
+        "the machine was busy in the last minute, so times may be too long: load 2.9, 2 cores"
+    ]

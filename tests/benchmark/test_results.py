@@ -19,7 +19,8 @@ from kfac_bench.benchmark import (
     suite,
 )
 from kfac_bench.benchmark.claim import Claim
-from kfac_bench.benchmark.result import CellRuns, Measured, _beside, key_of, lines
+from kfac_bench.benchmark.points import key_of
+from kfac_bench.benchmark.result import CellRuns, Measured, _beside, lines
 from kfac_bench.benchmark.schema import (
     Benchmark,
     BenchmarkProfile,

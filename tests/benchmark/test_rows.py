@@ -22,8 +22,9 @@ from kfac_bench.benchmark import (
     slurm_submit,
     suite,
 )
+from kfac_bench.benchmark.points import key_of
 from kfac_bench.benchmark.result import _published as published
-from kfac_bench.benchmark.result import axes_of, key_of
+from kfac_bench.benchmark.result import axes_of
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose
 from kfac_bench.config.profiles import PROFILES

@@ -1,4 +1,4 @@
-"""What a shard may hold: plain tensors. kfac_bench.torch_archive checks the file first.
+"""The content of a shard: plain tensors. kfac_bench.torch_archive checks the file first.
 
 torch.load with weights_only runs no code, but it reads tensors that no checkpoint of ours has and
 that training cannot use. A file from somebody else may hold such tensors on purpose.

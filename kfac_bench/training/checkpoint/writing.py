@@ -64,7 +64,7 @@ class _InFlight:
     metric: ValidationMetric | None
     shard: dict[str, Any] | None
     record: object
-    """Where the record of the run ends, if the shard says so."""
+    """The end of the run's record at this step; None if the shard does not say it."""
     waited_s: float = 0.0
     cpu_s: float = 0.0
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""Where faults begin: before an update of the run, or in a function of the product.
+"""The places where faults begin: before an update of the run, or in a function of the product.
 
 Only a rank that meets a fault calls these functions. They replace functions of the product.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.reliability.faults.fault import (
     LATE,
     WORKERS,
     Fault,
+    NotHereError,
     mount,
     starts,
 )
@@ -55,6 +57,14 @@ def _no_inodes(case: Case) -> None:
     expect.codes(ended, {1})
     expect.line(ended, r"^failed at step .*no inodes are left")
     shutil.rmtree(case.path.parent / FILLER)
+
+
+def _no_shared_memory(case: Case) -> None:
+    if os.geteuid():
+        raise NotHereError(
+            "a full /dev/shm needs root: unshare -rm python -m tests.reliability.faults"
+        )
+    _fails("no shared memory", f"(/dev/shm has no space|{WORKER_DIED})")(case)
 
 
 def _spoil(case: Case) -> Callable[[], None]:
@@ -187,8 +197,7 @@ ROWS = (
     ),
     Fault(
         "/dev/shm is full beside loader workers",
-        # This needs root.
-        _fails("no shared memory", f"(/dev/shm has no space|{WORKER_DIED})"),
+        _no_shared_memory,
         pictures=True,
         options=WORKERS,
         methods=FEW,
