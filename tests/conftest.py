@@ -1,5 +1,6 @@
 """Settings of all tests, shared fixtures, and the record of what backends support."""
 
+import gc
 import json
 import os
 import signal
@@ -44,6 +45,11 @@ def double():
 
 _outcomes = defaultdict(set)
 """Outcomes of the tests that show a feature, by (backend, feature)."""
+
+
+def pytest_collection_finish():
+    """Keep modules and tests out of later garbage collections, which would visit all of them."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):

@@ -185,7 +185,8 @@ def test_the_quick_composition_refuses_what_the_composition_refuses():
         assert str(caught.value) == refused(bad)
 
 
-TO_TARGETS = [name for name in compose.options_of("benchmark") if not schema.load(name).profiles]
+BENCHMARKS = {name: schema.load(name) for name in compose.options_of("benchmark")}
+TO_TARGETS = [name for name, benchmark in BENCHMARKS.items() if not benchmark.profiles]
 """Benchmarks of time to target; the papers' are in tests/benchmark/test_rows.py."""
 
 
@@ -199,7 +200,7 @@ def is_written(cell):
 CELLS = [
     (pytest.param if name in ("demo", "embedded") else slow)(cell, id=f"{name}: {cell.label}")
     for name in TO_TARGETS
-    for cells in [grid.cells(schema.load(name), "runs/test")]
+    for cells in [grid.cells(BENCHMARKS[name], "runs/test")]
     for cell in filter(is_written, cells)
     if cell.seed == cells[0].seed
 ]

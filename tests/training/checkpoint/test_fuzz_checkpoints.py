@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from kfac_bench.config.compose import load as compose
 from kfac_bench.data.images import cifar10, cifar10_pickle
 from kfac_bench.errors import UsageError
 from kfac_bench.models.networks import maskrcnn
@@ -24,6 +23,7 @@ from kfac_bench.training import checkpoint, export, weights
 from kfac_bench.training.assembly import build_trainer
 from kfac_bench.training.beginning import begin
 from kfac_bench.training.run_directory import RunDirectory
+from tests.support.configs import quick_load
 from tests.support.fuzzing import as_json, damaged, fuzz, refused_or, spoilt
 from tests.support.runs import ALONE, KFAC, config_of, train
 
@@ -56,7 +56,7 @@ def read_everywhere(path):
     refused_or(lambda: checkpoint.find_best(path.parent))
     refused_or(lambda: export.export(path.parent, path.parent / "out.safetensors"))
     model = nn.Linear(2, 2)
-    config = compose(["model=autoencoder", f"model.weights={path.parent}"]).model
+    config = quick_load(["model=autoencoder", f"model.weights={path.parent}"]).model
     refused_or(lambda: weights.load(model, config))
 
 
@@ -117,7 +117,7 @@ def test_readers_of_weights_run_no_code(tmp_path, trap):
                 maskrcnn._load(body, file)
         (tmp_path / f"folder{number}").mkdir()
         shutil.copy(file, tmp_path / f"folder{number}" / weights.SAFETENSORS)
-        config = compose(["model=autoencoder", f"model.weights={tmp_path}/folder{number}"]).model
+        config = quick_load(["model=autoencoder", f"model.weights={tmp_path}/folder{number}"]).model
         with pytest.raises(UsageError):
             weights.load(body, config)
 
@@ -158,7 +158,7 @@ def test_damaged_weights_are_refused_or_read(tmp_path_factory, content):
         good = (folder / f"good.{ending}").read_bytes()
         (folder / f"model.{ending}").write_bytes(content.draw(damaged(good)))
         refused_or(lambda e=ending: maskrcnn._load(model, folder / f"model.{e}"))
-    config = compose(["model=autoencoder", f"model.weights={folder}"]).model
+    config = quick_load(["model=autoencoder", f"model.weights={folder}"]).model
     refused_or(lambda: weights.load(model, config))
 
 
