@@ -9,6 +9,9 @@ PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 # Only these files are imported for the tests that are marked alone.
 ALONE  = $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
+# Hundreds of processes import the same files, and each would compile them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help docs setup install-horovod data demo tune tune-cpu bench bench-gpu test test-all slurm-test browser faults soak mutants support lint format clean
 

@@ -7,6 +7,7 @@ A fork is no fresh interpreter: tests of what is imported, of the console script
 interpreter ends start one themselves.
 """
 
+import gc
 import multiprocessing
 import traceback
 
@@ -31,7 +32,11 @@ def server():
 
 
 def prepare():
-    """In a fork: what multiprocessing starts here is forked, as in any other process."""
+    """In a fork: what multiprocessing starts here is forked, as in any other process.
+
+    Garbage collections skip what the server imported; they would copy all pages of these objects.
+    """
+    gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
 
 
