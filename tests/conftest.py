@@ -47,9 +47,15 @@ _outcomes = defaultdict(set)
 """Outcomes of the tests that show a feature, by (backend, feature)."""
 
 
-def pytest_collection_finish():
-    """Keep modules and tests out of later garbage collections, which would visit all of them."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep modules and tests out of all garbage collections, which would visit each of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser):
