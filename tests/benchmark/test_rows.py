@@ -30,6 +30,7 @@ from kfac_bench.config import compose
 from kfac_bench.config.profiles import PROFILES
 from kfac_bench.record.runs import load
 from kfac_bench.simulate import simulate_options
+from tests.support.configs import quick_load
 from tests.support.quick import quick_if
 
 ROWS = list(suite.ORDER)
@@ -133,7 +134,7 @@ def test_cells_of_all_profiles_are_valid_runs(name, profile):
             continue
         seen |= own
         for each in (*cell.before, cell):
-            config = each.config()
+            config = quick_load(each.overrides)
             if profile == "smoke":
                 assert config.data.name == "digits" or config.data.root == "demo"
                 assert config.logger.name == "none"

@@ -6,15 +6,15 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, PolynomialLR
 
-from kfac_bench.config import compose
 from kfac_bench.record.events import Trained
+from tests.support.configs import quick_load
 from tests.support.runs import before_step, of_kind, terminate, train
 
 EPOCH, STEPS = 10, 60
 
 
 def factors(*overrides, batch_size=256):
-    schedule = compose.load(overrides).schedule
+    schedule = quick_load(overrides).schedule
     return [schedule.factor(step, EPOCH, STEPS, batch_size) for step in range(STEPS)]
 
 
@@ -81,7 +81,7 @@ def test_a_warm_up_may_start_above_zero_and_rates_scale_with_the_batch():
     ours = factors(*overrides, "schedule.base_batch_size=64")
     assert ours[:10] == pytest.approx([4 * (0.55 + 0.05 * i) for i in range(10)])
     assert ours[10:] == [4.0] * 50
-    assert compose.load(["schedule.warmup_share=0.2843"]).schedule.warmup_steps(1, 7038) == 2001
+    assert quick_load(["schedule.warmup_share=0.2843"]).schedule.warmup_steps(1, 7038) == 2001
 
 
 def test_training_follows_the_schedule_and_a_resumed_run_goes_on_with_it(tmp_path):
@@ -91,6 +91,6 @@ def test_training_follows_the_schedule_and_a_resumed_run_goes_on_with_it(tmp_pat
         assert train(tmp_path, *options, *short)[0] == "interrupted"
     assert train(tmp_path, *options, *short)[0] == "finished"
     rates = [e.lr for e in of_kind(tmp_path / "r", Trained)]
-    schedule = compose.load([*options[:2]]).schedule
+    schedule = quick_load([*options[:2]]).schedule
     wanted = [0.05 * schedule.factor(step, 5, 10, 256) for step in range(10)]
     assert rates == pytest.approx(wanted)

@@ -9,6 +9,7 @@ from kfac_bench.config import compose, registry
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated
 from kfac_bench.training.build import build_optimizer
+from tests.support.configs import quick_load
 from tests.support.runs import before_step, end, of_kind, terminate, train
 
 NOT_ELEMENTWISE = [
@@ -32,7 +33,7 @@ def updated(*overrides, steps=3):
     """Weights, one gradient, after some updates."""
     model = parameters()
     grads = [p.grad.clone() for p in model.parameters()]
-    optimizer = build_optimizer(compose.load(overrides).optimizer, model)
+    optimizer = build_optimizer(quick_load(overrides).optimizer, model)
     for _ in range(steps):
         for p, g in zip(model.parameters(), grads, strict=True):
             p.grad = g.clone()
@@ -121,7 +122,7 @@ def inverse_root(matrix, p):
 
 def test_soap_leaves_large_sides_in_the_standard_basis():
     model = parameters()
-    config = compose.load(["optimizer=soap", "optimizer.max_dim=3"]).optimizer
+    config = quick_load(["optimizer=soap", "optimizer.max_dim=3"]).optimizer
     optimizer = build_optimizer(config, model)
     optimizer.step()
     sides = [len(q) for q in optimizer.state[model[0].weight]["Q"]]
@@ -129,7 +130,7 @@ def test_soap_leaves_large_sides_in_the_standard_basis():
 
 
 def test_weights_without_decay_by_name_and_by_class():
-    config = compose.load(["optimizer=adamw", 'optimizer.no_decay=["bias$",Norm]']).optimizer
+    config = quick_load(["optimizer=adamw", 'optimizer.no_decay=["bias$",Norm]']).optimizer
     model = parameters()
     model[2].weight = nn.Parameter(model[2].weight.detach())
     model[1].bias.requires_grad = False
@@ -164,7 +165,7 @@ def test_muon():
     adam = {"lr": 0.003, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.01}
     wanted |= after(lambda ps: torch.optim.AdamW(ps, **adam), rest)
     said = ("optimizer.lr=0.1", "optimizer.adam_lr=0.003", "optimizer.weight_decay=0.01")
-    optimizer = build_optimizer(compose.load(["optimizer=muon", *said]).optimizer, model)
+    optimizer = build_optimizer(quick_load(["optimizer=muon", *said]).optimizer, model)
     for _ in range(3):
         for n, p in model.named_parameters():
             p.grad = grads[n].clone()
@@ -186,7 +187,7 @@ def test_muon_refuses_what_it_would_ignore():
 def test_muon_leaves_the_tokens_of_a_vision_transformer_to_adam():
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
     model.register_parameter("class_token", nn.Parameter(torch.zeros(1, 1, 5)))
-    optimizer = build_optimizer(compose.load(["optimizer=muon"]).optimizer, model)
+    optimizer = build_optimizer(quick_load(["optimizer=muon"]).optimizer, model)
     by_muon = [p.shape for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
     assert by_muon == [(5, 6)]
 
