@@ -46,7 +46,7 @@ def train(arguments: list[str]) -> int:
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
-    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("overrides", nargs="*")
@@ -71,7 +71,7 @@ def train(arguments: list[str]) -> int:
     if options.cfg:
         say(compose.shown(config), end="")
         return 0
-    data_words = ("data=", "experiment=", problem_file.WORD)
+    data_words = ("data=", "experiment=", "from=", problem_file.WORD)
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
@@ -110,21 +110,23 @@ def _train_one(config: "TrainConfig", by_layer: bool) -> int:
         return 0
     from kfac_bench.training import early_answer
 
-    if early_answer.answer(config):
-        return 0
-    with progress.task("loading PyTorch"):
-        from kfac_bench.training import run
+    code = 0
+    if not early_answer.answer(config):
+        with progress.task("loading PyTorch"):
+            from kfac_bench.training import run
 
-    code = run.start(config)
-    if config.logger.name == "wandb" and slurm_rank.from_launcher("RANK", "0") == "0":
-        _offer_upload(config)
+        code = run.start(config)
+    if config.logger.wandb and slurm_rank.from_launcher("RANK", "0") == "0":
+        _complete_wandb(config, is_success=code == 0)
     return code
 
 
-def _offer_upload(config: "TrainConfig") -> None:
-    """Say as the last line how to complete W&B's offline files, if they lack points."""
+def _complete_wandb(config: "TrainConfig", *, is_success: bool) -> None:
+    """Send a complete run again that W&B asks for, and say how to send points that it lacks."""
     from kfac_bench.dashboard import upload
     from kfac_bench.training.run_directory import RunDirectory
 
-    if line := upload.offer(RunDirectory(config).path):
+    directory = RunDirectory(config).path
+    line = upload.replay(directory, config.logger) if is_success else None
+    if line := line or upload.offer(directory):
         say(line)

@@ -92,7 +92,7 @@ def _invalid_yaml(failure: _Failure) -> str | None:
 
 
 def _unknown_choice(failure: _Failure) -> str | None:
-    found = re.search(r"Could not find '([^/']+)/([^']*)'", failure.text)
+    found = re.search(r"Could not (?:find|load) '(?!schema/)([^/']+)/([^']*)'", failure.text)
     if not found:
         return None
     group, word = found.groups()

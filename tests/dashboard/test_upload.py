@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from kfac_bench import cli
+from kfac_bench.config import LoggerConfig
 from kfac_bench.dashboard import upload
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import (
@@ -28,6 +29,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.sinks import wandb_history
 from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink
 from tests.support import ROOT
 from tests.support.runs import KFAC, SMALL, before_step, kill, train
@@ -108,10 +110,12 @@ def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
 KILLED = """
 import contextlib, os, pathlib, signal, sys, time
 from kfac_bench.record.events import read
+from kfac_bench.config import LoggerConfig
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink
 path = pathlib.Path(sys.argv[1])
-sink = WandbSink(path, "killed", "mine", None, {}, "offline", metric="accuracy",
-                 higher_is_better=True)
+logger = LoggerConfig(project="mine", mode="offline")
+sink = WandbSink(ShownRun(path, "killed", logger, {}, "accuracy", True))
 for number, event in enumerate(read(path)):
     if number == 120:
         time.sleep(1.0)  # what was sent is on disk
@@ -294,8 +298,8 @@ def test_patience_queues_more_events_than_a_training(tmp_path, monkeypatch):
     from kfac_bench.record.sinks import wandb as sink_module
 
     monkeypatch.setattr(sink_module, "QUEUED_EVENTS", 2)
-    options = {"metric": "accuracy", "higher_is_better": True, "patience_s": 60.0}
-    sink = WandbSink(tmp_path, "r", "p", None, {}, "offline", **options)
+    logger = LoggerConfig(project="p", mode="offline")
+    sink = WandbSink(ShownRun(tmp_path, "r", logger, {}, "accuracy", True), patience_s=60.0)
     for step in range(200):
         sink.log(metrics_of(trained(step)))
     sink.close()
