@@ -110,23 +110,35 @@ def _train_one(config: "TrainConfig", by_layer: bool) -> int:
         return 0
     from kfac_bench.training import early_answer
 
-    code = 0
-    if not early_answer.answer(config):
-        with progress.task("loading PyTorch"):
-            from kfac_bench.training import run
+    if early_answer.answer(config):
+        _send_again(config)
+        return 0
+    with progress.task("loading PyTorch"):
+        from kfac_bench.training import run
 
-        code = run.start(config)
+    code = run.start(config)
     if config.logger.wandb and slurm_rank.from_launcher("RANK", "0") == "0":
-        _complete_wandb(config, is_success=code == 0)
+        if code == 0:
+            _send_again(config)
+        _offer_upload(config)
     return code
 
 
-def _complete_wandb(config: "TrainConfig", *, is_success: bool) -> None:
-    """Send a complete run again that W&B asks for, and say how to send points that it lacks."""
+def _send_again(config: "TrainConfig") -> None:
+    """Send a complete run to the W&B run that a sweep's agent waits for, if it has not got it."""
+    if not config.logger.wandb or config.logger.id is None:
+        return
     from kfac_bench.dashboard import upload
     from kfac_bench.training.run_directory import RunDirectory
 
-    directory = RunDirectory(config).path
-    line = upload.replay(directory, config.logger) if is_success else None
-    if line := line or upload.offer(directory):
+    if line := upload.replay(RunDirectory(config).path, config.logger):
+        say(line)
+
+
+def _offer_upload(config: "TrainConfig") -> None:
+    """Say as the last line how to complete W&B's offline files, if they lack points."""
+    from kfac_bench.dashboard import upload
+    from kfac_bench.training.run_directory import RunDirectory
+
+    if line := upload.offer(RunDirectory(config).path):
         say(line)

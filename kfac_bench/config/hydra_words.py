@@ -19,7 +19,7 @@ _REPLACEMENTS = {
     "mode": "Use --multirun",
     "verbose": "Use trainer.log_freq=1 to see each step",
     "launcher": "Use Slurm for several runs at once, see docs/how-to/slurm.md",
-    "sweeper": "Use --multirun, or a search as in docs/how-to/search_settings.md",
+    "sweeper": "Use --multirun, or a search as in docs/how-to/tune.md",
     "job": "Use run_id=NAME",
     "job_logging": "Use logger=[wandb,tensorboard,csv] to choose views of the run",
     "hydra_logging": "Use logger=[wandb,tensorboard,csv] to choose views of the run",

@@ -104,8 +104,8 @@ BAD = [
     ("hydra.mode=MULTIRUN", "Use --multirun"),
     ("hydra/launcher=basic", "docs/how-to/slurm.md"),
     ("hydra/job_logging=disabled", "Use logger="),
-    ("hydra/sweeper=optuna", "docs/how-to/search_settings.md"),
-    ("+hydra/sweeper@hydra.sweeper=optuna", "docs/how-to/search_settings.md"),
+    ("hydra/sweeper=optuna", "docs/how-to/tune.md"),
+    ("+hydra/sweeper@hydra.sweeper=optuna", "docs/how-to/tune.md"),
     ("hydra.searchpath=[x]", "Use --config-dir DIR"),
     ("~hydra", "Remove it"),
     # loggers
@@ -142,7 +142,7 @@ def test_bad_input_is_one_clear_line(override, fragment):
     [
         ("hydra: {mode: MULTIRUN}", "mine.yaml:2: hydra.mode: options of Hydra itself have"),
         ("hydra:\n  run: {dir: x}", "Use runs_dir=FOLDER"),
-        ("defaults: [override /hydra/sweeper: optuna]", "docs/how-to/search_settings.md"),
+        ("defaults: [override /hydra/sweeper: optuna]", "docs/how-to/tune.md"),
         ("defaults: [/model@hydra.job: unet]", "mine.yaml:2: /model@hydra.job: options of Hydra"),
         ("defaults: [override /logger: [csv, csv]]", "names csv twice"),
     ],

@@ -15,7 +15,7 @@ from PIL import Image
 
 from kfac_bench import cli
 from kfac_bench.config import LoggerConfig
-from kfac_bench.dashboard import upload
+from kfac_bench.dashboard import scope, upload
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import (
     Evaluated,
@@ -170,6 +170,42 @@ def test_the_last_line_of_a_run_that_was_killed_offers_the_upload(tmp_path, caps
     assert "add them: kfac-bench wandb upload --offline" in last
     assert call(tmp_path / "run", "--offline") == 0
     assert upload.offer(tmp_path / "run") is None
+
+
+def test_a_complete_run_that_a_sweep_draws_again_is_sent_again(tmp_path, monkeypatch, capsys):
+    own = [o for o in SMALL if o != "logger=none"]
+    words = [
+        *own,
+        f"runs_dir={tmp_path}",
+        "run_id=run",
+        "trainer.max_steps=5",
+        "trainer.log_freq=1",
+    ]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    for drawn in ("first", "second", "second"):
+        monkeypatch.setenv("WANDB_RUN_ID", drawn)
+        with pytest.raises(SystemExit) as stop:
+            cli.train(words)
+        assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert said.count("points sent again to W&B run second") == 1
+    path = tmp_path / "run"
+    logs = {log.name: log.parent for log in path.glob("wandb/offline-run-*/*.wandb")}
+    assert logs.keys() == {"run-first.wandb", "run-second.wandb"}
+    shutil.rmtree(logs["run-first.wandb"])
+    check_all_is_there(path)
+    # An upload later, in a shell without the variables, finds the place in W&B in the record.
+    for name in ("PROJECT", "RUN_ID"):
+        monkeypatch.delenv(f"WANDB_{name}")
+    shutil.rmtree(path / "wandb")
+    assert call(path, "--offline") == 0
+    [log] = path.glob("wandb/offline-run-*/run-first.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    [run] = [r["run"] for r in map(json.loads, lines.splitlines()) if r["type"] == "run"]
+    assert run["project"] == "mine"
+    assert scope.of_runs([path], None, None).run_ids == ["first"]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
