@@ -26,6 +26,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   kfac-train problem=my_problem.py optimizer=adam kfac=none    (your own model and data)
   kfac-train experiment=digits/autoencoder_kfac seed=1
   kfac-train experiment=kaisa_unet_lgg profile=smoke           (smoke|one_gpu|paper)
+  kfac-train from=runs/RUN_ID/config.yaml seed=1      (the options of a run)
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (two ranks)
 
   --cfg job          print the configuration and stop

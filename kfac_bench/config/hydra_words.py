@@ -40,6 +40,8 @@ def read(words: Sequence[str]) -> list[str]:
         key, _, value = word.lstrip("+~").partition("=")
         if _HYDRA.search(key):
             raise UsageError(f"{word}: {_no_effect(key)}")
+        if key == "logger" and word.startswith("+"):
+            raise UsageError(f"{word}: loggers are a list. Use logger.{value}=true to add a logger")
         if key == "logger.name":
             raise UsageError(f"{word}: no such option. Use logger={value or 'NAME'}")
         if key == "logger" and value.startswith("["):

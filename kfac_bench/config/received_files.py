@@ -23,7 +23,7 @@ from kfac_bench.config.train import TrainConfig
 from kfac_bench.errors import UsageError, first_line
 
 FROM = "from="
-_NODE = "__from__"
+NODE = "__from__"
 """Name of the experiment that holds the options of ``from=FILE``."""
 
 
@@ -86,8 +86,8 @@ def run_again(words: Sequence[str]) -> list[str]:
     choices = [] if old_logger is None else [f"logger={old_logger}"]
     choices += [f"{group}={tree[group]['name']}" for group in TABLES if group not in chosen]
     kept = {name: value for name, value in tree.items() if name not in chosen}
-    ConfigStore.instance().store(_NODE, kept, group="experiment", package="_global_")
-    return [*choices, f"experiment={_NODE}", *rest]
+    ConfigStore.instance().store(NODE, kept, group="experiment", package="_global_")
+    return [*choices, f"experiment={NODE}", *rest]
 
 
 def _read(path: Path) -> dict[str, Any]:

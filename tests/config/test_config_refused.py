@@ -113,6 +113,7 @@ BAD = [
     ("logger=[none,csv]", "none means no logger"),
     ("logger=[wandb,cvs]", "logger=cvs: no such logger; did you mean csv?"),
     ("logger.name=none", "Use logger=none"),
+    ("+logger=csv", "Use logger.csv=true to add a logger"),
     # what is not an override
     ("seed=1,2", "'seed=1,2': give one value, or add --multirun"),
     ("kfac=comm_opt,layer_wise", "add --multirun"),

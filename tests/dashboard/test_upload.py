@@ -356,6 +356,23 @@ def check_server_has_all(stand_in, path):
     assert sorted(rows, key=lambda row: row["step"]) == wanted
 
 
+@pytest.mark.slow
+def test_a_complete_run_that_a_sweep_draws_again_is_sent_to_the_server(
+    tmp_path, stand_in, monkeypatch
+):
+    own = [o for o in SMALL if o != "logger=none"]
+    for drawn in ("first", "second"):
+        monkeypatch.setenv("WANDB_RUN_ID", drawn)
+        with pytest.raises(SystemExit) as stop:
+            cli.train([*own, f"runs_dir={tmp_path}", "run_id=run", "trainer.max_steps=5"])
+        assert stop.value.code == 0
+    wanted = [row for event in read(tmp_path / "run") if (row := metrics_of(event))]
+    for drawn in ("first", "second"):
+        rows = served(stand_in, drawn)
+        assert [row for row in rows if not any("predict" in name for name in row)] == wanted
+        assert len(rows) == len(wanted) + 1
+
+
 def test_points_on_the_server_are_not_sent_again(tmp_path, stand_in, capsys):
     path = write(tmp_path / "a", *map(trained, range(1, 41)), RunEnded(40, 20.0, "finished"))
     assert call(path) == 0

@@ -74,7 +74,7 @@ def decide_mode(requested: str = "auto") -> Mode:
         if mode and mode != "auto":
             if mode not in _MODES:
                 raise UsageError(f"{source}={mode}: use online, offline, disabled or auto")
-            return Mode(_MODES[mode], f"{source}={mode}")
+            return Mode(_MODES[mode], f"{source}={os.environ.get(source, mode)}")
     try:
         # wandb.init uses the same: environment, then settings files, then defaults.
         settings = wandb_setup.singleton().settings

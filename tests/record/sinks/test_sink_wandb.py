@@ -291,7 +291,7 @@ def test_explicit_mode_wins(monkeypatch, option, environment, expected):
 def test_wandb_disabled_turns_the_view_off_unless_an_option_says_otherwise(monkeypatch, value):
     monkeypatch.setenv("WANDB_DISABLED", value)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert decide_mode() == ("disabled", "WANDB_DISABLED=disabled")
+    assert decide_mode() == ("disabled", f"WANDB_DISABLED={value}")
     assert decide_mode("online").mode == "online"
     monkeypatch.setenv("WANDB_DISABLED", "false")
     assert decide_mode().mode == "offline"
