@@ -2,7 +2,8 @@
 
 ``from kfac_bench import KFAC`` gives the preconditioner. ``eigen_adam`` and ``muon`` build
 optimizers of a whole model. ``Problem`` describes your own problem for ``kfac-train problem=FILE``.
-All are loaded on first use, so that ``import kfac_bench`` stays fast and needs no torch.
+``train`` trains as ``kfac-train`` does and returns the validation metric. All are loaded on first
+use, so that ``import kfac_bench`` stays fast and needs no torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ if TYPE_CHECKING:
     from kfac_bench.core import KFAC, eigen_adam
     from kfac_bench.optimizers.algorithms.muon import muon
     from kfac_bench.problem import Problem
+    from kfac_bench.training.run import train_words as train
 
 __version__ = "0.1.0"
 
-__all__ = ["KFAC", "Problem", "__version__", "eigen_adam", "muon"]
+__all__ = ["KFAC", "Problem", "__version__", "eigen_adam", "muon", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +36,10 @@ def __getattr__(name: str) -> Any:
         from kfac_bench.problem import Problem
 
         return Problem
+    if name == "train":
+        from kfac_bench.training.run import train_words
+
+        return train_words
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,8 @@
 """`kfac-train --multirun`: a sweep, whose runs start here one after the other."""
 
+import hashlib
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,7 @@ def run(
 
     # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
     configs = [compose.load(words, config_dir) for words in _jobs(overrides, config_dir)]
+    _group_in_wandb(configs)
     codes: list[int] = []
     for config in configs:
         try:
@@ -45,14 +48,37 @@ def run(
     return max(codes, default=0)
 
 
+def _group_in_wandb(configs: Sequence["TrainConfig"]) -> None:
+    """Set one W&B group for all runs of a sweep, unless the user has set a group.
+
+    Raises:
+        UsageError: The runs would share one W&B run.
+    """
+    from kfac_bench.training.run_directory import run_id
+
+    ids = [run_id(config) for config in configs]
+    if len(ids) < 2:
+        return
+    # The same sweep is the same group, also when it is started again.
+    group = f"sweep-{hashlib.sha256(' '.join(ids).encode()).hexdigest()[:8]}"
+    for logger in (config.logger for config in configs if config.logger.wandb):
+        if logger.id is not None:
+            raise UsageError(
+                f"WANDB_RUN_ID or logger.id={logger.id}: a sweep of {len(ids)} runs needs a W&B "
+                "run for each. Unset it"
+            )
+        logger.group = logger.group or os.environ.get("WANDB_RUN_GROUP") or group
+
+
 def _jobs(overrides: Sequence[str], config_dir: Path | None) -> list[tuple[str, ...]]:
     """Return the words of each job: all combinations of the values of all lists."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from kfac_bench.config import compose
 
+    words = [_without_glob(word, config_dir) for word in overrides]
     choices = []
-    for word in compose.expanded(overrides, config_dir):
+    for word in compose.expanded(words, config_dir):
         try:
             (parsed,) = OverridesParser.create().parse_overrides([word])
             is_sweep = parsed.is_sweep_override()
@@ -62,3 +88,25 @@ def _jobs(overrides: Sequence[str], config_dir: Path | None) -> list[tuple[str, 
         key = parsed.get_key_element()
         choices.append([f"{key}={value}" for value in values] if is_sweep else [word])
     return list(itertools.product(*choices))
+
+
+def _without_glob(word: str, config_dir: Path | None) -> str:
+    """Return ``model=resnet20,resnet32`` for ``model=glob(resnet[23]*)``, and other words as is."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Glob
+
+    from kfac_bench.config import compose
+
+    group, _, value = word.partition("=")
+    if not value.startswith("glob("):
+        return word
+    try:
+        glob = OverridesParser.create().parse_overrides([word])[0].value()
+    except Exception as error:  # as above
+        raise compose.usage_error(error, [word]) from None
+    choices = compose.options_of(group, config_dir)
+    names: list[str] = glob.filter(choices) if isinstance(glob, Glob) else []
+    if not names:
+        known = f"choose from {', '.join(choices)}" if choices else f"{group} is not a group"
+        raise UsageError(f"{word}: no choice fits; {known}")
+    return f"{group}={','.join(names)}"

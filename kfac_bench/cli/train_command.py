@@ -26,6 +26,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   kfac-train problem=my_problem.py optimizer=adam kfac=none    (your own model and data)
   kfac-train experiment=digits/autoencoder_kfac seed=1
   kfac-train experiment=kaisa_unet_lgg profile=smoke           (smoke|one_gpu|paper)
+  kfac-train from=runs/RUN_ID/config.yaml seed=1      (the options of a run)
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (two ranks)
 
   --cfg job          print the configuration and stop
@@ -46,7 +47,7 @@ def train(arguments: list[str]) -> int:
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
-    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("overrides", nargs="*")
@@ -71,7 +72,7 @@ def train(arguments: list[str]) -> int:
     if options.cfg:
         say(compose.shown(config), end="")
         return 0
-    data_words = ("data=", "experiment=", problem_file.WORD)
+    data_words = ("data=", "experiment=", "from=", problem_file.WORD)
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
@@ -111,14 +112,28 @@ def _train_one(config: "TrainConfig", by_layer: bool) -> int:
     from kfac_bench.training import early_answer
 
     if early_answer.answer(config):
+        _send_again(config)
         return 0
     with progress.task("loading PyTorch"):
         from kfac_bench.training import run
 
     code = run.start(config)
-    if config.logger.name == "wandb" and slurm_rank.from_launcher("RANK", "0") == "0":
+    if config.logger.wandb and slurm_rank.from_launcher("RANK", "0") == "0":
+        if code == 0:
+            _send_again(config)
         _offer_upload(config)
     return code
+
+
+def _send_again(config: "TrainConfig") -> None:
+    """Send a complete run to the W&B run that a sweep's agent waits for, if it has not got it."""
+    if not config.logger.wandb or config.logger.id is None:
+        return
+    from kfac_bench.dashboard import upload
+    from kfac_bench.training.run_directory import RunDirectory
+
+    if line := upload.replay(RunDirectory(config).path, config.logger):
+        say(line)
 
 
 def _offer_upload(config: "TrainConfig") -> None:

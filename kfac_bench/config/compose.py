@@ -5,6 +5,7 @@ result. All commands call :func:`load`. After :func:`from_composed` there is no 
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench.config import named_variables, problem_file, profiles, received_files
+from kfac_bench.config import hydra_words, named_variables, problem_file, profiles, received_files
 from kfac_bench.config.checks import check
 from kfac_bench.config.command_options import quoted
 from kfac_bench.config.compose_errors import usage_error, with_key
@@ -24,7 +25,7 @@ from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.options import allows_one_value, options
 from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.config.suggestions import no_such_option
-from kfac_bench.config.train import LoggerConfig, TrainConfig
+from kfac_bench.config.train import TrainConfig
 from kfac_bench.errors import UsageError
 
 __all__ = [
@@ -64,7 +65,6 @@ OmegaConf.register_new_resolver("oc.env", named_variables.value_of, replace=True
 _STORE = ConfigStore.instance()
 _STORE.store("train", TrainConfig, group="schema")
 _STORE.store("base", KFACConfig, group="schema/kfac")
-_STORE.store("base", LoggerConfig, group="schema/logger")
 _STORE.repo["schema"] |= {group: _Schemas(group) for group in TABLES}
 
 GROUPS = (*TABLES, "kfac", "logger")
@@ -100,23 +100,39 @@ def _search_path(config_dir: Path) -> str:
 
 
 def expanded(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """Replace ``profile=`` and ``problem=`` by options that Hydra knows.
+    """Replace ``from=``, ``profile=`` and ``problem=`` by options that Hydra knows.
 
-    See :mod:`kfac_bench.config.profiles` and :mod:`kfac_bench.config.problem_file`.
+    See :mod:`.received_files`, :mod:`.profiles` and :mod:`.problem_file`.
+
+    Raises:
+        UsageError: One of these words is wrong, or a word is an option of Hydra itself.
     """
-    return profiles.apply(problem_file.expand(overrides), folders(config_dir))
+    words = received_files.run_again(hydra_words.read(overrides))
+    return profiles.apply(problem_file.expand(words), folders(config_dir))
 
 
 def from_composed(composed: DictConfig) -> TrainConfig:
-    """Return the typed, checked configuration."""
+    """Return the typed, checked configuration.
+
+    Variables of W&B fill options that are null, so that the record says where the run is in W&B.
+    """
     try:
         _refuse_additions(composed)
         result = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise UsageError(with_key(str(error))) from None
     assert isinstance(result, TrainConfig)
+    if (logger := result.logger).wandb:
+        logger.project = logger.project or default_project()
+        logger.entity = logger.entity or os.environ.get("WANDB_ENTITY")
+        logger.id = logger.id or os.environ.get("WANDB_RUN_ID")
     check(result)
     return result
+
+
+def default_project() -> str:
+    """Return the W&B project of runs whose options name none."""
+    return os.environ.get("WANDB_PROJECT") or "kfac_bench"
 
 
 def _refuse_additions(node: Any, prefix: str = "") -> None:

@@ -15,6 +15,7 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from kfac_bench.config import received_files
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.registry import TABLES, options_class
@@ -92,7 +93,7 @@ def _invalid_yaml(failure: _Failure) -> str | None:
 
 
 def _unknown_choice(failure: _Failure) -> str | None:
-    found = re.search(r"Could not find '([^/']+)/([^']*)'", failure.text)
+    found = re.search(r"Could not (?:find|load) '(?!schema/)([^/']+)/([^']*)'", failure.text)
     if not found:
         return None
     group, word = found.groups()
@@ -244,6 +245,8 @@ def _file_and_line(text: str, config_dir: Path | None) -> str:
     found = re.search(r"In '([^']+)':", text)
     if not found or found[1] == "train":
         return ""
+    if found[1] == f"experiment/{received_files.NODE}":
+        return "the file that from= names: "
     path = next((p for d in folders(config_dir) if (p := d / f"{found[1]}.yaml").is_file()), None)
     if path is None:
         return ""

@@ -1,18 +1,30 @@
-"""The files of ``--config-dir``, which may come from somebody else, as Hydra reads them.
+"""Configuration files that may come from somebody else: ``--config-dir`` and ``from=FILE``.
 
-Hydra finds the files itself: a list of defaults can name any file of the folder. So the check for
-aliases is where Hydra reads a file.
+Hydra finds the files of ``--config-dir`` itself: a list of defaults can name any file of the
+folder. So the checks are where Hydra reads a file.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
 
 from kfac_bench import plain_yaml
-from kfac_bench.errors import UsageError
+from kfac_bench.config import hydra_words, problem_file
+from kfac_bench.config.registry import TABLES
+from kfac_bench.config.train import TrainConfig
+from kfac_bench.errors import UsageError, first_line
+
+FROM = "from="
+NODE = "__from__"
+"""Name of the experiment that holds the options of ``from=FILE``."""
 
 
 class ReceivedFiles(FileConfigSource):
@@ -24,18 +36,80 @@ class ReceivedFiles(FileConfigSource):
         return "received"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Check a file and read it; raise :class:`UsageError` if the file has aliases."""
+        """Read a file; raise :class:`UsageError` if it has aliases or options of Hydra itself."""
         path = Path(self.path, self._normalize_file_name(config_path))
+        text = ""
         try:
-            plain_yaml.refuse_aliases(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            plain_yaml.refuse_aliases(text)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             pass  # Hydra itself reports a file that is missing or no YAML.
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from None
-        return super().load_config(config_path)
+        found = super().load_config(config_path)
+        content = OmegaConf.to_container(found.config, resolve=False)
+        hydra_words.refuse_in_file(path, text, content, found.header.get("package") or "")
+        return found
 
 
 def search_path(folder: Path) -> str:
     """Return the folder as an entry of Hydra's search path."""
     SourcesRegistry.instance().register(ReceivedFiles)
     return f"{ReceivedFiles.scheme()}://{folder.resolve()}"
+
+
+def run_again(words: Sequence[str]) -> list[str]:
+    """Replace ``from=FILE``, the config.yaml of a run, by words that choose the run's options.
+
+    The other words win. A word that chooses a group, such as ``optimizer=adam``, replaces all
+    options of the group.
+
+    Raises:
+        UsageError: The file cannot be read, has unknown options, or does not fit another word.
+    """
+    named = [word.removeprefix(FROM) for word in words if word.startswith(FROM)]
+    if not named:
+        return list(words)
+    if len(set(named)) > 1:
+        raise UsageError(f"from={named[0]} and from={named[1]}: name one file")
+    rest = [word for word in words if not word.startswith(FROM)]
+    chosen = {word.lstrip("+~").partition("=")[0] for word in rest}
+    if clash := chosen & {"experiment", "profile"}:
+        raise UsageError(f"from={named[0]} and {clash.pop()}=: the file has all options. Use one")
+    tree = _read(Path(named[0]))
+    if (file := tree["data"].get("file")) is not None and f"problem={file}" in rest:
+        rest.remove(f"problem={file}")  # the options of the problem are in the file
+    elif "problem" in chosen:
+        chosen |= set(problem_file.GROUPS)
+    # Runs of older versions have one logger, and its name.
+    old_logger = tree["logger"].pop("name", None)
+    choices = [] if old_logger is None else [f"logger={old_logger}"]
+    choices += [f"{group}={tree[group]['name']}" for group in TABLES if group not in chosen]
+    kept = {name: value for name, value in tree.items() if name not in chosen}
+    ConfigStore.instance().store(NODE, kept, group="experiment", package="_global_")
+    return [*choices, f"experiment={NODE}", *rest]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the options of a run's config.yaml; raise :class:`UsageError` if it is none."""
+    if path.is_dir():
+        path /= "config.yaml"
+    try:
+        tree = plain_yaml.load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"from={path}: cannot be read ({error.strerror}). Give the config.yaml of a run"
+        ) from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"from={path}: not valid YAML ({first_line(error)})") from None
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    groups = (*TABLES, "kfac", "logger")
+    is_config = (
+        isinstance(tree, dict)
+        and tree.keys() <= known
+        and all(isinstance(tree.get(group), dict) for group in groups)
+        and all("name" in tree[group] for group in TABLES)
+    )
+    if not is_config:
+        raise UsageError(f"from={path}: this is not the config.yaml of a run")
+    return dict(tree)

@@ -1,4 +1,4 @@
-"""The table of all models, datasets, tasks, optimizers, schedules and backends.
+"""The table of all models, datasets, tasks, optimizers, schedules, backends and loggers.
 
 A row maps a name of the command line (``model=unet``) to the import path of its options. To add a
 model, for example, write one Python file, one YAML file and one row; CONTRIBUTING.md shows complete
@@ -93,6 +93,13 @@ BACKENDS = {
     "horovod": "kfac_bench.distributed.horovod:HorovodConfig",
 }
 
+LOGGERS = {
+    "csv": "kfac_bench.record.sinks.csv:CsvSink",
+    "tensorboard": "kfac_bench.record.sinks.tensorboard:TensorboardSink",
+    "wandb": "kfac_bench.record.sinks.wandb:WandbSink",
+}
+"""The views of a run by the names of ``logger=[wandb,csv]``. Each has an option of its name."""
+
 TABLES: Mapping[str, Mapping[str, str]] = {
     "model": MODELS,
     "data": DATASETS,
@@ -106,6 +113,15 @@ TABLES: Mapping[str, Mapping[str, str]] = {
 
 def options_class(group: str, name: str) -> type[Any]:
     """Import and return the class of the options of one row."""
-    module, _, class_name = TABLES[group][name].partition(":")
+    return _imported(TABLES[group][name])
+
+
+def logger_class(name: str) -> type[Any]:
+    """Import and return the sink of a logger, which is made from a ``ShownRun``."""
+    return _imported(LOGGERS[name])
+
+
+def _imported(row: str) -> type[Any]:
+    module, _, class_name = row.partition(":")
     found: type[Any] = getattr(importlib.import_module(module), class_name)
     return found

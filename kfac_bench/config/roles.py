@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
-from kfac_bench.config.options import RESULT, Role, options
+from kfac_bench.config.options import RECORD, RESULT, Role, options
 from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.config.train import TrainConfig
 
@@ -34,7 +34,9 @@ def declared(name: str, given: Mapping[str, Any]) -> DeclaredOption:
         given: Options by their dotted names. ``optimizer.name`` among them says whose ``beta2``.
     """
     group = name.partition(".")[0]
-    return _options_of(group, str(given.get(f"{group}.name"))).get(name, DeclaredOption())
+    # All options of the loggers are records, also logger.name of older versions.
+    unknown = DeclaredOption(RECORD if group == "logger" else RESULT)
+    return _options_of(group, str(given.get(f"{group}.name"))).get(name, unknown)
 
 
 def original_results(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

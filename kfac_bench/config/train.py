@@ -178,15 +178,17 @@ class TrainerConfig(Section):
 
 @dataclass
 class LoggerConfig(Section):
-    """Where the events of a run are shown, besides events.jsonl and the console."""
+    """Where the events of a run are shown, besides events.jsonl and the console.
 
-    name: str = option(
-        "wandb",
-        "where the events are also shown",
-        RECORD,
-        per_node=True,
-        choices=("wandb", "tensorboard", "none"),
+    ``logger=[wandb,csv]`` sets the options of that name to true. W&B's own variables count for
+    options that are null: see :func:`kfac_bench.config.compose.from_composed`.
+    """
+
+    csv: bool = option(False, "write metrics.csv in the run directory", RECORD, per_node=True)
+    tensorboard: bool = option(
+        False, "write the folder tensorboard in the run directory", RECORD, per_node=True
     )
+    wandb: bool = option(False, "show the run in Weights & Biases (W&B)", RECORD, per_node=True)
     mode: str = option(
         "auto",
         "W&B: auto is online if a key is set and the network answers, else offline",
@@ -194,8 +196,23 @@ class LoggerConfig(Section):
         per_node=True,
         choices=("auto", "online", "offline", "disabled"),
     )
-    project: str = option("kfac_bench", "W&B project", RECORD, per_node=True)
-    entity: str | None = option(None, "W&B user or team", RECORD, per_node=True)
+    project: str | None = option(
+        None, "W&B project; null: $WANDB_PROJECT, else kfac_bench", RECORD, per_node=True
+    )
+    entity: str | None = option(
+        None, "W&B user or team; null: $WANDB_ENTITY, else your own", RECORD, per_node=True
+    )
+    id: str | None = option(
+        None, "W&B run id; null: $WANDB_RUN_ID, else the run id", RECORD, per_node=True
+    )
+    group: str | None = option(
+        None,
+        "W&B group; null: $WANDB_RUN_GROUP, else that of --multirun if there are several runs",
+        RECORD,
+        per_node=True,
+    )
+    tags: list[str] = option([], "W&B tags; []: those of $WANDB_TAGS", RECORD, per_node=True)
+    notes: str | None = option(None, "W&B notes; null: $WANDB_NOTES", RECORD, per_node=True)
 
 
 @dataclass

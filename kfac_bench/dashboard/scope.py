@@ -5,12 +5,10 @@ from pathlib import Path
 
 from kfac_bench import report
 from kfac_bench.benchmark import scaling
+from kfac_bench.config.compose import default_project
 from kfac_bench.dashboard.views import Scope
 from kfac_bench.record.runs import Run, last_option, plain
 from kfac_bench.report.tables import Table
-
-PROJECT = "kfac_bench"
-"""Default project, the same as in conf/logger."""
 
 
 def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> Scope:
@@ -29,9 +27,9 @@ def of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> S
     found = report.compare(paths) if paths else None
     runs = [run for setting in found.settings for run in setting.runs] if found else []
     return Scope(
-        project or _same(runs, "project") or PROJECT,
+        project or _same(runs, "project") or default_project(),
         entity or _same(runs, "entity") or "",
-        [wandb_id(plain(run.started.run_id)) for run in runs],
+        [wandb_id(_same([run], "id") or plain(run.started.run_id)) for run in runs],
         [_time_to_target(found), *scaling.tables(runs)] if found else [],
     )
 

@@ -6,13 +6,16 @@ upload continues, and a complete one sends nothing. If W&B's process was killed 
 the lost points are sent, into the same W&B run.
 """
 
+import dataclasses
 import shlex
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.config import LoggerConfig
+from kfac_bench.config.compose import default_project
 from kfac_bench.errors import UsageError
 from kfac_bench.record import run_lock
 from kfac_bench.record.events import (
@@ -29,6 +32,7 @@ from kfac_bench.record.events import (
 from kfac_bench.record.own_files import read_own, refuse_links
 from kfac_bench.record.runs import find, last_option, number, plain
 from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.training import predictions
 
 PATIENCE_S = 600.0
@@ -182,58 +186,77 @@ def _upload(
     if "computed" in started.config:
         yield "computed, not trained: nothing to send"
         return
-    project = project or _text(events, "project") or "kfac_bench"
-    entity = entity or _text(events, "entity")
+    logger = _logger(events, project, entity)
     wanted = points(events, directory)
     run_id, state = plain(started.run_id), ""
     if offline:
         there: Iterable[Mapping[str, Any]] = wandb_history.offline(directory)
     else:
-        there, state = wandb_history.online(run_id, project, entity) or ([], "")
+        where = (logger.id or run_id, str(logger.project), logger.entity)
+        there, state = wandb_history.online(*where) or ([], "")
     todo = missing(wanted, there)
     # W&B calls a run crashed or running if it never heard of the end: then the end is sent again.
     if not todo and state in ("", "finished", "failed"):
         yield f"W&B has all {len(wanted)} points: nothing to send"
         return
-    ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
-    where = (directory, run_id, project, entity)
-    line = _send(where, started, todo, ended, "offline" if offline else "online")
+    logger.mode = "offline" if offline else "online"
+    line = _send(directory, logger, started, todo, events)
     yield f"{len(todo)} of {len(wanted)} points sent; {line}"
 
 
+def replay(directory: Path, logger: LoggerConfig) -> str | None:
+    """Send all points of a complete run to the W&B run ``logger.id``; return a line about it.
+
+    An agent of a W&B sweep may draw a run that is complete already, and waits for its metrics. None
+    if W&B is off, or if the W&B run was sent from this directory before.
+    """
+    from kfac_bench.record.sinks.wandb import decide_mode, wandb_id
+
+    if logger.id is None or any(
+        directory.glob(f"wandb/*run-????????_??????-{wandb_id(logger.id)}")
+    ):
+        return None
+    mode = decide_mode(logger.mode).mode
+    events, _ = read(directory / EVENTS_FILE)
+    started = next((e for e in events if isinstance(e, RunStarted)), None)
+    if mode == "disabled" or started is None:
+        return None
+    todo = points(events, directory)
+    line = _send(directory, dataclasses.replace(logger, mode=mode), started, todo, events)
+    return f"{len(todo)} points sent again to W&B run {logger.id}; {line}"
+
+
 def _send(
-    where: tuple[Path, str, str, str | None],
+    directory: Path,
+    logger: LoggerConfig,
     started: RunStarted,
     todo: Sequence[HistoryPoint],
-    ended: RunEnded | None,
-    mode: str,
+    events: Sequence[Event],
 ) -> str:
-    """Send the points to the W&B run, and the end of the run; return the first line of the sink.
-
-    ``where`` is the directory, the id of the run, the project and the entity.
-    """
+    """Send the points to the W&B run, and the end of the run; return the first line of the sink."""
     from kfac_bench.record.sinks.wandb import WandbSink
 
     lines: list[str] = []
-    sink = WandbSink(
-        *where,
+    run = ShownRun(
+        directory,
+        plain(started.run_id),
+        logger,
         dict(started.config) | {"environment": dict(started.environment)},
-        mode,
-        metric=plain(started.metric),
-        higher_is_better=bool(started.higher_is_better),
-        say=lines.append,
-        patience_s=PATIENCE_S,
+        plain(started.metric),
+        bool(started.higher_is_better),
+        lines.append,
     )
+    sink = WandbSink(run, PATIENCE_S)
     for point in todo:
         if isinstance(point.event, Predicted):
             sink.write(point.event)
         else:
             sink.log(point.row)
-    if ended is not None:
+    if (ended := next((e for e in reversed(events) if isinstance(e, RunEnded)), None)) is not None:
         sink.write(ended)
     sink.close()
     # The sink goes offline by itself when the server stops answering.
-    if sink.failed or sink.mode != mode:
+    if sink.failed or sink.mode != logger.mode:
         raise UsageError(f"W&B did not take all points: {plain(lines[-1])}; run the command again")
     return lines[0]
 
@@ -260,9 +283,20 @@ def _trusted(event: Predicted, directory: Path) -> Predicted:
         if own or words is not None:
             caption = plain(item.get("caption", ""))
             items.append({"caption": caption, "file": file if own else None, "text": words})
-    return replace(event, items=items)
+    return dataclasses.replace(event, items=items)
 
 
-def _text(events: Sequence[Event], name: str) -> str | None:
-    value = last_option(events, "logger", name)
-    return plain(value) if isinstance(value, str) else None
+def _logger(events: Sequence[Event], project: str | None, entity: str | None) -> LoggerConfig:
+    """Return where the run is in W&B: as given, else as its last start says."""
+
+    def recorded(name: str) -> str | None:
+        value = last_option(events, "logger", name)
+        return plain(value) if isinstance(value, str) else None
+
+    return LoggerConfig(
+        project=project or recorded("project") or default_project(),
+        entity=entity or recorded("entity"),
+        id=recorded("id"),
+        group=recorded("group"),
+        notes=recorded("notes"),
+    )

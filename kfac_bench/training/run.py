@@ -1,23 +1,26 @@
 """One training run: build its parts, continue where it stopped, train, record.
 
-``kfac-train`` calls :func:`start` on every rank. The parts are built in
-:mod:`kfac_bench.training.assembly`, a checkpoint is restored in
+``kfac-train`` calls :func:`start` on every rank, and programs call :func:`train_words`. The parts
+are built in :mod:`kfac_bench.training.assembly`, a checkpoint is restored in
 :mod:`kfac_bench.training.beginning`, and the training loop is in
 :mod:`kfac_bench.training.trainer`.
 """
 
 import json
+import math
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 
 import torch
 
 from kfac_bench import distributed
-from kfac_bench.config import TrainConfig, options
+from kfac_bench.config import TrainConfig, compose, named_variables, options, problem_file
 from kfac_bench.config.options import PLACE
+from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import OneRankError, UsageError, WorkerLostError
-from kfac_bench.record.events import RunEnded, TargetReached, read
+from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, read
 from kfac_bench.record.progress import progress
 from kfac_bench.tasks.task import reached
 from kfac_bench.training import early_answer, environment
@@ -27,6 +30,38 @@ from kfac_bench.training.blueprint import Blueprint
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.run_log import open_log, say_what_kfac_does
 from kfac_bench.training.trainer import Trainer
+
+
+def train_words(words: Sequence[str]) -> float:
+    """Train as ``kfac-train`` does with these words, and return the last validation metric.
+
+    ``kfac_bench.train`` is this function, for programs that search for settings. Like the command
+    it continues a run that is not complete: with the same ``run_id`` and a larger
+    ``trainer.max_steps`` a run goes on where it stopped. If the run is complete, its metric is
+    returned at once. The function prints what the command prints.
+
+    Args:
+        words: Words of the command line, such as ``model=resnet8`` and ``optimizer.lr=0.1``.
+
+    Returns:
+        The validation metric of the task, such as the accuracy. NaN if the training failed, for
+        example because its loss is not finite.
+
+    Raises:
+        UsageError: A word is wrong.
+        KeyboardInterrupt: A signal stopped the run, which has saved a checkpoint.
+    """
+    slurm_rank.adopt()
+    named_variables.allow(words)
+    problem_file.run_named(words)
+    config = compose.load(words)
+    code = start(config)
+    if code >= 128:
+        raise KeyboardInterrupt
+    events = read(RunDirectory(config).events)
+    metric = next(event.metric for event in events if isinstance(event, RunStarted))
+    evaluated = [event for event in events if isinstance(event, Evaluated)]
+    return float(evaluated[-1].metrics[metric]) if evaluated and code == 0 else math.nan
 
 
 def start(config: TrainConfig) -> int:

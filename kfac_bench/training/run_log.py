@@ -1,13 +1,15 @@
-"""The record of a run and its views: console, W&B and TensorBoard. Rank 0 alone has them."""
+"""The record of a run and its views: the console and the loggers. Rank 0 alone has them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from kfac_bench.config import KFACConfig, TrainConfig
+from kfac_bench.config.registry import LOGGERS, logger_class
 from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.record.event_log import EventLog, JsonlSink, Sink
 from kfac_bench.record.sinks.console import ConsoleSink
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
 
@@ -23,27 +25,18 @@ def open_log(
         total_steps=trainer.course.max_steps,
         target=config.trainer.target,
     )
+    shown = ShownRun(
+        directory.path,
+        directory.run_id,
+        config.logger,
+        asdict(config) | {"environment": about},
+        metric,
+        higher_is_better,
+        console.say,
+    )
+    # The record comes first: a view may read it.
     sinks: list[Sink] = [JsonlSink(directory.events), console]
-    logger = config.logger
-    if logger.name == "wandb":
-        from kfac_bench.record.sinks.wandb import WandbSink
-
-        wandb = WandbSink(
-            directory.path,
-            directory.run_id,
-            logger.project,
-            logger.entity,
-            asdict(config) | {"environment": about},
-            mode=logger.mode,
-            metric=metric,
-            higher_is_better=higher_is_better,
-            say=console.say,
-        )
-        sinks.append(wandb)
-    elif logger.name == "tensorboard":
-        from kfac_bench.record.sinks.tensorboard import TensorboardSink
-
-        sinks.append(TensorboardSink(directory.path, say=console.say))
+    sinks += [logger_class(name)(shown) for name in LOGGERS if getattr(config.logger, name)]
     return EventLog(sinks), console.say
 
 

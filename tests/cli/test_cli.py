@@ -507,6 +507,26 @@ def test_on_several_ranks_an_error_of_one_rank_ends_its_sweep(monkeypatch):
         sweep.run(["seed=0,1"], None, train)
 
 
+def test_glob_chooses_the_files_that_fit_it(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    trained = []
+    words = ["model=glob([resnet2*,resnet3*],exclude=resnet32)", "experiment=glob(min*)"]
+    assert sweep.run(words, tmp_path, lambda config: trained.append(config) or 0) == 0
+    assert [config.model.name for config in trained] == ["resnet20", "resnet34"]
+    assert {config.seed for config in trained} == {7}
+
+
+def test_the_runs_of_a_sweep_are_one_group_in_wandb(monkeypatch):
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    trained = []
+    for words in (["seed=0,1"], ["seed=0,1"], ["seed=0"], ["seed=0,1", "logger.group=mine"]):
+        sweep.run(words, None, lambda config: trained.append(config.logger.group) or 0)
+    assert trained[0].startswith("sweep-")
+    assert trained[:4] == [trained[0]] * 4
+    assert trained[4:] == [None, "mine", "mine"]
+
+
 def test_a_sweep_leaves_no_stray_files(swept):
     assert [p.name for p in swept[0].iterdir()] == ["runs"]
 
@@ -517,6 +537,10 @@ def test_a_sweep_leaves_no_stray_files(swept):
         (["kfac.dampign=0,1"], "did you mean kfac.damping?"),
         (["model=foo,bar"], "no such model"),
         (["a b"], "'a b' is not an override"),
+        (["model=glob(x*)"], "model=glob(x*): no choice fits; choose from autoencoder, "),
+        (["seed=glob(*)"], "seed=glob(*): no choice fits; seed is not a group"),
+        (["model=glob(["], "'model=glob([' is not an override"),
+        (["logger.id=x", "seed=0,1"], "a sweep of 2 runs needs a W&B run for each. Unset it"),
     ],
 )
 def test_bad_input_to_a_sweep_is_one_line(command, tmp_path, overrides, fragment):

@@ -33,7 +33,7 @@ BAD = [
     ("kfac=kaisa", "chooses one of comm_opt, eigen_adam, hybrid_opt, layer_wise, local_factors"),
     ("data=cifar", "did you mean cifar10?"),
     ("task=classify", "choose one of classification, denoising, detection, language_model"),
-    ("logger=wand", "choose one of none, tensorboard, wandb"),
+    ("logger=wand", "choose one of csv, none, tensorboard, wandb"),
     ("experiment=digits/resnett", "did you mean digits/resnet"),
     ("experiment=digits", "did you mean digits/autoencoder, digits/autoencoder_adam"),
     ("experiment=maskrcnn", "did you mean fig5bc_maskrcnn_convergence, table6_fig9a_maskrcnn_"),
@@ -97,6 +97,23 @@ BAD = [
     ("kfac.update_freq=7", "must be a multiple of kfac.factor_update_freq=10"),
     ("kfac.update_freq=15", "must be a multiple of kfac.factor_update_freq=10"),
     ("trainer.accumulate=257", "trainer.accumulate=257 is more than trainer.batch_size=256"),
+    # options of Hydra itself
+    ("hydra.run.dir=x", "options of Hydra itself have no effect. Use runs_dir=FOLDER and run_id="),
+    ("++hydra.sweep.dir=x", "Use runs_dir=FOLDER"),
+    ("hydra.verbose=true", "Use trainer.log_freq=1"),
+    ("hydra.mode=MULTIRUN", "Use --multirun"),
+    ("hydra/launcher=basic", "docs/how-to/slurm.md"),
+    ("hydra/job_logging=disabled", "Use logger="),
+    ("hydra/sweeper=optuna", "docs/how-to/tune.md"),
+    ("+hydra/sweeper@hydra.sweeper=optuna", "docs/how-to/tune.md"),
+    ("hydra.searchpath=[x]", "Use --config-dir DIR"),
+    ("~hydra", "Remove it"),
+    # loggers
+    ("logger=[wandb,csv,wandb]", "names wandb twice"),
+    ("logger=[none,csv]", "none means no logger"),
+    ("logger=[wandb,cvs]", "logger=cvs: no such logger; did you mean csv?"),
+    ("logger.name=none", "Use logger=none"),
+    ("+logger=csv", "Use logger.csv=true to add a logger"),
     # what is not an override
     ("seed=1,2", "'seed=1,2': give one value, or add --multirun"),
     ("kfac=comm_opt,layer_wise", "add --multirun"),
@@ -119,6 +136,28 @@ BAD = [
 @pytest.mark.parametrize(("override", "fragment"), BAD, ids=[b[0] for b in BAD])
 def test_bad_input_is_one_clear_line(override, fragment):
     assert fragment in refused([override])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hydra: {mode: MULTIRUN}", "mine.yaml:2: hydra.mode: options of Hydra itself have"),
+        ("hydra:\n  run: {dir: x}", "Use runs_dir=FOLDER"),
+        ("defaults: [override /hydra/sweeper: optuna]", "docs/how-to/tune.md"),
+        ("defaults: [/model@hydra.job: unet]", "mine.yaml:2: /model@hydra.job: options of Hydra"),
+        ("defaults: [override /logger: [csv, csv]]", "names csv twice"),
+    ],
+)
+def test_an_experiment_file_has_no_options_of_hydra_itself(tmp_path, text, said):
+    own = Own(tmp_path)
+    own.write("mine", f"# @package _global_\n{text}\n")
+    assert said in own.refused("experiment=mine")
+
+
+def test_a_file_in_the_package_of_hydra_is_refused(tmp_path):
+    own = Own(tmp_path)
+    own.write("mine", "# @package hydra.run\ndir: x\n")
+    assert "mine.yaml:1: hydra.run: options of Hydra itself" in own.refused("experiment=mine")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from PIL import Image
 
 from kfac_bench import cli
 from kfac_bench.benchmark.scaling.measured import STAGES as FIG7
-from kfac_bench.config import compose
+from kfac_bench.config import LoggerConfig, compose
 from kfac_bench.core.planning import ops
 from kfac_bench.dashboard import scope, views
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, STAGES, WORLD_SIZE
@@ -31,6 +31,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.runs import flatten, plain
 from kfac_bench.record.sinks import wandb_history
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink, wandb_id
 from kfac_bench.training import environment
 from tests.support.runs import train
@@ -83,9 +84,8 @@ def is_op(op):
 
 def logged(directory):
     """Return the names under which W&B gets the metrics of every kind of event."""
-    sink = WandbSink(
-        directory, "r", "p", None, {}, "offline", metric="accuracy", higher_is_better=True
-    )
+    logger = LoggerConfig(project="p", mode="offline")
+    sink = WandbSink(ShownRun(directory, "r", logger, {}, "accuracy", True))
     events = list(every_event(directory))
     for event in events:
         if isinstance(event, Trained):  # a new field is in here, or this test says nothing of it

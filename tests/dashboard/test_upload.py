@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from kfac_bench import cli
-from kfac_bench.dashboard import upload
+from kfac_bench.config import LoggerConfig
+from kfac_bench.dashboard import scope, upload
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import (
     Evaluated,
@@ -28,6 +29,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.sinks import wandb_history
 from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink
 from tests.support import ROOT
 from tests.support.runs import KFAC, SMALL, before_step, kill, train
@@ -108,10 +110,12 @@ def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
 KILLED = """
 import contextlib, os, pathlib, signal, sys, time
 from kfac_bench.record.events import read
+from kfac_bench.config import LoggerConfig
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink
 path = pathlib.Path(sys.argv[1])
-sink = WandbSink(path, "killed", "mine", None, {}, "offline", metric="accuracy",
-                 higher_is_better=True)
+logger = LoggerConfig(project="mine", mode="offline")
+sink = WandbSink(ShownRun(path, "killed", logger, {}, "accuracy", True))
 for number, event in enumerate(read(path)):
     if number == 120:
         time.sleep(1.0)  # what was sent is on disk
@@ -166,6 +170,42 @@ def test_the_last_line_of_a_run_that_was_killed_offers_the_upload(tmp_path, caps
     assert "add them: kfac-bench wandb upload --offline" in last
     assert call(tmp_path / "run", "--offline") == 0
     assert upload.offer(tmp_path / "run") is None
+
+
+def test_a_complete_run_that_a_sweep_draws_again_is_sent_again(tmp_path, monkeypatch, capsys):
+    own = [o for o in SMALL if o != "logger=none"]
+    words = [
+        *own,
+        f"runs_dir={tmp_path}",
+        "run_id=run",
+        "trainer.max_steps=5",
+        "trainer.log_freq=1",
+    ]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    for drawn in ("first", "second", "second"):
+        monkeypatch.setenv("WANDB_RUN_ID", drawn)
+        with pytest.raises(SystemExit) as stop:
+            cli.train(words)
+        assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert said.count("points sent again to W&B run second") == 1
+    path = tmp_path / "run"
+    logs = {log.name: log.parent for log in path.glob("wandb/offline-run-*/*.wandb")}
+    assert logs.keys() == {"run-first.wandb", "run-second.wandb"}
+    shutil.rmtree(logs["run-first.wandb"])
+    check_all_is_there(path)
+    # An upload later, in a shell without the variables, finds the place in W&B in the record.
+    for name in ("PROJECT", "RUN_ID"):
+        monkeypatch.delenv(f"WANDB_{name}")
+    shutil.rmtree(path / "wandb")
+    assert call(path, "--offline") == 0
+    [log] = path.glob("wandb/offline-run-*/run-first.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    [run] = [r["run"] for r in map(json.loads, lines.splitlines()) if r["type"] == "run"]
+    assert run["project"] == "mine"
+    assert scope.of_runs([path], None, None).run_ids == ["first"]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
@@ -294,8 +334,8 @@ def test_patience_queues_more_events_than_a_training(tmp_path, monkeypatch):
     from kfac_bench.record.sinks import wandb as sink_module
 
     monkeypatch.setattr(sink_module, "QUEUED_EVENTS", 2)
-    options = {"metric": "accuracy", "higher_is_better": True, "patience_s": 60.0}
-    sink = WandbSink(tmp_path, "r", "p", None, {}, "offline", **options)
+    logger = LoggerConfig(project="p", mode="offline")
+    sink = WandbSink(ShownRun(tmp_path, "r", logger, {}, "accuracy", True), patience_s=60.0)
     for step in range(200):
         sink.log(metrics_of(trained(step)))
     sink.close()
@@ -314,6 +354,23 @@ def check_server_has_all(stand_in, path):
     wanted = [row for event in read(path) if (row := metrics_of(event))]
     rows = served(stand_in, path.name)
     assert sorted(rows, key=lambda row: row["step"]) == wanted
+
+
+@pytest.mark.slow
+def test_a_complete_run_that_a_sweep_draws_again_is_sent_to_the_server(
+    tmp_path, stand_in, monkeypatch
+):
+    own = [o for o in SMALL if o != "logger=none"]
+    for drawn in ("first", "second"):
+        monkeypatch.setenv("WANDB_RUN_ID", drawn)
+        with pytest.raises(SystemExit) as stop:
+            cli.train([*own, f"runs_dir={tmp_path}", "run_id=run", "trainer.max_steps=5"])
+        assert stop.value.code == 0
+    wanted = [row for event in read(tmp_path / "run") if (row := metrics_of(event))]
+    for drawn in ("first", "second"):
+        rows = served(stand_in, drawn)
+        assert [row for row in rows if not any("predict" in name for name in row)] == wanted
+        assert len(rows) == len(wanted) + 1
 
 
 def test_points_on_the_server_are_not_sent_again(tmp_path, stand_in, capsys):

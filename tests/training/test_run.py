@@ -392,6 +392,13 @@ def old_config(path, **changes):
     (path / "config.yaml").write_text(yaml.safe_dump(config))
 
 
+def test_a_run_of_an_old_version_with_one_named_logger_goes_on(tmp_path):
+    _, path = train(tmp_path, "run_id=mine", "trainer.max_steps=5")
+    old_config(path, logger__name="wandb", logger__csv=None, logger__wandb=None)
+    status, _ = train(tmp_path, "run_id=mine", "trainer.max_steps=10")
+    assert (status, end(path).step) == ("finished", 10)
+
+
 def test_a_run_of_an_old_version_goes_on_with_a_newer_option_at_its_default(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     options = (*KFAC, "trainer.max_steps=7")

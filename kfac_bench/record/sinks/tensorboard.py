@@ -1,7 +1,6 @@
 """TensorBoard as a view of the event stream: scalars and predictions in ``<run>/tensorboard``."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,19 @@ from PIL import Image
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Event, Predicted, PredictedItem, Resumed, RunStarted
 from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import FileView, ShownRun
 
 
-class TensorboardSink:
+class TensorboardSink(FileView):
     """The view in TensorBoard, with every metric as a scalar over ``step``.
 
-    The wall time of a scalar is the time of writing. A failure, such as a full disk, is printed
-    once; it ends the view but not the training.
+    The wall time of a scalar is the time of writing.
     """
 
-    def __init__(self, run_directory: Path, *, say: Callable[[str], None] | None = None) -> None:
+    name = "TensorBoard"
+
+    def __init__(self, run: ShownRun) -> None:
+        super().__init__(run)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -27,24 +29,17 @@ class TensorboardSink:
                 "TensorBoard is not installed: pip install 'kfac-bench[tensorboard]'"
             ) from None
         self._new_writer: Callable[..., Any] = SummaryWriter
-        self._run_directory = run_directory
-        self._directory = run_directory / "tensorboard"
+        self._directory = run.directory / "tensorboard"
         self._writer: Any = None
         self._purge_step: int | None = None
         """Readers drop scalars from this step on that were written before; None: they drop none."""
-        self._say = say or (lambda line: None)
-        self._broken = False
 
-    def write(self, event: Event) -> None:
-        """Add the metrics of the event; a start or a resume hides the scalars that it made void."""
-        self._guarded(lambda: self._write(event))
-
-    def close(self) -> None:
-        """Flush and close the event file."""
+    def _close(self) -> None:
         if self._writer is not None:
-            self._guarded(self._writer.close)
+            self._writer.close()
 
     def _write(self, event: Event) -> None:
+        # A start or a resume hides the scalars that it made void.
         row = metrics_of(event)
         resumed = isinstance(event, Resumed)
         if isinstance(event, RunStarted):
@@ -53,7 +48,7 @@ class TensorboardSink:
         if not row and not isinstance(event, Predicted | Resumed):
             return
         if self._writer is None or resumed:
-            self.close()
+            self._close()
             purge_step = event.step + 1 if resumed else self._purge_step
             self._writer = self._new_writer(str(self._directory), purge_step=purge_step)
         for name in row.keys() - {"step"}:
@@ -64,19 +59,10 @@ class TensorboardSink:
 
     def _add_prediction(self, number: str, item: PredictedItem, step: int) -> None:
         if item["file"] is not None:
-            with Image.open(self._run_directory / item["file"]) as image:
+            with Image.open(self._run.directory / item["file"]) as image:
                 pixels = np.array(image)
             self._writer.add_image(f"predictions/{number}", pixels, step, dataformats="HWC")
         lines = [item["caption"], *(item["text"] or "").splitlines()]
         # Markdown shows indented lines as they are.
         text = "\n".join(f"    {line}" for line in lines)
         self._writer.add_text(f"captions/{number}", text, step)
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        if self._broken:
-            return
-        try:
-            action()
-        except Exception as error:
-            self._broken = True
-            self._say(f"TensorBoard failed ({error}): training goes on without it")

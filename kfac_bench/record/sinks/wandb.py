@@ -16,7 +16,7 @@ import queue
 import re
 import shlex
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,6 +30,7 @@ from kfac_bench.errors import UsageError, one_line
 from kfac_bench.record.events import Event, Predicted, RunEnded
 from kfac_bench.record.sinks.metrics import AXES, metrics_of
 from kfac_bench.record.sinks.reachable import connect_problem, first_hop
+from kfac_bench.record.sinks.view import ShownRun
 
 CONNECT_S = 3.0
 INIT_S = 30.0
@@ -55,7 +56,7 @@ class Mode(NamedTuple):
 
 
 def decide_mode(requested: str = "auto") -> Mode:
-    """Choose the mode: as requested, else as WANDB_MODE says, else by key and connection.
+    """Choose the mode: as requested, else by WANDB_DISABLED, WANDB_MODE, key and connection.
 
     This takes 3 s at most.
 
@@ -64,11 +65,16 @@ def decide_mode(requested: str = "auto") -> Mode:
     """
     # Otherwise wandb prints which settings files it reads.
     os.environ.setdefault("WANDB_SILENT", "true")
-    for source, mode in (("logger.mode", requested), ("WANDB_MODE", os.environ.get("WANDB_MODE"))):
+    is_off = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
+    for source, mode in (
+        ("logger.mode", requested),
+        ("WANDB_DISABLED", "disabled" if is_off else None),
+        ("WANDB_MODE", os.environ.get("WANDB_MODE")),
+    ):
         if mode and mode != "auto":
             if mode not in _MODES:
                 raise UsageError(f"{source}={mode}: use online, offline, disabled or auto")
-            return Mode(_MODES[mode], f"{source}={mode}")
+            return Mode(_MODES[mode], f"{source}={os.environ.get(source, mode)}")
     try:
         # wandb.init uses the same: environment, then settings files, then defaults.
         settings = wandb_setup.singleton().settings
@@ -104,48 +110,41 @@ def wandb_id(run_id: str) -> str:
 class WandbSink:
     """The view in W&B; its files are in ``<run_directory>/wandb``.
 
-    ``metric`` is the main validation metric, whose best value W&B keeps in the run's summary.
-    ``hint`` is one line that says where the run is or how to upload it. ``say``
-    prints that line at the start and at most one line about a failure, always on the thread that
-    calls the sink. A training cannot wait for W&B, but an upload can: with ``patience_s`` the sink
-    waits that long, so that nothing is lost if W&B is slow.
+    W&B keeps the best value of the run's metric in the run's summary. ``hint`` is one line that
+    says where the run is or how to upload it. The sink prints that line at the start and at most
+    one line about a failure, always on the thread that calls the sink. A training cannot wait for
+    W&B, but an upload can: with ``patience_s`` the sink waits that long, so that nothing is lost if
+    W&B is slow.
     """
 
-    def __init__(
-        self,
-        run_directory: Path,
-        run_id: str,
-        project: str,
-        entity: str | None,
-        config: Mapping[str, Any],
-        mode: str = "auto",
-        *,
-        metric: str,
-        higher_is_better: bool,
-        say: Callable[[str], None] | None = None,
-        patience_s: float = 0.0,
-    ) -> None:
-        self._say = say or (lambda line: None)
+    def __init__(self, run: ShownRun, patience_s: float = 0.0) -> None:
+        self._say = run.say
         self._patience_s = patience_s
         self._run: Any = None
         self._error: Exception | None = None
         self._failed = False
         self._exit_code = 1  # until RunEnded reports success
-        best = {"loss": "min", "accuracy": "max", metric: "max" if higher_is_better else "min"}
+        best = {"loss": "min", "accuracy": "max"}
+        best[run.metric] = "max" if run.higher_is_better else "min"
         self._summaries = {f"eval/{name}": f"last,{which}" for name, which in best.items()}
         self._summaries["train/loss"] = "last,min"
         self._events: queue.Queue[Event | dict[str, float] | None] = queue.Queue(QUEUED_EVENTS)
         # A daemon thread: a hung W&B must not keep the process alive.
         self._worker = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._directory = run_directory.absolute()
-        self.mode, self.reason = decide_mode(mode)
+        self._directory = run.directory.absolute()
+        logger = run.logger
+        self.mode, self.reason = decide_mode(logger.mode)
         options = {
             "dir": str(self._directory),
-            "id": wandb_id(run_id),
-            "name": run_id[:128],
-            "project": project,
-            "entity": entity,
-            "config": config,
+            "id": wandb_id(logger.id or run.run_id),
+            # wandb itself reads the variables of options that are None.
+            "name": None if os.environ.get("WANDB_NAME") else run.run_id[:128],
+            "project": logger.project,
+            "entity": logger.entity,
+            "group": logger.group,
+            "tags": logger.tags or None,
+            "notes": logger.notes,
+            "config": run.config,
         }
         if self.mode != "disabled":
             self._start(options)

@@ -22,6 +22,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.record.sinks.tensorboard import TensorboardSink
+from kfac_bench.record.sinks.view import ShownRun
 
 
 def trained(step: int, loss: float) -> Trained:
@@ -98,7 +99,7 @@ def scalars(directory) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_scalars_are_read_back(tmp_path):
-    sink = TensorboardSink(tmp_path)
+    sink = TensorboardSink(ShownRun(tmp_path))
     sink.write(trained(1, 3.0))
     sink.write(trained(2, 2.0))
     sink.write(Evaluated(2, 1.0, 0.5, {"accuracy": 0.9}))
@@ -119,7 +120,7 @@ def test_predictions_are_read_back(tmp_path):
         {"caption": "wrong: *8*", "file": "a.png", "text": None},
         {"caption": "b", "file": None, "text": "<b>?\nyes"},
     ]
-    sink = TensorboardSink(tmp_path)
+    sink = TensorboardSink(ShownRun(tmp_path))
     sink.write(Predicted(7, 1.0, "p", items))
     sink.close()
     reader = reader_of(tmp_path)
@@ -138,11 +139,11 @@ def test_predictions_are_read_back(tmp_path):
 
 
 def test_a_resume_hides_the_scalars_that_it_made_void(tmp_path):
-    sink = TensorboardSink(tmp_path)
+    sink = TensorboardSink(ShownRun(tmp_path))
     for step in (1, 2, 3):
         sink.write(trained(step, float(step)))
     sink.close()
-    sink = TensorboardSink(tmp_path)
+    sink = TensorboardSink(ShownRun(tmp_path))
     sink.write(Resumed(1, 0.5, "checkpoint"))
     sink.write(trained(2, 20.0))
     sink.close()
@@ -153,7 +154,7 @@ def test_a_start_from_the_beginning_hides_the_scalars_before(tmp_path):
     """A run that was killed before its first checkpoint has another RunStarted event."""
     started = RunStarted(0, 0.0, "r", "accuracy", True, {}, {})
     for losses in ((1.0, 2.0, 3.0), (10.0,)):
-        sink = TensorboardSink(tmp_path)
+        sink = TensorboardSink(ShownRun(tmp_path))
         sink.write(started)
         for step, loss in enumerate(losses, start=1):
             sink.write(trained(step, loss))
@@ -164,13 +165,13 @@ def test_a_start_from_the_beginning_hides_the_scalars_before(tmp_path):
 def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match=r"pip install 'kfac-bench\[tensorboard\]'"):
-        TensorboardSink(tmp_path)
+        TensorboardSink(ShownRun(tmp_path))
 
 
 def test_a_failure_is_printed_once_and_training_goes_on(tmp_path):
     (tmp_path / "tensorboard").write_text("a file where the directory should be")
     said = []
-    sink = TensorboardSink(tmp_path, say=said.append)
+    sink = TensorboardSink(ShownRun(tmp_path, say=said.append))
     for step in (1, 2, 3):
         sink.write(trained(step, 1.0))
     sink.close()

@@ -16,9 +16,11 @@ import pytest
 import wandb
 from PIL import Image
 
+from kfac_bench.config import LoggerConfig
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Predicted, RunEnded, TargetReached, Trained
 from kfac_bench.record.sinks import wandb as sink_module
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink, decide_mode, wandb_id
 from tests.support import ROOT
 from tests.support.wandb_here import KEY
@@ -26,17 +28,10 @@ from tests.support.wandb_here import KEY
 pytestmark = pytest.mark.usefixtures("fresh_wandb")
 
 
-def new_sink(directory: Path, **options) -> WandbSink:
-    chosen = {
-        "run_id": "digits/seed=0 [red]",
-        "project": "test",
-        "entity": None,
-        "config": {"kfac": {"damping": 1e-3, "path": Path("x")}},
-        "mode": "offline",
-        "metric": "accuracy",
-        "higher_is_better": True,
-    }
-    return WandbSink(directory, **(chosen | options))
+def new_sink(directory: Path, run_id="digits/seed=0 [red]", say=str, **options) -> WandbSink:
+    logger = LoggerConfig(**{"project": "test", "mode": "offline"} | options)
+    config = {"kfac": {"damping": 1e-3, "path": Path("x")}}
+    return WandbSink(ShownRun(directory, run_id, logger, config, "accuracy", True, say))
 
 
 def train(sink: WandbSink, steps=3) -> None:
@@ -292,6 +287,45 @@ def test_explicit_mode_wins(monkeypatch, option, environment, expected):
     assert decide_mode(option).mode == expected
 
 
+@pytest.mark.parametrize("value", ["true", "1"])
+def test_wandb_disabled_turns_the_view_off_unless_an_option_says_otherwise(monkeypatch, value):
+    monkeypatch.setenv("WANDB_DISABLED", value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert decide_mode() == ("disabled", f"WANDB_DISABLED={value}")
+    assert decide_mode("online").mode == "online"
+    monkeypatch.setenv("WANDB_DISABLED", "false")
+    assert decide_mode().mode == "offline"
+
+
+def test_a_mode_of_several_processes_is_an_error(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    with pytest.raises(UsageError, match=r"^WANDB_MODE=shared: use online, offline"):
+        decide_mode()
+
+
+def run_record(directory: Path) -> dict:
+    records = [json.loads(line) for line in inspect(directory, "--json").splitlines()]
+    return next(r["run"] for r in records if r["type"] == "run")
+
+
+def test_name_group_tags_and_notes_come_from_variables(tmp_path, monkeypatch):
+    for name in ("NAME", "RUN_GROUP", "TAGS", "NOTES"):
+        monkeypatch.setenv(f"WANDB_{name}", f"my-{name.lower()}")
+    new_sink(tmp_path).close()
+    run = run_record(tmp_path)
+    assert (run["display_name"], run["run_group"]) == ("my-name", "my-run_group")
+    assert (run["tags"], run["notes"]) == (["my-tags"], "my-notes")
+
+
+def test_options_win_over_variables(tmp_path, monkeypatch):
+    for name in ("PROJECT", "RUN_ID", "RUN_GROUP", "TAGS", "NOTES"):
+        monkeypatch.setenv(f"WANDB_{name}", "x")
+    new_sink(tmp_path, project="p", id="i", group="g", tags=["a", "b"], notes="n").close()
+    run = run_record(tmp_path)
+    assert (run["project"], run["run_id"], run["run_group"]) == ("p", "i", "g")
+    assert (run["tags"], run["notes"]) == (["a", "b"], "n")
+
+
 def test_unknown_mode_is_an_error(monkeypatch):
     with pytest.raises(UsageError, match=r"logger\.mode=onlin:"):
         decide_mode("onlin")
@@ -332,11 +366,13 @@ def test_dead_or_hung_service_never_stops_training(tmp_path, signal):
     script = f"""
         import contextlib, os, pathlib, signal, time
         from kfac_bench.record.events import RunEnded, Trained
+        from kfac_bench.config import LoggerConfig
         from kfac_bench.record.sinks import wandb as sink_module
+        from kfac_bench.record.sinks.view import ShownRun
         sink_module.FINISH_S = 0.5
+        logger = LoggerConfig(project="p", mode="offline")
         sink = sink_module.WandbSink(
-            pathlib.Path({str(tmp_path)!r}), "r", "p", None, {{}}, "offline",
-            metric="accuracy", higher_is_better=True, say=print,
+            ShownRun(pathlib.Path({str(tmp_path)!r}), "r", logger, say=print)
         )
         for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # processes come and go

@@ -120,7 +120,7 @@ def soak(asked: Soak, say: Callable[[str], None]) -> Verdict:
     steps = asked.steps if asked.minutes is None else max(event.step for event in events)
     trained = -(-steps // config.trainer.log_freq)
     verdict.record(events, trained, 1 + -(-steps // asked.look_freq))
-    if config.logger.name == "wandb":
+    if config.logger.wandb:
         from kfac_bench.record.sinks import wandb_history
 
         rows = sum("step" in row for row in wandb_history.offline(asked.path))
