@@ -28,6 +28,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   kfac-train experiment=kaisa_unet_lgg profile=smoke           (smoke|one_gpu|paper)
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (two ranks)
 
+  recipe=none        no settings that follow from data and model (--help recipe lists them)
   --cfg job          print the configuration and stop
   dry_run=true       print what K-FAC adds in FLOPs and memory, with the parts, and stop
   --layers           with dry_run=true: list each layer, also the layers without K-FAC

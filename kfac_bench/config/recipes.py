@@ -86,9 +86,9 @@ class Recipe:
         """Say which recipe it is, where it comes from, and what it sets."""
         flat = _flat(self.values)
         shown = [f"{name}={flat[name]}" for name in _SHOWN if name in flat]
-        if self.ranks is not None and self.ranks > 1 and "trainer.batch_size" in flat:
-            each = flat["trainer.batch_size"] // self.ranks
-            shown[0] += f" ({each} on each of {self.ranks} ranks)"
+        batch = flat.get("trainer.batch_size")
+        if isinstance(batch, int) and self.ranks is not None and self.ranks > 1:
+            shown[0] += f" ({batch // self.ranks} on each of {self.ranks} ranks)"
         others = len(flat) - len(shown)
         listed = ", ".join([*shown, *([f"{others} more options (--cfg job)"] if others else [])])
         return f"recipe={self.name}: {self.about} It sets {listed}. recipe=none turns it off."
@@ -127,7 +127,13 @@ def choose(words: Sequence[str], config_dir: Path | None, ranks: int | None) -> 
     if _is_first_order(given) or name.endswith(FIRST_ORDER):
         values.pop("kfac", None)
     if ranks is not None:
-        _scale(values, given, rule, ranks)
+        try:
+            _scale(values, given, rule, ranks)
+        except (KeyError, TypeError, ValueError, ArithmeticError):
+            # Only a file of the user's own, in place of ours, can lack the numbers.
+            raise UsageError(
+                f"{GROUP}={name}: needs whole numbers for trainer.batch_size and kfac.update_freq"
+            ) from None
     _drop_given(values, given)
     file = _file(name, config_dir)
     assert file is not None
@@ -157,7 +163,7 @@ def _find(
     if other := next((word for word in _SET_ALL if word in given), None):
         raise UsageError(
             f"{GROUP}={name} does not fit {other}={given[other]}, which sets all options itself. "
-            f"Remove one of them"
+            "Remove one of them"
         )
     rule = RULES.get(name.removesuffix(FIRST_ORDER))
     if _is_first_order(given) and _file(name + FIRST_ORDER, config_dir) is not None:
@@ -209,20 +215,14 @@ def _read(
     if file is None or name in before:
         problem = "loads itself" if name in before else f"loads {name}: no such recipe"
         raise UsageError(f"{GROUP}={before[-1]}: the file {problem}")
-    try:
-        content = OmegaConf.load(file)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{file}: {first_line(error)}") from None
-    if not isinstance(content, DictConfig):
-        raise UsageError(f"{file}: expected options, such as optimizer: {{lr: 0.1}}")
-    own = content.pop("defaults", [])
+    own, content = _content(file)
     defaults: list[Any] = []
     values: Any = OmegaConf.create({})
     for entry in own:
         if not isinstance(entry, str):
             # A choice replaces the same choice of an inherited recipe.
             defaults = [d for d in defaults if isinstance(d, str) or not set(entry) & set(d)]
-            defaults.append(OmegaConf.to_container(entry))
+            defaults.append(entry)
         elif entry.startswith("/") and not entry.startswith(f"/{GROUP}/"):
             defaults.append(entry)
         elif entry != "_self_":
@@ -230,9 +230,27 @@ def _read(
             inherited, parents_values = _read(parent, config_dir, (*before, name))
             defaults += inherited
             values = OmegaConf.merge(values, parents_values)
-    merged = OmegaConf.to_container(OmegaConf.merge(values, content), resolve=False)
+    merged = OmegaConf.to_container(OmegaConf.merge(values, content))
     assert isinstance(merged, dict)
     return defaults, {str(key): value for key, value in merged.items()}
+
+
+def _content(file: Path) -> tuple[list[Any], dict[str, Any]]:
+    """Return the defaults list and the values of one file."""
+    try:
+        loaded = OmegaConf.load(file)
+        content = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+        raise UsageError(f"{file}: {first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{file}: expected options, such as optimizer: {{lr: 0.1}}")
+    own = content.pop("defaults", [])
+    if not isinstance(own, list) or not all(isinstance(entry, str | dict) for entry in own):
+        raise UsageError(f"{file}: defaults: expected a list, such as [/recipe/lgg_unet, _self_]")
+    for group in (*TABLES, "kfac", "trainer", "logger"):
+        if not isinstance(content.get(group, {}), dict):
+            raise UsageError(f"{file}: {group}: expected options, not {content[group]!r}")
+    return own, {str(key): value for key, value in content.items()}
 
 
 def _leave_out(values: dict[str, Any], defaults: list[Any], given: Mapping[str, str]) -> None:
@@ -267,10 +285,9 @@ def _scale(
     values: dict[str, Any], given: Mapping[str, str], rule: RecipeRule | None, ranks: int
 ) -> None:
     """Let batch, warm-up and intervals follow the number of ranks and the options of the user."""
-    trainer, schedule = values.setdefault("trainer", {}), values.setdefault("schedule", {})
-    kfac = values.setdefault("kfac", {})
+    trainer, schedule, kfac = (values.get(name, {}) for name in ("trainer", "schedule", "kfac"))
     share = 1.0
-    if rule is not None and "batch_size" in trainer:
+    if rule is not None:
         of_file = trainer["batch_size"]
         part = -(-of_file // (rule.ranks * trainer.get("accumulate", 1)))
         if not rule.keeps_batch:
@@ -283,19 +300,17 @@ def _scale(
             schedule["warmup_start"] = min(1.0, schedule["warmup_start"] * share)
     if "update_freq" in kfac:
         scaled = kfac["update_freq"] * (share if rule and rule.scales_intervals else 1.0)
-        _set_intervals(kfac, given, max(1, round(scaled)), keeps=share == 1.0)
+        _set_intervals(kfac, given, max(1, round(scaled)))
 
 
-def _set_intervals(
-    kfac: dict[str, Any], given: Mapping[str, str], update: int, *, keeps: bool
-) -> None:
+def _set_intervals(kfac: dict[str, Any], given: Mapping[str, str], update: int) -> None:
     """Set both intervals: factors ten times as often as decompositions, unless the user says."""
     own, own_factor = _whole(given, "kfac.update_freq"), _whole(given, "kfac.factor_update_freq")
     if own is not None:
         kfac["factor_update_freq"] = _tenth(own)
     elif own_factor is not None:
         kfac["update_freq"] = own_factor * max(1, round(update / own_factor))
-    elif update != kfac["update_freq"] or not keeps:
+    elif update != kfac["update_freq"]:
         if update >= 10 and not 2 / 5 <= 10 * _tenth(update) / update <= 5 / 2:
             update = 10 * round(update / 10)
         kfac |= {"update_freq": update, "factor_update_freq": _tenth(update)}

@@ -160,6 +160,9 @@ def test_a_file_of_the_user_is_a_recipe_by_its_name(own):
         (["recipe=list"], "expected options, such as optimizer"),
         (["recipe=broken"], "broken.yaml: "),
         (["recipe=typo"], "optimizer.rate"),
+        (["recipe=scalar"], "scalar.yaml: kfac: expected options, not 1"),
+        (["recipe=text"], "text.yaml: defaults: expected a list"),
+        (["recipe=lgg_unet"], "recipe=lgg_unet: needs whole numbers for trainer.batch_size and"),
     ],
 )
 def test_bad_input(own, words, said):
@@ -167,6 +170,9 @@ def test_bad_input(own, words, said):
     own("orphan", "defaults: [mother]")
     own("list", "- 1")
     own("broken", "a: [")
+    own("scalar", "kfac: 1")
+    own("text", "defaults: lgg_unet")
+    own("lgg_unet", "trainer: {batch_size: many}")
     folder = own("typo", "optimizer: {rate: 1}")
     with pytest.raises(UsageError) as caught:
         compose.load(words, folder, ranks=1)
