@@ -120,6 +120,7 @@ def generated_pages() -> dict[str, str]:
     pages |= {f"reference/groups/{group}.md": _group(group) for group in TABLES}
     return pages | {
         "reference/groups/logger.md": _logger_group(),
+        "reference/groups/recipe.md": _recipes(),
         "reference/groups/experiment.md": _experiments(),
     }
 
@@ -220,6 +221,19 @@ def _logger_group() -> str:
         "\n".join(["| choice | what it is |", "| --- | --- |", *rows]),
         "## Options of all choices",
         "\n".join([_OPTIONS_HEAD, *options]),
+    )
+
+
+def _recipes() -> str:
+    rows = [
+        f"| `{name}` | {_about(CONF_DIR / 'recipe' / f'{name}.yaml')} |"
+        for name in compose.options_of("recipe")
+    ]
+    return _page(
+        "Configuration group recipe",
+        "A recipe sets options of all groups. `kfac-train` and `kfac-plan` choose the recipe of "
+        "data and model. `recipe=NAME` chooses another recipe, and `recipe=none` turns it off.",
+        "\n".join(["| recipe | the first sentence of its file |", "| --- | --- |", *rows]),
     )
 
 

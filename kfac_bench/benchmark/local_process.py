@@ -17,7 +17,8 @@ END_S = 60
 def local_command(overrides: Sequence[str], ranks: int) -> list[str]:
     """Return the command that trains on so many ranks of this machine."""
     program = ["kfac_bench.benchmark.local_ranks", str(ranks)] if ranks > 1 else ["kfac_bench"]
-    return [sys.executable, "-m", *program, *overrides]
+    # The settings are those of the table, and no recipe that follows from data and model.
+    return [sys.executable, "-m", *program, "recipe=none", *overrides]
 
 
 def rank_command(overrides: Sequence[str]) -> list[str]:

@@ -214,14 +214,15 @@ def _overrides(word: str) -> Iterable[str]:
     groups = option_table.groups()
     name, equals, _ = word.partition("=")
     if equals and name in groups:
-        return [f"{name}={choice}" for choice in options_of(name)]
+        none = [f"{name}=none"] if name == option_table.RECIPE else []
+        return [*none, *(f"{name}={choice}" for choice in options_of(name))]
     if equals and name == "profile":
         return [f"profile={profile}" for profile in profiles.PROFILES]
     if not equals and "." not in word:
         single = [name for name in option_table.every_option() if "." not in name]
         return [
             *(f"{group}=" for group in (*groups, "profile", "problem", *single)),
-            *(f"{group}." for group in (*groups, "trainer") if group != option_table.EXPERIMENT),
+            *(f"{group}." for group in (*groups, "trainer") if group not in option_table.SET_ALL),
         ]
     known = option_table.every_option()
     if not equals:

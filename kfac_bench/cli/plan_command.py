@@ -68,10 +68,11 @@ def _print_plan(
     overrides: list[str], options: argparse.Namespace, world_size: int, out: str
 ) -> int:
     # A mistake in the options is reported before the imports below, which load torch.
-    from kfac_bench.config import compose, problem_file
+    from kfac_bench.config import compose, problem_file, recipes
 
     problem_file.run_named(overrides)
-    config = compose.load(overrides, options.config_dir)
+    config = compose.load(overrides, options.config_dir, world_size)
+    recipe = recipes.choose(overrides, options.config_dir, world_size)
     from kfac_bench.simulate import plan_report
     from kfac_bench.training import dry_run
 
@@ -82,6 +83,8 @@ def _print_plan(
     path = None if out == "null" else Path(out or plan_report.default_path(run))
     if path is not None:
         plan_report.write(run, path)
+    if recipe is not None:
+        say(recipe.line())
     say(plan_report.describe(run, by_layer=options.layers))
     if path is not None:
         say(f"every rank: {path}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kfac_bench.cli.entry import say_once
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import OneRankError, UsageError
+from kfac_bench.output import say
 
 if TYPE_CHECKING:
     from kfac_bench.config import TrainConfig
@@ -28,10 +29,16 @@ def run(
     Raises:
         UsageError: A configuration is not valid. No job has started then.
     """
-    from kfac_bench.config import compose
+    from kfac_bench.config import compose, recipes
 
+    ranks = int(from_launcher("WORLD_SIZE", "1"))
+    jobs = _jobs(overrides, config_dir)
     # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
-    configs = [compose.load(words, config_dir) for words in _jobs(overrides, config_dir)]
+    configs = [compose.load(words, config_dir, ranks) for words in jobs]
+    chosen = [recipes.choose(words, config_dir, ranks) for words in jobs]
+    if from_launcher("RANK", "0") == "0":
+        for line in dict.fromkeys(recipe.line() for recipe in chosen if recipe is not None):
+            say(line)
     _group_in_wandb(configs)
     codes: list[int] = []
     for config in configs:

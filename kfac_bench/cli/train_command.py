@@ -29,6 +29,7 @@ Train a model, with K-FAC or without. Every option has a default that needs no d
   kfac-train from=runs/RUN_ID/config.yaml seed=1      (the options of a run)
   torchrun --nproc-per-node 2 -m kfac_bench model=resnet20     (two ranks)
 
+  recipe=none        no settings that follow from data and model (--help recipe lists them)
   --cfg job          print the configuration and stop
   dry_run=true       print what K-FAC adds in FLOPs and memory, with the parts, and stop
   --layers           with dry_run=true: list each layer, also the layers without K-FAC
@@ -52,7 +53,7 @@ def train(arguments: list[str]) -> int:
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
-    from kfac_bench.config import compose, option_help, problem_file
+    from kfac_bench.config import compose, option_help, problem_file, recipes
 
     check_config_dir(options.config_dir)
     if options.help:
@@ -64,14 +65,20 @@ def train(arguments: list[str]) -> int:
         raise UsageError("--cfg prints one configuration: use it without --multirun")
     if options.multirun and options.layers:
         raise UsageError("--layers lists the layers of one dry run: use it without --multirun")
+    ranks = int(slurm_rank.from_launcher("WORLD_SIZE", "1"))
     if options.multirun:
         return sweep.run(options.overrides, options.config_dir, train_one)
-    config = compose.load(options.overrides, options.config_dir)
+    config = compose.load(options.overrides, options.config_dir, ranks)
+    recipe = recipes.choose(options.overrides, options.config_dir, ranks)
     if options.layers and not config.dry_run:
         raise UsageError("--layers lists the layers of a dry run: add dry_run=true")
     if options.cfg:
+        if recipe is not None:
+            say(f"# {recipe.line()}")
         say(compose.shown(config), end="")
         return 0
+    if recipe is not None and slurm_rank.from_launcher("RANK", "0") == "0":
+        say(recipe.line())
     data_words = ("data=", "experiment=", "from=", problem_file.WORD)
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):

@@ -16,7 +16,14 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench.config import hydra_words, named_variables, problem_file, profiles, received_files
+from kfac_bench.config import (
+    hydra_words,
+    named_variables,
+    problem_file,
+    profiles,
+    received_files,
+    recipes,
+)
 from kfac_bench.config.checks import check
 from kfac_bench.config.command_options import quoted
 from kfac_bench.config.compose_errors import usage_error, with_key
@@ -71,18 +78,23 @@ GROUPS = (*TABLES, "kfac", "logger")
 """Groups of conf/ of which a run has one choice each."""
 
 
-def load(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfig:
+def load(
+    overrides: Sequence[str], config_dir: Path | None = None, ranks: int | None = None
+) -> TrainConfig:
     """Compose conf/train.yaml with the overrides, and check types and ranges.
 
     Args:
         overrides: Words of the command line, such as ``model=unet`` and ``seed=3``.
         config_dir: A folder of the user's own with the same groups (``experiment/mine.yaml``). It
             is searched after conf/.
+        ranks: Number of ranks of a run that a user starts. None, as for benchmarks: no recipe
+            follows from data and model (:mod:`kfac_bench.config.recipes`).
 
     Raises:
         UsageError: With one line, whatever is wrong.
     """
-    overrides = expanded(overrides, config_dir)
+    recipe = recipes.choose(overrides, config_dir, ranks)
+    overrides = recipes.apply(expanded(overrides, config_dir), recipe)
     search = [] if config_dir is None else [_search_path(config_dir)]
     GlobalHydra.instance().clear()
     try:

@@ -237,7 +237,7 @@ def _known_keys(schema: str, parent: str) -> set[str]:
     classes = [TrainConfig, TrainerConfig, KFACConfig, LoggerConfig]
     classes += [options_class(group, name) for group, table in TABLES.items() for name in table]
     names = {f.name for c in classes if c.__name__ == schema for f in dataclasses.fields(c)}
-    return names | ({"experiment"} if not parent else set())
+    return names | ({"experiment", "recipe"} if not parent else set())
 
 
 def _file_and_line(text: str, config_dir: Path | None) -> str:

@@ -13,6 +13,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from kfac_bench.config.conf_files import CONF_DIR, first_sentence, folders, options_of
 from kfac_bench.config.option_table import (
     EXPERIMENT,
+    RECIPE,
+    SET_ALL,
     HelpedOption,
     Owners,
     allowed,
@@ -102,12 +104,25 @@ def _of_word(word: str, config_dir: Path | None) -> list[str]:
     if group in known:  # kfac.damping=0.1
         return _long(known[group])
     if group == HARDWARE:
-        return _machines(config_dir)
+        return _files_of(
+            HARDWARE,
+            "hardware=NAME: the machine that a simulation is about. kfac-plan simulate and "
+            "kfac-bench scaling take this option. NAME may also be the path of your own YAML file.",
+            config_dir,
+        )
     own_group = () if "." in word else [*groups(), "trainer", HARDWARE]
     raise UsageError(f"--help {no_such_option(word, own_group)}")
 
 
 def _of_group(group: str, known: dict[str, Owners], config_dir: Path | None) -> list[str]:
+    if group == RECIPE:
+        return _files_of(
+            RECIPE,
+            "recipe=NAME: the settings of a paper. kfac-train and kfac-plan choose the recipe of "
+            "data and model by themselves. Other options of the command replace those of the "
+            "recipe. recipe=none turns it off.",
+            config_dir,
+        )
     lines = [] if group == "trainer" else _choices(group, config_dir)
     if group == EXPERIMENT:
         print_options = "  kfac-train experiment=NAME --cfg job"
@@ -121,7 +136,7 @@ def _of_group(group: str, known: dict[str, Owners], config_dir: Path | None) -> 
 
 def _of_choice(group: str, choice: str) -> list[str]:
     file = CONF_DIR / group / f"{choice}.yaml"
-    if group == EXPERIMENT or not file.is_file():  # such as a file of the user's own folder
+    if group in SET_ALL or not file.is_file():  # such as a file of the user's own folder
         return [f"Print the options: kfac-train {group}={choice} --cfg job"]
     about = inspect.getdoc(class_of(group, choice)) or ""
     lines = _wrapped(f"{group}={choice}: {about.splitlines()[0]}", "")
@@ -131,21 +146,17 @@ def _of_choice(group: str, choice: str) -> list[str]:
     return lines
 
 
-def _machines(config_dir: Path | None) -> list[str]:
-    """Return the machines of conf/hardware, each with what its file says about it."""
-    lines = _wrapped(
-        "hardware=NAME: the machine that a simulation is about. kfac-plan simulate and kfac-bench "
-        "scaling take this option. NAME may also be the path of your own YAML file.",
-        "",
-    )
+def _files_of(group: str, about: str, config_dir: Path | None) -> list[str]:
+    """Return the files of a folder of conf/, each with what its first sentence says."""
+    lines = _wrapped(about, "")
     # A file of the user's own folder replaces the file of the same name.
     files = {
         file.stem: file
         for folder in reversed(folders(config_dir))
-        for file in (folder / HARDWARE).glob("*.yaml")
+        for file in (folder / group).glob("*.yaml")
     }
     for name, file in sorted(files.items()):
-        lines += [f"  hardware={name}", *_wrapped(first_sentence(file))]
+        lines += [f"  {group}={name}", *_wrapped(first_sentence(file))]
     return lines
 
 

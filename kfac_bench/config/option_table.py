@@ -16,7 +16,9 @@ from kfac_bench.config.options import allows_one_value, options, range_in_words
 from kfac_bench.config.registry import TABLES, options_class
 from kfac_bench.config.train import LoggerConfig, TrainConfig
 
-EXPERIMENT = "experiment"
+EXPERIMENT, RECIPE = "experiment", "recipe"
+SET_ALL = (EXPERIMENT, RECIPE)
+"""Groups whose choices set options of all groups, and that have no options of their own."""
 
 
 class HelpedOption(NamedTuple):
@@ -35,7 +37,7 @@ Owners = list[tuple[str, HelpedOption]]
 
 def groups() -> list[str]:
     """Return the groups that have choices: the folders of conf/ that a command line may name."""
-    return sorted([*TABLES, "kfac", "logger", EXPERIMENT])
+    return sorted([*TABLES, "kfac", "logger", *SET_ALL])
 
 
 def of_choice(group: str, choice: str) -> list[HelpedOption]:
@@ -68,7 +70,7 @@ def _of_all_choices() -> Iterator[tuple[str, HelpedOption]]:
             # The default choice comes first: its values are what a command without words has.
             for choice in sorted(TABLES[group], key=lambda name: name != default[group]):
                 yield from ((choice, option) for option in of_choice(group, choice))
-        elif group != EXPERIMENT:
+        elif group not in SET_ALL:
             yield from (("", option) for option in of_choice(group, default[group]))
     hints = get_type_hints(TrainConfig)
     yield from (("", option) for option in _of_class("trainer.", hints["trainer"]))

@@ -77,4 +77,6 @@ def _data_and_model(
     blueprint.try_out(model, data)
     least = least_part(data.train_size, config.trainer, ranks.world_size)
     build.check_batch_norm(model, config.model, least)
+    usual = config.trainer.batch_size // ranks.world_size // config.trainer.accumulate
+    notes += build.batch_norm_notes(model, usual)
     return data, model, notes

@@ -123,6 +123,26 @@ def _adaptive_damping(config: KFACConfig) -> LevenbergMarquardt:
     return LevenbergMarquardt(initial=config.damping, interval=config.damping_freq)
 
 
+FEW_IMAGES = 16
+"""Below so many images at a time the statistics of batch norm are noisy (Wu and He, 2018)."""
+
+
+def batch_norm_notes(model: nn.Module, examples: int) -> list[str]:
+    """Return a line if batch norm gets few examples, or nothing.
+
+    Args:
+        model: The network.
+        examples: Examples of a rank that go through the model at a time.
+    """
+    if examples >= FEW_IMAGES or not has_batch_norm(model):
+        return []
+    return [
+        f"{examples} examples of a rank go through the model at a time. With fewer than "
+        f"{FEW_IMAGES} the statistics of batch norm are noisy: set a larger trainer.batch_size or "
+        "a smaller trainer.accumulate, or use fewer ranks."
+    ]
+
+
 def check_batch_norm(model: nn.Module, config: ModelConfig, examples: int) -> None:
     """Raise :class:`UsageError` if batch norm would get a single example, which has no variance.
 

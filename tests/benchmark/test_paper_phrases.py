@@ -12,11 +12,11 @@ from kfac_bench.config import compose
 PHRASES = yaml.safe_load(Path(__file__).with_name("paper_phrases.yaml").read_text())
 """By section, what it prints."""
 KNOWN = {phrase.lower() for phrases in PHRASES.values() for phrase in phrases}
-EXPERIMENTS = sorted(
+FILES = sorted(
     path
-    for path in (compose.CONF_DIR / "experiment").glob("*/*.yaml")
+    for path in compose.CONF_DIR.glob("experiment/*/*.yaml")
     if path.parent.name.startswith(("fig", "table", "sec", "kaisa", "squad"))
-)
+) + sorted(compose.CONF_DIR.glob("recipe/*.yaml"))
 
 
 def quoted(text):
@@ -37,8 +37,8 @@ def notes(name):
     return [note for part in parts for note in part.notes]
 
 
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_quotations_in_experiments_are_in_the_list(path):
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_quotations_in_experiments_and_recipes_are_in_the_list(path):
     text = comments(path)
     assert text.count('"') % 2 == 0
     assert [phrase for phrase in quoted(text) if phrase not in KNOWN] == []
@@ -51,7 +51,7 @@ def test_quotations_in_rows_are_in_the_list(name):
 
 
 def test_the_list_has_short_phrases_that_are_quoted():
-    texts = [comments(path) for path in EXPERIMENTS]
+    texts = [comments(path) for path in FILES]
     texts += [note for name in suite.ORDER for note in notes(name)]
     used = {phrase for text in texts for phrase in quoted(text)}
     assert sorted(KNOWN - used) == []
@@ -62,6 +62,6 @@ def test_the_list_has_short_phrases_that_are_quoted():
 @pytest.mark.parametrize("phrase", ["the text says", "the text has", "the paper says"])
 def test_a_file_names_the_section_or_the_released_code(phrase):
     """Such words hide where a setting comes from."""
-    texts = [comments(path) for path in EXPERIMENTS]
+    texts = [comments(path) for path in FILES]
     texts += [note for name in suite.ORDER for note in notes(name)]
     assert [text for text in texts if phrase in text.lower()] == []

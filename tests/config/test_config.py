@@ -27,6 +27,18 @@ def experiment(name):
     return compose.load([f"experiment={name}"])
 
 
+def experiment_or_recipe(parent):
+    """Return what an entry of the defaults list of an experiment composes to."""
+    name = parent.removeprefix("/recipe/")
+    return experiment(name.removeprefix("/experiment/")) if name == parent else recipe(name)
+
+
+@functools.cache
+def recipe(name):
+    """Return the composed recipe; tests must not change it."""
+    return compose.load([f"recipe={name}"])
+
+
 def chosen(found, group):
     """The choice that a composed configuration shows of a group."""
     if group == "kfac" and found.kfac.method == "eigen_adam":
@@ -103,7 +115,8 @@ def test_defaults_need_no_data_on_disk():
 
 def test_each_folder_of_conf_is_a_known_group():
     folders = {p.name for p in compose.CONF_DIR.iterdir() if p.is_dir()}
-    assert folders == {*GROUPS, "experiment", "benchmark", "hardware", "pinned", "simulation"}
+    others = {"experiment", "recipe", "benchmark", "hardware", "pinned", "simulation"}
+    assert folders == {*GROUPS, *others}
     assert set(GROUPS) == set(compose.GROUPS)
 
 
@@ -121,7 +134,7 @@ def test_a_run_gets_every_option_of_its_experiment_file(name):
     for parent in (
         d for d in defaults if isinstance(d, str) and d not in ("_self_", "/pinned/kfac")
     ):
-        inherited = experiment(parent.removeprefix("/experiment/"))
+        inherited = experiment_or_recipe(parent)
         for option, value, _ in options(inherited.trainer, "trainer."):
             if option not in said:
                 assert get(found, option) == value, f"{option} of {parent}"

@@ -547,6 +547,16 @@ def test_batch_norm_of_one_example_is_refused(tmp_path, entry):
     assert run.train(alone_is_fine, ALONE)[0] == "finished"  # an autoencoder has none
 
 
+def test_few_examples_for_batch_norm_are_named(tmp_path, capsys):
+    for parts, is_said in ((3, True), (2, False)):
+        options = ("trainer.batch_size=32", f"trainer.accumulate={parts}", "trainer.max_steps=1")
+        config = config_of(tmp_path, *options, f"run_id={parts}", base=("logger=none",))
+        run.train(config, ALONE)
+        said = plain(capsys)
+        assert ("10 examples of a rank go through the model at a time." in said) == is_said
+        assert ("set a larger trainer.batch_size" in said) == is_said
+
+
 @pytest.mark.parametrize(("rank", "who"), [(None, ""), ("0", "rank 0: "), ("1", "rank 1: ")])
 def test_an_unreadable_sample_is_named_by_the_rank_that_read_it(
     tmp_path, monkeypatch, capsys, rank, who

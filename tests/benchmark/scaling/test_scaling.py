@@ -95,8 +95,9 @@ def test_commands_start_the_right_number_of_ranks():
     one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").runs
     assert one.local_command[1:3] == ["-m", "kfac_bench"]
     assert two.local_command[1:4] == ["-m", "kfac_bench.benchmark.local_ranks", "2"]
-    assert two.local_command[4:] == [*two.overrides]
-    assert two.rank_command[1:] == ["-m", "kfac_bench", *two.overrides]
+    # kfac-train must choose no recipe: the runs would not be those that were composed.
+    assert two.local_command[4:] == ["recipe=none", *two.overrides]
+    assert two.rank_command[1:] == ["-m", "kfac_bench", "recipe=none", *two.overrides]
 
 
 @pytest.mark.parametrize(
