@@ -26,10 +26,15 @@ def run(
     Raises:
         UsageError: A configuration is not valid. No job has started then.
     """
-    from kfac_bench.config import compose
+    from kfac_bench.config import compose, problem_file
 
+    problems = problem_file.separated(overrides)
+    for words in problems:
+        problem_file.run_named(words)
     # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
-    configs = [compose.load(words, config_dir) for words in _jobs(overrides, config_dir)]
+    configs = [
+        compose.load(job, config_dir) for words in problems for job in _jobs(words, config_dir)
+    ]
     codes: list[int] = []
     for config in configs:
         try:

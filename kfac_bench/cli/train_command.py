@@ -58,13 +58,13 @@ def train(arguments: list[str]) -> int:
         about = option_help.describe(options.overrides, options.config_dir)
         say(about if options.overrides else TRAIN_USAGE + about)
         return 0
-    problem_file.run_named(options.overrides)
     if options.multirun and options.cfg:
         raise UsageError("--cfg prints one configuration: use it without --multirun")
     if options.multirun and options.layers:
         raise UsageError("--layers lists the layers of one dry run: use it without --multirun")
     if options.multirun:
         return sweep.run(options.overrides, options.config_dir, train_one)
+    problem_file.run_named(options.overrides)
     config = compose.load(options.overrides, options.config_dir)
     if options.layers and not config.dry_run:
         raise UsageError("--layers lists the layers of a dry run: add dry_run=true")

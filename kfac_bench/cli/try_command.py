@@ -99,7 +99,7 @@ def _try(options: argparse.Namespace) -> int:
     file = options.file.removeprefix(problem_file.WORD)
     problem_file.run_named([f"{problem_file.WORD}{file}"])
     asked, question = _asked(options, file, words)
-    folder = options.runs_dir or Path("runs", f"try-{problem_file.title(file)}")
+    folder = options.runs_dir or Path("runs", f"try-{asked.title}")
     if launcher == "slurm":
         return _submit(options, words, file, folder)
     return _study(asked, question, folder, is_quick=options.quick)
@@ -129,7 +129,8 @@ def _asked(options: argparse.Namespace, file: str, words: list[str]) -> tuple[As
     names = spaces.choose(options.optimizers)
     _check_words(words, spaces.chosen_options(names))
     starts = spaces.starts_from(options.start) if options.start is not None else {}
-    named = problem_file.named(file)
+    named = problem_file.chosen([f"{problem_file.WORD}{file}", *words])
+    assert named is not None
     has_likelihood = named.problem.likelihood is not None
     candidates = {
         name: spaces.candidates(name, has_likelihood=has_likelihood, start=starts.get(name))

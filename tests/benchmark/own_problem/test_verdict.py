@@ -208,7 +208,9 @@ def test_a_fastest_without_kfac():
     muon = finalist("Muon", [10, 11, 12, 13, 14], steps_per_s=100)
     said = text_of(muon, EIGEN)
     assert "Muon is 5.5x faster than AdamW in 1.8x more steps" in said
-    assert "K-FAC helps, too: EigenAdam is 1.7x faster than AdamW. Muon is 3.2x faster still." in said
+    assert (
+        "K-FAC helps, too: EigenAdam is 1.7x faster than AdamW. Muon is 3.2x faster still." in said
+    )
     assert "No optimizer with K-FAC was fast enough in tuning" in text_of(muon)
     assert "No optimizer with K-FAC was tried." in text_of(muon, has_tried_kfac=False)
 
