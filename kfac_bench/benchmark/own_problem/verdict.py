@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from kfac_bench.benchmark.own_problem.budget import REFERENCE_STEPS
 from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
 from kfac_bench.report.words import metric as shown_metric
 
@@ -260,7 +261,7 @@ def _cautions(result: TryResult) -> list[str]:
     if result.is_own_target:
         lines.append(
             "The problem has no target. So this one was fixed before tuning: AdamW's default "
-            "setting reached it."
+            f"setting reached it in {REFERENCE_STEPS} steps."
         )
     if result.is_quick:
         lines.append(
