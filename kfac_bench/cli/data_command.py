@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, printable, shortage
@@ -84,6 +85,7 @@ def _make_demo(options: argparse.Namespace) -> int:
 
     demo_folder.make(options.layout, options.folder)
     say(f"{options.folder}: made")
+    say_next(command_line("kfac-data verify", [options.folder]))
     return 0
 
 
@@ -126,6 +128,7 @@ def _prepare(options: argparse.Namespace) -> int:
         say=say,
     )
     say(f"{options.folder}: made")
+    say_next(command_line("kfac-data verify", [options.folder]))
     return 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import say_once
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import OneRankError, UsageError
@@ -47,6 +48,11 @@ def run(
         # A signal that stops one job stops the whole sweep.
         if codes[-1] >= 128:
             break
+    if len(configs) > 1 and set(codes) == {0} and not configs[0].dry_run:
+        from kfac_bench.training.run_directory import RunDirectory
+
+        paths = list(dict.fromkeys(RunDirectory(config).path for config in configs))
+        say_next(command_line("kfac-bench compare", paths))
     return max(codes, default=0)
 
 

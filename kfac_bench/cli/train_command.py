@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli import sweep
+from kfac_bench.cli import endings, sweep
 from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
@@ -75,7 +75,11 @@ def train(arguments: list[str]) -> int:
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
-    return train_one(config, by_layer=options.layers)
+    code = train_one(config, by_layer=options.layers)
+    # The command of one rank is not the one that the user has typed.
+    if code == 0 and not config.dry_run and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
+        endings.say_run(config, options.overrides, options.config_dir)
+    return code
 
 
 def _say_what_data(config: "TrainConfig") -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.config.command_options import one_of, split_words
 from kfac_bench.errors import UsageError
@@ -184,6 +185,12 @@ def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> i
     say("")
     say(text)
     say(f"page: {(path / 'verdict.html').resolve()}")
+    if is_quick:
+        words = [asked.file, *asked.words, "--runs-dir", f"{path}-long", "--from", path]
+        say_next(command_line("kfac-bench try", words), "a study of 30 minutes")
+    else:
+        words = [path / "final", "--html", path / "final.html"]
+        say_next(command_line("kfac-bench compare", words), "the runs on fresh seeds")
     return 0
 
 
