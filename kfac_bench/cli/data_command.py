@@ -24,7 +24,9 @@ def data(arguments: list[str]) -> int:
         from kfac_bench.data.images import fetch_fashion_mnist
 
         fetch_fashion_mnist.fetch(options.folder, options.url, say)
-        say(f"{options.folder}: complete; use it with data.root={options.folder}")
+        say(f"{options.folder}: complete")
+        words = ["data=fashion_mnist", f"data.root={options.folder}"]
+        say_next(command_line("kfac-train", words))
         return 0
     return _verify(options.folder)
 

@@ -196,6 +196,9 @@ def _run(options: argparse.Namespace) -> int:
     if failed:
         words = [options.benchmark, *options.words, "--retry"]
         say_next(command_line("kfac-bench run", words), "runs the failed cells again")
+    elif len(rows) == 1 and rows[0].cells and suite.has_begun(suite.attempts(rows[0])):
+        words = [rows[0].folder, "--svg", rows[0].folder / "curves.svg"]
+        say_next(command_line("kfac-bench compare", words), "the curves of the runs")
     if len(rows) > 1:
         _report_all(rows, None)
         failures = counted(failed, "failed cell", none="no")
