@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -95,19 +94,22 @@ def _beside(
 
 def _result(path: Path) -> str | None:
     """Return optimizer, metric, steps and seconds of a run that has ended; None for another."""
-    from kfac_bench.record import runs, score
-    from kfac_bench.record.events import EVENTS_FILE
+    # Not record.score: it imports NumPy, and a finished run is answered without.
+    from kfac_bench.record import runs
+    from kfac_bench.record.events import EVENTS_FILE, Evaluated, RunEnded
 
+    if not (path / EVENTS_FILE).is_file():
+        return None
     try:
-        if not (path / EVENTS_FILE).is_file() or score.status(run := runs.load(path)) not in (
-            "finished",
-            "reached",
-        ):
-            return None
+        run = runs.load(path)
         (setting,) = runs.group([run])
     except UsageError:  # a damaged record
         return None
-    last, value = run.events[-1], score.final_metric(run)
-    metric = "" if math.isnan(value) else f"{runs.plain(run.started.metric)} {value:.4g} after "
+    last = run.events[-1]
+    if not isinstance(last, RunEnded) or last.status not in ("finished", "reached"):
+        return None
+    name = run.started.metric
+    values = [e.metrics[name] for e in run.events if isinstance(e, Evaluated) and name in e.metrics]
+    metric = f"{runs.plain(name)} {runs.number(values[-1]):.4g} after " if values else ""
     seconds = runs.number(last.train_s)
     return f"{setting.optimizer}: {metric}{last.step} steps, {seconds:.1f} s of training"
