@@ -33,6 +33,7 @@ def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult
         rivals=list(made.values()),
         seeds=asked.seeds,
         is_own_target=found.plan.is_own_target,
+        reference_steps=found.plan.budget.reference_steps,
         left_out=_left_out(found),
         has_tried_kfac=any(each[0]["kfac"] != "none" for each in asked.candidates.values()),
         minutes=asked.minutes,

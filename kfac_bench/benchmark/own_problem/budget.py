@@ -22,9 +22,10 @@ EVALUATIONS = (500, 50)
 trials end long before the limit, and their seconds are known only up to the interval."""
 LEAST_STEPS, LEAST_EVALUATIONS = 50, 10
 """A shorter trial means nothing: it has fewer steps of AdamW, or fewer evaluations."""
-REFERENCE_STEPS = 300
-"""Steps of AdamW's default setting, which fix a missing target. The number depends neither on the
-minutes nor on the machine, so that two studies of one file have the same target."""
+REFERENCE_STEPS = (1000, 300, 100)
+"""Steps of AdamW's default setting, which fix a missing target: the first number that fits into a
+trial. They are far apart, so that two studies of one file have the same target although the machine
+is a little slower in one of them."""
 EVALUATION_SHARES = (0.1, 0.5)
 """Evaluations take at most this share of the training seconds: if there are more than the usual
 number, and always."""
@@ -52,6 +53,8 @@ class Budget:
     """Training seconds of each optimizer in tuning."""
     confirm_s: float
     """Training seconds of all runs on fresh seeds."""
+    reference_steps: int
+    """Steps of AdamW's default setting that fix a missing target."""
     eval_freq: int
     max_steps: int
     """More steps than a trial can make in its limit. A schedule of the user's refers to it."""
@@ -83,7 +86,7 @@ def budget_of(
     interval_s = _interval_s(max(each_s, 0.0), measured)
     wall_per_s = 1 + measured.eval_s / interval_s
     limit_s = each_s / wall_per_s
-    steps = LEAST_STEPS if has_target else REFERENCE_STEPS
+    steps = LEAST_STEPS if has_target else REFERENCE_STEPS[-1]
     least_s = max(steps * measured.step_s, LEAST_EVALUATIONS * _interval_s(0.0, measured))
     if limit_s < least_s:
         line = _too_small(minutes, measured, runs, steps, limit_s)
@@ -93,6 +96,9 @@ def budget_of(
         limit_s=limit_s,
         tune_s=TRIALS * limit_s,
         confirm_s=FINALISTS * seeds * limit_s,
+        reference_steps=next(
+            (n for n in REFERENCE_STEPS if n * measured.step_s <= limit_s), REFERENCE_STEPS[-1]
+        ),
         eval_freq=max(1, round(interval_s / measured.step_s)),
         max_steps=math.ceil(1.25 * limit_s / measured.step_s),
         wall_per_s=wall_per_s,

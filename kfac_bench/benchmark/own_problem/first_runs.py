@@ -10,12 +10,7 @@ from statistics import median
 
 from kfac_bench.benchmark import forked, local_process, run_end
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
-from kfac_bench.benchmark.own_problem.budget import (
-    REFERENCE_STEPS,
-    Budget,
-    Measured,
-    budget_of,
-)
+from kfac_bench.benchmark.own_problem.budget import Budget, Measured, budget_of
 from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
 from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder
 from kfac_bench.config.command_options import path_word
@@ -48,8 +43,10 @@ def make_plan(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> 
     budget = _FirstRuns(asked, folder).budget()
     if asked.target is not None:
         return Plan(budget, asked.target, is_own_target=False)
-    say(f"the problem has no target: AdamW trains for {REFERENCE_STEPS} steps to fix one")
-    return Plan(budget, _FirstRuns(asked, folder).reached(), is_own_target=True)
+    say(f"the problem has no target: AdamW trains for {budget.reference_steps} steps to fix one")
+    return Plan(
+        budget, _FirstRuns(asked, folder).reached(budget.reference_steps), is_own_target=True
+    )
 
 
 class _FirstRuns:
@@ -104,15 +101,15 @@ class _FirstRuns:
         path = self._run("speed", name, words)
         return time.monotonic() - began, path
 
-    def reached(self) -> float:
+    def reached(self, steps: int) -> float:
         """Return the median metric of the last evaluations of AdamW's default setting.
 
-        The seed and the number of steps are fixed, so that the target does not depend on the speed
-        of the machine. The best metric of all would depend on a single lucky evaluation.
+        The run has a number of steps, so that the target does not depend on seconds. The best
+        metric of all would depend on a single lucky evaluation.
         """
         words = (
-            f"trainer.max_steps={REFERENCE_STEPS}",
-            f"trainer.eval_freq={REFERENCE_STEPS // REFERENCE_EVALUATIONS}",
+            f"trainer.max_steps={steps}",
+            f"trainer.eval_freq={steps // REFERENCE_EVALUATIONS}",
         )
         run = load(self._run("reference", REFERENCE, words))
         values = [value for _, _, value in score.metric_curve(run)]
@@ -122,7 +119,7 @@ class _FirstRuns:
         if not math.isfinite(reached) or is_better(reached, begins) == begins:
             raise UsageError(
                 f"{self._asked.file}: AdamW's default setting does not improve the metric in "
-                f"{REFERENCE_STEPS} steps, so no target can be fixed. Set target= in Problem(...)"
+                f"{steps} steps, so no target can be fixed. Set target= in Problem(...)"
             )
         return rounded(reached, begins, higher_is_better=run.started.higher_is_better)
 

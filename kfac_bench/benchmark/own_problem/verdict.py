@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from kfac_bench.benchmark.own_problem.budget import REFERENCE_STEPS
 from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
 from kfac_bench.report.words import metric as shown_metric
 
@@ -261,7 +260,7 @@ def _cautions(result: TryResult) -> list[str]:
     if result.is_own_target:
         lines.append(
             "The problem has no target. So this one was fixed before tuning: AdamW's default "
-            f"setting reached it in {REFERENCE_STEPS} steps."
+            f"setting reached it in {result.reference_steps} steps."
         )
     if result.is_quick:
         lines.append(

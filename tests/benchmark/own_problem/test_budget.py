@@ -73,9 +73,16 @@ def test_starts_that_eat_the_minutes_are_named():
 
 
 def test_a_trial_is_not_shorter_than_the_run_that_fixes_the_target():
-    measured = Measured(step_s=0.2, eval_s=0.01, start_s=2, spent_s=20)
-    assert budget_of(10, measured, 7, 5).limit_s > 50 * 0.2
-    with pytest.raises(UsageError, match=r"needs 300 and 10 .* With target= in Problem") as caught:
+    measured = Measured(step_s=0.3, eval_s=0.01, start_s=2, spent_s=20)
+    assert budget_of(10, measured, 7, 5).limit_s > 50 * 0.3
+    with pytest.raises(UsageError, match=r"needs 100 and 10 .* With target= in Problem") as caught:
         budget_of(10, measured, 7, 5, has_target=False)
     enough = float(re.search(r"--minutes (\d+) is enough", str(caught.value))[1])
-    assert budget_of(enough, measured, 7, 5, has_target=False).limit_s >= 300 * 0.2
+    assert budget_of(enough, measured, 7, 5, has_target=False).limit_s >= 100 * 0.3
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(0.001, 1000), (0.05, 1000), (0.1, 300), (0.5, 100)])
+def test_the_steps_that_fix_a_target_do_not_follow_the_speed_of_the_machine(step_s, steps):
+    for slower in (1, 1.3):
+        measured = Measured(slower * step_s, eval_s=0.01, start_s=1, spent_s=20)
+        assert budget_of(30, measured, 7, 5, has_target=False).reference_steps == steps
