@@ -193,17 +193,33 @@ def _run(options: argparse.Namespace) -> int:
                 raise
             failed += 1
             say(f"{row.name}: {error}")
-    if failed:
-        words = [options.benchmark, *options.words, "--retry"]
-        say_next(command_line("kfac-bench run", words), "runs the failed cells again")
-    elif len(rows) == 1 and rows[0].cells and suite.has_begun(suite.attempts(rows[0])):
-        words = [rows[0].folder, "--svg", rows[0].folder / "curves.svg"]
-        say_next(command_line("kfac-bench compare", words), "the curves of the runs")
     if len(rows) > 1:
         _report_all(rows, None)
         failures = counted(failed, "failed cell", none="no")
         say(f"{(time.monotonic() - began) / 60:.1f} min, {failures}")
+    _say_what_next(rows, options, failed)
     return 1 if failed else 0
+
+
+def _say_what_next(rows: Sequence[BenchmarkRow], options: argparse.Namespace, failed: int) -> None:
+    """Print the command that runs the other cells, or the one that draws the runs of one row."""
+    from kfac_bench.benchmark import suite
+
+    words = [options.benchmark, *options.words]
+    words += ["--only", options.only] if options.only else []
+    words += ["--seeds", *options.seeds] if options.seeds else []
+    words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+    words += ["--results", options.results] if options.results else []
+    left = sum(suite.cells_left(row, retry=False) for row in rows)
+    if failed:
+        say_next(command_line("kfac-bench run", [*words, "--retry"]), "the failed cells again")
+    elif left:
+        say_next(command_line("kfac-bench run", words), f"the {counted(left, 'cell')} left")
+    elif len(rows) == 1 and suite.runs_of(suite.attempts(rows[0])):
+        words = [rows[0].folder, "--svg", rows[0].folder / "curves.svg"]
+        say_next(command_line("kfac-bench compare", words), "the curves of the runs")
+    else:
+        say_next("kfac-bench list", "other benchmarks")
 
 
 def _report(options: argparse.Namespace) -> int:
