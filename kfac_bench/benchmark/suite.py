@@ -127,7 +127,7 @@ def run(
         return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
     except TimeIsUp:
         left = cells_left(each, retry=retry)
-        say(f"time is up: {left} of {len(each.cells)} cells are left; the same command continues")
+        say(f"time is up: {left} of {len(each.cells)} cells are left")
     return failed + sum(run_end.failure(cell.path()) is not None for cell in each.cells)
 
 
