@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfac_bench.benchmark import computed, grid, run_end, schema
+from kfac_bench.benchmark.catalog import CLAIMS, ORDER
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.phase_times import load_phases
@@ -14,40 +15,9 @@ from kfac_bench.benchmark.result import CellRuns, Line, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.benchmark.sheet import Attempt, AttemptState
 from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
-from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, load, was_computed
-
-ORDER = (
-    "kaisa_memory_vs_fraction",
-    "fig7_step_profile",
-    "sec634_bert_interval",
-    "fig8_resnet_scaling",
-    "fig9bc_bert_scaling",
-    "kaisa_fixed_memory_bert",
-    "kaisa_fixed_memory_resnet50",
-    "kaisa_unet_lgg",
-    "table2_fig4_cifar_correctness",
-    "table5_fig6_update_interval",
-    "fig5a_resnet50_convergence",
-    "table1_cifar_inv_vs_eigen",
-    "table6_fig9a_maskrcnn_scaling",
-    "fig5bc_maskrcnn_convergence",
-    "table3_bert_lamb",
-    "table4a_bert_kfac_phase2",
-    "table4b_bert_kfac_phase1",
-    "table4c_bert_kfac_both",
-)
-"""The papers' tables and figures. Cheap rows come first, so that results appear early."""
-CLAIMS = (
-    "classic_autoencoder",
-    "claim3_distribution",
-    "claim4_memory",
-    "claim2_intervals",
-    "claim1_epochs",
-)
-"""The papers' claims as small experiments: the rows of ``profile=cpu``, cheap rows first."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +127,7 @@ def run(
         return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
     except TimeIsUp:
         left = cells_left(each, retry=retry)
-        say(f"time is up: {left} of {len(each.cells)} cells are left; the same command continues")
+        say(f"time is up: {left} of {len(each.cells)} cells are left")
     return failed + sum(run_end.failure(cell.path()) is not None for cell in each.cells)
 
 
@@ -220,9 +190,3 @@ def runs_of(found: Sequence[Attempt]) -> list[Run]:
     """Return the runs that trained."""
     runs = [attempt.run for attempt in found if attempt.run is not None]
     return [run for run in runs if not was_computed(run)]
-
-
-def all_names() -> list[str]:
-    """Return the names of all benchmarks: first the papers' rows and claims, as in ``all``."""
-    first = (*ORDER, *CLAIMS)
-    return [*first, *(name for name in compose.options_of("benchmark") if name not in first)]

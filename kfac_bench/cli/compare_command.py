@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.output import say
 from kfac_bench.record.runs import refuse_missing
@@ -27,6 +29,7 @@ def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: boo
     from rich.console import Console
 
     from kfac_bench import report
+    from kfac_bench.report.finding import finding
 
     comparison = report.compare(runs, html)
     if markdown:
@@ -35,9 +38,16 @@ def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: boo
         Console().print(report.terminal_table(comparison.rows))
     for note in comparison.notes:
         say(note)
+    if not markdown:
+        for task, settings in itertools.groupby(comparison.settings, key=lambda each: each.task):
+            if sentence := finding(list(settings)):
+                say(f"{task}: {sentence}")
     if svg is not None:
         write_text(svg, report.figure_svg(comparison.settings))
         say(f"figure: {svg}")
     if html is not None:
         say(f"report: {html.resolve()}")
+    elif not markdown:
+        words = [*runs, "--html", "report.html"]
+        say_next(command_line("kfac-bench compare", words), "a page with the curves")
     return 0

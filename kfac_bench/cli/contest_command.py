@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.cli.suite_command import add_sitting_options
 from kfac_bench.output import say
@@ -85,6 +86,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     benchmark, runs_dir, sitting = _tuning_sitting(options)
     tune.tune(benchmark, runs_dir, options.out, say, options.only, sitting)
+    say_next(command_line("kfac-bench run", [options.benchmark]), f"settings: {options.out}")
     return 0
 
 

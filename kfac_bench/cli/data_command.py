@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, printable, shortage
@@ -23,7 +24,9 @@ def data(arguments: list[str]) -> int:
         from kfac_bench.data.images import fetch_fashion_mnist
 
         fetch_fashion_mnist.fetch(options.folder, options.url, say)
-        say(f"{options.folder}: complete; use it with data.root={options.folder}")
+        say(f"{options.folder}: complete")
+        words = ["data=fashion_mnist", f"data.root={options.folder}"]
+        say_next(command_line("kfac-train", words))
         return 0
     return _verify(options.folder)
 
@@ -84,6 +87,7 @@ def _make_demo(options: argparse.Namespace) -> int:
 
     demo_folder.make(options.layout, options.folder)
     say(f"{options.folder}: made")
+    say_next(command_line("kfac-data verify", [options.folder]))
     return 0
 
 
@@ -126,6 +130,7 @@ def _prepare(options: argparse.Namespace) -> int:
         say=say,
     )
     say(f"{options.folder}: made")
+    say_next(command_line("kfac-data verify", [options.folder]))
     return 0
 
 

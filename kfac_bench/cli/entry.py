@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +18,7 @@ from kfac_bench.errors import (
     OneRankError,
     UsageError,
     WorkerLostError,
+    printable,
     shortage,
     unusable_path,
 )
@@ -27,6 +29,10 @@ RANK_0_SPEAKS_S = 10
 def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
     """Run `main` and end the process with its exit code. Errors are printed as one line."""
     _prepare_streams()
+    # By default Python adds the file and the line of the code that warns.
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"{name}: warning: {printable(' '.join(str(message).split()))}\n"
+    )
     try:
         code = main()
     except OneRankError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
@@ -27,7 +28,11 @@ def _export(options: argparse.Namespace) -> int:
     if not options.run.exists():  # before the import of torch
         raise UsageError(f"{options.run} does not exist; give a run directory or a checkpoint")
     from kfac_bench.training import export
+    from kfac_bench.training.weights import SAFETENSORS
 
     for line in export.export(options.run, options.out, best=options.best):
         say(line)
+    code = "import sys, safetensors.torch as s; print(s.load_file(sys.argv[1]).keys())"
+    file = options.out or (options.run if options.run.is_dir() else Path()) / SAFETENSORS
+    say_next(command_line("python", ["-c", code, file]), "the names of the weights")
     return 0

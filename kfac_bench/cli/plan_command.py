@@ -5,6 +5,7 @@ import gc
 from pathlib import Path
 
 from kfac_bench.cli.completion_command import OWN_WORDS
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.config.command_options import split_words, whole_number
 from kfac_bench.output import say
@@ -88,6 +89,9 @@ def _print_plan(
     say(plan_report.describe(run, by_layer=options.layers))
     if path is not None:
         say(f"every rank: {path}")
+    if world_size == 1:
+        more = [] if options.config_dir is None else ["--config-dir", options.config_dir]
+        say_next(command_line("kfac-train", [*overrides, *more]), "trains with these options")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
@@ -42,4 +43,7 @@ def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
 
         write_text(svg, profile_svg(times, unit))
         say(f"figure: {svg}")
+    else:
+        words = [*runs, *(["--steps"] if steps else []), "--svg", "profile.svg"]
+        say_next(command_line("kfac-bench profile", words), "draws the profiles")
     return 0

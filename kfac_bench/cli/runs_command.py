@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.counted import counted, size_text
 from kfac_bench.output import say
@@ -56,6 +57,11 @@ def _list(options: argparse.Namespace) -> int:
         say("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     total = sum(run.size_bytes for run in found)
     say(f"{counted(len(found), 'run')}, {size_text(total)}")
+    words = ["--runs-dir", options.runs_dir]
+    if any(run.checkpoints > 1 for run in found):
+        say_next(command_line("kfac-bench runs prune --dry-run", words), "old checkpoints")
+    elif found:
+        say_next(command_line("kfac-bench compare", [options.runs_dir]))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.output import say
 
@@ -26,4 +27,10 @@ def _scaling(options: argparse.Namespace) -> int:
         say(scaling_options.USAGE, end="")
         return 0
     problem_file.run_named(options.words)
-    return scaling_options.scaling(options.words, say)
+    code = scaling_options.scaling(options.words, say)
+    if code:
+        say_next(command_line("kfac-bench scaling", options.words), "measures what is missing")
+    elif not any(word.startswith(("hardware=", "launcher=slurm")) for word in options.words):
+        words = [*options.words, "hardware=two_cores"]
+        say_next(command_line("kfac-bench scaling", words), "adds simulated efficiencies")
+    return code

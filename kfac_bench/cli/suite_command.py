@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.config.command_options import one_of, split_words
 from kfac_bench.counted import counted
@@ -27,8 +30,8 @@ ALL = "all"
 
 def add_list(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench list``."""
-    command = commands.add_parser("list", help="list all benchmarks and their cells")
-    command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    command = commands.add_parser("list", help="list all benchmarks in groups")
+    command.add_argument("--markdown", action="store_true", help="print the lists as Markdown")
     command.set_defaults(run_command=_list)
 
 
@@ -108,26 +111,25 @@ def _separate_seeds(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from kfac_bench.benchmark import computed, grid, schema, suite
-    from kfac_bench.report.tables import Table
+    from kfac_bench.benchmark import catalog
 
-    rows = []
-    for name in suite.all_names():
-        benchmark = schema.load(name)
-        sizes: list[str | None] = [*benchmark.profiles] or [None]
-        trained = {size: len(grid.cells(benchmark, "runs", profile=size)) for size in sizes}
-        counts = ", ".join(f"{size or 'one size'} {count}" for size, count in trained.items())
-        more = len(computed.cells(benchmark, "runs"))
-        if not any(trained.values()) and not more:
-            continue  # kfac-bench try makes the cells
-        counts += f" + {more} computed" if more else ""
-        rows.append([name, benchmark.title, benchmark.source, counts])
-    table = Table("Benchmarks", ["name", "title", "source", "cells"], rows)
-    if options.markdown:
-        say(table.markdown(), end="")
-        return 0
-    for label, title, source, cells in rows:
-        say(f"{label}: {title}\n    {f'{source}; ' if source else ''}cells: {cells}")
+    for group, entries in catalog.groups().items():
+        say(f"## {group}\n" if options.markdown else group)
+        for each in entries:
+            source = f" ({each.source})" if each.source else ""
+            sizes = f"; profile={'|'.join(each.sizes)}" if each.sizes else ""
+            if options.markdown:
+                say(f"* `{each.name}`: {each.title}{source}{sizes}")
+            else:
+                for line in textwrap.wrap(
+                    f"{each.name}: {each.title}{source}{sizes}",
+                    initial_indent="  ",
+                    subsequent_indent="      ",
+                    width=max(40, shutil.get_terminal_size().columns),
+                ):
+                    say(line)
+        say("")
+    say_next("kfac-bench run demo", "three optimizers on handwritten digits, a few minutes")
     return 0
 
 
@@ -195,7 +197,29 @@ def _run(options: argparse.Namespace) -> int:
         _report_all(rows, None)
         failures = counted(failed, "failed cell", none="no")
         say(f"{(time.monotonic() - began) / 60:.1f} min, {failures}")
+    _say_what_next(rows, options, failed)
     return 1 if failed else 0
+
+
+def _say_what_next(rows: Sequence[BenchmarkRow], options: argparse.Namespace, failed: int) -> None:
+    """Print the command that runs the other cells, or the one that draws the runs of one row."""
+    from kfac_bench.benchmark import suite
+
+    words = [options.benchmark, *options.words]
+    words += ["--only", options.only] if options.only else []
+    words += ["--seeds", *options.seeds] if options.seeds else []
+    words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+    words += ["--results", options.results] if options.results else []
+    left = sum(suite.cells_left(row, retry=False) for row in rows)
+    if failed:
+        say_next(command_line("kfac-bench run", [*words, "--retry"]), "the failed cells again")
+    elif left:
+        say_next(command_line("kfac-bench run", words), f"the {counted(left, 'cell')} left")
+    elif len(rows) == 1 and suite.runs_of(suite.attempts(rows[0])):
+        words = [rows[0].folder, "--svg", rows[0].folder / "curves.svg"]
+        say_next(command_line("kfac-bench compare", words), "the curves of the runs")
+    else:
+        say_next("kfac-bench list", "other benchmarks")
 
 
 def _report(options: argparse.Namespace) -> int:

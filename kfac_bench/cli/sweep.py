@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import say_once
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import OneRankError, UsageError
@@ -29,10 +30,13 @@ def run(
     Raises:
         UsageError: A configuration is not valid. No job has started then.
     """
-    from kfac_bench.config import compose, recipes
+    from kfac_bench.config import compose, problem_file, recipes
 
     ranks = int(from_launcher("WORLD_SIZE", "1"))
-    jobs = _jobs(overrides, config_dir)
+    problems = problem_file.separated(overrides)
+    for words in problems:
+        problem_file.run_named(words)
+    jobs = [job for words in problems for job in _jobs(words, config_dir)]
     # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
     configs = [compose.load(words, config_dir, ranks) for words in jobs]
     chosen = [recipes.choose(words, config_dir, ranks) for words in jobs]
@@ -52,6 +56,11 @@ def run(
         # A signal that stops one job stops the whole sweep.
         if codes[-1] >= 128:
             break
+    if len(configs) > 1 and set(codes) == {0} and not configs[0].dry_run:
+        from kfac_bench.training.run_directory import RunDirectory
+
+        paths = list(dict.fromkeys(RunDirectory(config).path for config in configs))
+        say_next(command_line("kfac-bench compare", paths))
     return max(codes, default=0)
 
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli import sweep
+from kfac_bench.cli import endings, sweep
 from kfac_bench.cli.entry import Parser, check_config_dir
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
@@ -60,7 +60,6 @@ def train(arguments: list[str]) -> int:
         about = option_help.describe(options.overrides, options.config_dir)
         say(about if options.overrides else TRAIN_USAGE + about)
         return 0
-    problem_file.run_named(options.overrides)
     if options.multirun and options.cfg:
         raise UsageError("--cfg prints one configuration: use it without --multirun")
     if options.multirun and options.layers:
@@ -68,6 +67,7 @@ def train(arguments: list[str]) -> int:
     ranks = int(slurm_rank.from_launcher("WORLD_SIZE", "1"))
     if options.multirun:
         return sweep.run(options.overrides, options.config_dir, train_one)
+    problem_file.run_named(options.overrides)
     config = compose.load(options.overrides, options.config_dir, ranks)
     recipe = recipes.choose(options.overrides, options.config_dir, ranks)
     if options.layers and not config.dry_run:
@@ -83,7 +83,11 @@ def train(arguments: list[str]) -> int:
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
-    return train_one(config, by_layer=options.layers)
+    code = train_one(config, by_layer=options.layers)
+    # The command of one rank is not the one that the user has typed.
+    if code == 0 and not config.dry_run and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
+        endings.say_run(config, options.overrides, options.config_dir)
+    return code
 
 
 def _say_what_data(config: "TrainConfig") -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
 from kfac_bench.config.command_options import one_of, split_words
 from kfac_bench.errors import UsageError
@@ -99,7 +100,7 @@ def _try(options: argparse.Namespace) -> int:
     file = options.file.removeprefix(problem_file.WORD)
     problem_file.run_named([f"{problem_file.WORD}{file}"])
     asked, question = _asked(options, file, words)
-    folder = options.runs_dir or Path("runs", f"try-{problem_file.title(file)}")
+    folder = options.runs_dir or Path("runs", f"try-{asked.title}")
     if launcher == "slurm":
         return _submit(options, words, file, folder)
     return _study(asked, question, folder, is_quick=options.quick)
@@ -129,7 +130,8 @@ def _asked(options: argparse.Namespace, file: str, words: list[str]) -> tuple[As
     names = spaces.choose(options.optimizers)
     _check_words(words, spaces.chosen_options(names))
     starts = spaces.starts_from(options.start) if options.start is not None else {}
-    named = problem_file.named(file)
+    named = problem_file.chosen([f"{problem_file.WORD}{file}", *words])
+    assert named is not None
     has_likelihood = named.problem.likelihood is not None
     candidates = {
         name: spaces.candidates(name, has_likelihood=has_likelihood, start=starts.get(name))
@@ -183,6 +185,12 @@ def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> i
     say("")
     say(text)
     say(f"page: {(path / 'verdict.html').resolve()}")
+    if is_quick:
+        words = [asked.file, *asked.words, "--runs-dir", f"{path}-long", "--from", path]
+        say_next(command_line("kfac-bench try", words), "a study of 30 minutes")
+    else:
+        words = [path / "final", "--html", path / "final.html"]
+        say_next(command_line("kfac-bench compare", words), "the runs on fresh seeds")
     return 0
 
 

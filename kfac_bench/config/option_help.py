@@ -57,7 +57,10 @@ def _everything(config_dir: Path | None) -> str:
     known = every_option()
     lines = ["groups:"]
     for group in groups():
-        lines += _choices(group, config_dir)
+        if group == EXPERIMENT:
+            lines.append("  experiment=NAME     (--help experiment lists the names)")
+        else:
+            lines += _choices(group, config_dir)
     lines.append(OPTIONS_HEAD)
     for found in known.values():
         lines += _listed(found)

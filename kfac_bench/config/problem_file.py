@@ -4,19 +4,25 @@ A file runs only if the user's own command line names it. The commands call :fun
 their words, and nothing else runs a problem file. Composing a configuration looks a file up among
 those that have run. So a configuration file, a run directory or a table that names another file is
 refused: it may come from somebody else.
+
+The file's ``problem`` may be a function whose parameters have defaults. ``problem.NAME=VALUE`` sets
+a parameter.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import itertools
 import re
+import shlex
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kfac_bench.config.command_options import quoted
 from kfac_bench.errors import UsageError
@@ -26,18 +32,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WORD = "problem="
+WORD, ARGUMENT = "problem=", "problem."
 GROUPS = ("data", "task", "model")
 
 
 @dataclass(frozen=True)
 class ProblemFile:
-    """A problem file that has run."""
+    """The problem of a file that has run."""
 
     path: str
     """The path as the command line gives it."""
     sha256: str
     problem: Problem
+    arguments: str = ""
+    """Arguments of the function ``problem`` that differ from its defaults, as shell words."""
 
     def call(self, what: str, function: Callable[[], T]) -> T:
         """Return the result of the user's function.
@@ -53,7 +61,25 @@ class ProblemFile:
             raise UsageError(f"{place(self.path, error)}: {what}: {described(error)}") from error
 
 
-_files: dict[str, ProblemFile] = {}
+@dataclass(frozen=True)
+class _RunFile:
+    """A file that has run."""
+
+    path: str
+    sha256: str
+    made: Problem | Callable[..., Any]
+    """What the file calls ``problem``."""
+    built: dict[str, ProblemFile] = field(default_factory=dict)
+    """The problems that were built, by their arguments."""
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the parameters of the function ``problem``, with their defaults."""
+        if not inspect.isfunction(self.made):
+            return {}
+        return {n: p.default for n, p in inspect.signature(self.made).parameters.items()}
+
+
+_files: dict[str, _RunFile] = {}
 """The files that have run in this process, by their paths."""
 
 
@@ -65,12 +91,9 @@ def run_named(words: Sequence[str]) -> None:
     Raises:
         UsageError: The file cannot be read, fails, or has no ``problem``.
     """
-    found = _paths(words)
-    if len(found) > 1:
-        raise UsageError(f"problem={found[0]} and problem={found[1]}: name one problem")
-    for path in found:
-        if path not in _files:
-            _files[path] = _run(path)
+    path = _path(words)
+    if path is not None and path not in _files:
+        _files[path] = _run(path)
 
 
 def paths() -> list[str]:
@@ -78,15 +101,16 @@ def paths() -> list[str]:
     return list(_files)
 
 
-def named(path: str | None, option: str = "problem") -> ProblemFile:
-    """Return a file that the user's command line has named.
+def named(path: str | None, option: str = "problem", arguments: str = "") -> ProblemFile:
+    """Return the problem of a file that the user's command line has named.
 
     Args:
         path: The path, as the configuration gives it.
         option: The option that has this path, for the message.
+        arguments: Arguments of the file's function ``problem``, as shell words.
 
     Raises:
-        UsageError: The command line names another file or none.
+        UsageError: The command line names another file or none, or the function fails.
     """
     if path is None:
         raise UsageError(f"{option} is missing: name the file of your problem with problem=FILE")
@@ -96,7 +120,40 @@ def named(path: str | None, option: str = "problem") -> ProblemFile:
             f"line does not. The file is a program: read it, and then add problem={path} to the "
             "command"
         )
-    return _files[path]
+    file = _files[path]
+    if arguments not in file.built:
+        file.built[arguments] = _built(file, arguments)
+    return file.built[arguments]
+
+
+def chosen(words: Sequence[str]) -> ProblemFile | None:
+    """Return the problem that ``problem=FILE`` and ``problem.NAME=VALUE`` choose, if any.
+
+    Raises:
+        UsageError: The file has not been named on the command line, or an argument is wrong.
+    """
+    path = _path(words)
+    given = [word.removeprefix(ARGUMENT) for word in words if word.startswith(ARGUMENT)]
+    if path is not None:
+        return named(path, arguments=shlex.join(given))
+    if given:
+        raise UsageError(f"{ARGUMENT}{given[0]} is an argument of a problem file. Add problem=FILE")
+    return None
+
+
+def separated(words: Sequence[str]) -> list[list[str]]:
+    """Return the words of each job of a sweep over problem files and their arguments.
+
+    ``problem=a.py,b.py problem.width=8,16`` makes four jobs.
+    """
+    choices = []
+    for word in words:
+        name, equals, values = word.partition("=")
+        if equals and word.startswith((WORD, ARGUMENT)):
+            choices.append([f"{name}={value}" for value in values.split(",")])
+        else:
+            choices.append([word])
+    return [list(job) for job in itertools.product(*choices)]
 
 
 def expand(words: Sequence[str]) -> list[str]:
@@ -107,12 +164,9 @@ def expand(words: Sequence[str]) -> list[str]:
     Raises:
         UsageError: The file has not been named on the command line.
     """
-    found = _paths(words)
-    if not found:
+    file = chosen(words)
+    if file is None:
         return list(words)
-    if len(found) > 1:
-        raise UsageError(f"problem={found[0]} and problem={found[1]}: name one problem")
-    file = named(found[0])
     for word in words:
         group, _, value = word.partition("=")
         if group in GROUPS and value != "problem":
@@ -121,18 +175,23 @@ def expand(words: Sequence[str]) -> list[str]:
                 f"Remove {word}"
             )
     options = [f"{group}=problem" for group in GROUPS]
-    quoted = _quoted(file.path)
-    options += [f"{group}.file={quoted}" for group in GROUPS]
+    path, arguments = _quoted(file.path), quoted(file.arguments)
+    options += [f"{group}.file={path}" for group in GROUPS]
+    if file.arguments:
+        options += [f"{group}.arguments={arguments}" for group in GROUPS]
     # A digest of digits only would be read as a number.
     options += [f"data.sha256='{file.sha256}'", f"trainer.batch_size={file.problem.batch_size}"]
     if file.problem.target is not None:
         # A number of NumPy shows its type.
         options.append(f"trainer.target={float(file.problem.target)!r}")
-    return [*options, *(word for word in words if not word.startswith(WORD))]
+    return [*options, *(word for word in words if not word.startswith((WORD, ARGUMENT)))]
 
 
-def _paths(words: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(w.removeprefix(WORD) for w in words if w.startswith(WORD)))
+def _path(words: Sequence[str]) -> str | None:
+    found = list(dict.fromkeys(w.removeprefix(WORD) for w in words if w.startswith(WORD)))
+    if len(found) > 1:
+        raise UsageError(f"problem={found[0]} and problem={found[1]}: name one problem")
+    return found[0] if found else None
 
 
 def _quoted(path: str) -> str:
@@ -142,19 +201,20 @@ def _quoted(path: str) -> str:
     return quoted(path)
 
 
-def title(path: str) -> str:
-    """Return the name of a problem in names of runs and in tables: that of its file."""
-    return re.sub(r"[^\w.=+-]", "_", Path(path).stem)[:40] or "problem"
+def title(path: str, arguments: str = "") -> str:
+    """Return the name of a problem in names of runs and in tables: its file and its arguments."""
+    stem = Path(path).stem[:40] or "problem"
+    return re.sub(r"[^\w.=+-]", "_", f"{stem}-{arguments}" if arguments else stem)[:70]
 
 
-def _run(path: str) -> ProblemFile:
+def _run(path: str) -> _RunFile:
     try:
         source = Path(path).read_bytes()
     except OSError as error:
         raise UsageError(
             f"problem={path}: cannot be read ({error.strerror}). Give the path of a Python file"
+            f"{', or add --multirun for several files' if ',' in path else ''}"
         ) from None
-    from kfac_bench import randomness
     from kfac_bench.problem import Problem
 
     module = types.ModuleType(f"kfac_problem_{title(path)}")
@@ -165,21 +225,99 @@ def _run(path: str) -> ProblemFile:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
+    _seeded(path, lambda: exec(compile(source, path, "exec"), module.__dict__))  # noqa: S102
+    problem = module.__dict__.get("problem")
+    if not isinstance(problem, Problem) and not inspect.isfunction(problem):
+        has = "has no variable `problem`" if problem is None else "has another kind of `problem`"
+        raise UsageError(f"{path}: the file {has}. {_HOW}")
+    file = _RunFile(path, hashlib.sha256(source).hexdigest()[:16], problem)
+    for name, default in file.defaults().items():
+        if default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{path}: the parameter `{name}` of the function `problem` has no default. Give "
+                f"it one, as in `def problem({name}=64):`"
+            )
+    return file
+
+
+_HOW = "Write `from kfac_bench import Problem` and `problem = Problem(...)`"
+
+
+def _seeded(path: str, function: Callable[[], T]) -> T:
+    """Call code of the file; its random numbers, as of a split, are the same at each start."""
+    from kfac_bench import randomness
+
     try:
         with randomness.kept():
-            # A random split of the data must be the same at each start and on each rank.
             randomness.seed_all(0)
-            exec(compile(source, path, "exec"), module.__dict__)  # noqa: S102 - the user named it
+            return function()
     except (Exception, SystemExit) as error:
         raise UsageError(f"{place(path, error)}: {described(error)}") from error
-    problem = module.__dict__.get("problem")
+
+
+def _built(file: _RunFile, arguments: str) -> ProblemFile:
+    """Return the problem of a file with these arguments."""
+    from kfac_bench.problem import Problem
+
+    defaults, made = file.defaults(), file.made
+    given = {}
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise UsageError(f"data.arguments={arguments}: {error}. Use problem.NAME=VALUE") from None
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in defaults:
+            raise UsageError(f"problem.{word}: {_no_parameter(file, name)}")
+        given[name] = _value(word, text, defaults[name])
+    changed = {name: given[name] for name in sorted(given) if given[name] != defaults[name]}
+    if isinstance(made, Problem):
+        return ProblemFile(file.path, file.sha256, made)
+    problem = _seeded(file.path, lambda: made(**changed))
     if not isinstance(problem, Problem):
-        has = "has no variable `problem`" if problem is None else "has another kind of `problem`"
         raise UsageError(
-            f"{path}: the file {has}. Write `from kfac_bench import Problem` and "
-            "`problem = Problem(...)`"
+            f"{file.path}: the function `problem` returned an object of class "
+            f"{type(problem).__name__}. Return a kfac_bench.Problem"
         )
-    return ProblemFile(path, hashlib.sha256(source).hexdigest()[:16], problem)
+    canonical = shlex.join(f"{name}={_text(value)}" for name, value in changed.items())
+    return ProblemFile(file.path, file.sha256, problem, canonical)
+
+
+def _no_parameter(file: _RunFile, name: str) -> str:
+    defaults = file.defaults()
+    if defaults:
+        return f"the function `problem` in {file.path} has the parameters {', '.join(defaults)}"
+    return (
+        f"{file.path} takes no arguments. Write a function `def problem({name or 'width'}=64):` "
+        "that returns Problem(...)"
+    )
+
+
+def _value(word: str, text: str, default: Any) -> Any:
+    """Return the value of an argument, which has the type of its default."""
+    kinds: Mapping[type, tuple[str, Callable[[str], Any]]] = {
+        bool: ("true or false", {"true": True, "false": False}.__getitem__),
+        int: ("a whole number", int),
+        float: ("a number", float),
+        str: ("a text", str),
+    }
+    if type(default) not in kinds:
+        raise UsageError(
+            f"problem.{word}: its default in the file is {default!r}. Only a number, a text or "
+            "True/False can be set"
+        )
+    name, parse = kinds[type(default)]
+    try:
+        return parse(text.lower() if isinstance(default, bool) else text)
+    except (ValueError, KeyError):
+        several = "; several values need --multirun" if "," in text else ""
+        raise UsageError(
+            f"problem.{word}: must be {name}, as its default {_text(default)}{several}"
+        ) from None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def place(path: str, error: BaseException) -> str:

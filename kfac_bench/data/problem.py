@@ -23,6 +23,9 @@ class ProblemDataConfig(DataConfig):
 
     image_size: int = option(0, "the problem decides", RESULT, at_least=0, at_most=0)
     file: str | None = option(None, "Python file of the problem; problem=FILE sets it", PLACE)
+    arguments: str = option(
+        "", "arguments of the file's function; problem.NAME=VALUE sets them", RESULT
+    )
     sha256: str = option("", "hash of the problem's file; problem=FILE sets it", RESULT)
 
     def build(self, task: str) -> ProblemData:
@@ -44,7 +47,8 @@ class ProblemDataConfig(DataConfig):
         super().check(config)
         file = self._named()
         for group, section in (("model", config.model), ("task", config.task)):
-            if getattr(section, "file", None) != self.file:
+            own = (getattr(section, "file", None), getattr(section, "arguments", None))
+            if own != (self.file, self.arguments):
                 raise UsageError(
                     f"{group}={section.name} does not belong to {self.file}. Choose model, data "
                     "and task together with problem=FILE"
@@ -62,4 +66,4 @@ class ProblemDataConfig(DataConfig):
             )
 
     def _named(self) -> problem_file.ProblemFile:
-        return problem_file.named(self.file, "data.file")
+        return problem_file.named(self.file, "data.file", self.arguments)

@@ -21,6 +21,9 @@ class ProblemModelConfig(ModelConfig):
     tasks: ClassVar[tuple[str, ...]] = ("problem",)
 
     file: str | None = option(None, "Python file of the problem; problem=FILE sets it", PLACE)
+    arguments: str = option(
+        "", "arguments of the file's function; problem.NAME=VALUE sets them", PLACE
+    )
 
     def build(self, shape: tuple[int, ...], num_classes: int, task: str) -> nn.Module:
         """See :meth:`ModelConfig.build`."""
@@ -29,7 +32,7 @@ class ProblemModelConfig(ModelConfig):
 
         from kfac_bench import randomness
 
-        file = problem_file.named(self.file, "model.file")
+        file = problem_file.named(self.file, "model.file", self.arguments)
         with randomness.kept():
             # The caller has seeded torch; a model may also draw from NumPy and Python.
             randomness.seed_all(torch.initial_seed() & (2**63 - 1))

@@ -213,7 +213,8 @@ def _name(run: Run, section: str) -> str:
 def _task_label(run: Run) -> str:
     trained = f"{_name(run, 'data')} {_name(run, 'model')}"
     if isinstance(file := option(run.started.config, "data", "file"), str):
-        trained = problem_file.title(file)
+        arguments = plain(option(run.started.config, "data", "arguments") or "")
+        trained = problem_file.title(file, arguments)
     label = f"{trained}, {plain(run.started.metric)}"
     goal = target(run)
     if goal is None:

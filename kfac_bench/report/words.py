@@ -74,7 +74,9 @@ def terminal_table(rows: Sequence[Row]) -> Table:
     """
     table = Table()
     for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i < 2 else "right", overflow="fold")
+        # On a terminal of 80 columns the whole head would take four lines.
+        head = column.removesuffix(" (median, range)")
+        table.add_column(head, justify="left" if i < 2 else "right", overflow="fold")
     above = None
     for line in rows:
         task, *others = cells(line)

@@ -142,7 +142,7 @@ def _trained(run: DryRun) -> str:
     """Return what is trained on which data: a problem file has a name of its own."""
     config, shape = run.config, list(run.shape)
     if isinstance(config.data, ProblemDataConfig) and config.data.file is not None:
-        return f"the problem {problem_file.title(config.data.file)} {shape}"
+        return f"the problem {problem_file.title(config.data.file, config.data.arguments)} {shape}"
     return f"{config.model.name} on {config.data.name} {shape}, task {config.task.name}"
 
 

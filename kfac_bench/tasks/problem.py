@@ -23,6 +23,9 @@ class ProblemTaskConfig(TaskConfig):
     """The loss and the metric of a user's own problem; choose them with problem=FILE."""
 
     file: str | None = option(None, "Python file of the problem; problem=FILE sets it", PLACE)
+    arguments: str = option(
+        "", "arguments of the file's function; problem.NAME=VALUE sets them", PLACE
+    )
 
     @property
     def likelihood(self) -> str:  # type: ignore[override]
@@ -69,4 +72,4 @@ class ProblemTaskConfig(TaskConfig):
             )
 
     def _named(self) -> problem_file.ProblemFile:
-        return problem_file.named(self.file, "task.file")
+        return problem_file.named(self.file, "task.file", self.arguments)

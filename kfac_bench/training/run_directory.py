@@ -64,7 +64,7 @@ def run_id(config: TrainConfig, job: str | None = None) -> str:
     kfac = config.kfac.strategy if config.kfac.enabled else "none"
     trained = [config.data.name, config.model.name]
     if isinstance(config.data, ProblemDataConfig) and config.data.file is not None:
-        trained = ["problem", problem_file.title(config.data.file)]
+        trained = ["problem", problem_file.title(config.data.file, config.data.arguments)]
     return "-".join([*trained, config.optimizer.name, f"kfac_{kfac}", digest])
 
 

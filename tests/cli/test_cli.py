@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -548,10 +549,61 @@ def test_bad_input_to_a_sweep_is_one_line(command, tmp_path, overrides, fragment
     assert list(tmp_path.iterdir()) == []
 
 
-def test_list_shows_the_demo(command):
-    done = command(BIN / "kfac-bench", "list")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"^demo: .*SGD.*Adam.*K-FAC", done.stdout, re.MULTILINE)
+def test_list_shows_the_benchmarks_in_groups_without_slow_imports(command):
+    code = (
+        "import sys, kfac_bench.cli\n"
+        "try: kfac_bench.cli.bench(['list'])\n"
+        "except SystemExit as stop: code = stop.code\n"
+        "slow = {'torch', 'numpy', 'hydra', 'matplotlib', 'scipy'} & set(sys.modules)\n"
+        "print(code, sorted(slow), file=sys.stderr)"
+    )
+    done = command(sys.executable, "-c", code)
+    assert done.stderr == "0 []\n"
+    papers, claims, own = done.stdout.split("\n\n")[:3]
+    assert papers.startswith("Tables and figures of the papers")
+    assert "\n  table2_fig4_cifar_correctness: Table 2, Fig. 4: ResNet-32" in papers
+    assert "\n  claim4_memory: " in claims
+    assert "\n  demo: Handwritten digits" in own
+    assert "  try: " not in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("next: kfac-bench run demo ")
+
+
+# ---- how commands end ----
+
+
+def test_a_run_ends_with_its_result_and_the_command_without_kfac(tmp_path, capsys):
+    def end(*words):
+        with pytest.raises(SystemExit) as stop:
+            cli.train([*TINY, f"runs_dir={tmp_path}", *words])
+        assert stop.value.code == 0
+        return capsys.readouterr().out.splitlines()
+
+    words = ["kfac.skip=[a b]"]
+    result, then = end(*words)[-2:]
+    assert re.match(r"result: K-FAC \+ SGD: squared_error [\d.]+ after 3 steps, ", result)
+    command = then.removeprefix("next: kfac-train ").partition("   (")[0]
+    assert shlex.split(command) == [
+        *(word for word in TINY if not word.startswith("kfac.")),
+        f"runs_dir={tmp_path}",
+        "kfac=none",
+    ]
+    with pytest.raises(SystemExit):
+        cli.train(shlex.split(command))
+    _, alone, compare = capsys.readouterr().out.splitlines()[-3:]
+    assert alone.startswith("next: ") or compare.startswith("next: ")
+    result, beside, then = end(*words)[-3:]
+    assert beside.startswith("beside: SGD: squared_error ")
+    folders = [line.rpartition("; ")[2] for line in (result, beside)]
+    assert then == f"next: kfac-bench compare {' '.join(folders)}"
+
+
+def test_a_warning_is_one_line(command):
+    code = (
+        "import warnings; from kfac_bench.cli.entry import exit_with\n"
+        "exit_with('kfac-train', lambda: warnings.warn('K-FAC: too\\nslow') or 0)"
+    )
+    done = command(sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "kfac-train: warning: K-FAC: too slow\n")
 
 
 def test_compare_writes_one_page_that_loads_nothing_from_the_network(swept, command, tmp_path):

@@ -71,7 +71,16 @@ def test_the_terminal_table_prints_markup_as_text(tmp_path: Path) -> None:
     console.file.close()
     text = console.export_text()
     assert "[red]x[/red] resnet8" in text
-    assert all(column in text for column in report.COLUMNS)
+    assert all(column.partition(" (")[0] in text for column in report.COLUMNS)
+
+
+def test_the_head_of_the_terminal_table_has_two_lines_at_80_columns(tmp_path: Path) -> None:
+    found = report.compare([write_run(tmp_path / "a")])
+    console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
+    console.print(report.terminal_table(found.rows))
+    console.file.close()
+    lines = console.export_text().splitlines()
+    assert [line[0] for line in lines[:4]] == ["┏", "┃", "┃", "┡"]
 
 
 def test_the_terminal_table_names_a_task_once(folder: Path) -> None:

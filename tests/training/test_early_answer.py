@@ -33,7 +33,7 @@ def test_a_finished_run_answers_without_torch(tmp_path, monkeypatch):
     done = in_new_process(
         "train", *TINY, "data=digits", f"runs_dir={tmp_path}", "trainer.log_freq=3"
     )
-    first, last = done.stdout.splitlines()
+    first, *_, last = done.stdout.splitlines()
     assert first.startswith(f"{path} is complete (finished at step 2); for another run")
     assert (last, done.stderr) == ("0 False", "")
     assert state.read_text().split()[:2] == ["finished", "2"]

@@ -291,6 +291,80 @@ def test_changed_labels_of_a_table_are_noticed_at_resume(tmp_path, own):
         train(tmp_path, file, *options)
 
 
+# ---- arguments of the file, and several files ----
+
+PARAMETERS = "width=8, rate=0.5, kind='tanh', is_wide=False"
+
+
+@pytest.fixture
+def with_arguments(own):
+    """Return a file whose problem is a function that builds a network of the given width."""
+    function = f"def problem({PARAMETERS}):\n    return Problem("
+    return own(
+        ("def network():", "def network(width=8):"),
+        ("nn.Linear(4, 8)", "nn.Linear(4, width)"),
+        ("nn.Linear(8, 3)", "nn.Linear(width, 3)"),
+        ("problem = Problem(", function),
+        ("model=network", "model=lambda: network(width)"),
+    )
+
+
+def test_arguments_of_the_file_are_part_of_the_run_and_of_its_names(tmp_path, with_arguments):
+    options = ("trainer.max_steps=1", "kfac=none")
+    own_words = ("problem.width=5", "problem.rate=.5")
+    _, path = train(tmp_path, with_arguments, *options, *own_words)
+    chosen = problem_file.chosen([f"problem={with_arguments}", *own_words])
+    assert chosen.problem.model()[0].out_features == 5
+    assert path.name.startswith("problem-mine-width=5-sgd-")
+    (setting,) = runs.group([runs.load(path)])
+    assert setting.task == "mine-width=5, accuracy"
+    _, plain = train(tmp_path, with_arguments, *options)
+    _, default = train(tmp_path, with_arguments, *options, "problem.width=8")
+    assert plain == default != path
+
+
+def test_a_sweep_over_files_and_arguments(tmp_path, with_arguments, capsys):
+    other = tmp_path / "other.py"
+    other.write_text((tmp_path / "mine.py").read_text())
+    words = [f"problem={with_arguments},{other}", "problem.width=3,4", *BASE, "kfac=none"]
+    with pytest.raises(SystemExit) as caught:
+        cli.train([*words, "trainer.max_steps=1", f"runs_dir={tmp_path / 'runs'}", "--multirun"])
+    assert caught.value.code == 0, capsys.readouterr().err
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert [name.partition("-sgd")[0] for name in names] == [
+        f"problem-{file}-width={width}" for file in ("mine", "other") for width in (3, 4)
+    ]
+
+
+def test_a_fork_builds_the_problem_with_its_arguments(tmp_path, with_arguments):
+    problem_file.run_named([f"problem={with_arguments}"])
+    words = [f"problem={with_arguments}", "problem.width=4", *BASE, "kfac=none", "run_id=r"]
+    assert forked.train([*words, "trainer.max_steps=1", f"runs_dir={tmp_path}"])[0] == 0
+    assert end(tmp_path / "r").status == "finished"
+
+
+@pytest.mark.parametrize(("word", "line"), [
+    ("problem.widht=3", "problem.widht=3: the function `problem` in .* has the parameters width, "),
+    ("problem.width=3.5", "problem.width=3.5: must be a whole number, as its default 8"),
+    ("problem.width=3,4", "must be a whole number, as its default 8; several values need --mult"),
+    ("problem.is_wide=1", "problem.is_wide=1: must be true or false, as its default false"),
+    ("data.arguments=\"'\"", "data.arguments"),
+    ("data.arguments=width=3", "data.arguments"),
+])  # fmt: skip
+def test_wrong_arguments_are_one_line(with_arguments, capsys, word, line):
+    said = refused_by_command(capsys, f"problem={with_arguments}", word, *BASE)
+    assert re.search(line, said), said
+
+
+def test_a_file_without_parameters_takes_no_arguments(own, capsys):
+    file = own()
+    said = refused_by_command(capsys, f"problem={file}", "problem.width=3", *BASE)
+    assert "takes no arguments. Write a function `def problem(width=64):`" in said
+    assert "Add problem=FILE" in refused_by_command(capsys, "problem.width=3")
+    said = refused_by_command(capsys, f"problem={file},{file}", *BASE)
+    assert "or add --multirun for several files" in said
+
+
 # ---- who may run the file ----
 
 
@@ -356,6 +430,8 @@ BAD = [
     ("import random", "import random random", r"mine.py:1: SyntaxError"),
     ("import random", "import random; raise SystemExit", r"mine.py:1: SystemExit"),
     ("problem = Problem", "problems = Problem", r"mine.py: the file has no variable `problem`"),
+    ("problem = Problem", "def problem(width): Problem", r"`width` of the function `problem` has"),
+    ("problem = Problem", "def problem(): dict", r"`problem` returned an object of class NoneType"),
     ("model=network", "model=network()", r"mine.py:\d+: Problem: model must be a function that"),
     ("batch_size=12", "batch_size=0", r"Problem: batch_size=0 must be"),
     ("batch_size=12", "batch_size=61", r"batch_size=61 is larger than the training set of .*60 ex"),

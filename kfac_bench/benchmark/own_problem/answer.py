@@ -13,7 +13,7 @@ from kfac_bench.benchmark.own_problem.study import HOPELESS, StudyResult, final_
 from kfac_bench.benchmark.own_problem.trial_result import TrialResult
 from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
 from kfac_bench.benchmark.own_problem.verdict import verdict
-from kfac_bench.config import compose, problem_file
+from kfac_bench.config import compose
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import number
 from kfac_bench.record.text_file import write_text
@@ -22,10 +22,10 @@ from kfac_bench.report.tables import Table, Value
 
 def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult:
     """Return what the verdict needs to know of a study."""
-    problem = problem_file.named(asked.file).problem
+    problem = asked.chosen.problem
     made = {name: _finalist(asked, found, name) for name in found.finals}
     return TryResult(
-        problem=problem_file.title(asked.file),
+        problem=asked.title,
         metric=problem.metric_title,
         higher_is_better=problem.higher_is_better,
         target=found.plan.target,
@@ -33,6 +33,7 @@ def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult
         rivals=list(made.values()),
         seeds=asked.seeds,
         is_own_target=found.plan.is_own_target,
+        reference_steps=found.plan.budget.reference_steps,
         left_out=_left_out(found),
         has_tried_kfac=any(each[0]["kfac"] != "none" for each in asked.candidates.values()),
         minutes=asked.minutes,
@@ -45,7 +46,7 @@ def write(asked: Asked, found: StudyResult, folder: Path, *, is_quick: bool) -> 
     text = verdict(try_result(asked, found, is_quick=is_quick))
     write_text(folder / "verdict.txt", text + "\n")
     runs = sorted(path.parent for path in (folder / "final").rglob(EVENTS_FILE))
-    title = f"Does K-FAC help on {problem_file.title(asked.file)}?"
+    title = f"Does K-FAC help on {asked.title}?"
     if runs:
         report.compare(runs, folder / "verdict.html", [_trials_table(found)], title, text)
     return text
@@ -54,7 +55,7 @@ def write(asked: Asked, found: StudyResult, folder: Path, *, is_quick: bool) -> 
 def _finalist(asked: Asked, found: StudyResult, name: str) -> Finalist:
     winner, results = found.winners[name], found.finals[name]
     config = compose.load(base_words(asked, winner.settings))
-    problem = problem_file.named(asked.file).problem
+    problem = asked.chosen.problem
     return Finalist(
         name=spaces.tuning().labels[name],
         runs=[SeedRun(r.seed, r.time_s, r.steps, r.curve) for r in results],

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from kfac_bench.benchmark.own_problem.spaces import Settings
 from kfac_bench.benchmark.trials import overrides_of
+from kfac_bench.config import problem_file
+from kfac_bench.config.problem_file import ProblemFile
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,18 @@ class Asked:
     target: float | None
     candidates: Mapping[str, Sequence[Settings]]
     """The settings of each optimizer, in the order in which they are tried."""
+
+    @property
+    def chosen(self) -> ProblemFile:
+        """The problem, with the arguments that the words set."""
+        found = problem_file.chosen([f"{problem_file.WORD}{self.file}", *self.words])
+        assert found is not None
+        return found
+
+    @property
+    def title(self) -> str:
+        """The name of the problem."""
+        return problem_file.title(self.file, self.chosen.arguments)
 
 
 def base_words(asked: Asked, settings: Settings) -> list[str]:

@@ -22,6 +22,10 @@ EVALUATIONS = (500, 50)
 trials end long before the limit, and their seconds are known only up to the interval."""
 LEAST_STEPS, LEAST_EVALUATIONS = 50, 10
 """A shorter trial means nothing: it has fewer steps of AdamW, or fewer evaluations."""
+REFERENCE_STEPS = (1000, 300, 100)
+"""Steps of AdamW's default setting, which fix a missing target: the first number that fits into a
+trial. They are far apart, so that two studies of one file have the same target although the machine
+is a little slower in one of them."""
 EVALUATION_SHARES = (0.1, 0.5)
 """Evaluations take at most this share of the training seconds: if there are more than the usual
 number, and always."""
@@ -49,8 +53,8 @@ class Budget:
     """Training seconds of each optimizer in tuning."""
     confirm_s: float
     """Training seconds of all runs on fresh seeds."""
-    reference_s: float
-    """Training seconds of AdamW's default setting, which fixes a missing target."""
+    reference_steps: int
+    """Steps of AdamW's default setting that fix a missing target."""
     eval_freq: int
     max_steps: int
     """More steps than a trial can make in its limit. A schedule of the user's refers to it."""
@@ -61,7 +65,9 @@ class Budget:
     """Seconds of a step of AdamW."""
 
 
-def budget_of(minutes: float, measured: Measured, optimizers: int, seeds: int) -> Budget:
+def budget_of(
+    minutes: float, measured: Measured, optimizers: int, seeds: int, *, has_target: bool = True
+) -> Budget:
     """Divide the minutes.
 
     Args:
@@ -69,6 +75,8 @@ def budget_of(minutes: float, measured: Measured, optimizers: int, seeds: int) -
         measured: What short runs have shown.
         optimizers: How many optimizers are tuned.
         seeds: How many fresh seeds are planned.
+        has_target: Whether the problem has a target. A trial is not shorter than the run that
+            fixes a missing target.
 
     Raises:
         UsageError: The minutes are too few to mean anything. The line says what would be enough.
@@ -78,14 +86,19 @@ def budget_of(minutes: float, measured: Measured, optimizers: int, seeds: int) -
     interval_s = _interval_s(max(each_s, 0.0), measured)
     wall_per_s = 1 + measured.eval_s / interval_s
     limit_s = each_s / wall_per_s
-    least_s = max(LEAST_STEPS * measured.step_s, LEAST_EVALUATIONS * _interval_s(0.0, measured))
+    steps = LEAST_STEPS if has_target else REFERENCE_STEPS[-1]
+    least_s = max(steps * measured.step_s, LEAST_EVALUATIONS * _interval_s(0.0, measured))
     if limit_s < least_s:
-        raise UsageError(_too_small(minutes, measured, runs, least_s, limit_s))
+        line = _too_small(minutes, measured, runs, steps, limit_s)
+        hint = "" if has_target else ". With target= in Problem(...), fewer minutes are enough"
+        raise UsageError(f"{line}. --minutes {_enough(measured, runs, least_s)} is enough{hint}")
     return Budget(
         limit_s=limit_s,
         tune_s=TRIALS * limit_s,
         confirm_s=FINALISTS * seeds * limit_s,
-        reference_s=runs * limit_s / optimizers / 10,
+        reference_steps=next(
+            (n for n in REFERENCE_STEPS if n * measured.step_s <= limit_s), REFERENCE_STEPS[-1]
+        ),
         eval_freq=max(1, round(interval_s / measured.step_s)),
         max_steps=math.ceil(1.25 * limit_s / measured.step_s),
         wall_per_s=wall_per_s,
@@ -108,16 +121,27 @@ def _interval_s(limit_s: float, measured: Measured) -> float:
 
 
 def _too_small(
-    minutes: float, measured: Measured, runs: int, least_s: float, limit_s: float
+    minutes: float, measured: Measured, runs: int, least_steps: int, limit_s: float
 ) -> str:
+    """Say what takes the minutes: the starts of the runs, or the steps and evaluations."""
+    begins = f"{minutes:g} minutes are too few to mean anything: "
+    starts_s = runs * measured.start_s
+    if 2 * (measured.spent_s + starts_s) > 60 * minutes:
+        return (
+            f"{begins}the first runs took {measured.spent_s:.0f} s, and the starts of {runs} runs "
+            f"take {starts_s:.0f} s ({measured.start_s:.2g} s each). Other programs slow down the "
+            "starts: end them and try again, or give more minutes"
+        )
     steps = max(0, math.floor(limit_s / measured.step_s))
     evaluations = max(0, math.floor(limit_s / _interval_s(0.0, measured)))
-    needed_s = measured.spent_s + runs * (measured.start_s + least_s * (1 + max(EVALUATION_SHARES)))
-    # A little more, because the next measurement may be slower.
-    enough = math.ceil(1.2 * needed_s / 60)
     return (
-        f"--minutes {minutes:g} is too small to mean anything: a trial would have {steps} steps of "
-        f"AdamW and {evaluations} evaluations, and it needs {LEAST_STEPS} and {LEAST_EVALUATIONS} "
-        f"(a step takes {measured.step_s:.3g} s, an evaluation {measured.eval_s:.3g} s). "
-        f"--minutes {enough} would be enough"
+        f"{begins}a trial would have {steps} steps of AdamW and {evaluations} evaluations, and it "
+        f"needs {least_steps} and {LEAST_EVALUATIONS} (a step takes {measured.step_s:.3g} s, an "
+        f"evaluation {measured.eval_s:.3g} s)"
     )
+
+
+def _enough(measured: Measured, runs: int, least_s: float) -> int:
+    """Return minutes that are enough, and a little more: the next measurement may be slower."""
+    needed_s = measured.spent_s + runs * (measured.start_s + least_s * (1 + max(EVALUATION_SHARES)))
+    return math.ceil(1.2 * needed_s / 60)

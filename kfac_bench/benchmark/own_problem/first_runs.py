@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
+from statistics import median
 
 from kfac_bench.benchmark import forked, local_process, run_end
 from kfac_bench.benchmark.own_problem.asked import Asked, base_words
@@ -24,6 +25,8 @@ FIRST_STEPS, STEPS = 4, 16
 """Steps of the runs that measure seconds of a step, of an evaluation and of a start."""
 MANY_EVALUATIONS_S = 10.0
 """If a run with two evaluations takes longer than this, few evaluations are measured."""
+COUNTED, REFERENCE_EVALUATIONS = 5, 10
+"""The median of so many last evaluations of AdamW fixes a missing target, of so many in all."""
 DEFAULT: Settings = {"optimizer": REFERENCE, "kfac": "none"}
 """AdamW with its defaults: the setting that is measured, and that fixes a missing target."""
 
@@ -40,8 +43,10 @@ def make_plan(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> 
     budget = _FirstRuns(asked, folder).budget()
     if asked.target is not None:
         return Plan(budget, asked.target, is_own_target=False)
-    say(f"the problem has no target: AdamW trains for {budget.reference_s:.3g} s to fix one")
-    return Plan(budget, _FirstRuns(asked, folder).reached(budget), is_own_target=True)
+    say(f"the problem has no target: AdamW trains for {budget.reference_steps} steps to fix one")
+    return Plan(
+        budget, _FirstRuns(asked, folder).reached(budget.reference_steps), is_own_target=True
+    )
 
 
 class _FirstRuns:
@@ -82,7 +87,8 @@ class _FirstRuns:
 
     def _divide(self, measured: Measured) -> Budget:
         asked = self._asked
-        return budget_of(asked.minutes, measured, len(asked.candidates), asked.seeds)
+        optimizers, has_target = len(asked.candidates), asked.target is not None
+        return budget_of(asked.minutes, measured, optimizers, asked.seeds, has_target=has_target)
 
     def _timed(self, name: str, steps: int, eval_freq: int) -> tuple[float, Path]:
         """Run AdamW for some steps; return the wall seconds and the run directory."""
@@ -95,22 +101,27 @@ class _FirstRuns:
         path = self._run("speed", name, words)
         return time.monotonic() - began, path
 
-    def reached(self, budget: Budget) -> float:
-        """Return the best metric of AdamW's default setting within the reference seconds."""
+    def reached(self, steps: int) -> float:
+        """Return the median metric of the last evaluations of AdamW's default setting.
+
+        The run has a number of steps, so that the target does not depend on seconds. The best
+        metric of all would depend on a single lucky evaluation.
+        """
         words = (
-            f"trainer.max_train_s={budget.reference_s:.6g}",
-            f"trainer.max_steps={budget.max_steps}",
-            f"trainer.eval_freq={budget.eval_freq}",
+            f"trainer.max_steps={steps}",
+            f"trainer.eval_freq={steps // REFERENCE_EVALUATIONS}",
         )
         run = load(self._run("reference", REFERENCE, words))
-        best, begins = score.best_metric(run), score.metric_curve(run)[0][2]
-        if not math.isfinite(best) or best == begins:
+        values = [value for _, _, value in score.metric_curve(run)]
+        begins, reached, is_better = values[0], median(values[-COUNTED:]), max
+        if not run.started.higher_is_better:
+            is_better = min
+        if not math.isfinite(reached) or is_better(reached, begins) == begins:
             raise UsageError(
-                f"{self._asked.file}: AdamW's default setting does not improve the metric within "
-                f"{budget.reference_s:.3g} s, so no target can be fixed. Set target= in "
-                "Problem(...), or use more --minutes"
+                f"{self._asked.file}: AdamW's default setting does not improve the metric in "
+                f"{steps} steps, so no target can be fixed. Set target= in Problem(...)"
             )
-        return rounded(best, begins, higher_is_better=run.started.higher_is_better)
+        return rounded(reached, begins, higher_is_better=run.started.higher_is_better)
 
     def _run(self, phase: str, name: str, words: Sequence[str]) -> Path:
         """Run AdamW with its defaults; a failure ends the study."""

@@ -68,6 +68,8 @@ class TryResult:
     """How many seeds were planned."""
     is_own_target: bool = False
     """Whether the study fixed the target, because the problem has none."""
+    reference_steps: int = 1000
+    """Steps of AdamW that have fixed this target."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Optimizers that did not run on fresh seeds, with the reason."""
     has_tried_kfac: bool = True

@@ -5,6 +5,7 @@ intervals of their median times do not overlap, over at least :data:`LEAST_SEEDS
 """
 
 import math
+from collections.abc import Sequence
 from statistics import median
 
 from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
@@ -111,10 +112,9 @@ def _reference_first(result: TryResult) -> list[str]:
             f"{reference.name} is better here: of the optimizers that ran on fresh seeds only "
             f"{reference.name} reaches the target{where}. Keep {reference.name}."
         ]
-    ratio = second.times_s[0] / reference.times_s[0]
     return [
-        f"{reference.name} is better here: it is {_ratio(ratio)} faster than {second.name}, the "
-        f"fastest of the others. Keep {reference.name}."
+        f"{reference.name} is better here: it is {_factor(second, reference)} faster than "
+        f"{second.name}, the fastest of the others. Keep {reference.name}."
     ]
 
 
@@ -139,9 +139,8 @@ def _faster(winner: Finalist, reference: Finalist) -> str:
             f"{winner.name} is faster than {reference.name} {on}: it reaches the target, and "
             f"{reference.name} {does}."
         )
-    ratio = reference.times_s[0] / winner.times_s[0]
     return (
-        f"{winner.name} is {_ratio(ratio)} faster than {reference.name} "
+        f"{winner.name} is {_factor(reference, winner)} faster than {reference.name} "
         f"{_in_steps(winner, reference)}, {on}."
     )
 
@@ -175,26 +174,43 @@ def _cost(winner: Finalist, reference: Finalist) -> list[str]:
 
 def _against_others(result: TryResult, winner: Finalist) -> list[str]:
     """Return what is known about the next one, and about K-FAC if the fastest does without."""
-    lines = []
     others = [f for f in result.finalists if f not in (winner, result.reference)]
+    lines = []
     if others and not _is_faster(winner, others[0]):
         lines.append(
             f"The intervals of {winner.name} and {others[0].name} overlap: which of the two is "
             "faster is not shown."
         )
-    if winner.uses_kfac:
-        return lines
-    kfac = next((f for f in others if f.uses_kfac), None)
-    if kfac is None and not result.has_tried_kfac:
-        return [*lines, "No optimizer with K-FAC was tried."]
-    if kfac is None:
-        return [*lines, "No optimizer with K-FAC was fast enough in tuning to run on fresh seeds."]
-    if _is_faster(winner, kfac):
-        lines.append(
-            f"K-FAC does not help here: {kfac.name}, its fastest form, is slower than "
-            f"{winner.name}."
+    return lines if winner.uses_kfac else [*lines, _about_kfac(result, winner, others)]
+
+
+def _about_kfac(result: TryResult, winner: Finalist, others: Sequence[Finalist]) -> str:
+    """Say whether K-FAC beats AdamW, and how it compares with the winner, which does without."""
+    forms = [f for f in others if f.uses_kfac]
+    if not forms:
+        if not result.has_tried_kfac:
+            return "No optimizer with K-FAC was tried."
+        return "No optimizer with K-FAC was fast enough in tuning to run on fresh seeds."
+    reference = result.reference
+    kfac = next((f for f in forms if _is_faster(f, reference)), forms[0])
+    if _is_faster(reference, kfac):
+        return f"K-FAC does not help here: {kfac.name}, its fastest form, is slower than AdamW."
+    if not _is_faster(kfac, reference):
+        return (
+            f"It is not shown that K-FAC helps here: the intervals of {kfac.name}, its fastest "
+            f"form, and {reference.name} overlap."
         )
-    return lines
+    if math.isinf(reference.times_s[0]):
+        faster = f"{kfac.name} is faster than {reference.name}"
+    else:
+        faster = f"{kfac.name} is {_factor(reference, kfac)} faster than {reference.name}"
+    if _is_faster(winner, kfac):
+        return f"K-FAC helps, too: {faster}. {winner.name} is {_factor(kfac, winner)} faster still."
+    return f"K-FAC is among the fastest: {faster}. It is not shown that {winner.name} is faster."
+
+
+def _factor(slow: Finalist, fast: Finalist) -> str:
+    return _ratio(slow.times_s[0] / fast.times_s[0])
 
 
 def _equal_time(result: TryResult) -> list[str]:
@@ -244,7 +260,7 @@ def _cautions(result: TryResult) -> list[str]:
     if result.is_own_target:
         lines.append(
             "The problem has no target. So this one was fixed before tuning: AdamW's default "
-            "setting reached it."
+            f"setting reached it in {result.reference_steps} steps."
         )
     if result.is_quick:
         lines.append(

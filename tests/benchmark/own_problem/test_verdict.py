@@ -208,9 +208,37 @@ def test_a_fastest_without_kfac():
     muon = finalist("Muon", [10, 11, 12, 13, 14], steps_per_s=100)
     said = text_of(muon, EIGEN)
     assert "Muon is 5.5x faster than AdamW in 1.8x more steps" in said
-    assert "K-FAC does not help here: EigenAdam, its fastest form, is slower than Muon." in said
+    assert (
+        "K-FAC helps, too: EigenAdam is 1.7x faster than AdamW. Muon is 3.2x faster still." in said
+    )
     assert "No optimizer with K-FAC was fast enough in tuning" in text_of(muon)
     assert "No optimizer with K-FAC was tried." in text_of(muon, has_tried_kfac=False)
+
+
+@pytest.mark.parametrize(("soap", "kfac", "line"), [
+    # K-FAC beats AdamW by far, although SOAP is faster.
+    ([0.4, 0.5, 0.5, 0.6, 0.6], [0.8, 0.9, 0.9, 1.0, 1.1],
+     "K-FAC helps, too: EigenAdam is 4.7x faster than AdamW. SOAP is 1.8x faster still."),
+    ([0.4, 0.5, 0.8, 0.9, 1.0], [0.8, 0.9, 0.9, 1.0, 1.1],
+     "K-FAC is among the fastest: EigenAdam is 4.7x faster than AdamW. It is not shown that SOAP"),
+    ([0.4, 0.5, 0.5, 0.6, 0.6], [3.8, 3.9, 4.0, 4.4, 4.5],
+     "It is not shown that K-FAC helps here: the intervals of EigenAdam, its fastest form, and"),
+    ([0.4, 0.5, 0.5, 0.6, 0.6], [5.8, 5.9, 6.0, 6.4, 6.5],
+     "K-FAC does not help here: EigenAdam, its fastest form, is slower than AdamW."),
+])  # fmt: skip
+def test_kfac_is_compared_with_adamw_also_where_another_optimizer_is_faster(soap, kfac, line):
+    adamw = finalist("AdamW", [3.9, 4.1, 4.2, 4.3, 4.6])
+    eigen_adam = finalist("EigenAdam", kfac, uses_kfac=True)
+    said = text_of(finalist("SOAP", soap), eigen_adam, reference=adamw)
+    assert "SOAP is " in said.split("\n")[2]
+    assert line in said
+    assert ("does not help" in said) == (min(kfac) > 4.6)
+
+
+def test_kfac_helps_where_adamw_misses_the_target():
+    missed = replace(ADAMW, runs=finalist("AdamW", [INF] * 5).runs)
+    said = text_of(finalist("Muon", [10, 11, 12, 13, 14]), EIGEN, reference=missed)
+    assert "K-FAC helps, too: EigenAdam is faster than AdamW. Muon is 3.2x faster still." in said
 
 
 def test_cautions():
