@@ -54,7 +54,7 @@ def train_words(words: Sequence[str]) -> float:
     slurm_rank.adopt()
     named_variables.allow(words)
     problem_file.run_named(words)
-    config = compose.load(words)
+    config = compose.load(words, ranks=int(slurm_rank.from_launcher("WORLD_SIZE", "1")))
     code = start(config)
     if code >= 128:
         raise KeyboardInterrupt
