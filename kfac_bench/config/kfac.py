@@ -68,11 +68,12 @@ class KFACConfig(Section):
         resumable=True,
     )
     method: str = option(
-        "eigen",
-        "eigen: eigendecompositions; inverse: damped Cholesky inverses, which are faster; ekfac: "
+        "inverse",
+        "inverse: damped Cholesky inverses; eigen: eigendecompositions, as in the paper; ekfac: "
         "eigen with second moments of gradients (George et al.); eigen_adam: Adam in the "
         "eigenbasis, for optimizer=eigen_adam; identity: only the KL clip",
         RESULT,
+        original="eigen",
         choices=(*METHODS, IDENTITY),
     )
     update_freq: int = option(100, "steps between decompositions", RESULT, at_least=1)
@@ -129,11 +130,24 @@ class KFACConfig(Section):
         0.5, "factor of damping at each of damping_decay_epochs", RESULT, above=0
     )
     kl_clip: float | None = option(
-        1e-3, "KL clip, kappa of eq. 16 of the paper; null: no clip", RESULT, above=0
+        None,
+        "KL clip, kappa of eq. 16 of the paper, where 0.001 is usual; null: no clip",
+        RESULT,
+        original=1e-3,
+        above=0,
+    )
+    trust_ratio: float | None = option(
+        0.005,
+        "largest step of the layers with K-FAC, as a share of the norm of their weights; null: no "
+        "limit",
+        RESULT,
+        original=None,
+        above=0,
     )
     grafting: bool = option(
         True,
-        "give each layer's preconditioned gradient the norm of its gradient",
+        "scale each layer's preconditioned gradient so that its part along the gradient is the "
+        "gradient",
         RESULT,
         original=False,
     )
@@ -251,12 +265,19 @@ class KFACConfig(Section):
             )
         unused = [
             name
-            for name in ("damping", "kl_clip", "grafting", "factored_damping", "adaptive_damping")
+            for name in (
+                "damping",
+                "kl_clip",
+                "trust_ratio",
+                "grafting",
+                "factored_damping",
+                "adaptive_damping",
+            )
             if getattr(self, name)
         ]
         if unused:
             raise UsageError(
                 f"kfac.{unused[0]}={getattr(self, unused[0])} does not fit kfac.method=eigen_adam: "
                 "Adam's second moment sets the size of each step; write kfac.damping=null "
-                "kfac.kl_clip=null kfac.grafting=false"
+                "kfac.kl_clip=null kfac.trust_ratio=null kfac.grafting=false"
             )

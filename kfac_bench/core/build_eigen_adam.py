@@ -12,7 +12,7 @@ from kfac_bench.core.validation import check_is_model
 
 KFAC_DEFAULTS: dict[str, Any] = {
     "method": EIGEN_ADAM,
-    "kl_clip": None,
+    "trust_ratio": None,
     "grafting": False,
     "update_freq": 40,
     "factor_update_freq": 40,

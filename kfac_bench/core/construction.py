@@ -68,7 +68,13 @@ def build(
     layers, skipped = layer_plan.covered_layers(bare, options)
     validation.check_layers(layers, skipped, bare, collective.world_size, options)
     ownership.check_free(layers)
-    write_back = WriteBack(layers, optimizer, model_parallel, grafting=options.grafting)
+    write_back = WriteBack(
+        layers,
+        optimizer,
+        model_parallel,
+        grafting=options.grafting,
+        trust_ratio=options.trust_ratio,
+    )
 
     # Step 2, plan: who computes and who sends what. Every rank makes the same plan.
     rule = _mark_hidden(layers, adam, model_parallel)
@@ -119,7 +125,7 @@ def _what_ranks_share(
         f"{plan.digest()} {schedules.at(0)} {options.adaptive_damping} {options.factored_damping} "
         f"{options.factor_convention} {options.fisher} {options.weight_sharing} {options.overlap} "
         f"{options.background} {options.grafting} {options.early_updates} {options.factor_init} "
-        f"{options.state_dtype} {rule}"
+        f"{options.trust_ratio} {options.state_dtype} {rule}"
     )
 
 

@@ -158,7 +158,7 @@ class EigenAdam(AdamW):
         if not any(p in _COVERED for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "EigenAdam has no KFAC: build KFAC(model, optimizer, method='eigen_adam', "
-                "kl_clip=None, grafting=False), or both with kfac_bench.eigen_adam(model)"
+                "trust_ratio=None, grafting=False), or both with kfac_bench.eigen_adam(model)"
             )
         loss = None
         if closure is not None:

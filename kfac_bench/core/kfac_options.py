@@ -1,13 +1,29 @@
 """The options of a :class:`KFAC` as one value, which the parts of its construction share."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.layers.coverage import LayerTypes
 from kfac_bench.core.schedule import Doubling, Schedule, Schedules
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "paper": {
+        "method": "eigen",
+        "damping": 1e-3,
+        "trust_ratio": None,
+        "kl_clip": 1e-3,
+        "grafting": False,
+        "early_updates": False,
+        "spread": False,
+        "factor_init": "identity",
+        "factor_convention": "sc20",
+    }
+}
+"""The options that each preset sets."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,7 @@ class KFACOptions:
     damping: Schedule | None
     factored_damping: bool
     kl_clip: Schedule | None
+    trust_ratio: float | None
     grafting: bool
     update_freq: Schedule
     factor_update_freq: Schedule
@@ -39,6 +56,19 @@ class KFACOptions:
     max_dim: int
     block_size: int | None
     layer_types: LayerTypes | None
+
+    def with_preset(self, preset: str | None, given: Collection[str]) -> Self:
+        """Return the options with those of a preset, except for what the user has given.
+
+        Raises:
+            ValueError: There is no such preset.
+        """
+        if preset is None:
+            return self
+        if preset not in PRESETS:
+            raise ValueError(f"preset={preset!r}: choose one of {', '.join(PRESETS)}, or None")
+        options = PRESETS[preset].items()
+        return replace(self, **{name: value for name, value in options if name not in given})
 
     @property
     def adaptive_damping(self) -> LevenbergMarquardt | None:

@@ -5,9 +5,10 @@ and :mod:`.stepper` runs a step with them. docs/explanation/architecture.md foll
 through these files.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from functools import wraps
+from typing import Any, ParamSpec, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,19 @@ from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
 from kfac_bench.core.stepper import Stepper
+
+P = ParamSpec("P")
+
+
+def _remembers_keywords(init: Callable[P, None]) -> Callable[P, None]:
+    """Let the object know which keywords the user gave: they win over those of a preset."""
+
+    @wraps(init)
+    def remembering(*arguments: P.args, **given: P.kwargs) -> None:
+        arguments[0]._given = given.keys()  # type: ignore[attr-defined]
+        init(*arguments, **given)
+
+    return remembering
 
 
 class KFAC:
@@ -78,6 +92,10 @@ class KFAC:
         model: The model, bare or wrapped (DistributedDataParallel, FSDP2, torch.compile). K-FAC
             puts hooks on its layers; :meth:`detach` removes them.
         optimizer: The optimizer, which must hold the weights of all covered layers.
+        preset: ``paper`` sets what the paper describes: ``method="eigen"``, ``damping=0.001``,
+            ``kl_clip=0.001``, no trust ratio, no grafting, running averages that start at the
+            identity, all decompositions in one step, and the scaling ``sc20`` of the released
+            code. Other keywords win. None (default): the defaults below.
         strategy: Which rank computes what. One process does not need this option. The page
             docs/explanation/strategies.md compares the strategies in time, memory and messages.
 
@@ -108,18 +126,20 @@ class KFAC:
             DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
         method: How the damped inverse is computed.
 
-            * ``eigen`` (default): eigendecompositions of A and G (eq. 11-13).
-            * ``inverse``: Cholesky inverses of A and G (eq. 9-10). They are several times
-              faster; the damping is then added to each factor instead of to their product.
+            * ``inverse`` (default): Cholesky inverses of A and G (eq. 9-10). The damping is added
+              to each factor.
+            * ``eigen``: eigendecompositions of A and G (eq. 11-13). They take several times
+              longer, and preconditioning takes twice as many operations; the damping is added to
+              the product of the factors.
             * ``ekfac``: like ``eigen``, with eigenvalues replaced by second moments of the
               gradients in the eigenbasis (George et al. 2018). They change at each factor update.
-            * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and KL clip; only
+            * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and limits; only
               with the optimizer :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build
               both with :func:`kfac_bench.eigen_adam`. With ``early_updates`` the first intervals
               are shorter: with both intervals of 40 steps, statistics are due at steps 0, 5, 10,
               20, 40, 80 and so on. Decompositions follow at once, or in slices (see ``spread``).
-            * ``identity``: a control for experiments. A and G are identities, so only the KL clip
-              remains.
+            * ``identity``: a control for experiments. A and G are identities, so only the limits
+              of the step remain.
         damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).
 
             * None (default): for each layer the mean of these eigenvalues. So the damping follows
@@ -134,13 +154,22 @@ class KFAC:
         factored_damping: Whether to split gamma between A and G by their mean eigenvalues (the pi
             of Martens & Grosse 2015, section 6.3). A gets pi sqrt(gamma), G gets
             sqrt(gamma) / pi. Default False. ``ekfac`` ignores it.
-        kl_clip: A schedule of kappa > 0 in eq. 16 (default 1e-3). The KL clip shrinks all
-            preconditioned gradients if the step would change the model's predictions too much.
-            None turns the clip off.
-        grafting: Whether each layer's preconditioned gradient gets the norm of the layer's gradient
-            (Agarwal et al. 2020; Anil et al. 2020). K-FAC then gives the direction only, and the
-            usual learning rate of the optimizer stays right. Default True. The KL clip comes after
-            it. Set False to repeat a paper on K-FAC.
+        trust_ratio: Limit of a step (default 0.005). If the preconditioned gradients times the
+            learning rate have a norm of more than this share of the norm of the weights, over all
+            layers that K-FAC covers, all of them are shrunk to it. The step of SGD thus stays in
+            the neighbourhood that the curvature describes. Momentum may add up to longer steps.
+            With Adam the limit has hardly an effect. None turns it off.
+        kl_clip: A schedule of kappa > 0 in eq. 16 (default None: no clip; the paper has 1e-3). The
+            KL clip shrinks all preconditioned gradients if the step would change the model's
+            predictions too much. With ``grafting`` the sum of eq. 16 is no change of predictions
+            any more, and it grows with the model: set ``grafting=False`` too.
+        grafting: Whether each layer's preconditioned gradient is scaled so that its part along the
+            layer's gradient is the gradient itself; its norm grows by at most 10 times. A step then
+            lowers the loss, to first order, at least as much as a step of the optimizer alone, and
+            the usual learning rate stays right. Default True. Grafting to the *norm* of the
+            gradient (Agarwal et al. 2020; Anil et al. 2020) makes shorter steps, which are slow at
+            small rates. The limits of the step come after grafting. Set False to repeat a paper on
+            K-FAC.
         update_freq: A schedule: steps between two decompositions of a factor (default 100). Fewer
             steps follow the curvature better and cost more time.
         factor_update_freq: A schedule: steps between two updates of A and G (default 10).
@@ -164,7 +193,7 @@ class KFAC:
               two slices (see ``spread``; all ranks spread). So results do not depend on the speed
               of the thread: if a result is late, the step waits.
             * Until both factors of a layer have a decomposition, its gradient stays as it is,
-              except for the KL clip. The first decompositions come into use in steps 1 to 5.
+              except for the limits. The first decompositions come into use in steps 1 to 5.
             * The thread needs memory for copies of the factors of one slice. Inputs and gradients
               of up to 8 calls of layers stay in memory until it has read them.
             * ``overlap`` and ``spread=False`` cannot be combined with it.
@@ -209,8 +238,8 @@ class KFAC:
             one of them is initialized, else this process alone. It spans the ranks that hold the
             layers of ``model``: all ranks, or in a pipeline the ranks of one stage.
         model_parallel: A backend over the ranks that hold the *other* layers of the model, one
-            per pipeline stage. The KL clip then sums over all layers. Every stage must pass it
-            and must cover at least one layer.
+            per pipeline stage. The limits of the step then sum over all layers. Every stage
+            must pass it and must cover at least one layer.
 
     Attributes:
         plan: Who computes and sends what (:class:`~kfac_bench.core.planning.plan.Plan`), equal on
@@ -231,20 +260,26 @@ class KFAC:
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
 
+    _given: Collection[str] = ()
+    """The keywords that the user gave."""
+
+    @_remembers_keywords
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
+        preset: str | None = None,
         strategy: str = "comm_opt",
         grad_worker_fraction: float | None = None,
         colocate_factors: bool | None = None,
         balance: str = "compute",
         overlap: bool = False,
-        method: str = "eigen",
+        method: str = "inverse",
         damping: Schedule | None = None,
         factored_damping: bool = False,
-        kl_clip: Schedule | None = 1e-3,
+        trust_ratio: float | None = 0.005,
+        kl_clip: Schedule | None = None,
         grafting: bool = True,
         update_freq: Schedule = 100,
         factor_update_freq: Schedule = 10,
@@ -273,6 +308,7 @@ class KFAC:
             method=method,
             damping=damping,
             factored_damping=factored_damping,
+            trust_ratio=trust_ratio,
             kl_clip=kl_clip,
             grafting=grafting,
             update_freq=update_freq,
@@ -290,7 +326,7 @@ class KFAC:
             max_dim=max_dim,
             block_size=block_size,
             layer_types=layer_types,
-        )
+        ).with_preset(preset, self._given)
         self.fisher, self.background = fisher, background
         self.collective = collective or default_collective()
         parts = construction.build(model, optimizer, options, self.collective, model_parallel)
@@ -358,8 +394,8 @@ class KFAC:
             RuntimeError: :meth:`detach` or :meth:`attach` was called before, K-FAC has written
                 these gradients already, or ``fisher`` is not ``empirical`` and
                 :meth:`fisher_backward` was not called.
-            ValueError: A schedule has a value out of range at this step, or the KL clip needs a
-                learning rate and the optimizer has ``lr=None``.
+            ValueError: A schedule has a value out of range at this step, or the optimizer has
+                ``lr=None`` and a limit of the step needs a learning rate.
         """
         if self._attachment is not None:
             raise RuntimeError(
@@ -496,7 +532,8 @@ class KFAC:
         """Return metrics of the last step. The call waits for the device.
 
         Returns:
-            ``nu``: the factor of the KL clip (eq. 16), from 0 to 1; None without a clip.
+            ``nu``: the factor by which the limits shrank the step (nu of eq. 16), from 0 to 1; None
+            without ``trust_ratio`` and ``kl_clip``.
             ``cosine``: by layer, the cosine between the gradient and the preconditioned gradient;
             empty unless :attr:`track_cosine` was set.
             ``stage_s``: as :attr:`stage_s`.

@@ -4,6 +4,7 @@ An object of another kind than a model or an optimizer is a ``TypeError``. All o
 ``ValueError``.
 """
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ def check_options(options: KFACOptions) -> None:
     _check_coverage(options.skip, options.max_dim)
     _check_block_size(options.block_size, options.method)
     _check_background(options)
+    ratio = options.trust_ratio
+    if ratio is not None and not 0 < ratio < math.inf:
+        raise ValueError(f"trust_ratio={ratio}: must be above 0 and finite, or None")
 
 
 def check_is_model(model: object, call: str) -> None:
@@ -119,11 +123,14 @@ def check_eigen_adam(options: KFACOptions, rule: AdamRule | None) -> None:
         )
     unused = [name for name in ("grafting", "factored_damping") if getattr(options, name)]
     unused += [f"damping={options.damping}"] * (options.damping is not None)
-    unused += [f"kl_clip={options.kl_clip}"] * (options.kl_clip is not None)
+    for name in ("kl_clip", "trust_ratio"):
+        value = getattr(options, name)
+        unused += [f"{name}={value}"] * (value is not None)
     if unused:
         raise ValueError(
             f"method=eigen_adam has no use for {' and '.join(unused)}: Adam's second moment sets "
-            "the size of each step; leave damping=None, kl_clip=None, grafting=False"
+            "the size of each step; set damping=None, kl_clip=None, "
+            "trust_ratio=None, grafting=False"
         )
 
 

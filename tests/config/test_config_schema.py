@@ -33,12 +33,15 @@ from kfac_bench.errors import UsageError
 from kfac_bench.training import build, update
 from tests.support.configs import DEFAULT, GROUPS
 
+OF_SCRIPTS = ("collective", "layer_types", "model_parallel", "preset")
+"""Keywords of KFAC that are no options of kfac-train."""
+
 
 def test_kfac_defaults_are_equal_to_those_of_the_core():
     keywords = {
         name: p.default
         for name, p in inspect.signature(KFAC).parameters.items()
-        if p.kind is p.KEYWORD_ONLY and name not in ("collective", "layer_types", "model_parallel")
+        if p.kind is p.KEYWORD_ONLY and name not in OF_SCRIPTS
     }
     ours = asdict(KFACConfig()) | {"skip": tuple(KFACConfig().skip)}
     assert ours.pop("enabled") is True

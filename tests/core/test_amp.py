@@ -47,7 +47,7 @@ def batch(n=8, seed=1):
 def setup(**options):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    defaults = {"damping": 0.03, "kl_clip": None, "grafting": False}
+    defaults = {"damping": 0.03, "method": "eigen", "trust_ratio": None, "grafting": False}
     defaults |= {"update_freq": 1, "factor_update_freq": 1}
     return model, optimizer, KFAC(model, optimizer, **(defaults | {"skip": []} | options))
 

@@ -44,6 +44,8 @@ from tests.support.training import (
 OPTIONS = {
     "grafting": False,
     "damping": 0.03,
+    "method": "eigen",
+    "trust_ratio": None,
     "kl_clip": 1e-3,
     "update_freq": 12,
     "factor_update_freq": 4,

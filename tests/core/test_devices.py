@@ -32,7 +32,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"grafting": False}, {"kl_clip": None}])
+@pytest.mark.parametrize("options", [{}, {"grafting": False}, {"trust_ratio": None}])
 def test_the_layers_of_two_devices_share_one_clip(model, options):
     kfac = KFAC(model, sgd(model), method="identity", **options)
     kfac.track_cosine = True

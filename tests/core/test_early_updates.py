@@ -38,7 +38,13 @@ def preconditioned(**options):
     """Yield step, plain gradients, preconditioned gradients and factors of the linear layers."""
     model = zero_head_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    keywords = {"damping": DAMPING, "kl_clip": None, "grafting": False, "spread": False}
+    keywords = {
+        "damping": DAMPING,
+        "method": "eigen",
+        "trust_ratio": None,
+        "grafting": False,
+        "spread": False,
+    }
     kfac = KFAC(model, optimizer, **keywords | FREQ | options)
     layers = {"0": model[0], "2": model[2]}
     for step in range(STEPS):

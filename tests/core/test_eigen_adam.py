@@ -389,7 +389,7 @@ def test_a_step_that_a_grad_scaler_skips_leaves_no_trace(bad):
     for model in models:
         optimizers.append(EigenAdam(model.parameters(), LR))
         optimizers[-1].preconditioner = KFAC(
-            model, optimizers[-1], method="eigen_adam", kl_clip=None, grafting=False, **kfac
+            model, optimizers[-1], method="eigen_adam", trust_ratio=None, grafting=False, **kfac
         )
     for i, number in enumerate([0, 1, bad, 2, bad, 3]):
         for model, optimizer, is_hit in zip(models, optimizers, (True, False), strict=True):
@@ -446,7 +446,9 @@ def test_layers_that_a_step_does_not_reach_keep_their_moments():
 MISUSE = {
     "SGD": (lambda m: KFAC(m, SGD(m.parameters(), 0.1), method="eigen_adam"), "EigenAdam"),
     "momentum": (
-        lambda m: KFAC(m, AdamW(m.parameters()), method="eigen_adam", kl_clip=None, grafting=False),
+        lambda m: KFAC(
+            m, AdamW(m.parameters()), method="eigen_adam", trust_ratio=None, grafting=False
+        ),
         "second momentum",
     ),
     "another method": (lambda m: KFAC(m, EigenAdam(m.parameters())), "method=eigen"),

@@ -1,4 +1,4 @@
-"""grafting=True: each layer's preconditioned gradient has the norm of its gradient.
+"""grafting=True: the part of each preconditioned gradient along the gradient is the gradient.
 
 In one process against the dense float64 oracle; on ranks against one process.
 """
@@ -6,6 +6,7 @@ In one process against the dense float64 oracle; on ranks against one process.
 import pytest
 import torch
 
+from kfac_bench.core.kernels import linalg
 from tests.core.distributed.test_sharded import fsdp_on_rank
 from tests.core.test_preconditioner import (
     DAMPING,
@@ -24,6 +25,7 @@ from tests.support.training import batch as batch_of_step
 from tests.support.training import tiny_model as model_of_ranks
 
 GRAFTED = {"grafting": True, "kl_clip": 1e-5}
+BOTH_LIMITS = {"grafting": True, "kl_clip": 1e-2, "trust_ratio": 1e-3}
 STRATEGIES = ("comm_opt", "mem_opt", "owner_reduce", "local_factors")
 
 
@@ -39,16 +41,19 @@ def step_beside_oracle(method, **options):
     for module, (call,) in recorder.calls.items():
         a, g = oracle.factors(module, *call)
         solution = oracle.precondition(raw[module], a, g, DAMPING, method)
-        want = solution * raw[module].norm() / solution.norm()
+        want = solution * raw[module].square().sum() / (solution * raw[module]).sum()
         rows.append((raw[module], matrix_grad(module).double(), want))
     return kfac, rows
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
-def test_the_direction_is_the_dense_solution_and_the_norm_is_the_gradients(method):
+def test_the_direction_is_the_dense_solution_and_its_part_along_the_gradient_is_the_gradient(
+    method,
+):
     _, rows = step_beside_oracle(method)
     for raw, got, want in rows:
-        assert got.norm().item() == pytest.approx(raw.norm().item(), rel=1e-5)
+        part = (got * raw).sum() / raw.norm()
+        assert part.item() == pytest.approx(raw.norm().item(), rel=1e-4)
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-5)
         assert not torch.allclose(got, raw, rtol=0.1)
 
@@ -64,6 +69,50 @@ def test_the_kl_clip_judges_the_grafted_gradients():
         torch.testing.assert_close(got, nu * want, rtol=2e-3, atol=1e-6)
 
 
+def weights_norm(model):
+    params = [p for m in layers_of(model) for p in (m.weight, m.bias) if p is not None]
+    return torch.cat([p.detach().flatten() for p in params]).norm().item()
+
+
+@pytest.mark.parametrize("kl_clip", [None, 1.0])
+def test_the_trust_ratio_limits_the_whole_step_to_a_share_of_the_weights(kl_clip):
+    lr, trust_ratio = 0.1, 1e-3
+    kfac, rows = step_beside_oracle("inverse", trust_ratio=trust_ratio, kl_clip=kl_clip)
+    model = tiny_model()
+    longest = trust_ratio * weights_norm(model)
+    step = lr * torch.cat([want.flatten() for _, _, want in rows]).norm().item()
+    assert step > 2 * longest
+    assert kfac.statistics()["nu"] == pytest.approx(longest / step, rel=1e-4)
+    for _, got, want in rows:
+        torch.testing.assert_close(got, longest / step * want, rtol=2e-3, atol=1e-6)
+
+
+def test_the_smaller_of_both_limits_counts():
+    alone = [
+        step_beside_oracle("eigen", **limits)[0].statistics()["nu"]
+        for limits in ({"trust_ratio": 1e-2}, {"kl_clip": 1e-4})
+    ]
+    kfac, _ = step_beside_oracle("eigen", trust_ratio=1e-2, kl_clip=1e-4)
+    assert alone[0] != pytest.approx(alone[1], rel=0.1)
+    assert kfac.statistics()["nu"] == pytest.approx(min(alone))
+
+
+def test_a_step_within_the_trust_ratio_and_a_model_of_zeros_stay_as_they_are():
+    kfac, rows = step_beside_oracle("inverse", trust_ratio=100.0)
+    assert kfac.statistics()["nu"] == 1.0
+    assert torch.allclose(rows[0][1], rows[0][2], rtol=2e-3, atol=1e-5)
+    zeros = torch.zeros(())
+    assert linalg.trust_scale(torch.ones(()), zeros, 0.01) == 1.0
+    assert linalg.trust_scale(zeros, torch.ones(()), 0.01) == 1.0
+    assert linalg.trust_scale(zeros, zeros, 0.01) == 1.0
+
+
+def test_a_direction_across_the_gradient_grows_ten_times_at_most():
+    one = torch.ones(())
+    scale = linalg.grafting_scale(torch.tensor([0.5, 1e-3, 0.0, -1e-9]), one, one)
+    assert scale.tolist() == [2.0, 10.0, 10.0, 10.0]
+
+
 def test_layers_with_a_zero_gradient_and_without_a_gradient():
     model = tiny_model()
     kfac = kfac_of(model, grafting=True)
@@ -71,11 +120,12 @@ def test_layers_with_a_zero_gradient_and_without_a_gradient():
     model[5].weight.grad.zero_()
     model[5].bias.grad.zero_()
     model[0].weight.grad = model[0].bias.grad = None
-    before = matrix_grad(model[7]).norm()
+    before = matrix_grad(model[7]).clone()
     kfac.step()
     assert matrix_grad(model[5]).count_nonzero() == 0
     assert model[0].weight.grad is None
-    assert matrix_grad(model[7]).norm().item() == pytest.approx(before.item(), rel=1e-5)
+    part = (matrix_grad(model[7]) * before).sum()
+    assert part.item() == pytest.approx(before.square().sum().item(), rel=1e-5)
 
 
 @pytest.mark.ranks
@@ -85,6 +135,7 @@ def test_ranks_graft_as_one_process_does(strategy):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("options", [GRAFTED, BOTH_LIMITS])
 @pytest.mark.parametrize("strategy", quick_if(STRATEGIES[1:2].__contains__, STRATEGIES))
-def test_norms_of_sharded_gradients_are_those_of_whole_gradients(strategy):
-    run_ranks(2, fsdp_on_rank, model_of_ranks, batch_of_step, strategy, GRAFTED)
+def test_norms_of_sharded_gradients_are_those_of_whole_gradients(strategy, options):
+    run_ranks(2, fsdp_on_rank, model_of_ranks, batch_of_step, strategy, options)

@@ -25,7 +25,7 @@ TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.003}
 METHODS = ("eigen", "inverse", "ekfac")
 OPTIONS = {
     "damping": 0.03,
-    "kl_clip": None,
+    "trust_ratio": None,
     "grafting": False,
     "update_freq": 2,
     "factor_update_freq": 1,

@@ -37,7 +37,7 @@ def test_identity_gives_the_gradient_times_the_kl_clip(strategy):
 @pytest.mark.parametrize("kl_clip", [None, 1e9])
 def test_identity_without_clip_keeps_the_gradient_bit_by_bit(kl_clip):
     model = tiny_model()
-    kfac = KFAC(model, sgd(model), method="identity", kl_clip=kl_clip)
+    kfac = KFAC(model, sgd(model), method="identity", trust_ratio=None, kl_clip=kl_clip)
     backward(model, *batch())
     before = gradients(model)
     kfac.step()
@@ -73,7 +73,7 @@ def test_identity_computes_and_keeps_no_statistics():
 
 def test_a_run_with_identity_equals_sgd_without_clip(tmp_path, capsys):
     options = ("optimizer=sgd", "trainer.max_steps=6", "trainer.log_freq=1", "optimizer.lr=0.01")
-    control = (*options, "kfac.method=identity", "kfac.fisher=mc", "kfac.kl_clip=1e9")
+    control = (*options, "kfac.method=identity", "kfac.fisher=mc", "kfac.trust_ratio=1e9")
     _, path = train(tmp_path, *control)
     said = capsys.readouterr().out
     _, plain = train(tmp_path, *options, "kfac=none")

@@ -33,7 +33,7 @@ def steps(marks, samples=4, rank=0, **options):
         torch.optim.SGD(model.parameters(), lr=0.1),
         update_freq=2,
         factor_update_freq=1,
-        kl_clip=None,
+        trust_ratio=None,
         damping=0.1,
         spread=False,
         **options,

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ranks
 MICRO_BATCHES = 4
 
 
-def train_stage(data_parallel, schedule, strategy, dtype=None, method="eigen", cut=5):
+def train_stage(data_parallel, schedule, strategy, dtype=None, method="eigen", cut=5, ratio=None):
     """This rank's stage of two, beside one process; the clip factors."""
     mesh = init_device_mesh("cpu", (data_parallel, 2), mesh_dim_names=("dp", "pp"))
     rank, stages = mesh.get_local_rank("pp"), mesh.get_group("pp")
@@ -47,7 +47,7 @@ def train_stage(data_parallel, schedule, strategy, dtype=None, method="eigen", c
             TorchCollective(group),
             DistributedDataParallel(mine, process_group=group),
         )
-    options = {"spread": False, "method": method}
+    options = {"spread": False, "method": method, "trust_ratio": ratio}
     optimizer = optimizer_of(mine, options)
     kfac = make_kfac(
         mine,
@@ -95,9 +95,9 @@ def train_stage(data_parallel, schedule, strategy, dtype=None, method="eigen", c
 
 
 @pytest.mark.supports("pipeline", "gradient accumulation")
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_two_stages_equal_one_process(schedule):
-    first, second = run_ranks(2, train_stage, 1, schedule, "comm_opt")
+@pytest.mark.parametrize(("schedule", "ratio"), [(ScheduleGPipe, None), (Schedule1F1B, 1e-3)])
+def test_two_stages_equal_one_process(schedule, ratio):
+    first, second = run_ranks(2, train_stage, 1, schedule, "comm_opt", None, "eigen", 5, ratio)
     assert first == second
     assert all(0 < nu < 0.9 for nu in first), "the clip is not at work"
 

@@ -39,7 +39,7 @@ def sgd(model, lr=0.1):
 
 
 def kfac_of(model, **options):
-    defaults = {"damping": DAMPING, "kl_clip": None, "grafting": False}
+    defaults = {"method": "eigen", "damping": DAMPING, "trust_ratio": None, "grafting": False}
     defaults |= {"update_freq": 1, "factor_update_freq": 1}
     return KFAC(model, sgd(model), **(defaults | options))
 

@@ -136,19 +136,20 @@ def test_options_that_mean_nothing_are_refused(options, said):
         KFAC(model, sgd(model), **options)
 
 
-def test_the_kl_clip_needs_a_learning_rate():
+def test_limits_of_the_step_need_a_learning_rate():
     """Adafactor of transformers has none by default."""
     model = network()
     optimizer = sgd(model)
     kfac = KFAC(model, optimizer)
     optimizer.param_groups[0]["lr"] = None
     model(torch.randn(8, 6)).square().mean().backward()
-    with pytest.raises(ValueError, match="SGD has lr=None, but the KL clip needs"):
+    with pytest.raises(ValueError, match="SGD has lr=None, but K-FAC needs"):
         kfac.step()
 
 
 COMPARED = {
     "damping": LevenbergMarquardt(interval=2),
+    "trust_ratio": 0.5,
     "kl_clip": 0.5,
     "factored_damping": True,
     "grafting": False,
@@ -176,3 +177,50 @@ def test_ranks_compare_an_option_that_the_plan_does_not_contain(monkeypatch, nam
         plans.append(KFAC(model, sgd(model), **each).plan.digest())
     assert plans[0] == plans[1]
     assert compared[0] != compared[1]
+
+
+PAPER = {
+    "method": "eigen",
+    "damping": 0.001,
+    "trust_ratio": None,
+    "kl_clip": 0.001,
+    "grafting": False,
+    "early_updates": False,
+    "spread": False,
+    "factor_init": "identity",
+    "factor_convention": "sc20",
+}
+"""What preset="paper" means. A change would change the results of its users."""
+
+
+def preconditioned(**options):
+    """All gradients after two steps with other data."""
+    model = network()
+    kfac = KFAC(model, sgd(model), factor_update_freq=1, update_freq=1, **options)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        kfac.step()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_the_preset_of_the_paper_is_its_options_and_other_keywords_win():
+    assert torch.equal(preconditioned(preset="paper"), preconditioned(**PAPER))
+    # The value that the user gives is the default without a preset.
+    got = preconditioned(preset="paper", grafting=True)
+    assert torch.equal(got, preconditioned(**PAPER | {"grafting": True}))
+    assert not torch.allclose(got, preconditioned(preset="paper"))
+
+
+def test_an_unknown_preset_is_refused():
+    model = network()
+    with pytest.raises(ValueError, match="preset='papers': choose one of paper, or None"):
+        KFAC(model, sgd(model), preset="papers")
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_trust_ratio_is_above_0_and_finite(ratio):
+    model = network()
+    with pytest.raises(ValueError, match=f"trust_ratio={ratio}: must be above 0 and finite"):
+        KFAC(model, sgd(model), trust_ratio=ratio)

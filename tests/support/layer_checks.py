@@ -27,7 +27,7 @@ PLAIN = (
 
 def kfac_of(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    defaults = {"damping": DAMPING, "kl_clip": None, "grafting": False}
+    defaults = {"method": "eigen", "damping": DAMPING, "trust_ratio": None, "grafting": False}
     defaults |= {"update_freq": 1, "factor_update_freq": 1}
     kfac = KFAC(model, optimizer, **(defaults | {"skip": []} | options))
     MADE.add(kfac)

@@ -21,7 +21,9 @@ from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.kernels import linalg
 
 OPTIONS = {
+    "method": "eigen",
     "damping": 0.03,
+    "trust_ratio": None,
     "kl_clip": 1e-4,
     "grafting": False,
     "update_freq": 2,

@@ -6,14 +6,13 @@ parallelism leave them; a gradient is then whole on its gradient workers alone, 
 it. The executor, its messages and the write-back use both in the same way.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kfac_bench.core.execution.sharded_gradients import ShardedGradients
-from kfac_bench.core.kernels import linalg
+from kfac_bench.core.execution.sharded_gradients import ShardedGradients, unique_params
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -47,21 +46,24 @@ class WholeGradients:
     def keep(self, specs: Sequence[LayerSpec]) -> None:
         """Note that no message needs these preconditioned gradients; they stay as they are."""
 
-    def dots(self) -> Iterable[Tensor]:
-        """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
-        return (
-            (self.preconditioned[n] * grad).sum().to(self._device) for n, grad in self.whole.items()
-        )
+    def products(self) -> Tensor:
+        """Return <p, g>, <p, p> and <g, g> of each of :attr:`names`, [names, 3].
 
-    def grafting_scales(self) -> Tensor:
-        """Return ||gradient|| / ||preconditioned gradient||, of each of :attr:`names`."""
-        squares = [
-            torch.stack([self.preconditioned[n].square().sum(), grad.square().sum()]).to(
-                self._device
-            )
-            for n, grad in self.whole.items()
-        ]
-        return linalg.grafting_scale(*torch.stack(squares).unbind(1))
+        p is a preconditioned gradient, g the gradient.
+        """
+        rows = []
+        for name, grad in self.whole.items():
+            new = self.preconditioned[name]
+            products = (new * grad).sum(), new.square().sum(), grad.square().sum()
+            rows.append(torch.stack(products).to(self._device))
+        return torch.stack(rows)
+
+    def weight_square(self) -> Tensor:
+        """Return the square of the norm of all weights whose gradients are :attr:`names`."""
+        reached = (layer for layer in self._layers if layer.name in self.whole)
+        # Layers may share a tensor: the projections of attention are parts of one weight.
+        norms = torch._foreach_norm(list(unique_params(reached)))
+        return torch.stack([norm.to(self._device) for norm in norms]).square().sum()
 
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.distributed.dtensor import Part, is_sharded, lay_out_grad, local, part_of
-from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -25,13 +24,13 @@ class ShardedGradients:
 
     def __init__(self, layers: Sequence[Layer], world_size: int) -> None:
         self._layers = {layer.name: layer for layer in layers}
-        params = {id(p): p for layer in layers for p in _params(layer)}
-        self._parts = {i: part_of(p, world_size) for i, p in params.items()}
-        self._params = list(params.values())
+        self._params = list(unique_params(layers))
+        self._parts = {id(p): part_of(p, world_size) for p in self._params}
         self._kept: dict[str, list[Tensor]] = {}
         """By layer, this rank's parts of the preconditioned weight and bias gradients."""
         self._products = torch.empty(0)
-        """[names, 3]: <p, g>, <p, p>, <g, g>; g is a gradient, p the preconditioned one."""
+        """[names, 4]: <p, g>, <p, p>, <g, g>, <w, w>; p is a preconditioned
+        gradient, g the gradient, w the weight."""
         self.whole: dict[str, Tensor] = {}
         self.preconditioned: dict[str, Tensor] = {}
 
@@ -74,32 +73,31 @@ class ShardedGradients:
                 ]
 
     def sum_products(self, out: Tensor) -> None:
-        """Write what this rank's parts add to the products into ``out``, [3 * layers]."""
-        sums = out.zero_().view(len(self._layers), 3)
+        """Write what this rank's parts add to the products into ``out``, [4 * layers]."""
+        sums = out.zero_().view(len(self._layers), 4)
         for i, name in enumerate(self._layers):
-            for new, old, part in self._pairs(name):
-                old = old.to(new.dtype)
-                sums[i] += part.share * torch.stack(
-                    [(new * old).sum(), new.square().sum(), old.square().sum()]
-                )
+            for new, old, weight, part in self._parts_of(name):
+                old, weight = old.to(new.dtype), weight.to(new.dtype)
+                products = [new * old, new.square(), old.square(), weight.square()]
+                sums[i] += part.share * torch.stack([product.sum() for product in products])
 
     def keep_products(self, summed: Tensor) -> None:
-        """Store the products, summed over ranks, [3 * layers]."""
+        """Store the products, summed over ranks, [4 * layers]."""
         reached = [i for i, x in enumerate(self._layers.values()) if x.weight.grad is not None]
-        self._products = summed.view(-1, 3)[reached]
+        self._products = summed.view(-1, 4)[reached]
 
-    def dots(self) -> Iterable[Tensor]:
-        """Return <preconditioned gradient, gradient> of each of :attr:`names`."""
-        return self._products[:, 0]
+    def products(self) -> Tensor:
+        """Return <p, g>, <p, p> and <g, g> of each of :attr:`names`, [names, 3]."""
+        return self._products[:, :3]
 
-    def grafting_scales(self) -> Tensor:
-        """Return ||gradient|| / ||preconditioned gradient||, of each of :attr:`names`."""
-        return linalg.grafting_scale(*self._products[:, 1:].unbind(1))
+    def weight_square(self) -> Tensor:
+        """Return the square of the norm of all weights whose gradients are :attr:`names`."""
+        return self._products[:, 3].sum()
 
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""
-        dots, *squares = self._products.unbind(1)
-        return dots / (squares[0] * squares[1]).sqrt().clamp_min(1e-8)
+        dots, new, old, _ = self._products.unbind(1)
+        return dots / (new * old).sqrt().clamp_min(1e-8)
 
     def write(self, scales: Sequence[Tensor] | None) -> None:
         """Write preconditioned gradients into ``.grad``, then forget them.
@@ -107,18 +105,19 @@ class ShardedGradients:
         ``scales`` are factors for each of :attr:`names`, None if all are 1.
         """
         for i, name in enumerate(self.names):
-            for new, old, _ in self._pairs(name):
+            for new, old, _, _ in self._parts_of(name):
                 old.copy_(new if scales is None else new * scales[i])
         self._forget()
 
-    def _pairs(self, name: str) -> Iterator[tuple[Tensor, Tensor, Part]]:
-        """Yield, for each parameter, this rank's preconditioned part and its own gradient."""
+    def _parts_of(self, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor, Part]]:
+        """Yield this rank's part of each parameter: preconditioned gradient, gradient, weight."""
         layer = self._layers[name]
         # Not strict: nothing is kept of a layer that backward did not reach.
         for param, new in zip(_params(layer), self._kept.get(name, ()), strict=False):
             if param.grad is not None:
                 part = self._parts[id(param)]
-                yield new, local(param.grad)[part.within(layer.part)[1]], part
+                here = part.within(layer.part)[1]
+                yield new, local(param.grad)[here], local(param.detach())[here], part
 
     def _blocks(self, name: str, matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Part]]:
         """Yield each parameter with its block of ``matrix`` before it, and this rank's part."""
@@ -127,6 +126,11 @@ class ShardedGradients:
         for param, whole in zip(_params(layer), layer.from_matrix(matrix), strict=False):
             assert whole is not None
             yield whole, param, self._parts[id(param)]
+
+
+def unique_params(layers: Iterable[Layer]) -> Iterable[Tensor]:
+    """Return the weights and biases of layers, each tensor once."""
+    return {id(p): p for layer in layers for p in _params(layer)}.values()
 
 
 def _params(layer: Layer) -> list[Tensor]:

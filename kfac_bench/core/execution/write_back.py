@@ -1,6 +1,6 @@
 """The end of a step: write preconditioned gradients, grafted and clipped, into ``.grad``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ class WriteBack:
 
     Args:
         layers: The layers that K-FAC covers.
-        optimizer: Has the learning rates that the KL clip reads.
+        optimizer: Has the learning rates that both limits of the step read.
         others: Spans the ranks that hold the other layers of the model, if there are any.
-        grafting: Whether to give each preconditioned gradient the norm of its gradient.
+        grafting: The option of KFAC.
+        trust_ratio: The option of KFAC.
 
     Raises:
         ValueError: The optimizer does not hold the weights of a layer.
@@ -33,9 +34,10 @@ class WriteBack:
         others: Collective | None,
         *,
         grafting: bool = False,
+        trust_ratio: float | None = None,
     ) -> None:
         self._layers, self._optimizer, self._others = layers, optimizer, others
-        self._has_grafting = grafting
+        self._has_grafting, self._trust_ratio = grafting, trust_ratio
         self._group_of = _find_param_groups(layers, optimizer)
         self._nu: Tensor | None = None
         self._cosine: Tensor | None = None
@@ -51,48 +53,71 @@ class WriteBack:
         rates = {name: groups[index]["lr"] for name, index in self._group_of.items()}
         if any(rate is None for rate in rates.values()):
             raise ValueError(
-                f"{type(self._optimizer).__name__} has lr=None, but the KL clip needs the learning "
-                "rate: give the optimizer a rate, or set kl_clip=None"
+                f"{type(self._optimizer).__name__} has lr=None, but K-FAC needs the learning "
+                "rate: give the optimizer a rate, or set trust_ratio=None and kl_clip=None"
             )
         return {name: float(rate) for name, rate in rates.items()}
 
     def write(self, gradients: Gradients, kl_clip: float | None, *, track_cosine: bool) -> None:
-        """Write preconditioned gradients into ``.grad``; no clip if ``kl_clip`` is None."""
-        names = gradients.names
-        scales = gradients.grafting_scales() if self._has_grafting and names else None
-        self._nu = None
-        if kl_clip is not None:
-            # The clip judges what is written, so it sees the grafted gradients.
-            self._nu = self._clip_factor(names, _scaled(gradients.dots(), scales), kl_clip)
+        """Write preconditioned gradients into ``.grad``; no KL clip if ``kl_clip`` is None."""
+        names, has_limit = gradients.names, kl_clip is not None or self._trust_ratio is not None
+        self._nu, scales, products = None, None, None
+        if names and (has_limit or self._has_grafting):
+            products = gradients.products()
+        if products is not None and self._has_grafting:
+            scales = linalg.grafting_scale(*products.unbind(1))
+            # The limits judge what is written.
+            products = products * torch.stack([scales, scales.square(), torch.ones_like(scales)], 1)
+        if has_limit:
+            self._nu = self._limit(gradients, products, kl_clip)
         self._cosine_of = names if track_cosine else []
         if self._cosine_of:
             self._cosine = gradients.cosines()
         gradients.write(self._scales(scales, len(names)))
 
     def _scales(self, grafting: Tensor | None, count: int) -> Sequence[Tensor] | None:
-        """Return what multiplies each layer, None if that is 1: grafting times the KL clip."""
+        """Return what multiplies each layer, None if that is 1: grafting times the limit."""
         if grafting is None:
             return None if self._nu is None else [self._nu] * count
         return (grafting if self._nu is None else grafting * self._nu).unbind()
 
-    def _clip_factor(
-        self, names: Sequence[str], dots: Iterable[Tensor], kl_clip: float
+    def _limit(
+        self, gradients: Gradients, products: Tensor | None, kl_clip: float | None
     ) -> Tensor | None:
-        """Return nu of eq. 16 over all layers of the model, None if backward reached none."""
+        """Return the smaller factor of the KL clip and of the trust ratio, over the whole model.
+
+        ``products`` are those of :meth:`WholeGradients.products`, None if backward reached no
+        layer. The result is None then.
+        """
         others = self._others
-        if names:
-            rates = self.learning_rates()
-            lrs = [rates[n] for n in names]
-            change = linalg.kl_clip_sum(dots, lrs)
+        if products is not None:
+            sums = self._sums(gradients, products)
         elif others is None:
             return None
         else:
-            # Other stages of the pipeline wait for this stage's part of the sum, even for 0.
-            change = torch.zeros((), device=self._layers[0].weight.device)
+            # Other stages of the pipeline wait for this stage's part of the sums, even for 0.
+            sums = torch.zeros(3, device=self._layers[0].weight.device)
         if others is not None and others.world_size > 1:
             ranks = tuple(range(others.world_size))
-            others.all_reduce(change, ranks, "model_parallel/clip").wait()
-        return linalg.kl_clip_scale(change, kl_clip)
+            others.all_reduce(sums, ranks, "model_parallel/limit").wait()
+        change, step_square, weight_square = sums.unbind()
+        limits = []
+        if kl_clip is not None:
+            limits.append(linalg.kl_clip_scale(change, kl_clip))
+        if self._trust_ratio is not None:
+            limits.append(linalg.trust_scale(step_square, weight_square, self._trust_ratio))
+        return limits[0] if len(limits) == 1 else torch.minimum(*limits)
+
+    def _sums(self, gradients: Gradients, products: Tensor) -> Tensor:
+        """Return the sums over layers of eq. 16, ||step||^2 and ||weights||^2, [3]."""
+        rates = self.learning_rates()
+        lrs = [rates[name] for name in gradients.names]
+        dots, squares, _ = products.unbind(1)
+        change = linalg.kl_clip_sum(dots, lrs)
+        # Numbers times tensors: a tensor of the rates would be copied to the device.
+        steps = [square * lr**2 for square, lr in zip(squares, lrs, strict=True)]
+        weight_square = gradients.weight_square().to(change.dtype)
+        return torch.stack([change, torch.stack(steps).sum(), weight_square])
 
     def statistics(self) -> dict[str, Any]:
         """Return ``nu`` and ``cosine`` of :meth:`KFAC.statistics`, on the host."""
@@ -101,12 +126,6 @@ class WriteBack:
             "nu": None if self._nu is None else self._nu.item(),
             "cosine": dict(zip(self._cosine_of, cosine, strict=True)),
         }
-
-
-def _scaled(dots: Iterable[Tensor], scales: Tensor | None) -> Iterable[Tensor]:
-    if scales is None:
-        return dots
-    return (dot * scale for dot, scale in zip(dots, scales, strict=True))
 
 
 def _find_param_groups(layers: Sequence[Layer], optimizer: Optimizer) -> dict[str, int]:

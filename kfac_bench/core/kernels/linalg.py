@@ -311,12 +311,20 @@ def precondition_inverse(
     return out @ a_inverse if a_inverse.ndim == grad.ndim else out * a_inverse.unsqueeze(-2)
 
 
-def grafting_scale(new_square: Tensor, old_square: Tensor) -> Tensor:
-    """Return what gives a preconditioned gradient p the norm of the gradient g: ||g|| / ||p||.
+MOST_GRAFTED = 10.0
+"""Norm of a grafted gradient at most, in norms of the gradient."""
 
-    The arguments are <p, p> and <g, g>. The scale of a p that is 0 is 1.
+
+def grafting_scale(dot: Tensor, new_square: Tensor, old_square: Tensor) -> Tensor:
+    """Return the scale at which the part of p along the gradient g is g: <g, g> / <p, g>.
+
+    p is the preconditioned gradient. A step along the scaled p lowers the loss, to first order, as
+    much as a step along g. It has at least the norm of g, and at most :data:`MOST_GRAFTED` times
+    this norm. The arguments are <p, g>, <p, p> and <g, g>. The scale of a p that is 0 is 1.
     """
-    scale = (old_square / new_square).sqrt()
+    longest = MOST_GRAFTED * (old_square / new_square).sqrt()
+    # Rounding may make a product of nearly 0 negative.
+    scale = torch.where(dot > 0, old_square / dot, longest).minimum(longest)
     return torch.where(new_square > 0, scale, torch.ones_like(scale))
 
 
@@ -333,6 +341,15 @@ def kl_clip_scale(change: Tensor, kl_clip: float) -> Tensor:
     """Return nu = min(1, sqrt(kl_clip / change)) (eq. 16), with the sum of all layers."""
     # Without a change the quotient is inf, and nu is 1: no clip.
     return (kl_clip / change).sqrt().clamp_max(1.0)
+
+
+def trust_scale(step_square: Tensor, weight_square: Tensor, trust_ratio: float) -> Tensor:
+    """Return min(1, trust_ratio ||weights|| / ||step||); 1 if all weights are 0.
+
+    The arguments are squares of norms over all layers of the model.
+    """
+    scale = trust_ratio * (weight_square / step_square).sqrt()
+    return torch.where(weight_square > 0, scale, torch.ones_like(scale)).clamp_max(1.0)
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:

@@ -189,5 +189,5 @@ class StageOps:
         yield from buckets.close_all()
 
     def reduce_products(self) -> Op:
-        """Return the message that sums <p, g>, <p, p> and <g, g> of each layer over ranks."""
-        return ReduceProducts(self._world, 0, 3 * len(self.placements))
+        """Return the message that sums <p, g>, <p, p>, <g, g> and <w, w> over ranks, by layer."""
+        return ReduceProducts(self._world, 0, 4 * len(self.placements))
