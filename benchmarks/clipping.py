@@ -52,6 +52,8 @@ def train(order: str, *, lr: float, max_norm: float, seed: int, steps: int) -> T
         model,
         optimizer,
         damping=1e-3,
+        method="eigen",
+        trust_ratio=None,
         kl_clip=1e-3,
         update_freq=100,
         factor_update_freq=10,

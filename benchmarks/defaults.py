@@ -1,11 +1,12 @@
 """Measure K-FAC's defaults on the seven develop tasks: the table of docs/explanation/defaults.md.
 
     python benchmarks/defaults.py [--tasks NAME,...] [--optimizers sgd,adamw] [--seeds 0,1,2]
-        [--kfac JSON] [--turns]
+        [--kfac JSON] [--turns] [--all-rates]
 
 First each optimizer runs alone at three usual rates. Then it runs with ``KFAC(model, optimizer)``,
-without any keyword, at the rate that was best for the optimizer alone. Finished runs are kept in
-``benchmarks/results/defaults.jsonl`` and not run again. ``--kfac`` adds runs with other options.
+without any keyword, at the rate that was best for the optimizer alone, or at all three.
+Finished runs are kept in ``benchmarks/results/defaults.jsonl`` and not run again. ``--kfac`` adds
+runs with other options.
 
 Times of separate runs are not comparable if other programs run. ``--turns`` measures the seconds
 again: it trains the first seed of each row once more, alone and with K-FAC in turns.
@@ -232,17 +233,25 @@ verdict | with K-FAC, equal seconds | time per step |
 
 
 def compare(
-    results: Results, task: str, optimizer: str, seeds: Sequence[int], kfac: str, *, turns: bool
+    results: Results,
+    task: str,
+    optimizer: str,
+    seeds: Sequence[int],
+    kfac: str,
+    *,
+    turns: bool,
+    rate: float | None = None,
 ) -> Comparison:
-    """Run an optimizer alone at all rates, and with K-FAC at the rate of the best mean.
+    """Run an optimizer alone at all rates, and with K-FAC at one rate: by default the best one.
 
     ``turns`` replaces the seconds of all seeds by those of the first seed, trained in turns.
     """
     alone = {
-        rate: [results.get(Run(task, optimizer, rate, seed, "none")) for seed in seeds]
-        for rate in RATES[optimizer]
+        each: [results.get(Run(task, optimizer, each, seed, "none")) for seed in seeds]
+        for each in RATES[optimizer]
     }
-    rate = min(alone, key=lambda rate: _mean(alone[rate]))
+    if rate is None:
+        rate = min(alone, key=lambda each: _mean(alone[each]))
     preconditioned = [results.get(Run(task, optimizer, rate, seed, kfac)) for seed in seeds]
     if turns:
         run = Run(task, optimizer, rate, seeds[0], "none")
@@ -272,6 +281,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--kfac", type=json.loads, default={}, help="options of KFAC, as JSON")
     parser.add_argument("--turns", action="store_true", help="measure seconds again, in turns")
+    parser.add_argument("--all-rates", action="store_true", help="K-FAC at each usual rate")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -283,8 +293,11 @@ def main() -> None:
     comparisons = []
     for task in arguments.tasks.split(","):
         for optimizer in arguments.optimizers.split(","):
-            row = compare(results, task, optimizer, seeds, kfac, turns=arguments.turns)
-            comparisons.append(row)
+            for rate in RATES[optimizer] if arguments.all_rates else (None,):
+                row = compare(
+                    results, task, optimizer, seeds, kfac, turns=arguments.turns, rate=rate
+                )
+                comparisons.append(row)
     print(HEADER, *(c.row() for c in comparisons), sep="\n")
     better = sum(c.gain > 0 for c in comparisons)
     worse = sum(c.gain < -c.range for c in comparisons)

@@ -48,6 +48,7 @@ def inverse_before_sgd(model: nn.Module) -> Optimizer:
         optimizer,
         method="inverse",
         damping=0.1,
+        trust_ratio=None,
         kl_clip=0.01,
         grafting=False,
         update_freq=20,

@@ -77,12 +77,12 @@ def train(arguments: list[str]) -> int:
             say(f"# {recipe.line()}")
         say(compose.shown(config), end="")
         return 0
-    if recipe is not None and slurm_rank.from_launcher("RANK", "0") == "0":
-        say(recipe.line())
     data_words = ("data=", "experiment=", "from=", problem_file.WORD)
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
+    if recipe is not None and slurm_rank.from_launcher("RANK", "0") == "0":
+        say(recipe.line())
     code = train_one(config, by_layer=options.layers)
     # The command of one rank is not the one that the user has typed.
     if code == 0 and not config.dry_run and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":

@@ -64,9 +64,11 @@ RULES: Mapping[str, RecipeRule] = {
     "text_bert": RecipeRule(("text",), _BERT, 16, keeps_batch=True),
     "squad_bert": RecipeRule(("squad",), _BERT, 8),
     "lgg_unet": RecipeRule(("lgg",), ("unet",), 1),
+    "digits_resnet": RecipeRule(("digits",), _IMAGENET, 1, keeps_batch=True),
 }
 """The rules by recipe. A file ``<data>_<model>.yaml`` needs no rule: its values are not scaled.
-With ``data.root=demo``, the name of the file begins with ``<data>_demo_``."""
+With ``data.root=demo``, the name of the file begins with ``<data>_demo_``. Such a file is also
+chosen if the user names no data."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,13 @@ def _of_pair(given: Mapping[str, str], config_dir: Path | None) -> str | None:
     """Return the recipe of the data and the model that the command line chooses."""
     model = given.get("model", "") or _chosen_by("train", "model")
     data = given.get("data") or _chosen_by(f"model/{model}", "data") or _chosen_by("train", "data")
-    if given.get("data.root") == "demo":
-        data += "_demo"
+    demo = f"{data}_demo"
+    # A model that needs data from disk trains on a demo if the user names no data.
+    is_unnamed = not {"data", "data.root"} & set(given)
+    if given.get("data.root") == "demo" or (
+        is_unnamed and _file(f"{demo}_{model}", config_dir) is not None
+    ):
+        data = demo
     if _file(f"{data}_{model}", config_dir) is not None:
         return f"{data}_{model}"
     fitting = (n for n, rule in RULES.items() if data in rule.data and model in rule.models)

@@ -212,6 +212,7 @@ def test_simulated_cells_have_the_numbers_of_kfac_plan_simulate():
             "world_size=32",
             "per_rank_batch=16",
             "strategies=comm_opt",
+            "kfac.method=eigen",
             "update_freq_at=64",
             "kfac.update_freq=200",
             "kfac.factor_update_freq=20",

@@ -197,7 +197,7 @@ def test_ekfac_and_a_damping_of_the_factors_clash():
     ("said", "fragment"),
     [
         ("kfac=none", "optimizer=eigen_adam with kfac=none: the optimizer needs K-FAC's factors"),
-        ("kfac=comm_opt", "optimizer=eigen_adam with kfac.method=eigen: the optimizer needs"),
+        ("kfac=comm_opt", "optimizer=eigen_adam with kfac.method=inverse: the optimizer needs"),
         ("kfac.damping=0.1", "kfac.damping=0.1 does not fit kfac.method=eigen_adam: Adam's second"),
         ("kfac.kl_clip=0.1", "kfac.kl_clip=0.1 does not fit kfac.method=eigen_adam"),
         ("kfac.block_size=9", "kfac.block_size=9 does not fit kfac.method=eigen_adam"),

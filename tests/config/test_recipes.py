@@ -45,14 +45,17 @@ def own(tmp_path):
         (("model=bert_base",), "text_bert"),  # the file of the model chooses data=text
         (("model=bert_large", "kfac=none"), "text_bert_first_order"),
         (("model=bert_large", "data=squad", "task=question_answering"), "squad_bert"),
-        (("model=unet",), "lgg_unet"),
         (("recipe=imagenet_resnet",), "imagenet_resnet"),
         ((*IMAGENET, "recipe=none"), None),
         ((*IMAGENET, "data.root=demo"), None),  # the demo is no ImageNet
         (("data=imagefolder",), None),  # the default model is no model of the recipe
         (("data=cifar10", "model=resnet50"), None),
-        (("model=bert_tiny",), None),
-        (("model=resnet50",), None),  # on the digits
+        (("model=bert_tiny",), "text_demo_bert_tiny"),
+        (("model=resnet50",), "digits_resnet"),
+        (("model=unet",), "lgg_demo_unet"),
+        (("model=unet", "data.root=demo"), "lgg_demo_unet"),
+        (("model=unet", "data.root=/d"), "lgg_unet"),
+        (("model=bert_tiny", "data=text"), None),
         ((), None),
         (("experiment=lgg/unet", "model=unet"), None),
         (("problem=mine.py", *IMAGENET), None),
@@ -80,7 +83,7 @@ def test_imagenet_is_scaled_to_the_ranks_as_in_figure_8(ranks, intervals):
     [
         ((*CIFAR, "trainer.batch_size=256"), 1, {"schedule.warmup_start": 0.5}),
         (CIFAR, 8, {"trainer.batch_size": 1024, "kfac.update_freq": 10}),
-        (("model=unet",), 4, {"trainer.batch_size": 64, "kfac.update_freq": 200}),
+        (("model=unet", "data=lgg"), 4, {"trainer.batch_size": 64, "kfac.update_freq": 200}),
         # BERT's batch stays: 4096 sequences on each of 16 ranks are 46 parts of at most 90.
         (("model=bert_large",), 16, {"trainer.batch_size": 65536, "trainer.accumulate": 46}),
         (("model=bert_large",), 32, {"trainer.batch_size": 65536, "trainer.accumulate": 23}),

@@ -37,7 +37,16 @@ from tests.support.runs import (
 
 pytestmark = pytest.mark.ranks
 
-STABLE = (*KFAC, "optimizer.lr=0.02", "kfac.damping=0.1", "kfac.spread=false", "backend=fsdp2")
+STABLE = (
+    *(
+        *KFAC,
+        "optimizer.lr=0.02",
+        "kfac.damping=0.1",
+        "kfac.kl_clip=0.001",
+        "kfac.trust_ratio=null",
+    ),
+    *("kfac.method=eigen", "kfac.spread=false", "backend=fsdp2"),
+)
 
 
 def here():

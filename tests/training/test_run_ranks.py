@@ -141,7 +141,7 @@ def test_validation_metrics_are_exact_on_any_number_of_ranks(tmp_path):
         for world in (2, 4):
             for metrics in run_ranks(world, evaluate_here, tmp_path, saved, examples):
                 assert metrics["accuracy"] == alone["accuracy"]
-                assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-6, abs=1e-8)
+                assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-5, abs=1e-8)
 
 
 def refused_here(folder, overrides, lock):

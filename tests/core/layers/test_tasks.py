@@ -104,7 +104,9 @@ def final_loss(task, skip, seed):
     kfac = KFAC(
         model,
         optimizer,
+        method="eigen",
         damping=task.damping,
+        trust_ratio=None,
         grafting=False,
         update_freq=5,
         factor_update_freq=1,

@@ -195,6 +195,8 @@ STABLE = (
     "trainer.log_freq=1",
     "kfac.update_freq=2",
     "kfac.damping=0.1",
+    "kfac.kl_clip=0.001",
+    "kfac.trust_ratio=null",
     "kfac.grafting=false",
 )
 
