@@ -21,7 +21,7 @@ usage: kfac-train [problem=FILE] [GROUP=NAME | OPTION=VALUE]... [--config-dir DI
 Train a model, with K-FAC or without. Every option has a default that needs no data on disk.
 
   kfac-train                                                   (a ResNet-8 on built-in digits)
-  kfac-train model=resnet50 data=imagefolder data.root=DIR kfac.update_freq=500
+  kfac-train model=resnet50 data=imagefolder data.root=DIR     (with the paper's recipe)
   kfac-train model=resnet20 data=cifar10 data.root=DIR kfac=layer_wise trainer.target=0.92
   kfac-train problem=my_problem.py optimizer=adam kfac=none    (your own model and data)
   kfac-train experiment=digits/autoencoder_kfac seed=1
