@@ -45,6 +45,14 @@ def train(arguments: list[str]) -> int:
     """Parse the arguments, run, and return the exit code."""
     # Adopt Slurm's variables before anything fails: only rank 0 prints an error.
     slurm_rank.adopt()
+    code = _parse_and_run(arguments)
+    # The command of one rank is not the one that the user has typed.
+    if code > 128 and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
+        endings.say_next(endings.command_line("kfac-train", arguments), "continues")
+    return code
+
+
+def _parse_and_run(arguments: list[str]) -> int:
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
@@ -84,7 +92,6 @@ def train(arguments: list[str]) -> int:
     if not (names_data or config.dry_run):
         _say_what_data(config)
     code = train_one(config, by_layer=options.layers)
-    # The command of one rank is not the one that the user has typed.
     if code == 0 and not config.dry_run and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
         endings.say_run(config, options.overrides, options.config_dir)
     return code
