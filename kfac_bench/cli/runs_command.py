@@ -50,13 +50,14 @@ def _list(options: argparse.Namespace) -> int:
     from kfac_bench.record import run_list
 
     found = run_list.listed(options.runs_dir)
-    header = ("state", "step", "age", "size", "checkpoints", "task", "optimizer", "run")
-    rows: list[tuple[str, ...]] = [header, *map(_cells, found)]
+    # With the name that a run has by default, these columns fit a terminal of 80 characters.
+    rows: list[tuple[str, ...]] = [("state", "step", "age", "size", "saved", "run")]
+    rows += [_cells(run, options.runs_dir) for run in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         say("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     total = sum(run.size_bytes for run in found)
-    say(f"{counted(len(found), 'run')}, {size_text(total)}")
+    say(f"{counted(len(found), 'run')} in {options.runs_dir}, {size_text(total)}")
     words = ["--runs-dir", options.runs_dir]
     if any(run.checkpoints > 1 for run in found):
         say_next(command_line("kfac-bench runs prune --dry-run", words), "old checkpoints")
@@ -65,16 +66,14 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cells(run: ListedRun) -> tuple[str, ...]:
+def _cells(run: ListedRun, root: Path) -> tuple[str, ...]:
     return (
         run.state,
         str(run.step),
         _age(run.age_s),
         size_text(run.size_bytes),
         str(run.checkpoints),
-        run.task,
-        run.optimizer,
-        str(run.path),
+        str(run.path.relative_to(root)),
     )
 
 

@@ -21,7 +21,7 @@ usage: kfac-train [problem=FILE] [GROUP=NAME | OPTION=VALUE]... [--config-dir DI
 Train a model, with K-FAC or without. Every option has a default that needs no data on disk.
 
   kfac-train                                                   (a ResNet-8 on built-in digits)
-  kfac-train model=resnet50 data=imagefolder data.root=DIR kfac.update_freq=500
+  kfac-train model=resnet50 data=imagefolder data.root=DIR     (with the paper's recipe)
   kfac-train model=resnet20 data=cifar10 data.root=DIR kfac=layer_wise trainer.target=0.92
   kfac-train problem=my_problem.py optimizer=adam kfac=none    (your own model and data)
   kfac-train experiment=digits/autoencoder_kfac seed=1
@@ -45,6 +45,14 @@ def train(arguments: list[str]) -> int:
     """Parse the arguments, run, and return the exit code."""
     # Adopt Slurm's variables before anything fails: only rank 0 prints an error.
     slurm_rank.adopt()
+    code = _parse_and_run(arguments)
+    # The command of one rank is not the one that the user has typed.
+    if code > 128 and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
+        endings.say_next(endings.command_line("kfac-train", arguments), "continues")
+    return code
+
+
+def _parse_and_run(arguments: list[str]) -> int:
     parser = Parser(prog="kfac-train", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
@@ -84,7 +92,6 @@ def train(arguments: list[str]) -> int:
     if recipe is not None and slurm_rank.from_launcher("RANK", "0") == "0":
         say(recipe.line())
     code = train_one(config, by_layer=options.layers)
-    # The command of one rank is not the one that the user has typed.
     if code == 0 and not config.dry_run and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
         endings.say_run(config, options.overrides, options.config_dir)
     return code

@@ -22,8 +22,6 @@ class ListedRun:
     """A run as `kfac-bench runs list` shows it."""
 
     path: Path
-    task: str
-    optimizer: str
     state: str
     """The status of the last event, or RUNNING, KILLED or UNREADABLE."""
     step: int
@@ -56,15 +54,12 @@ def listed(root: Path) -> list[ListedRun]:
 
 def _listed(path: Path) -> ListedRun | None:
     """Return what is shown of a run; None if nothing trained, or the run was removed meanwhile."""
-    task = optimizer = ""
     state, step = UNREADABLE, 0
     try:
         is_running = run_lock.is_held(path)
         run = runs.load(path)
         if runs.was_computed(run):
             return None
-        (setting,) = runs.group([run])
-        task, optimizer = setting.task, setting.optimizer
         last = run.events[-1]
         step = last.step
         state = runs.plain(last.status) if isinstance(last, RunEnded) else KILLED
@@ -74,7 +69,7 @@ def _listed(path: Path) -> ListedRun | None:
     folder = path / CHECKPOINTS
     try:
         count = 0 if folder.is_symlink() else len(checkpoint_folder.steps(folder))
-        return ListedRun(path, task, optimizer, state, step, count, size_of(path), age_of(path))
+        return ListedRun(path, state, step, count, size_of(path), age_of(path))
     except FileNotFoundError:
         return None
 

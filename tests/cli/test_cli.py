@@ -1,10 +1,12 @@
 """The commands as users type them: exit codes, output, and the files they leave."""
 
+import contextlib
 import io
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,7 @@ from kfac_bench.simulate import plan_report
 from kfac_bench.training import dry_run
 from tests.support import forks
 from tests.support.quick import slow
+from tests.support.runs import before_step
 from tests.support.written_runs import two_optimizers
 
 BIN = Path(sys.executable).parent
@@ -595,6 +598,26 @@ def test_a_run_ends_with_its_result_and_the_command_without_kfac(tmp_path, capsy
     assert beside.startswith("beside: SGD: squared_error ")
     folders = [line.rpartition("; ")[2] for line in (result, beside)]
     assert then == f"next: kfac-bench compare {' '.join(folders)}"
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m", "seed=0,1")], ids=["run", "sweep"])
+def test_an_interrupted_run_ends_with_the_command_that_continues(tmp_path, sweep):
+    words = [*sweep, *TINY, "kfac=none", f"runs_dir={tmp_path}"]
+    code, said = forks.call(_interrupted, words)
+    assert code == 128 + signal.SIGTERM
+    assert said.splitlines()[-1] == f"next: {shlex.join(['kfac-train', *words])}   (continues)"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def _interrupted(words):
+    output = io.StringIO()
+    with (
+        before_step(2, lambda _: os.kill(os.getpid(), signal.SIGTERM)),
+        contextlib.redirect_stdout(output),
+        pytest.raises(SystemExit) as stop,
+    ):
+        cli.train(words)
+    return stop.value.code, output.getvalue()
 
 
 def test_a_warning_is_one_line(command):

@@ -12,7 +12,7 @@ from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.score_interval import medians
 from kfac_bench.benchmark.sitting import tasks_of
 from kfac_bench.cli.bench_command import build_parser
-from kfac_bench.config import compose, option_help
+from kfac_bench.config import compose, option_help, problem_file
 from tests.support import ROOT
 from tests.support.figures import texts
 
@@ -31,21 +31,38 @@ TRAIN = [*commands("kfac-train"), *(c[c.index("kfac_bench") + 1 :] for c in comm
 
 def test_the_commands_are_found():
     assert len(TRAIN) >= 8
-    assert any({"model=resnet50", "kfac.update_freq=500"} <= set(command) for command in TRAIN)
+    assert any({"model=resnet50", "data=imagefolder"} <= set(command) for command in TRAIN)
     assert len(commands("make")) >= 2
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with the problem file and the run that README names."""
+    problem = (ROOT / "examples" / "problems" / "digits.py").read_text()
+    changed = problem.replace("problem = Problem(", "def problem(width=16):\n    return Problem(")
+    (tmp_path / "my_problem.py").write_text(changed)
+    (tmp_path / "runs" / "RUN_ID").mkdir(parents=True)
+    shown = compose.shown(compose.load(["seed=3"]))
+    (tmp_path / "runs" / "RUN_ID" / "config.yaml").write_text(shown)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("arguments", TRAIN, ids=" ".join)
 def test_every_train_command_composes(arguments):
     if arguments == ["--help"]:
         assert option_help.describe([]).startswith("groups:")
-    elif arguments[:1] == ["--multirun"]:  # Hydra splits the sweep; each choice must compose
-        for argument in arguments[1:]:
-            key, _, values = argument.partition("=")
-            for value in values.split(","):
-                compose.load([f"{key}={value}"])
-    else:
-        compose.load(arguments)
+        return
+    problem_file.run_named(arguments)
+    words = [word for word in arguments if word != "--multirun"]
+    if words == arguments:
+        compose.load(words)
+        return
+    first = [word.partition(",")[0] for word in words]
+    for i, word in enumerate(words):  # Hydra splits the sweep; each choice must compose
+        key, _, values = word.partition("=")
+        for value in values.split(","):
+            compose.load([*first[:i], f"{key}={value}", *first[i + 1 :]])
 
 
 @pytest.mark.parametrize("arguments", commands("kfac-bench"), ids=" ".join)
@@ -56,9 +73,12 @@ def test_every_bench_command_is_understood(arguments):
 
 
 def test_batch_scripts_exist_and_their_options_compose():
-    for script, *overrides in commands("sbatch"):
-        experiment = re.search(r"experiment=\w+", (ROOT / script).read_text())[0]
-        compose.load([experiment, *overrides])
+    for words in commands("sbatch"):
+        script = next(word for word in words if word.endswith(".sbatch"))
+        named = re.search(r"(experiment|recipe)=\w+", (ROOT / script).read_text())[0]
+        options = words[words.index(script) + 1 :]
+        assert options
+        compose.load([named, *options])
 
 
 def test_make_targets_exist():
