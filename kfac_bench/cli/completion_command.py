@@ -221,7 +221,7 @@ def _overrides(word: str) -> Iterable[str]:
     if not equals and "." not in word:
         single = [name for name in option_table.every_option() if "." not in name]
         return [
-            *(f"{group}=" for group in (*groups, "profile", "problem", *single)),
+            *(f"{group}=" for group in (*groups, "from", "profile", "problem", *single)),
             *(f"{group}." for group in (*groups, "trainer") if group not in option_table.SET_ALL),
         ]
     known = option_table.every_option()

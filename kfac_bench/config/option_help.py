@@ -10,6 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from kfac_bench.config import profiles
 from kfac_bench.config.conf_files import CONF_DIR, first_sentence, folders, options_of
 from kfac_bench.config.option_table import (
     EXPERIMENT,
@@ -34,6 +35,15 @@ from kfac_bench.errors import UsageError
 WIDTH = 80
 HARDWARE = "hardware"
 """The folder of conf/ whose files describe machines. They are no choices of kfac-train."""
+WORDS = {
+    "problem": "problem=FILE: a Python file with your own model and data. problem.NAME=VALUE sets "
+    "an argument of the file.",
+    "from": "from=FILE: the options of an earlier run, read from its config.yaml. Other options of "
+    "the command replace them.",
+    "profile": f"profile={'|'.join(profiles.PROFILES)}: the size of an experiment of the papers, "
+    "as in experiment=kaisa_unet_lgg profile=smoke.",
+}
+"""The words of the command line that are neither groups nor options."""
 OPTIONS_HEAD = "options (other choices may have other defaults: --help OPTION shows them):"
 
 
@@ -41,8 +51,8 @@ def describe(words: Sequence[str], config_dir: Path | None = None) -> str:
     """Return the help of each word, or of all groups and options if there is no word.
 
     Args:
-        words: Groups (``kfac``), choices (``optimizer=adam``), options (``kfac.damping``), and
-            ``hardware`` for the machines of conf/hardware.
+        words: Groups (``kfac``), choices (``optimizer=adam``), options (``kfac.damping``), words
+            such as ``from``, and ``hardware`` for the machines of conf/hardware.
         config_dir: A folder of the user's own with more choices.
 
     Raises:
@@ -113,7 +123,9 @@ def _of_word(word: str, config_dir: Path | None) -> list[str]:
             "kfac-bench scaling take this option. NAME may also be the path of your own YAML file.",
             config_dir,
         )
-    own_group = () if "." in word else [*groups(), "trainer", HARDWARE]
+    if group in WORDS:
+        return _wrapped(WORDS[group], "")
+    own_group = () if "." in word else [*groups(), "trainer", HARDWARE, *WORDS]
     raise UsageError(f"--help {no_such_option(word, own_group)}")
 
 

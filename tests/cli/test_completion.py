@@ -22,6 +22,7 @@ from kfac_bench.simulate import simulate_options
     [
         ("kfac-train mo", {"model=", "model."}, {"data="}),
         ("kfac-train ", {"kfac=", "kfac.", "seed=", "trainer.", "problem=", "--cfg"}, {"--to"}),
+        ("kfac-train fr", {"from="}, set()),
         ("kfac-train model=vit optimizer=ad", {"optimizer=adam", "optimizer=adamw"}, {"adam"}),
         ("kfac-train kfac.damp", {"kfac.damping=", "kfac.damping_freq="}, {"kfac.skip="}),
         ("kfac-train kfac.fisher=", {"kfac.fisher=mc"}, {"kfac.fisher=true"}),

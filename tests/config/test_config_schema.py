@@ -208,6 +208,7 @@ def test_help_of_a_group_and_of_a_choice():
     assert group.startswith("  optimizer=adam|adamw|")
     assert "optimizer.beta2=" in group
     assert "kfac." not in group
+    assert option_help.describe(["from"]).startswith("from=FILE: the options of an earlier run")
     choice = option_help.describe(["optimizer=sgd"])
     assert choice.startswith("optimizer=sgd: ")
     assert "optimizer.beta2" not in choice
