@@ -155,7 +155,7 @@ def _send_again(config: "TrainConfig") -> None:
 
 
 def _offer_upload(config: "TrainConfig") -> None:
-    """Say as the last line how to complete W&B's offline files, if they lack points."""
+    """Say how to complete W&B's offline files, if they lack points."""
     from kfac_bench.dashboard import upload
     from kfac_bench.training.run_directory import RunDirectory
 

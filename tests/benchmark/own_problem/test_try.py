@@ -95,7 +95,7 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
 
     def run(command):
         """Start the first and the last run with torchrun, and the others in forks: faster."""
-        assert command == local_process.local_command(command[4:], 2)
+        assert command == local_process.local_command(command[5:], 2)
         words = " ".join(command)
         if "run_id=first" in words or ("/final" in words and "eigen_adam" in words):
             return by_torchrun(command)

@@ -32,13 +32,6 @@ def line(ended: Ended, pattern: str, times: int = 1) -> None:
         raise UnexpectedError(f"{len(lines)} lines (expected {times}) with {pattern!r}")
 
 
-def last_line(ended: Ended, pattern: str) -> None:
-    """Check that the last line of standard output contains `pattern`."""
-    last = ended.out.strip().rpartition("\n")[2]
-    if not re.search(pattern, last):
-        raise UnexpectedError(f"the last line has no {pattern!r}: {last}")
-
-
 def recorded(case: Case, kind: type[Event], times: int = 1) -> None:
     """Check that the record has so many events of this kind."""
     count = sum(isinstance(event, kind) for event in read(case.events))
