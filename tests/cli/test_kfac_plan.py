@@ -339,16 +339,16 @@ def test_resnet50_on_64_ranks_is_planned(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     for said in (
         "resnet50 on digits [1, 8, 8]",
-        "batch 256 over 64 ranks",
+        "batch 128 over 64 ranks",
         "K-FAC covers 54 layers",
-        "strategy hybrid_opt, method eigen, 64 rank(s), 32 gradient worker(s) per layer",
+        "strategy hybrid_opt, method inverse, 64 rank(s), 32 gradient worker(s) per layer",
         "on the heaviest ranks",
     ):
         assert said in done.stdout
     (path,) = tmp_path.rglob("*.json")
     assert done.stdout.endswith(f"every rank: {path.relative_to(tmp_path)}\n")
     plan = json.loads(path.read_text())
-    assert (plan["world_size"], plan["examples_per_rank"], len(plan["ranks"])) == (64, 4, 64)
+    assert (plan["world_size"], plan["examples_per_rank"], len(plan["ranks"])) == (64, 2, 64)
     assert (plan["plan"]["layers"], plan["plan"]["gradient_workers"]) == (54, 32)
     assert plan["options"]["kfac"]["strategy"] == "hybrid_opt"
     assert plan["every"] == {"factors": 10, "decompose": 100, "precondition": 1}

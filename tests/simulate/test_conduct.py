@@ -39,7 +39,7 @@ def calls_of_steps(depth: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int
     layers = [module for pair in pairs for module in pair]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = KFAC(model, optimizer, update_freq=4, factor_update_freq=2)
+    kfac = KFAC(model, optimizer, method="eigen", update_freq=4, factor_update_freq=2)
     write, written = WriteBack.write, []
 
     def counted(*args, **kwargs):
