@@ -58,8 +58,8 @@ TARGETS = {
     "pydoc transformer": Target(2.2, 32, 500, 10),
     "digits VAE": Target(22.84, 64, 1000, 50),
 }
-"""AdamW's final metrics of docs/reference/results/defaults.md for the MLP, the convolutional net and the
-VAE, and a loss of 0.12 for ResNet-8. The other targets are those of the embedded benchmark."""
+"""AdamW's final metrics of docs/reference/results/defaults.md for the MLP, convolutional net and
+the VAE, and a loss of 0.12 for ResNet-8. The others are those of the embedded benchmark."""
 
 Build = Callable[[nn.Module, float], Optimizer]
 
