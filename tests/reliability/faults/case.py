@@ -31,7 +31,7 @@ BASE = (
 )
 """A small autoencoder on real digits: five steps make an epoch."""
 
-KFAC = ("kfac.update_freq=4", "kfac.factor_update_freq=2")
+KFAC = ("kfac.method=eigen", "kfac.update_freq=4", "kfac.factor_update_freq=2")
 STRATEGIES = (
     "comm_opt",
     "layer_wise",
