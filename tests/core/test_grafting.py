@@ -87,6 +87,16 @@ def test_the_trust_ratio_limits_the_whole_step_to_a_share_of_the_weights(kl_clip
         torch.testing.assert_close(got, longest / step * want, rtol=2e-3, atol=1e-6)
 
 
+def test_the_norm_of_weights_in_float16_does_not_overflow():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).half()
+    torch.nn.init.constant_(model[0].weight, 30.0)
+    kfac = kfac_of(model, skip=[])
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    gradients = kfac._executor.gradients
+    gradients.begin()
+    assert gradients.weight_square().item() == pytest.approx(64 * 64 * 900, rel=1e-3)
+
+
 def test_the_smaller_of_both_limits_counts():
     alone = [
         step_beside_oracle("eigen", **limits)[0].statistics()["nu"]

@@ -63,7 +63,9 @@ class WholeGradients:
         reached = (layer for layer in self._layers if layer.name in self.whole)
         # Layers may share a tensor: the projections of attention are parts of one weight.
         norms = torch._foreach_norm(list(unique_params(reached)))
-        return torch.stack([norm.to(self._device) for norm in norms]).square().sum()
+        # The square of a norm in float16 soon overflows.
+        wide = [n.to(self._device, torch.promote_types(n.dtype, torch.float32)) for n in norms]
+        return torch.stack(wide).square().sum()
 
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""
