@@ -25,7 +25,7 @@ from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
 from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
-from kfac_bench.data.images.opening import open_image, rgb
+from kfac_bench.data.images.opening import open_image, rgb, upright
 from kfac_bench.errors import UsageError
 
 Target = dict[str, Tensor]
@@ -114,14 +114,21 @@ def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unre
 
 
 def _decode(image: CocoImage) -> NDArray[np.uint8] | Unreadable:
-    """Return the pixels [H, W, 3] of an image, or the reason why it cannot be read."""
+    """Return the pixels [H, W, 3] of an image, or the reason why it cannot be read.
+
+    The pixels are upright, unless only the stored pixels have the size in the annotations.
+    """
     try:
         with open_image(image.path) as file:
-            pixels = rgb(file)
+            stored = rgb(file)
+            pixels = upright(file, stored)
     # Pillow raises exceptions of many types for a damaged file.
     except Exception as error:
         return Unreadable.because(image.path, error)
-    if pixels.shape[:2] != (image.height, image.width):
+    size = image.height, image.width
+    if pixels.shape[:2] != size and stored.shape[:2] == size:
+        return stored
+    if pixels.shape[:2] != size:
         height, width = pixels.shape[:2]
         return Unreadable(
             str(image.path),

@@ -27,7 +27,7 @@ from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.images.opening import open_image
+from kfac_bench.data.images.opening import open_image, rgb
 from kfac_bench.errors import UsageError
 
 FOLDERS = ("kaggle_3m", "lgg-mri-segmentation/kaggle_3m", ".")
@@ -168,7 +168,7 @@ def _read(image: Path, mask: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
             with open_image(path) as file:
                 if file.mode != mode:
                     return Unreadable(str(path), f"its mode is {file.mode}, not {mode}")
-                decoded.append(np.array(file))
+                decoded.append(rgb(file) if mode == "RGB" else np.array(file))
         # Pillow raises exceptions of many types for a damaged file.
         except Exception as error:
             return Unreadable.because(path, error)

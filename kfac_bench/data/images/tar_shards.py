@@ -114,10 +114,10 @@ def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
 def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]:
     """Pack ImageNet's folders `source/train` and `source/val` into shards in `root`.
 
-    Yield a line for each shard that was written. Images are copied byte for byte, `per_shard` of
-    them into each file. Their order mixes the classes, for other programs that read shards as a
-    stream. `classes.txt` has the names of the classes by number. The same folders give the same
-    shards.
+    Yield a line for each shard that was written, and for files that are left out. Images are
+    copied byte for byte, `per_shard` of them into each file. Their order mixes the classes, for
+    other programs that read shards as a stream. `classes.txt` has the names of the classes by
+    number. The same folders give the same shards.
 
     Raises:
         UsageError: `root` has shards already, or a file is too large; also as in
@@ -134,6 +134,7 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
         # Names of folders are bytes, and need not be UTF-8.
         (root / "classes.txt").write_bytes(os.fsencode(names))
         for split, folder in zip(("train", "val"), folders, strict=True):
+            yield from folder.notes
             order = epoch_order(len(folder.labels), 0, 0).tolist()
             for number, start in enumerate(range(0, len(order), per_shard)):
                 path = root / f"{split}-{number:06d}.tar"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 from pycocotools import mask as pycocotools_mask
 
 from kfac_bench.data.base.fingerprint import fingerprint
@@ -152,6 +152,19 @@ def test_evaluation_images_keep_their_size(tmp_path):
         assert int(targets[0]["image_id"]) == picture.id
         on_disk = np.asarray(Image.open(picture.path)).transpose(2, 0, 1)
         assert np.array_equal((images[0] * 255).round().byte().numpy(), on_disk)
+
+
+def test_a_photo_is_turned_unless_its_annotations_have_the_size_of_the_stored_pixels(tmp_path):
+    data = opened(write(tmp_path))
+    path = data.truth[1].path  # 8 x 6 pixels
+    stored = np.arange(48 * 3, dtype=np.uint8).reshape(8, 6, 3)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    as_annotated = stored.reshape(6, 8, 3)
+    for pixels, expected in ((stored, np.rot90(stored, -1)), (as_annotated, as_annotated)):
+        Image.fromarray(pixels).save(path, exif=exif)
+        [image] = [i[0] for i, t in data.evaluate(2, Shard()) if int(t[0]["image_id"]) == 7]
+        assert np.array_equal((image * 255).round().byte().permute(1, 2, 0), expected)
 
 
 FAULTS = [
