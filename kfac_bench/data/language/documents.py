@@ -22,7 +22,15 @@ MOST_BYTES = 64 * 2**20
 """What a small compressed file may unpack to, whatever the ratio."""
 _HEADING = re.compile(r"^\s*=\s+(?P<title>[^=].*?)\s+=\s*$")
 _SECTION = re.compile(r"^\s*=(\s*=)+.*=\s*$")
-_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[]?[A-Z0-9])")
+_FULL_STOP = re.compile(r"[。！？｡]+[\"'”’」』）】》]*")
+"""The end of a sentence in a script that has no spaces."""
+_SENTENCE = re.compile(
+    r"(?:(?<=[.!?…؟۔।॥։።။។\u037e])|(?<=[\u0370-\u03ff\u1f00-\u1fff];))\s+"
+    r"(?=(?:[—–]\s+)?[\"'(\[«„“‘¿¡]?([^\W_]))"
+)
+"""Space between two sentences, if the letter or digit behind it is no small letter.
+
+A Greek question mark often is a semicolon."""
 
 
 @dataclass(frozen=True)
@@ -149,5 +157,10 @@ def is_unicode(text: str) -> bool:
 
 def sentences(text: str) -> list[str]:
     """Return the sentences of a text, without surrounding white space. A line also ends one."""
-    parts = (s.strip() for line in text.splitlines() for s in _SENTENCE.split(line))
-    return [s for s in parts if s]
+    found = list[str]()
+    for line in _FULL_STOP.sub(r"\g<0>\n", text).splitlines():
+        gaps = [gap for gap in _SENTENCE.finditer(line) if not gap[1].islower()]
+        starts = [0, *(gap.end() for gap in gaps)]
+        ends = [*(gap.start() for gap in gaps), len(line)]
+        found += [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    return [sentence for sentence in found if sentence]

@@ -113,6 +113,23 @@ def test_a_text_is_split_into_sentences():
 # ---- vocabulary ----
 
 
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["Он пришёл в 3.5 ч.", "«Да?» Нет, т. е. да!", "— Куда?", "Ёлка…", "Всё."],
+        ["Ήρθε χθες.", "Πού πήγε;", "Έφυγε!", "Όχι; ναι.", "Τέλος."],
+        ["他来了。", "“你好。”", "他在3.5公里外！？", "「好。」", "ＡＢＣ。"],
+        ["वह आया।", "क्या?", "हाँ।"],
+        ["جاء أمس.", "هل ذهب؟", "نعم."],
+        ["¿Dónde está?", "¡Aquí!", "Él vino.", "“Sí.”"],
+    ],
+    ids=["Russian", "Greek", "Chinese", "Hindi", "Arabic", "Spanish"],
+)
+def test_a_text_in_any_language_is_split_into_sentences(expected):
+    is_chinese = "。" in expected[0]
+    assert documents.sentences(("" if is_chinese else " ").join(expected)) == expected
+
+
 def test_a_trained_vocabulary_is_reproducible_and_covers_its_text():
     texts = [d.text for d in topics()]
     one, two = wordpiece.train(texts, 500), wordpiece.train(texts, 500)
