@@ -91,7 +91,7 @@ class KFAC:
     Args:
         model: The model, bare or wrapped (DistributedDataParallel, FSDP2, torch.compile). K-FAC
             puts hooks on its layers; :meth:`detach` removes them.
-        optimizer: The optimizer, which must hold the weights of all covered layers.
+        optimizer: The optimizer, which must hold weight and bias of all covered layers.
         preset: ``paper`` sets what the paper describes: ``method="eigen"``, ``damping=0.001``,
             ``kl_clip=0.001``, no trust ratio, no grafting, running averages that start at the
             identity, all decompositions in one step, and the scaling ``sc20`` of the released
@@ -255,7 +255,7 @@ class KFAC:
 
     Raises:
         ValueError: An option is out of range, options do not fit together, the model has no layer
-            to precondition, or the optimizer does not hold the weights of a covered layer.
+            to precondition, or the optimizer does not hold the parameters of a covered layer.
         TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` is no optimizer object.
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """

@@ -37,6 +37,7 @@ class Stepper:
     def __init__(self, parts: KFACParts, fisher: str, adaptive: LevenbergMarquardt | None) -> None:
         self.decomposes_all = self.has_sent_labels = False
         self._model: nn.Module = parts.model
+        self._wrapped = parts.wrapped
         self._layers, self._plan, self._schedules = parts.layers, parts.plan, parts.schedules
         self._executor, self._write_back = parts.executor, parts.write_back
         self._guards, self._is_eigen_adam = parts.guards, parts.coverage is not None
@@ -62,6 +63,7 @@ class Stepper:
             track_cosine: Whether to compute per-layer cosines.
             time_stages: Whether to wait for the device where a stage starts and ends.
         """
+        self._refuse_join()
         settings, executor = self._schedules.at(step), self._executor
         # Not a method: the executor outlives this object, so it must not refer to this object.
         wait = partial(_synchronize, self._layers[0].weight.device)
@@ -84,6 +86,16 @@ class Stepper:
         if decomposes:
             self._guards.judge()
         self.decomposes_all = self.has_sent_labels = False
+
+    def _refuse_join(self) -> None:
+        """Raise RuntimeError inside torch's ``Join``: ranks that ended would answer no message."""
+        join = getattr(self._wrapped(), "_join_config", None)
+        if join is not None and join.enable and self._executor.collective.world_size > 1:
+            raise RuntimeError(
+                "K-FAC cannot run inside join(): ranks without batches would not take part in its "
+                "messages. Give each rank equally many batches, for example with "
+                "DistributedSampler, and remove join()"
+            )
 
     def _request(
         self, step: int, settings: Settings, capture: Capture, loss_scale: LossScale
