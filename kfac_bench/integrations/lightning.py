@@ -20,7 +20,7 @@ from kfac_bench.integrations.whole_state import load_whole_state, whole_state
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 ENGINES = ("DeepSpeedStrategy", "FSDPStrategy")
 """Strategies that keep the gradients to themselves."""
-FINDERS = ("LearningRateFinder", "BatchSizeFinder")
+FINDERS = {"LearningRateFinder", "BatchSizeFinder"}
 """Callbacks that train for some steps in ``on_fit_start``, without all other callbacks."""
 
 
@@ -89,10 +89,7 @@ class KFACCallback(Callback):
         if stage == "fit":
             self._detach()
             self.preconditioner = None
-            if any(kind.__name__ in FINDERS for c in trainer.callbacks for kind in type(c).__mro__):
-                # A finder that comes later trains with K-FAC, because hooks are no callbacks.
-                others = [callback for callback in trainer.callbacks if callback is not self]
-                trainer.callbacks = [self, *others]
+            _put_before_finders(self, trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep the state until training starts: the Trainer loads it before K-FAC is built."""
@@ -177,5 +174,12 @@ class KFACCallback(Callback):
             self.preconditioner.detach()
 
 
+def _put_before_finders(callback: KFACCallback, trainer: Any) -> None:
+    """Let a finder train with K-FAC, whose hooks stay while the finder removes all callbacks."""
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    if kinds & FINDERS:
+        trainer.callbacks = [callback, *(c for c in trainer.callbacks if c is not callback)]
+
+
 # LightningCLI offers the keywords that it finds here.
-KFACCallback.__init__.__annotations__["options"] = Unpack[keywords_type()]  # type: ignore[misc]
+KFACCallback.__init__.__annotations__["options"] = Unpack[keywords_type()]

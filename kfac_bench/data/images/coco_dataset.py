@@ -16,12 +16,13 @@ from torch import Generator, Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from kfac_bench.counted import counted
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data, Looks
 from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.base.unreadable import Faults, Unreadable, summary
 from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
 from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
@@ -80,8 +81,11 @@ def load(
     faults.add_all(root, train.faults + evaluation.faults)
     used = [image for image in train.images if image.objects]
     unused = len(train.images) - len(used)
-    if not used or not any(image.objects for image in evaluation.images):
-        raise UsageError(f"{root}: training and evaluation need an image with annotations each")
+    for content in (train, evaluation):
+        if not any(image.objects for image in content.images):
+            raise UsageError(
+                f"{content.file} has no image with objects to learn from: {_why(content)}"
+            )
     return COCO(
         used,
         evaluation,
@@ -94,6 +98,16 @@ def load(
         if unused
         else [],
     )
+
+
+def _why(content: AnnotationFile) -> str:
+    """Return why no image has an object to learn from."""
+    if content.faults:
+        return summary(content.faults)
+    crowds = sum(len(image.instances) for image in content.images)
+    if crowds:
+        return f"all {counted(crowds, 'annotation')} are crowds (iscrowd is 1)"
+    return f"it has no annotations, and {counted(len(content.images), 'image')}"
 
 
 def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unreadable]]:

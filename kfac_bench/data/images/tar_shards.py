@@ -15,7 +15,7 @@ import numpy as np
 
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.order import epoch_order
-from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.base.unreadable import Faults, Unreadable, left_out
 from kfac_bench.data.images import imagefolder, reading
 from kfac_bench.data.images.opening import check_file_size
 from kfac_bench.data.images.tar_index import LABEL, index_of
@@ -94,6 +94,7 @@ def load(
         raise UsageError(
             f"{root} has {len(train.labels)} good images in train-*.tar and "
             f"{len(evaluation.labels)} in val-*.tar: at least one is needed in each"
+            f"{left_out(train.faults + evaluation.faults)}"
         )
     classes = max(train.labels) + 1
     if max(evaluation.labels) >= classes:
