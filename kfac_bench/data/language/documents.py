@@ -42,6 +42,8 @@ class Document:
     text: str
     held_out: bool | None = None
     """Whether the corpus holds it out for evaluation; None if the corpus does not say."""
+    fault: str = SKIPPED
+    """Why there is no text, if there is none."""
 
 
 def read(kind: str, source: Path) -> Iterator[Document]:
@@ -132,18 +134,27 @@ def _wikipedia(path: Path, file: IO[str]) -> Iterator[Document]:
         elif where:
             lines.append(line)
         elif line.strip():
-            yield Document(here, _text_of_json(line))
+            yield _of_json(here, line)
     if where:
         yield Document(where, "".join(lines[1:]))
 
 
-def _text_of_json(line: str) -> str:
+def _of_json(where: str, line: str) -> Document:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
-        return ""
-    text = content.get("text") if isinstance(content, dict) else None
-    return text if isinstance(text, str) and is_unicode(text) else ""
+        return Document(where, "", fault="it is neither JSON nor in a <doc ...> block")
+    if not isinstance(content, dict):
+        return Document(where, "", fault=f"it is a {type(content).__name__}, not an object")
+    if "text" not in content:
+        keys = ", ".join(content)[:60] or "none"
+        return Document(where, "", fault=f"it has no key 'text', its keys are: {keys!r}")
+    text = content["text"]
+    if not isinstance(text, str):
+        return Document(where, "", fault=f"its text is a {type(text).__name__}")
+    if not is_unicode(text):
+        return Document(where, "", fault="its text has half of a character (a lone surrogate)")
+    return Document(where, text)
 
 
 def is_unicode(text: str) -> bool:
