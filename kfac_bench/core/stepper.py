@@ -87,16 +87,6 @@ class Stepper:
             self._guards.judge()
         self.decomposes_all = self.has_sent_labels = False
 
-    def _refuse_join(self) -> None:
-        """Raise RuntimeError inside torch's ``Join``: ranks that ended would answer no message."""
-        join = getattr(self._wrapped(), "_join_config", None)
-        if join is not None and join.enable and self._executor.collective.world_size > 1:
-            raise RuntimeError(
-                "K-FAC cannot run inside join(): ranks without batches would not take part in its "
-                "messages. Give each rank equally many batches, for example with "
-                "DistributedSampler, and remove join()"
-            )
-
     def _request(
         self, step: int, settings: Settings, capture: Capture, loss_scale: LossScale
     ) -> Request:
@@ -126,6 +116,16 @@ class Stepper:
             is_scaled,
             self._write_back.learning_rates() if self._is_eigen_adam else {},
         )
+
+    def _refuse_join(self) -> None:
+        """Raise RuntimeError inside torch's ``Join``: ranks that ended would answer no message."""
+        join = getattr(self._wrapped(), "_join_config", None)
+        if join is not None and join.enable and self._executor.collective.world_size > 1:
+            raise RuntimeError(
+                "K-FAC cannot run inside join(): ranks without batches would not take part in its "
+                "messages. Give each rank equally many batches, for example with "
+                "DistributedSampler, and remove join()"
+            )
 
     def _slices_due(self, step: int) -> Sequence[int]:
         """Return the slices that are decomposed now, or whose decompositions come into use now."""
