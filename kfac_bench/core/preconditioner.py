@@ -466,7 +466,7 @@ class KFAC:
         Raises:
             ValueError: ``likelihood`` is unknown.
             RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
-                labels.
+                labels. Or an earlier call has reached a layer in the same forward.
         """
         capture = self._capture
         if capture is None or not capture.enabled or self.fisher == "empirical":

@@ -134,10 +134,14 @@ def open_folders(root: Path) -> tuple[Folder, Folder]:
     return train, evaluation
 
 
-def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
-    """Decode every image; see `reading.scan`. Raise UsageError as `load`."""
+def scan(root: Path) -> tuple[dict[str, int], list[str], list[Unreadable]]:
+    """Decode every image; see `reading.scan`. Raise UsageError as `load`.
+
+    The texts between the counts and the faults are about files that are left out.
+    """
     train, evaluation = open_folders(root)
-    return reading.scan({"train": train, "val": evaluation})
+    counts, faults = reading.scan({"train": train, "val": evaluation})
+    return counts, [*train.notes, *evaluation.notes], faults
 
 
 def _listed(names: list[str]) -> str:

@@ -589,6 +589,9 @@ def test_files_that_are_no_images_are_counted(folders, tmp_path_factory):
         f"{folders}/val: 1 file left out, by ending: .jpg (1)",
     ]
     assert data.notes == expected
+    content, faults = verify.verify(folders)
+    assert content == "; ".join(["imagefolder: 15 images in train, 6 images in val", *expected])
+    assert not faults
     lines = list(tar_shards.write(tmp_path_factory.mktemp("shards"), folders))
     assert lines[0] == expected[0]
 
