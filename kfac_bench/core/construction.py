@@ -38,6 +38,8 @@ class KFACParts:
 
     model: nn.Module
     """The model without its wrappers."""
+    wrapped: ref[nn.Module]
+    """The model as the user passed it. A weak reference: hooks must not keep a wrapper alive."""
     layers: list[Layer]
     skipped: list[SkippedModule]
     schedules: Schedules
@@ -107,7 +109,17 @@ def build(
     guards = _guards(bare, layers, plan, optimizer, options, collective.rank)
     coverage = None if adam is None else Coverage((x.weight, x.bias) for x in layers)
     return KFACParts(
-        bare, layers, skipped, schedules, plan, executor, write_back, capture, guards, coverage
+        bare,
+        ref(model),
+        layers,
+        skipped,
+        schedules,
+        plan,
+        executor,
+        write_back,
+        capture,
+        guards,
+        coverage,
     )
 
 

@@ -7,6 +7,7 @@ reads its input and gradient is in :mod:`kfac_bench.core.layers`. Which passes c
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -114,6 +115,8 @@ class Capture:
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
         self._seen: list[tuple[GradientEdge, _Seen]] = []
+        self._sent: list[tuple[GradientEdge, str]] = []  # of this forward, by earlier backward()
+        self._nested: set[str] = set()  # layers that warned about nested tensors
         self._forward = self._backwards = 0
         self._enabled = False
         self._handles: list[RemovableHandle] = []
@@ -153,6 +156,7 @@ class Capture:
 
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
+        self._sent.clear()
 
     def _on_forward(
         self,
@@ -168,6 +172,9 @@ class Capture:
         if not torch.is_grad_enabled():  # checkpointing may repeat this call inside backward
             self._count_use(layer.name, self._forward)
             self._repeated.note(layer.name, self._forward)
+            return
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values(), output)):
+            self._leave_out_nested(layer)
             return
         weight = weight_of(module)
         # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call.
@@ -186,6 +193,15 @@ class Capture:
             call.edge.node.register_prehook(partial(self._on_backward, seen, call.edge.output_nr))
             if self.handover is not None:
                 self.handover.expect(layer.name)
+
+    def _leave_out_nested(self, layer: Layer) -> None:
+        if layer.name not in self._nested:
+            self._nested.add(layer.name)
+            warnings.warn(
+                f"K-FAC: layer {layer.name!r} got a nested tensor, which K-FAC cannot read: the "
+                "layer is left to the optimizer. Use padded tensors to cover it",
+                stacklevel=2,
+            )
 
     def _count_use(self, name: str, forward: int) -> None:
         use = (name, forward)
@@ -212,9 +228,10 @@ class Capture:
             magnitude: How many times larger the seeds are than gradients of the loss.
 
         Raises:
-            RuntimeError: The model has tensor-parallel layers. Their ranks would draw different
-                labels.
+            RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
+                labels. Or an earlier call has sent labels through the same calls of layers.
         """
+        self._check_not_sent(output)
         seen, self._seen = self._seen, []
         edges = [edge for edge, _ in seen]
         if not edges:
@@ -234,6 +251,7 @@ class Capture:
                     if g is not None:
                         self._add(s, g, (s.forward, self._backwards), magnitude, first=i == 0)
                     if i == 0 and g is not None:
+                        self._sent.append((edge, s.layer.name))
                         edge.node.register_prehook(_training_hook(self, edge, s))
                     elif i == 0:
                         self._seen.append((edge, s))  # its layer feeds another output
@@ -241,6 +259,22 @@ class Capture:
         if self.handover is not None:
             later = {s.layer.name for _, s in self._seen}
             self.handover.finish({s.layer.name for _, s in seen}.difference(later))
+
+    def _check_not_sent(self, output: Tensor) -> None:
+        """Check that no layer of this forward gets labels twice: A would count once, G partly."""
+        if not self._sent:
+            return
+        edges = [edge for edge, _ in self._sent]
+        with self.passes.pause():
+            grads = torch.autograd.grad(
+                output, edges, torch.zeros_like(output), retain_graph=True, allow_unused=True
+            )
+        twice = [name for (_, name), g in zip(self._sent, grads, strict=True) if g is not None]
+        if twice:
+            raise RuntimeError(
+                f"fisher_backward() has reached layer {twice[0]!r} twice in one forward: join the "
+                "outputs into one tensor and call it once, or use fisher=empirical"
+            )
 
     def _add(
         self, seen: _Seen, g: Tensor, forward: object, magnitude: int = 0, *, first: bool = True
@@ -277,6 +311,7 @@ class Capture:
         """
         self.passes.end()
         self._seen.clear()
+        self._sent.clear()
         self._uses.clear()
         self._repeated.clear()
         start = time.perf_counter()
