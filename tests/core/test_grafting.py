@@ -6,7 +6,9 @@ In one process against the dense float64 oracle; on ranks against one process.
 import pytest
 import torch
 
+from kfac_bench.core import KFAC
 from kfac_bench.core.kernels import linalg
+from kfac_bench.core.kernels.linalg import MOST_ACROSS, MOST_ACROSS_ELEMENTWISE
 from tests.core.distributed.test_sharded import fsdp_on_rank
 from tests.core.test_preconditioner import (
     DAMPING,
@@ -29,6 +31,13 @@ BOTH_LIMITS = {"grafting": True, "kl_clip": 1e-2, "trust_ratio": 1e-3}
 STRATEGIES = ("comm_opt", "mem_opt", "owner_reduce", "local_factors")
 
 
+def grafted(solution, gradient, most_across):
+    """The gradient, and what the scaled solution has across it, of limited length."""
+    scaled = solution * gradient.square().sum() / (solution * gradient).sum()
+    across = scaled - gradient
+    return gradient + across * min(1.0, most_across * gradient.norm() / across.norm())
+
+
 def step_beside_oracle(method, **options):
     """Return K-FAC and, by layer, the gradient before, after, and as the dense solution has it."""
     model = tiny_model()
@@ -41,7 +50,7 @@ def step_beside_oracle(method, **options):
     for module, (call,) in recorder.calls.items():
         a, g = oracle.factors(module, *call)
         solution = oracle.precondition(raw[module], a, g, DAMPING, method)
-        want = solution * raw[module].square().sum() / (solution * raw[module]).sum()
+        want = grafted(solution, raw[module], MOST_ACROSS)
         rows.append((raw[module], matrix_grad(module).double(), want))
     return kfac, rows
 
@@ -117,10 +126,41 @@ def test_a_step_within_the_trust_ratio_and_a_model_of_zeros_stay_as_they_are():
     assert linalg.trust_scale(zeros, zeros, 0.01) == 1.0
 
 
-def test_a_direction_across_the_gradient_grows_ten_times_at_most():
-    one = torch.ones(())
-    scale = linalg.grafting_scale(torch.tensor([0.5, 1e-3, 0.0, -1e-9]), one, one)
-    assert scale.tolist() == [2.0, 10.0, 10.0, 10.0]
+def test_the_part_across_the_gradient_has_a_limit():
+    one = torch.ones(3)
+    p, g = linalg.graft(torch.tensor([0.6, 0.1, 0.0]), one, one, 3.0)
+    # Cosines of 0.6 and 0.1 are parts of 4/3 and 9.95 across; a cosine of 0 says nothing.
+    assert p.tolist() == pytest.approx([1 / 0.6, 10 * 3 / 99**0.5, 0.0])
+    assert g.tolist() == pytest.approx([0.0, 1 - 3 / 99**0.5, 1.0], abs=1e-6)
+    zero = torch.zeros(())
+    assert [x.item() for x in linalg.graft(zero, zero, zero, 3.0)] == [0.0, 1.0]
+
+
+OPTIMIZERS = {
+    "adamw": (lambda p: torch.optim.AdamW(p, 0.01), MOST_ACROSS_ELEMENTWISE),
+    "rmsprop": (lambda p: torch.optim.RMSprop(p, 0.01), MOST_ACROSS_ELEMENTWISE),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, 0.01), MOST_ACROSS_ELEMENTWISE),
+    "adadelta": (lambda p: torch.optim.Adadelta(p, 0.01), MOST_ACROSS_ELEMENTWISE),
+    "sgd": (lambda p: torch.optim.SGD(p, 0.01, momentum=0.9), MOST_ACROSS),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_before_adam_the_part_across_is_shorter(name):
+    make, most = OPTIMIZERS[name]
+    model = tiny_model()
+    kfac = KFAC(model, make(model.parameters()), damping=1e-4, trust_ratio=None)
+    backward(model, *batch())
+    raw = {module: matrix_grad(module).clone() for module in layers_of(model)}
+    kfac.step()
+    longest = 0.0
+    for module, gradient in raw.items():
+        across = matrix_grad(module) - gradient
+        assert (across * gradient).sum().item() == pytest.approx(
+            0, abs=1e-4 * gradient.square().sum().item() + 1e-9
+        )
+        longest = max(longest, (across.norm() / gradient.norm()).item())
+    assert longest == pytest.approx(most, rel=1e-3)
 
 
 def test_layers_with_a_zero_gradient_and_without_a_gradient():

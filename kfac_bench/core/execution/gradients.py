@@ -73,15 +73,20 @@ class WholeGradients:
         flat = ((self.preconditioned[n].flatten(), x.flatten()) for n, x in self.whole.items())
         return torch.stack([cosine_similarity(new, grad, 0).to(self._device) for new, grad in flat])
 
-    def write(self, scales: Sequence[Tensor] | None) -> None:
+    def write(
+        self, scales: Sequence[Tensor] | None, of_old: Sequence[Tensor] | None = None
+    ) -> None:
         """Write preconditioned gradients into ``.grad``, then forget them.
 
-        ``scales`` are factors for each of :attr:`names`, None if all are 1.
+        Args:
+            scales: What multiplies them, for each of :attr:`names`; None if all are 1.
+            of_old: What multiplies the gradient that is added to them; None if there is none.
         """
         reached = (layer for layer in self._layers if layer.name in self.whole)
         for i, layer in enumerate(reached):
             grad = self.preconditioned[layer.name]
-            layer.set_grad(grad, None if scales is None else scales[i].to(grad.device))
+            scale = None if scales is None else scales[i].to(grad.device)
+            layer.set_grad(grad, scale, None if of_old is None else of_old[i].to(grad.device))
         # If they stayed until the next step, they would take the memory of two more gradients.
         self.whole, self.preconditioned = {}, {}
 

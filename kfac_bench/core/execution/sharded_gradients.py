@@ -99,14 +99,14 @@ class ShardedGradients:
         dots, new, old, _ = self._products.unbind(1)
         return dots / (new * old).sqrt().clamp_min(1e-8)
 
-    def write(self, scales: Sequence[Tensor] | None) -> None:
-        """Write preconditioned gradients into ``.grad``, then forget them.
-
-        ``scales`` are factors for each of :attr:`names`, None if all are 1.
-        """
+    def write(
+        self, scales: Sequence[Tensor] | None, of_old: Sequence[Tensor] | None = None
+    ) -> None:
+        """See :meth:`.gradients.WholeGradients.write`."""
         for i, name in enumerate(self.names):
             for new, old, _, _ in self._parts_of(name):
-                old.copy_(new if scales is None else new * scales[i])
+                scaled = new if scales is None else new * scales[i]
+                old.copy_(scaled if of_old is None else scaled + old * of_old[i])
         self._forget()
 
     def _parts_of(self, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor, Part]]:

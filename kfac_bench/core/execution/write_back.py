@@ -38,6 +38,9 @@ class WriteBack:
     ) -> None:
         self._layers, self._optimizer, self._others = layers, optimizer, others
         self._has_grafting, self._trust_ratio = grafting, trust_ratio
+        self._most_across = (
+            linalg.MOST_ACROSS_ELEMENTWISE if _is_elementwise(optimizer) else linalg.MOST_ACROSS
+        )
         self._group_of = _find_param_groups(layers, optimizer)
         self._nu: Tensor | None = None
         self._cosine: Tensor | None = None
@@ -61,25 +64,27 @@ class WriteBack:
     def write(self, gradients: Gradients, kl_clip: float | None, *, track_cosine: bool) -> None:
         """Write preconditioned gradients into ``.grad``; no KL clip if ``kl_clip`` is None."""
         names, has_limit = gradients.names, kl_clip is not None or self._trust_ratio is not None
-        self._nu, scales, products = None, None, None
+        self._nu, products = None, None
+        scales: tuple[Tensor, Tensor] | None = None
         if names and (has_limit or self._has_grafting):
             products = gradients.products()
         if products is not None and self._has_grafting:
-            scales = linalg.grafting_scale(*products.unbind(1))
-            # The limits judge what is written.
-            products = products * torch.stack([scales, scales.square(), torch.ones_like(scales)], 1)
+            dot, new, old = products.unbind(1)
+            scales = p, g = linalg.graft(dot, new, old, self._most_across)
+            # The limits judge what is written: p times the preconditioned gradient plus g times
+            # the gradient.
+            square = p.square() * new + 2 * p * g * dot + g.square() * old
+            products = torch.stack([p * dot + g * old, square, old], 1)
         if has_limit:
             self._nu = self._limit(gradients, products, kl_clip)
         self._cosine_of = names if track_cosine else []
         if self._cosine_of:
             self._cosine = gradients.cosines()
-        gradients.write(self._scales(scales, len(names)))
-
-    def _scales(self, grafting: Tensor | None, count: int) -> Sequence[Tensor] | None:
-        """Return what multiplies each layer, None if that is 1: grafting times the limit."""
-        if grafting is None:
-            return None if self._nu is None else [self._nu] * count
-        return (grafting if self._nu is None else grafting * self._nu).unbind()
+        if scales is not None:
+            nu = 1.0 if self._nu is None else self._nu
+            gradients.write((scales[0] * nu).unbind(), (scales[1] * nu).unbind())
+        else:
+            gradients.write(None if self._nu is None else [self._nu] * len(names))
 
     def _limit(
         self, gradients: Gradients, products: Tensor | None, kl_clip: float | None
@@ -126,6 +131,16 @@ class WriteBack:
             "nu": None if self._nu is None else self._nu.item(),
             "cosine": dict(zip(self._cosine_of, cosine, strict=True)),
         }
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer divides each element of a gradient by its size.
+
+    Its options say so: those of the averages of squares (Adam, RMSprop, Adadelta, Adagrad,
+    Adafactor) or signs (Lion).
+    """
+    options = {"betas", "alpha", "rho", "lr_decay", "beta2_decay"}
+    return any(options & group.keys() for group in optimizer.param_groups)
 
 
 def _find_param_groups(layers: Sequence[Layer], optimizer: Optimizer) -> dict[str, int]:

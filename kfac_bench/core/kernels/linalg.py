@@ -311,21 +311,30 @@ def precondition_inverse(
     return out @ a_inverse if a_inverse.ndim == grad.ndim else out * a_inverse.unsqueeze(-2)
 
 
-MOST_GRAFTED = 10.0
-"""Norm of a grafted gradient at most, in norms of the gradient."""
+MOST_ACROSS = 3.0
+"""How long the part of a grafted gradient across the gradient may be, in norms of the gradient."""
+
+MOST_ACROSS_ELEMENTWISE = 0.5
+"""The same for optimizers that divide each element by its size, as Adam does."""
 
 
-def grafting_scale(dot: Tensor, new_square: Tensor, old_square: Tensor) -> Tensor:
-    """Return the scale at which the part of p along the gradient g is g: <g, g> / <p, g>.
+def graft(
+    dot: Tensor, new_square: Tensor, old_square: Tensor, most_across: float
+) -> tuple[Tensor, Tensor]:
+    """Return what multiplies p and what multiplies g, so that their sum is the grafted gradient.
 
-    p is the preconditioned gradient. A step along the scaled p lowers the loss, to first order, as
-    much as a step along g. It has at least the norm of g, and at most :data:`MOST_GRAFTED` times
-    this norm. The arguments are <p, g>, <p, p> and <g, g>. The scale of a p that is 0 is 1.
+    p is the preconditioned gradient, g the gradient. The grafted gradient is g plus a part across
+    g: that of the p whose part along g is g, or in its direction ``most_across`` times the norm of
+    g if it is longer. So a step lowers the loss, to first order, as much as a step along g. The
+    arguments are <p, g>, <p, p> and <g, g>.
     """
-    longest = MOST_GRAFTED * (old_square / new_square).sqrt()
-    # Rounding may make a product of nearly 0 negative.
-    scale = torch.where(dot > 0, old_square / dot, longest).minimum(longest)
-    return torch.where(new_square > 0, scale, torch.ones_like(scale))
+    cosine = dot / (new_square * old_square).sqrt()
+    across = (cosine.square().reciprocal() - 1).clamp_min(0).sqrt()
+    share = (most_across / across).clamp_max(1.0)
+    # The cosine of a zero is not a number. Rounding may make a product of nearly 0 negative.
+    has_direction = cosine > 0
+    share = torch.where(has_direction, share, torch.zeros_like(share))
+    return torch.where(has_direction, share * old_square / dot, share), 1 - share
 
 
 def kl_clip_sum(dots: Iterable[Tensor], lrs: Sequence[float]) -> Tensor:

@@ -228,16 +228,26 @@ class Layer(ABC):
             return self.to_matrix(weight, weight.new_zeros(self.bias.shape)[self.part])
         return self.to_matrix(weight, full(self.bias.grad)[self.part])
 
-    def set_grad(self, grad: Tensor, scale: Tensor | None = None) -> None:
+    def set_grad(
+        self, grad: Tensor, scale: Tensor | None = None, of_old: Tensor | None = None
+    ) -> None:
         """Write ``grad`` [groups, g_dim, a_dim] into ``.grad`` of the parameters, in place.
 
-        If there is a ``scale``, it multiplies the gradient.
+        Args:
+            grad: The new gradient.
+            scale: What multiplies it, if anything does.
+            of_old: What multiplies the old gradient, which is then added. It needs a ``scale``.
         """
         for parameter, new in zip((self.weight, self.bias), self.from_matrix(grad), strict=True):
             if parameter is not None and parameter.grad is not None:
                 assert new is not None
                 old = local(parameter.grad)[self.part]
-                old.copy_(new) if scale is None else torch.mul(new, scale, out=old)
+                if scale is None:
+                    old.copy_(new)
+                elif of_old is None:
+                    torch.mul(new, scale, out=old)
+                else:
+                    old.mul_(of_old).add_(new * scale)
 
 
 def as_used(x: Tensor, output: Tensor) -> Tensor:
