@@ -68,9 +68,8 @@ class Stepper:
         executor.synchronize = wait if time_stages else None
         self._begin_trial(step)
         request = self._request(step, settings, capture, loss_scale)
-        if step % settings.update_freq == 0:
-            self._guards.see_model()
-        decomposes = any(stage in self._plan.slices for stage in request.stages)
+        if any(stage in self._plan.slices for stage in request.stages):
+            self._guards.judge()
         executor.run(request)
         stage_s = executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + capture.seconds
@@ -81,8 +80,6 @@ class Stepper:
             begin = self._schedules.slices_to_begin(step, len(self._plan.slices))
             executor.background_slices.begin(begin, settings.damping)
         self._guards.see_gradients()
-        if decomposes:
-            self._guards.judge()
         self.decomposes_all = self.has_sent_labels = False
 
     def _request(
