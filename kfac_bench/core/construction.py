@@ -200,7 +200,7 @@ def _leave(
 ) -> None:
     """Leave layers to the optimizer: no statistics any more, and gradients as they are."""
     capture.left |= names
-    executor.gradients.left |= names
+    executor.gradients.leave(names)
     if coverage is not None:
         layers = [executor.layers[name] for name in names]
         coverage.leave(p for layer in layers for p in (layer.weight, layer.bias))

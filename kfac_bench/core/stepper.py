@@ -68,8 +68,6 @@ class Stepper:
         executor.synchronize = wait if time_stages else None
         self._begin_trial(step)
         request = self._request(step, settings, capture, loss_scale)
-        if any(stage in self._plan.slices for stage in request.stages):
-            self._guards.judge()
         executor.run(request)
         stage_s = executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + capture.seconds
@@ -110,6 +108,7 @@ class Stepper:
             scale,
             is_scaled,
             self._write_back.learning_rates() if self._is_eigen_adam else {},
+            self._guards.judge,
         )
 
     def _slices_due(self, step: int) -> Sequence[int]:

@@ -46,6 +46,12 @@ class WholeGradients:
         self.whole = {name: grad for name, grad in grads.items() if grad is not None}
         self.preconditioned = {}
 
+    def leave(self, names: set[str]) -> None:
+        """Leave layers to the optimizer, from this step on."""
+        self.left |= names
+        for name in names:
+            self.whole.pop(name, None)
+
     def keep(self, specs: Sequence[LayerSpec]) -> None:
         """Note that no message needs these preconditioned gradients; they stay as they are."""
 

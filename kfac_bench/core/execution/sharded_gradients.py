@@ -41,6 +41,10 @@ class ShardedGradients:
         for param in self._params:
             lay_out_grad(param)
 
+    def leave(self, names: set[str]) -> None:
+        """Leave layers to the optimizer, from this step on."""
+        self.left |= names
+
     def _forget(self) -> None:
         self.whole, self.preconditioned, self._kept = {}, {}, {}
 

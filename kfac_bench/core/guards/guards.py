@@ -107,7 +107,7 @@ class Guards:
             self._unscaling.mark()
 
     def judge(self) -> None:
-        """Read from the device and warn; only for steps with decompositions, before they run."""
+        """Read from the device and warn; only in steps with decompositions, before they run."""
         self._statistics.judge()
         if self._scale is not None and self._scale.judge(self._notices) and self._mean is not None:
             self._mean.stop()  # the loss scale explains the size

@@ -21,15 +21,13 @@ LEAST_SCALE = 2.0**7
 """Smallest factor that is reported. GradScaler starts at 2^16."""
 SURE_SCALE = 2.0**12
 """From this factor on it need not be a power of two: a clip is rarely as strong."""
-HALF_PRECISION = 1e-2
-"""Relative error of a norm of gradients in half precision."""
-FULL_PRECISION = 1e-5
+PRECISION = 1e-5
 """Relative error of a norm in float32. Powers of two multiply a gradient without an error."""
 
 
-def is_power_of_two(factor: float, tolerance: float) -> bool:
-    """Return whether ``factor`` is a power of two, up to the relative ``tolerance``."""
-    return abs(factor / 2.0 ** round(math.log2(factor)) - 1) <= tolerance
+def is_power_of_two(factor: float) -> bool:
+    """Return whether ``factor`` is a power of two, up to rounding."""
+    return abs(factor / 2.0 ** round(math.log2(factor)) - 1) <= PRECISION
 
 
 class LossScaleCheck:
@@ -69,7 +67,7 @@ class LossScaleCheck:
         strength = max(factor, 1 / factor)
         if strength < LEAST_SCALE:
             return False
-        if strength < SURE_SCALE and not is_power_of_two(strength, HALF_PRECISION):
+        if strength < SURE_SCALE and not is_power_of_two(strength):
             return False
         if factor > 1:
             notices.give(
@@ -122,7 +120,7 @@ class LaterUnscaling:
         if not math.isfinite(factor) or factor <= 0:
             return
         self._is_done = True
-        if factor >= LEAST_SCALE and is_power_of_two(factor, FULL_PRECISION):
+        if factor >= LEAST_SCALE and is_power_of_two(factor):
             self._warn(notices)
 
     def _warn(self, notices: Notices) -> None:

@@ -101,10 +101,21 @@ class StatisticsCheck:
 
     def _summed_rows(self) -> list[list[float]] | None:
         """Return what all ranks saw since the last call, by layer; None if there is nothing."""
-        results = {} if self._identity is None else self._identity.results
-        is_needed = bool(results or self._idle) or self._collective.world_size > 1
-        if not (self._has_new and is_needed):
+        if not self._has_new:
             return None
+        results = {} if self._identity is None else self._identity.results
+        has_several = self._collective.world_size > 1
+        rows = self._rows(results) if results or self._idle or has_several else None
+        results.clear()
+        self._present.clear()
+        self._idle.clear()
+        self._has_new = False
+        if rows is not None and has_several:
+            ranks = tuple(range(self._collective.world_size))
+            self._collective.all_reduce(rows, ranks, "check/statistics").wait()
+        return None if rows is None else rows.tolist()
+
+    def _rows(self, results: Mapping[str, Tensor]) -> Tensor:
         device = next(iter(self._layers.values())).weight.device
         rows = torch.zeros(len(self._layers), 6, device=device)
         for row, name in zip(rows, self._layers, strict=True):
@@ -115,14 +126,7 @@ class StatisticsCheck:
                 row[4] = present.to(row) if isinstance(present, Tensor) else present
             if name in self._idle:
                 row[5] = self._idle[name].to(row)
-        results.clear()
-        self._present.clear()
-        self._idle.clear()
-        self._has_new = False
-        if self._collective.world_size > 1:
-            ranks = tuple(range(self._collective.world_size))
-            self._collective.all_reduce(rows, ranks, "check/statistics").wait()
-        return rows.tolist()
+        return rows
 
     def _difference(self, name: str, squares: Sequence[float]) -> float | None:
         """Return the difference as a share of the larger norm, None if the numbers are unclear."""
