@@ -22,7 +22,7 @@ from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.kfac_options import KFACOptions
-from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes
+from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, SkippedModule
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
 from kfac_bench.core.stepper import Stepper
@@ -72,7 +72,9 @@ class KFAC:
 
     A backward pass leaves statistics of a layer only if it adds to ``.grad`` of its weight. If
     ``zero_grad()`` discards that gradient before :meth:`step`, the statistics are discarded too.
-    :meth:`pause` leaves out any other pass.
+    :meth:`pause` leaves out any other pass. In the first steps K-FAC compares the statistics of
+    each layer with its gradient. A layer for which they differ is left to the optimizer, with a
+    warning.
 
     Example::
 
@@ -600,7 +602,15 @@ class KFAC:
 
         ``print`` it, or read its fields.
         """
-        return Report(self.plan, self.collective.rank, self._layers, self._skipped)
+        left = self._executor.gradients.left
+        reason = "its statistics are not those of its gradient"
+        skipped = [
+            SkippedModule(x.name, type(x.modules[0]).__name__, x.spec.grad_numel, reason)
+            for x in self._layers
+            if x.name in left
+        ]
+        layers = [layer for layer in self._layers if layer.name not in left]
+        return Report(self.plan, self.collective.rank, layers, [*self._skipped, *skipped])
 
     def detach(self) -> None:
         """Remove all hooks from model and optimizer.
@@ -647,6 +657,8 @@ class KFAC:
         saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
         if self._adaptive is not None:
             saved["damping"] = self._adaptive.value
+        if self._executor.gradients.left:
+            saved["left"] = sorted(self._executor.gradients.left)
         return saved
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
@@ -662,6 +674,7 @@ class KFAC:
         steps = state_check.check(merged, states, self._executor)
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
+        self._guards.leave(states[0].get("left", ()))
         self._stepper.decomposes_all = steps > 0 and not complete
         if self._adaptive is not None and "damping" in states[0]:
             self._adaptive.value = float(states[0]["damping"])

@@ -4,7 +4,7 @@ A guard never reads from the device at a step without decompositions. docs/refer
 the guards, their thresholds, and what they cannot see.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,6 +92,10 @@ class Guards:
             self._mean.see(collected, loss_scale)
         if self._width is not None:
             self._width.see(collected, self._notices)
+
+    def leave(self, names: Collection[str]) -> None:
+        """Leave layers to the optimizer."""
+        self._statistics.leave(names)
 
     def see_model(self) -> None:
         """Look for layers that were replaced, added or changed since K-FAC was built."""

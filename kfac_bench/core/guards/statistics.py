@@ -75,9 +75,11 @@ class StatisticsCheck:
                 continue
             if new is not None:  # a pass was discarded, or a gradient was assigned
                 self._present[name] = new.samples > 0
+            # fisher="mc" may send labels back from one of several outputs only.
             is_wanted = self._identity is not None or _is_in_eval_mode(layer)
+            is_wanted = is_wanted and layer.weight.requires_grad and not self._passes.had_pause
             grad = layer.weight.grad
-            if grad is not None and is_wanted and not self._passes.had_pause:
+            if grad is not None and is_wanted:
                 self._idle[name] = local(grad).detach().float().square().sum()
 
     def judge(self) -> None:
@@ -85,16 +87,18 @@ class StatisticsCheck:
         rows = self._summed_rows()
         if rows is None:
             return
-        differences, missing = {}, []
-        for layer, (*squares, present, idle) in zip(self._layers.values(), rows, strict=True):
-            difference = self._difference(layer.name, squares)
-            if difference is not None:
-                differences[layer.name] = difference
-            elif not present and 0 < idle < math.inf:
-                missing.append(layer)
+        wrong: dict[str, float] = {}
+        missing: list[Layer] = []
+        for layer, row in zip(self._layers.values(), rows, strict=True):
+            *squares, present, idle, half = row
+            difference = self._difference(layer.name, squares, is_half=half > 0)
+            if difference is None:
+                if not present and 0 < idle < math.inf:
+                    missing.append(layer)
+            elif difference > (HALF_TOLERANCE if half else TOLERANCE):
+                wrong[layer.name] = difference
         if missing:
             self._warn_of_missing(missing)
-        wrong = {name: x for name, x in differences.items() if x > self._tolerance(name)}
         if wrong:
             self._warn_of_difference(wrong)
             self.leave(wrong)
@@ -117,10 +121,11 @@ class StatisticsCheck:
 
     def _rows(self, results: Mapping[str, Tensor]) -> Tensor:
         device = next(iter(self._layers.values())).weight.device
-        rows = torch.zeros(len(self._layers), 6, device=device)
+        rows = torch.zeros(len(self._layers), 7, device=device)
         for row, name in zip(rows, self._layers, strict=True):
             if name in results:
                 row[:4] = results[name].to(row)
+                row[6] = float(self._identity is not None and name in self._identity.is_half)
             if name in self._present:
                 present = self._present[name]
                 row[4] = present.to(row) if isinstance(present, Tensor) else present
@@ -128,23 +133,17 @@ class StatisticsCheck:
                 row[5] = self._idle[name].to(row)
         return rows
 
-    def _difference(self, name: str, squares: Sequence[float]) -> float | None:
+    def _difference(self, name: str, squares: Sequence[float], *, is_half: bool) -> float | None:
         """Return the difference as a share of the larger norm, None if the numbers are unclear."""
         total, gradient, rest, bound = squares
         size = max(total, gradient)
-        noise = HALF_IS_NOISE if self._is_half(name) else IS_NOISE
+        noise = HALF_IS_NOISE if is_half else IS_NOISE
         if not all(map(math.isfinite, squares)) or size <= noise**2 * bound:
             return None
         self._passed[name] += 1
         if self._identity is not None and self._passed[name] >= CHECKS:
             self._identity.due.discard(name)
         return math.sqrt(rest / size)
-
-    def _is_half(self, name: str) -> bool:
-        return self._identity is not None and name in self._identity.is_half
-
-    def _tolerance(self, name: str) -> float:
-        return HALF_TOLERANCE if self._is_half(name) else TOLERANCE
 
     def _warn_of_difference(self, wrong: Mapping[str, float]) -> None:
         name, share = next(iter(wrong.items()))
