@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,21 @@ def _resnet50(size: Size, device: str) -> Workload:
     return _images(small, "resnet50", min(size.batch, 4) or 4, 32, 10, device)
 
 
+def _digits_resnet50(size: Size, device: str) -> Workload:
+    """Make what `kfac-train model=resnet50` trains without data."""
+    if size.quick:
+        return replace(_resnet50(size, device), name="digits_resnet50")
+    model = TorchvisionResNetConfig("resnet50").build((1, 8, 8), 10, "").to(device).train()
+    batch = size.batch or 128
+    x, y = torch.randn(batch, 1, 8, 8).to(device), torch.randint(10, (batch,)).to(device)
+    return Workload(
+        "digits_resnet50",
+        f"batch {batch}, 1x8x8",
+        model,
+        lambda: functional.cross_entropy(model(x), y),
+    )
+
+
 def _encoder(size: Size, device: str) -> Workload:
     batch, tokens, vocabulary = size.batch or 32, size.tokens or 64, 512
     layers, width, hidden = 4, 256, 1024
@@ -192,6 +207,7 @@ _MAKERS: dict[str, Callable[[Size, str], Workload]] = {
     "resnet50": _resnet50,
     "bert_base": _bert_base,
     "maskrcnn": _maskrcnn,
+    "digits_resnet50": _digits_resnet50,
 }
 NAMES = tuple(_MAKERS)
 

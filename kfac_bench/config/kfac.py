@@ -204,6 +204,14 @@ class KFACConfig(Section):
         RESULT,
         at_least=1,
     )
+    max_overhead: float | None = option(
+        None,
+        "most time per step that K-FAC may take, as a share of a step without it (0.25: a quarter "
+        "more); K-FAC measures the first steps, then makes max_dim and block_size smaller and "
+        "intervals longer if it must; null: no limit",
+        RESULT,
+        above=0,
+    )
 
     def check(self, config: Any) -> None:
         """See :meth:`Section.check`."""

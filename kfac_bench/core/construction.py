@@ -64,6 +64,11 @@ def build(
     validation.check_model(model)
     validation.check_optimizer(optimizer)
     validation.check_options(options)
+    if options.max_overhead is not None and model_parallel is not None:
+        raise ValueError(
+            "max_overhead with model_parallel: stages would choose different intervals; set "
+            "block_size and the intervals instead"
+        )
     adam = find_eigen_adam(optimizer)
     validation.check_eigen_adam(options, None if adam is None else adam.rule)
     bare = unwrap(model)
@@ -128,7 +133,7 @@ def _what_ranks_share(
         f"{plan.digest()} {schedules.at(0)} {options.adaptive_damping} {options.factored_damping} "
         f"{options.factor_convention} {options.fisher} {options.weight_sharing} {options.overlap} "
         f"{options.background} {options.grafting} {options.early_updates} {options.factor_init} "
-        f"{options.trust_ratio} {options.state_dtype} {rule}"
+        f"{options.trust_ratio} {options.state_dtype} {options.max_overhead} {rule}"
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
+from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
 from kfac_bench.core.planning.plan import Plan, Stage
@@ -22,6 +23,8 @@ class Report:
     """The covered layers, in the order of the model."""
     skipped: Sequence[SkippedModule]
     """The modules that are left to the optimizer, each with its reason."""
+    choice: Choice | None = None
+    """What ``max_overhead`` chose, if it has chosen."""
 
     @property
     def covered_params(self) -> int:
@@ -48,7 +51,8 @@ class Report:
         return {stage.value: payload_bytes(self.plan, stage) for stage in Stage}
 
     def __str__(self) -> str:
-        return "\n".join([self.coverage(), *self._cost()])
+        chosen = [] if self.choice is None else [str(self.choice)]
+        return "\n".join([self.coverage(), *self._cost(), *chosen])
 
     def coverage(self, *, by_layer: bool = True) -> str:
         """Return what is covered and what is not, as text.

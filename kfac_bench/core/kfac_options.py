@@ -8,6 +8,7 @@ import torch
 
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.layers.coverage import LayerTypes
+from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.schedule import Doubling, Schedule, Schedules
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -55,6 +56,7 @@ class KFACOptions:
     skip: Sequence[str]
     max_dim: int
     block_size: int | None
+    max_overhead: float | None
     layer_types: LayerTypes | None
 
     def with_preset(self, preset: str | None, given: Collection[str]) -> Self:
@@ -69,6 +71,17 @@ class KFACOptions:
             raise ValueError(f"preset={preset!r}: choose one of {', '.join(PRESETS)}, or None")
         options = PRESETS[preset].items()
         return replace(self, **{name: value for name, value in options if name not in given})
+
+    def within(self, choice: Choice) -> Self:
+        """Return the options as ``max_overhead`` has changed them.
+
+        Intervals that are functions of the step stay.
+        """
+        changed: dict[str, Any] = {"max_dim": choice.max_dim, "block_size": choice.block_size}
+        for name in ("update_freq", "factor_update_freq"):
+            if not callable(getattr(self, name)):
+                changed[name] = getattr(choice, name)
+        return replace(self, **changed)
 
     @property
     def adaptive_damping(self) -> LevenbergMarquardt | None:

@@ -15,7 +15,9 @@ from kfac_bench.core.kernels import linalg
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import MAX_DIM, SkippedModule, find_layers
+from kfac_bench.core.planning.budget import Choice, Rates, Seen, choose
 from kfac_bench.core.planning.cost import measured_cost
+from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.core.schedule import Schedules
@@ -38,10 +40,53 @@ def covered_layers(
     layers, skipped = find_layers(
         model, options.skip, layer_types=options.layer_types, max_dim=options.max_dim
     )
-    if options.block_size is not None:
-        for layer in layers:
-            layer.spec = layer.spec.divided(options.block_size, layer.taps)
+    for layer in layers:
+        layer.spec = _within(layer, options.max_dim, options.block_size)
     return layers, skipped
+
+
+def _within(layer: Layer, max_dim: int, block_size: int | None) -> LayerSpec:
+    """Return the shapes of a layer with diagonals and blocks in place of larger factors."""
+    spec = layer.spec
+    spec = replace(
+        spec,
+        a_diagonal=spec.a_diagonal or spec.a_dim > max_dim,
+        g_diagonal=spec.g_diagonal or spec.g_dim > max_dim,
+    )
+    return spec if block_size is None else spec.divided(block_size, layer.taps)
+
+
+def choose_within_budget(
+    layers: Sequence[Layer],
+    world_size: int,
+    options: KFACOptions,
+    seen: Seen,
+    rates: Rates,
+) -> Choice:
+    """Return the most faithful options that keep ``options.max_overhead``.
+
+    Raises:
+        BudgetError: There are none.
+    """
+    assert options.max_overhead is not None
+    schedules = options.schedules(is_eigen_adam=False)
+    first = schedules.at(0)
+
+    def plan_of(max_dim: int, block_size: int | None) -> Plan:
+        specs = [_within(layer, max_dim, block_size) for layer in layers]
+        return plan_for(layers, world_size, schedules, options, specs)
+
+    return choose(
+        options.max_overhead,
+        Choice(
+            options.max_dim, options.block_size, first.factor_update_freq, first.update_freq, 0.0
+        ),
+        plan_of,
+        seen,
+        rates,
+        # A function of the step already says how long intervals are.
+        may_stretch=not (callable(options.update_freq) or callable(options.factor_update_freq)),
+    )
 
 
 def orthogonalize_hidden(
@@ -69,9 +114,20 @@ def orthogonalize_hidden(
 
 
 def plan_for(
-    layers: Sequence[Layer], world_size: int, schedules: Schedules, options: KFACOptions
+    layers: Sequence[Layer],
+    world_size: int,
+    schedules: Schedules,
+    options: KFACOptions,
+    specs: Sequence[LayerSpec] | None = None,
 ) -> Plan:
     """Return who computes and who sends what, for all ranks.
+
+    Args:
+        layers: The covered layers.
+        world_size: The number of ranks.
+        schedules: The schedules of the options.
+        options: The options.
+        specs: Shapes in place of those of the layers.
 
     Raises:
         ValueError: an option has an unknown value, or options do not fit together.
@@ -82,7 +138,7 @@ def plan_for(
         # Beside training, work takes no time of a step, and each slice should end before the next.
         spread = world_size == 1 or options.background
     plan = make_plan(
-        [layer.spec for layer in layers],
+        [layer.spec for layer in layers] if specs is None else specs,
         world_size,
         strategy=options.strategy,
         grad_worker_fraction=options.grad_worker_fraction,

@@ -7,8 +7,10 @@ through these files.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, ParamSpec, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,11 @@ from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
+from kfac_bench.core.first_steps import FirstSteps, measure
 from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.layer_plan import choose_within_budget
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, SkippedModule
+from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
 from kfac_bench.core.stepper import Stepper
@@ -235,6 +240,15 @@ class KFAC:
             bounds the decompositions. The step has another direction then, and training may need
             more steps. ``max_dim`` still makes a diagonal of what it limits.
             ``eigen_adam`` cannot be combined with it.
+        max_overhead: Most time per step that K-FAC may take, as a share of a step of the optimizer
+            alone: 0.25 allows a quarter more, on average over an interval. None (default): no
+            limit. In the first 6 steps the optimizer works alone, while K-FAC measures it and the
+            device. Then K-FAC makes the options ``max_dim``, ``block_size``, ``update_freq`` and
+            ``factor_update_freq`` only as much coarser as the budget demands; :attr:`choice` and
+            :meth:`report` say what it chose. A choice follows from times, so a second run may
+            choose differently; set these four options instead, to repeat a run. A resumed run
+            keeps the choice of its state. Time that training waits for other ranks' messages
+            counts only as their measured latency and bandwidth predict.
         layer_types: Classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
         collective: The communication backend. By default it is torch.distributed or Horovod if
             one of them is initialized, else this process alone. It spans the ranks that hold the
@@ -249,7 +263,9 @@ class KFAC:
         collective: The communication backend in use.
         fisher: The option ``fisher``.
         background: The option ``background``.
-        steps: Number of finished calls of :meth:`step`.
+        choice: What ``max_overhead`` chose (:class:`~kfac_bench.core.planning.budget.Choice`); None
+            without it, and in the first steps.
+        steps: Number of finished calls of :meth:`step`, without those before a :attr:`choice`.
         track_cosine: Set True before a step to compute per-layer cosines in that step; read them
             with :meth:`statistics`.
         time_stages: Set True to wait for the GPU where a stage starts and ends. Otherwise
@@ -297,6 +313,7 @@ class KFAC:
         skip: Sequence[str] = DEFAULT_SKIP,
         max_dim: int = MAX_DIM,
         block_size: int | None = None,
+        max_overhead: float | None = None,
         layer_types: LayerTypes | None = None,
         collective: Collective | None = None,
         model_parallel: Collective | None = None,
@@ -327,28 +344,43 @@ class KFAC:
             skip=skip,
             max_dim=max_dim,
             block_size=block_size,
+            max_overhead=max_overhead,
             layer_types=layer_types,
         ).with_preset(preset, self._given)
         self.fisher, self.background = fisher, background
         self.collective = collective or default_collective()
-        parts = construction.build(model, optimizer, options, self.collective, model_parallel)
+        self._options, self._optimizer, self._others = options, optimizer, model_parallel
+        self._attachment: Attachment | None = None
+        self.steps = 0
+        self.track_cosine = False
+        self.time_stages = False
+        self.choice: Choice | None = None
+        self._build(model, options)
+        self._first_steps: FirstSteps | None = None
+        if max_overhead is not None:
+            names = [layer.name for layer in self._layers]
+            self._first_steps = FirstSteps(names, self.collective, self._layers[0].weight.device)
+            if self._capture is not None and self._capture.identity is not None:
+                self._capture.identity.due.clear()  # the time of statistics is measured
+
+    def _build(self, model: nn.Module, options: KFACOptions) -> None:
+        """Make all parts and connect them to the model."""
+        parts = construction.build(model, self._optimizer, options, self.collective, self._others)
+        # A weak reference: a preconditioner must not keep the wrapper of a model alive.
+        self._model = ref(model)
         self.plan = parts.plan
-        self._layers, self._skipped = parts.layers, parts.skipped
-        self._optimizer, self._coverage = optimizer, parts.coverage
+        self._layers, self._skipped, self._coverage = parts.layers, parts.skipped, parts.coverage
         self._schedules, self._adaptive = parts.schedules, options.adaptive_damping
         self._executor, self._write_back = parts.executor, parts.write_back
         self._guards = parts.guards
         self._capture: Capture | None = parts.capture
-        self._attachment: Attachment | None = None
-        self._stepper = Stepper(parts, fisher, self._adaptive)
+        self._stepper = Stepper(parts, self.fisher, self._adaptive)
         hooks: list[ownership.Removable] = [parts.capture, parts.guards]
         if parts.coverage is not None:
             hooks.append(parts.coverage)
         ownership.take(self, self._layers, hooks)
-
-        self.steps = 0
-        self.track_cosine = False
-        self.time_stages = False
+        if self._attachment is not None:
+            self._guards.release_optimizer()
 
     def attach(self, scaler: Scaler | None = None) -> Self:
         """Make each ``optimizer.step()`` run K-FAC first; do not call :meth:`step` then.
@@ -427,6 +459,9 @@ class KFAC:
             )
         if self._attachment is None:
             self._guards.order.check()
+        if self._first_steps is not None:
+            self._watch(self._first_steps)
+            return
         self._stepper.run(
             self.steps,
             self._capture,
@@ -436,6 +471,26 @@ class KFAC:
         )
         self.steps += 1
         self._capture.enabled = self._schedules.factors_due(self.steps)
+
+    def _watch(self, first: FirstSteps) -> None:
+        """End one of the first steps, which the optimizer makes alone; after them, plan."""
+        assert self._capture is not None
+        seen = first.end_step(self._capture.pop())
+        self._executor.abandon_factors()
+        self._capture.enabled = first.needs_statistics
+        self._guards.see_gradients()
+        if seen is not None:
+            device, options = self._layers[0].weight.device, self._options
+            rates = measure(self.collective, device, options.method)
+            ranks = self.collective.world_size
+            self._take(choose_within_budget(self._layers, ranks, options, seen, rates))
+
+    def _take(self, choice: Choice) -> None:
+        """Build K-FAC again with the options of a choice."""
+        loss_weight, model = self.loss_weight, self._model() or self._stepper.model
+        self._disconnect()
+        self._build(model, self._options.within(choice))
+        self.loss_weight, self.choice, self._first_steps = loss_weight, choice, None
 
     def fisher_backward(
         self,
@@ -567,7 +622,7 @@ class KFAC:
     @property
     def will_decompose_all(self) -> bool:
         """Whether the next step decomposes all factors at once, and so takes long."""
-        return self._stepper.will_decompose_all(self.steps)
+        return self._first_steps is None and self._stepper.will_decompose_all(self.steps)
 
     @property
     def will_adapt_damping(self) -> bool:
@@ -604,13 +659,14 @@ class KFAC:
         """
         left = self._executor.gradients.left
         reason = "its statistics are not those of its gradient"
-        skipped = [
+        left_out = [
             SkippedModule(x.name, type(x.modules[0]).__name__, x.spec.grad_numel, reason)
             for x in self._layers
             if x.name in left
         ]
         layers = [layer for layer in self._layers if layer.name not in left]
-        return Report(self.plan, self.collective.rank, layers, [*self._skipped, *skipped])
+        skipped = [*self._skipped, *left_out]
+        return Report(self.plan, self.collective.rank, layers, skipped, self.choice)
 
     def detach(self) -> None:
         """Remove all hooks from model and optimizer.
@@ -620,9 +676,13 @@ class KFAC:
         if self._attachment is not None:
             self._attachment.remove()
             self._attachment = None
+        self._disconnect()
+        self._capture = None
+
+    def _disconnect(self) -> None:
+        """Remove what :meth:`_build` has put on model and optimizer."""
         if self._capture is not None:
             self._capture.remove()
-            self._capture = None
         if self._executor.background is not None:
             self._executor.background.stop()
         if self._coverage is not None:
@@ -659,22 +719,31 @@ class KFAC:
             saved["damping"] = self._adaptive.value
         if self._executor.gradients.left:
             saved["left"] = sorted(self._executor.gradients.left)
+        if self.choice is not None:
+            saved["choice"] = asdict(self.choice)
         return saved
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Take over one :meth:`state_dict`, or the shards of all ranks.
 
-        Every rank must load the same dicts.
+        Every rank must load the same dicts. With ``max_overhead``, K-FAC takes over the choice of
+        the state; if the state has steps but no choice, the options stay as they are.
 
         Raises:
             ValueError: A layer is missing, unknown or has another shape, or the state is damaged.
-                Nothing has changed then.
+                The running averages have not changed then.
         """
         merged = state.merge(states)
+        if self._options.max_overhead is not None:
+            choice = state_check.choice(states)
+            if choice is not None and choice != self.choice:
+                self._take(choice)
         steps = state_check.check(merged, states, self._executor)
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
         self._guards.leave(states[0].get("left", ()))
+        if steps > 0:
+            self._first_steps = None
         self._stepper.decomposes_all = steps > 0 and not complete
         if self._adaptive is not None and "damping" in states[0]:
             self._adaptive.value = float(states[0]["damping"])
@@ -682,4 +751,5 @@ class KFAC:
             # Statistics that were collected before belong to the old state.
             self._capture.pop()
             self._executor.abandon_factors()
-            self._capture.enabled = self._schedules.factors_due(steps)
+            if self._first_steps is None:
+                self._capture.enabled = self._schedules.factors_due(steps)

@@ -1,8 +1,9 @@
 """Options that may change during training, and which part of K-FAC is due at which step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 Schedule = float | Callable[[int], float]
 """A number, or a function from the step (0 is the first) to a number."""
@@ -206,7 +207,8 @@ def first_step(index: int, count: int) -> int:
     return index // math.ceil(count / FIRST_STEPS)
 
 
-def free_phases(update_freq: int, factor_update_freq: int) -> list[int]:
+@lru_cache(maxsize=64)  # each step asks, and a long interval takes long to walk
+def free_phases(update_freq: int, factor_update_freq: int) -> Sequence[int]:
     """Return the steps of an interval in which slices may run.
 
     A step with a factor update is long enough already, so the other steps are used. If every step
@@ -218,7 +220,8 @@ def free_phases(update_freq: int, factor_update_freq: int) -> list[int]:
     return free or list(range(update_freq))
 
 
-def slice_phases(count: int, update_freq: int, factor_update_freq: int) -> list[int]:
+@lru_cache(maxsize=64)
+def slice_phases(count: int, update_freq: int, factor_update_freq: int) -> Sequence[int]:
     """Return for each slice the step of the interval at which it runs.
 
     A single slice runs at the beginning of the interval.

@@ -6,11 +6,13 @@ anything that torch can load.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
 from kfac_bench.core.execution.executor import Executor
+from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
 KINDS = ("eigen", "inverse")
@@ -53,6 +55,24 @@ def check(
             _check_tensor(name, "second_moment", entries["second_moment"], layer.spec.grad_shape)
         _check_adam(layer.spec, entries.get("adam"))
     return steps
+
+
+def choice(states: Sequence[Mapping[str, Any]]) -> Choice | None:
+    """Return the choice of a budget that a state has, None if it has none.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    saved = states[0].get("choice")
+    if saved is None:
+        return None
+    names = [field.name for field in fields(Choice)]
+    if not isinstance(saved, Mapping) or sorted(saved) != sorted(names):
+        raise ValueError(f"K-FAC state: the choice is no dict of {', '.join(names)}")
+    for name in names[:-1]:
+        if name != "block_size" or saved[name] is not None:
+            _count(name, saved[name])
+    return Choice(**saved)
 
 
 def _check_factor(

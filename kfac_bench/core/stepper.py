@@ -29,6 +29,7 @@ class Stepper:
         adaptive: The damping that adapts itself, or None.
 
     Attributes:
+        model: The model, without its wrappers.
         decomposes_all: Whether the next step decomposes all factors, because a loaded state lacked
             decompositions.
         has_sent_labels: Whether ``fisher_backward`` was called in this step.
@@ -36,7 +37,7 @@ class Stepper:
 
     def __init__(self, parts: KFACParts, fisher: str, adaptive: LevenbergMarquardt | None) -> None:
         self.decomposes_all = self.has_sent_labels = False
-        self._model: nn.Module = parts.model
+        self.model: nn.Module = parts.model
         self._layers, self._plan, self._schedules = parts.layers, parts.plan, parts.schedules
         self._executor, self._write_back = parts.executor, parts.write_back
         self._guards, self._is_eigen_adam = parts.guards, parts.coverage is not None
@@ -147,7 +148,7 @@ class Stepper:
         """Remember weights and gradients if the adaptive damping will judge this step."""
         self._trial = None
         if self._adaptive is not None and self._adaptive.is_due(step):
-            self._trial = Trial(self._model, self._adaptive)
+            self._trial = Trial(self.model, self._adaptive)
 
     @torch.no_grad()
     def adapt_damping(self, loss: Tensor, loss_after: Callable[[], Tensor]) -> None:

@@ -21,7 +21,7 @@ from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
-from kfac_bench.core.planning.plan import EIGEN_ADAM, Plan
+from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "factor_init": ("debiased", "identity"),
@@ -44,6 +44,7 @@ def check_options(options: KFACOptions) -> None:
     _check_coverage(options.skip, options.max_dim)
     _check_block_size(options.block_size, options.method)
     _check_background(options)
+    _check_budget(options)
     ratio = options.trust_ratio
     if ratio is not None and not 0 < ratio < math.inf:
         raise ValueError(f"trust_ratio={ratio}: must be above 0 and finite, or None")
@@ -173,6 +174,28 @@ def _check_background(options: KFACOptions) -> None:
         raise ValueError(
             "spread=False makes all decompositions at once, background=True one slice after the "
             "other: leave spread unset"
+        )
+
+
+def _check_budget(options: KFACOptions) -> None:
+    """Check the price that the user sets."""
+    budget = options.max_overhead
+    if budget is None:
+        return
+    if not 0 < budget < math.inf:
+        raise ValueError(
+            f"max_overhead={budget}: must be above 0 and finite, for example 0.25 for a quarter "
+            "more time per step, or None"
+        )
+    if options.method in (EIGEN_ADAM, IDENTITY):
+        raise ValueError(
+            f"max_overhead={budget} with method={options.method}, whose work cannot be divided "
+            "into blocks: choose inverse, eigen or ekfac, or max_overhead=None"
+        )
+    if options.background:
+        raise ValueError(
+            f"max_overhead={budget} with background=True, whose work takes no time of a step: "
+            "choose one of them"
         )
 
 

@@ -96,6 +96,20 @@ class DataChanged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PlanChosen(Event):
+    """K-FAC has chosen options within ``kfac.max_overhead``, and works from the next step on.
+
+    ``options`` has ``max_dim``, ``block_size``, ``factor_update_freq`` and ``update_freq``.
+    ``overhead`` is the predicted time of K-FAC per step, as a share of a step without it.
+    ``payload_bytes`` is as in :class:`RunStarted`, which has none then.
+    """
+
+    options: Mapping[str, int | None]
+    overhead: float
+    payload_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Trained(Event):
     """A training step that is recorded, every ``trainer.log_freq`` steps.
 
@@ -233,6 +247,7 @@ EVENTS: dict[str, type[Event]] = {
         Resumed,
         DataChanged,
         RecordGap,
+        PlanChosen,
         Trained,
         Evaluated,
         SampleSkipped,

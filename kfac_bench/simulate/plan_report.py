@@ -175,6 +175,12 @@ def describe(run: DryRun, *, by_layer: bool = False) -> str:
         "",
         *_table(run),
     ]
+    if (budget := run.config.kfac.max_overhead) is not None:
+        lines += [
+            "",
+            f"kfac.max_overhead={budget:g}: a run measures its machine, and may choose a "
+            "cheaper plan",
+        ]
     if by_layer:
         lines += ["", *report.coverage().splitlines()]
     return "\n".join(lines)

@@ -117,7 +117,9 @@ def _first_event(
         higher_is_better=trainer.task.higher_is_better,
         config=asdict(config),
         environment=about,
-        payload_bytes={} if kfac is None else kfac.report().payload_bytes(),
+        payload_bytes={}
+        if kfac is None or config.kfac.max_overhead is not None
+        else kfac.report().payload_bytes(),
         data=trainer.fingerprint,
     )
 

@@ -57,8 +57,15 @@ def say_what_kfac_does(config: KFACConfig, trainer: Trainer) -> None:
         return
     trainer.say(
         f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
-        f"parameters); every {config.update_freq} steps it decomposes "
+        f"parameters); every {trainer.kfac.update_freq} steps it decomposes "
         f"{2 * len(report.layers)} factors, the largest {largest} x {largest}"
     )
+    if report.choice is not None:
+        trainer.say(str(report.choice))
+    elif config.max_overhead is not None:
+        trainer.say(
+            f"kfac.max_overhead={config.max_overhead:g}: K-FAC measures the first steps, then "
+            "chooses its options"
+        )
     for change in config.changes():
         trainer.say(change)

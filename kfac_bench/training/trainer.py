@@ -7,7 +7,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from kfac_bench.record.events import (
     Checkpointed,
     Clock,
     Evaluated,
+    PlanChosen,
     Predicted,
     RunEnded,
     TargetReached,
@@ -284,9 +285,12 @@ class Trainer:
             cannot_write=self._saving.has_failed or self.log.problem is not None,
         )
         is_long = self.kfac is not None and self.kfac.will_decompose_all
+        chosen = None if self.kfac is None else self.kfac.choice
         with self._showing_decompositions():
             self._update.step(batch, loss)
         self.step += 1
+        if self.kfac is not None and self.kfac.choice != chosen:
+            self._emit_choice(self.kfac)
         self._meter.add_step()
         # Decompositions can take long. If a signal arrived meanwhile, other steps would use up the
         # time that is left for saving. So the ranks ask each other once more. A process alone
@@ -297,7 +301,7 @@ class Trainer:
     def _showing_decompositions(self) -> AbstractContextManager[None]:
         """Show how far K-FAC is, if the next step decomposes all factors."""
         kfac = self.kfac
-        if kfac is None or not (kfac.steps == 0 or kfac.will_decompose_all):
+        if kfac is None or not kfac.will_decompose_all:
             return nullcontext()
         return progress.task("K-FAC decomposes its factors", lambda: kfac.decomposed)
 
@@ -355,6 +359,15 @@ class Trainer:
             lr = float(self.optimizer.param_groups[0]["lr"])
             train_s = self._slowest_train_s()
             self.log.emit(Trained(self.step, train_s, epoch, self.loss, lr, **metrics))
+
+    def _emit_choice(self, kfac: KFAC) -> None:
+        """Record and say what K-FAC has chosen within its budget."""
+        assert kfac.choice is not None
+        options = asdict(kfac.choice)
+        overhead = options.pop("overhead")
+        sent = kfac.report().payload_bytes()
+        self.log.emit(PlanChosen(self.step, self.clock.train_s(), options, overhead, sent))
+        self.say(str(kfac.choice))
 
     def _evaluate(self) -> bool:
         """Compute the metrics of the whole validation set; return whether the target is reached.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from kfac_bench.config import TrainerConfig
 from kfac_bench.core import KFAC
+from kfac_bench.core.planning.budget import BudgetError
 from kfac_bench.data.base.batch import Batch, size, split
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.errors import UsageError
@@ -109,12 +110,19 @@ class Update:
         return total
 
     def step(self, batch: Batch, loss: Tensor) -> None:
-        """Precondition and update the weights, with ``batch`` and ``loss`` of :meth:`backward`."""
+        """Precondition and update the weights, with ``batch`` and ``loss`` of :meth:`backward`.
+
+        Raises:
+            UsageError: ``kfac.max_overhead`` cannot be met.
+        """
         adapts = self._kfac is not None and self._kfac.will_adapt_damping
         scale = self.scaler.get_scale() if adapts else 0.0
         self.scaler.unscale_(self._optimizer)
         if self._kfac is not None:
-            self._kfac.step(self._loss_scale if self.scaler.is_enabled() else 1.0)
+            try:
+                self._kfac.step(self._loss_scale if self.scaler.is_enabled() else 1.0)
+            except BudgetError as error:
+                raise UsageError(f"kfac: {error}") from None
         self._backend.step(self._optimizer, self.scaler)
         self.scaler.update()
         # A smaller scale means that the scaler skipped the update: there is nothing to judge then.

@@ -421,7 +421,7 @@ class TestWideLayers:
         with pytest.warns(UserWarning, match=rf"about {ratio:.1f} times") as seen:
             self.train(64, method="eigen")
         assert "layer 2 has 600 x 601 weights and 64 rows per step" in str(seen[0].message)
-        assert "max_dim=32" in str(seen[0].message)
+        assert "max_overhead=0.5" in str(seen[0].message)
 
     def test_orthogonalization_does_not_count(self):
         torch.manual_seed(0)

@@ -67,6 +67,7 @@ LINES = [
     {"event": "Checkpointed", "step": 30, "train_s": 3, "path": "c", "write_s": 0.1},
     {"event": "Predicted", "step": 30, "train_s": 3, "path": "p"}
     | {"items": [{"caption": "c", "file": "predictions/step-30/00.png", "text": "t"}]},
+    {"event": "PlanChosen", "step": 6, "train_s": 1, "options": {"max_dim": 9}, "overhead": 0.2},
     {"event": "SampleSkipped", "step": 30, "train_s": 3, "path": "p", "reason": "r"}
     | {"rank": 0, "count": 1},
     {"event": "Resumed", "step": 30, "train_s": 3, "checkpoint": "c"},

@@ -26,6 +26,7 @@ from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import (
     Checkpointed,
     Evaluated,
+    PlanChosen,
     Resumed,
     RunEnded,
     RunStarted,
@@ -190,6 +191,24 @@ def test_the_hash_of_weights_counts_names():
     layer = nn.Linear(2, 2)
     one, other = (weights_sha256(nn.ModuleDict({name: layer})) for name in "ab")
     assert one != other
+
+
+def test_a_choice_within_a_budget_is_recorded_once_and_kept(tmp_path, capsys):
+    ample = (*KFAC, "kfac.max_overhead=1000")
+    _, path = train(tmp_path, *ample, "trainer.max_steps=8")
+    _, again = train(tmp_path, *ample, "trainer.max_steps=10", f"resume={path}")
+    (chosen,) = of_kind(path, PlanChosen)
+    assert of_kind(again, PlanChosen) == []
+    options = {"max_dim": 8192, "block_size": None, "factor_update_freq": 2, "update_freq": 4}
+    assert (chosen.step, chosen.options) == (6, options)
+    first, resumed = "".join(capsys.readouterr()).split("resumed at step 8")
+    assert first.count("more time per step with max_dim=8192") == 1
+    assert resumed.count("more time per step with max_dim=8192") == 1
+
+
+def test_a_budget_that_cannot_be_met_ends_the_run_with_a_line(tmp_path):
+    with pytest.raises(UsageError, match=r"kfac: max_overhead=1e-09 cannot be met: the cheapest"):
+        train(tmp_path, *KFAC, "kfac.max_overhead=1e-9")
 
 
 def test_target_stops_the_run(tmp_path):

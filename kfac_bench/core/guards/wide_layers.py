@@ -54,9 +54,9 @@ class WidthCheck:
                 "width",
                 f"preconditioning takes about {ratio:.1f} times the operations of forward and "
                 f"backward, because layers are wide for this batch: layer {widest.name} has "
-                f"{widest.g_dim} x {widest.a_dim} weights and {own:.0f} rows per step. Use a "
-                f"larger batch, or max_dim={max(1, int(own / 2))} (factors with more rows become "
-                "diagonal), or skip such layers",
+                f"{widest.g_dim} x {widest.a_dim} weights and {own:.0f} rows per step. Set "
+                "max_overhead=0.5, which limits the time of K-FAC to half a step, or use a larger "
+                "batch",
             )
 
 

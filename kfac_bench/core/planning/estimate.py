@@ -87,9 +87,9 @@ def wire_bytes_of(op: Message) -> float:
 def flops(
     op: Op,
     method: str,
-    rows: Mapping[str, int],
+    rows: Mapping[str, float],
     *,
-    reduced: Mapping[str, int] | None = None,
+    reduced: Mapping[str, float] | None = None,
     seeds: int = 1,
 ) -> float:
     """Return the floating-point operations of one compute op, 0 for a message.

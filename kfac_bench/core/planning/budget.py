@@ -1,0 +1,267 @@
+"""The most faithful plan whose average cost per step stays within a budget.
+
+``KFAC(max_overhead=0.25)`` calls :func:`choose` once, after the first steps. It is a pure function
+of shapes, rows and rates, so all ranks choose alike; it measures nothing and needs no torch.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from kfac_bench.core.planning.estimate import flops, wire_bytes_of
+from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
+from kfac_bench.core.planning.ops import ComputeFactor, Decompose, Message, Op, Precondition
+from kfac_bench.core.planning.plan import Plan, Stage
+from kfac_bench.core.planning.sizes import factor_numel
+
+SIZES = (16, 64, 256, 1024)
+"""Rows of the matrices whose products and decompositions are timed."""
+
+STEP_CALLS, PRECONDITION_CALLS, WRITE_CALLS, FACTOR_CALLS, DECOMPOSE_CALLS = 60, 18, 35, 45, 35
+"""Small operations, in units of :attr:`Rates.call_s`: in each step, for each op of a kind beside
+its products, for each layer that is written back, for each factor that is updated or decomposed.
+Measured on networks whose layers have 16 to 64 rows (benchmarks/overhead.py)."""
+WRITE_PASSES = 9
+"""How often a gradient is read or written in a step, beside the products themselves."""
+FACTOR_PASSES = 6
+"""How often a factor is read or written when its running average takes up a statistic."""
+ROW_PASSES = 3
+"""How often a row of a or g is read or written for a statistic."""
+
+BLOCKS = (4096, 2048, 1024, 512, 256)
+"""Rows of blocks that may be chosen. Smaller blocks need more steps to the same loss."""
+STRETCHES = (1, 2, 5, 10)
+"""Factors of both intervals that may be chosen."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a rank computes and sends (:func:`kfac_bench.core.first_steps.measure`)."""
+
+    call_s: float
+    """Seconds of an operation on a few elements."""
+    bytes_per_s: float
+    """Bytes per second that elementwise operations read and write."""
+    product_flops: tuple[float, ...]
+    """Operations per second of a product [n, n] @ [n, 4n], by the n of :data:`SIZES`."""
+    decompose_s: tuple[float, ...]
+    """Seconds of one decomposition of an [n, n] factor, by the n of :data:`SIZES`."""
+    message_s: float = 0.0
+    """Seconds of a message without content; 0 in one process."""
+    message_bytes_per_s: float = math.inf
+    """Bytes per second on the wire."""
+
+    def product_s(self, operations: float, n: int) -> float:
+        """Return the seconds of products with matrices of ``n`` rows."""
+        return operations / _interpolated(self.product_flops, n)
+
+    def decomposition_s(self, n: int) -> float:
+        """Return the seconds of one decomposition of an [n, n] factor."""
+        return _interpolated(self.decompose_s, n, power=3)
+
+    def pass_s(self, numel: float) -> float:
+        """Return the seconds in which float32 elements are read or written once."""
+        return 4.0 * numel / self.bytes_per_s
+
+
+def _interpolated(values: Sequence[float], n: int, power: int = 0) -> float:
+    """Return the value at ``n``: linear in logarithms, beyond the ends as n^power or constant."""
+    if n <= SIZES[0]:
+        return values[0]
+    if n >= SIZES[-1]:
+        return values[-1] * (n / SIZES[-1]) ** power
+    i = next(i for i, size in enumerate(SIZES) if size > n)
+    part = math.log(n / SIZES[i - 1]) / math.log(SIZES[i] / SIZES[i - 1])
+    return float(values[i - 1] ** (1 - part) * values[i] ** part)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a budget makes of the options of the same names, and what it costs."""
+
+    max_dim: int
+    block_size: int | None
+    factor_update_freq: int
+    update_freq: int
+    overhead: float
+    """Predicted seconds of K-FAC per step, as a share of a step of the optimizer alone."""
+
+    def __str__(self) -> str:
+        return (
+            f"K-FAC takes about {100 * self.overhead:.0f} % more time per step with "
+            f"max_dim={self.max_dim} block_size={self.block_size} "
+            f"factor_update_freq={self.factor_update_freq} update_freq={self.update_freq}"
+        )
+
+
+def stage_seconds(plan: Plan, rows: Mapping[str, float], rates: Rates) -> dict[Stage, float]:
+    """Return the seconds of each stage, on the rank that takes longest.
+
+    Args:
+        plan: The work of all ranks.
+        rows: By layer, the rows of a and g of one step of one rank.
+        rates: The speed of a rank.
+    """
+    seconds: dict[Stage, list[float]] = {stage: [0.0] * plan.world_size for stage in Stage}
+    for stage in Stage:
+        for op in plan.ops(stage):
+            for rank in op.ranks:
+                seconds[stage][rank] += _op_seconds(op, plan.method, rows, rates)
+    write = sum(
+        rates.call_s * WRITE_CALLS + rates.pass_s(WRITE_PASSES * placement.layer.grad_numel)
+        for placement in plan.placements
+    )
+    longest = {stage: max(each) for stage, each in seconds.items()}
+    write += rates.call_s * STEP_CALLS
+    return longest | {Stage.PRECONDITION: longest[Stage.PRECONDITION] + write}
+
+
+def _op_seconds(op: Op, method: str, rows: Mapping[str, float], rates: Rates) -> float:
+    match op:
+        case ComputeFactor(_, spec, factor):
+            n, count = spec.dim(factor), rows.get(spec.name, 0.0)
+            work = flops(op, method, {spec.name: count})
+            dense = 0.0 if spec.is_diagonal(factor) else rates.product_s(work, n)
+            touched = ROW_PASSES * count * n * spec.groups
+            touched += FACTOR_PASSES * factor_numel(spec, factor)
+            return FACTOR_CALLS * rates.call_s + dense + rates.pass_s(touched)
+        case Decompose(_, members):
+            return DECOMPOSE_CALLS * rates.call_s + sum(
+                spec.groups * rates.decomposition_s(spec.dim(f))
+                for spec, f in members
+                if not spec.is_diagonal(f)
+            )
+        case Precondition(_, specs):
+            products = 1 if method == "inverse" else 2
+            return PRECONDITION_CALLS * rates.call_s + products * sum(
+                _product_seconds(spec, rates) for spec in specs
+            )
+        case Message():
+            return rates.message_s + wire_bytes_of(op) / rates.message_bytes_per_s
+    return rates.call_s
+
+
+def _product_seconds(spec: LayerSpec, rates: Rates) -> float:
+    """Return the seconds of a gradient times both factors."""
+    total = 0.0
+    for side in FACTORS:
+        other = spec.grad_numel // (spec.groups * spec.dim(side))
+        if spec.is_diagonal(side):
+            total += rates.pass_s(3 * spec.grad_numel)
+            continue
+        for factor in spec.factors_of(side):
+            n = spec.dim(factor)
+            total += rates.call_s + rates.product_s(2.0 * spec.groups * n * n * other, n)
+        if spec.blocks(side):  # the parts are joined
+            total += rates.pass_s(2 * spec.grad_numel)
+    return total
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What rank 0 saw in the first steps."""
+
+    rows: Mapping[str, float]
+    """By layer, the rows of a and g of one step. Layers that were not used are missing."""
+    step_s: float
+    """Seconds of a step of the optimizer alone."""
+    statistics_s: float
+    """Further seconds of a step whose statistics were collected, with the options as given."""
+
+
+PlanOf = Callable[[int, int | None], Plan]
+"""From ``max_dim`` and ``block_size`` to a plan."""
+
+
+class BudgetError(ValueError):
+    """No plan is cheap enough."""
+
+
+def choose(
+    budget: float,
+    options: Choice,
+    plan_of: PlanOf,
+    seen: Seen,
+    rates: Rates,
+    *,
+    may_stretch: bool = True,
+) -> Choice:
+    """Return the most faithful options whose overhead is at most the budget.
+
+    Options only become coarser: ``max_dim`` and ``block_size`` smaller, intervals longer. What a
+    choice loses is the sum of three terms: the share of weights whose factor becomes diagonal (a
+    layer counts half for each of its two factors), the share of rows outside of blocks, and a
+    twentieth for each doubling of the intervals.
+
+    Args:
+        budget: The largest overhead, as a share of a step of the optimizer alone.
+        options: What the user set.
+        plan_of: Makes the plans to choose from.
+        seen: What was measured in the first steps.
+        rates: The speed of a rank.
+        may_stretch: Whether intervals may become longer.
+
+    Raises:
+        BudgetError: The cheapest plan takes more than the budget.
+    """
+    cheapest = math.inf
+    best: tuple[float, Choice] | None = None
+    as_given = plan_of(options.max_dim, options.block_size)
+    # A call takes time on every device; only imagined rates may be 0.
+    modelled = stage_seconds(as_given, seen.rows, rates)[Stage.FACTORS] or 1.0
+    for max_dim, block_size in product(_dims(as_given, options), _blocks(options)):
+        plan = plan_of(max_dim, block_size)
+        seconds = stage_seconds(plan, seen.rows, rates)
+        # The kernels of convolutions are faster than the model, so it gives only the ratio.
+        factors_s = seen.statistics_s * seconds[Stage.FACTORS] / modelled
+        lost = _lost(plan, as_given)
+        for stretch in STRETCHES if may_stretch else (1,):
+            cost = seconds[Stage.PRECONDITION]
+            cost += factors_s / (stretch * options.factor_update_freq)
+            cost += seconds[Stage.DECOMPOSE] / (stretch * options.update_freq)
+            overhead = cost / seen.step_s
+            cheapest = min(cheapest, overhead)
+            penalty = lost + math.log2(stretch) / 20
+            if overhead <= budget and (best is None or penalty < best[0]):
+                intervals = stretch * options.factor_update_freq, stretch * options.update_freq
+                best = penalty, Choice(max_dim, block_size, *intervals, overhead)
+    if best is None:
+        raise BudgetError(
+            f"max_overhead={budget:g} cannot be met: the cheapest plan takes {cheapest:.2f} of a "
+            f"step, which takes {1000 * seen.step_s:.3g} ms without K-FAC. Set max_overhead to at "
+            "least this, use a larger batch, or leave layers out with skip"
+        )
+    return best[1]
+
+
+def _dims(plan: Plan, options: Choice) -> list[int]:
+    """Return the values of max_dim that differ for these layers, the largest first."""
+    specs = [placement.layer for placement in plan.placements]
+    dims = {spec.dim(side) for spec in specs for side in FACTORS if not spec.is_diagonal(side)}
+    largest = max(dims, default=1)
+    smaller = sorted({dim - 1 for dim in dims if dim > 1}, reverse=True)
+    return [options.max_dim, *(dim for dim in smaller if dim < min(largest, options.max_dim))]
+
+
+def _blocks(options: Choice) -> list[int | None]:
+    """Return the values of block_size, the largest first."""
+    most = options.block_size
+    return [most, *(rows for rows in BLOCKS if most is None or rows < most)]
+
+
+def _lost(plan: Plan, as_given: Plan) -> float:
+    """Return the share of the curvature that the plan leaves out, weighted by weights."""
+    lost = total = 0.0
+    for new, old in zip(plan.placements, as_given.placements, strict=True):
+        spec = new.layer
+        total += 2 * spec.grad_numel
+        for side in FACTORS:
+            if old.layer.is_diagonal(side):
+                continue
+            if spec.is_diagonal(side):
+                lost += spec.grad_numel
+            elif blocks := spec.blocks(side):
+                kept = sum(rows**2 for rows in blocks) / spec.dim(side) ** 2
+                lost += spec.grad_numel * (1 - kept) / 2
+    return lost / total

@@ -1,0 +1,218 @@
+"""``KFAC(max_overhead=...)`` in training: the first steps, the choice, states and ranks.
+
+Times come from a clock of the test, and rates are made up, so that choices are certain.
+"""
+
+import copy
+import itertools
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_bench.core import KFAC, first_steps, preconditioner
+from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
+from kfac_bench.core.first_steps import WITH_STATISTICS, WITHOUT, measure
+from kfac_bench.core.planning.budget import SIZES, BudgetError, Choice, Rates
+from tests.support.distributed import run_ranks
+
+WATCHED = WITH_STATISTICS + WITHOUT
+RATES = Rates(0.0, 1e12, (1e9,) * len(SIZES), (0.0,) * len(SIZES))
+"""Only products take time: those of the inverses below take 2 x 48 x 32 x 80 = 0.25 ms."""
+WIDE = 0.00024576
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let each step take 1 ms, and products take the time of RATES."""
+    ticks = itertools.count()
+    ticking = SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks))
+    monkeypatch.setattr(first_steps, "time", ticking)
+    monkeypatch.setattr(preconditioner, "measure", lambda *_: RATES)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(47, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def train(model, optimizer, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        g = torch.Generator().manual_seed(step)
+        x, y = torch.randn(16, 47, generator=g), torch.randint(4, (16,), generator=g)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def budgeted(max_overhead, model=None, **options):
+    model = net() if model is None else model
+    optimizer = sgd(model)
+    options = {"update_freq": 4, "factor_update_freq": 2} | options
+    return model, optimizer, KFAC(model, optimizer, max_overhead=max_overhead, **options).attach()
+
+
+def test_the_optimizer_makes_the_first_steps_alone(clock):
+    alone = net()
+    want = train(alone, sgd(alone), WATCHED)
+    model, optimizer, kfac = budgeted(1.0)
+    assert train(model, optimizer, WATCHED - 1) == want[:-1]
+    assert (kfac.choice, kfac.steps, kfac.will_decompose_all) == (None, 0, False)
+    assert train(model, optimizer, 1, WATCHED - 1) == want[-1:]
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert kfac.choice is not None
+    train(model, optimizer, 1, WATCHED)
+    assert kfac.steps == 1
+    assert not all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+def test_after_the_first_steps_it_is_the_kfac_of_the_chosen_options(clock):
+    model, optimizer, kfac = budgeted(0.7 * WIDE / 1e-3, max_dim=64)
+    train(model, optimizer, WATCHED)
+    choice = asdict(kfac.choice)
+    assert choice["max_dim"] < 48
+    assert choice.pop("overhead") <= 0.7 * WIDE / 1e-3
+    other = copy.deepcopy(model)
+    second = sgd(other)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pinned = KFAC(other, second, **choice).attach()
+    assert pinned.plan == kfac.plan
+    assert train(model, optimizer, 9, WATCHED) == train(other, second, 9, WATCHED)
+    assert str(kfac.choice) in str(kfac.report())
+
+
+def test_rows_are_those_of_the_whole_step(clock, monkeypatch):
+    found = []
+    choose = preconditioner.choose_within_budget
+    monkeypatch.setattr(
+        preconditioner, "choose_within_budget", lambda *a: found.append(a[3]) or choose(*a)
+    )
+    model, optimizer, _ = budgeted(1.0)
+    for _ in range(WATCHED):
+        optimizer.zero_grad()
+        for part in 10, 6:  # micro-batches
+            (model(torch.randn(part, 47)).square().mean() * part / 16).backward()
+        optimizer.step()
+    assert found[0].rows == {"0": 16.0, "2": 16.0}
+    assert found[0].step_s == pytest.approx(1e-3)
+
+
+def test_a_state_keeps_the_choice_and_continues_bit_by_bit(clock):
+    model, optimizer, kfac = budgeted(0.7 * WIDE / 1e-3)
+    train(model, optimizer, WATCHED + 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), kfac.state_dict()))
+    want = train(model, optimizer, 6, WATCHED + 3)
+    again, second, loaded = budgeted(0.7 * WIDE / 1e-3)
+    again.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    loaded.load_state_dict(saved[2])
+    assert loaded.choice == kfac.choice
+    assert train(again, second, 6, WATCHED + 3) == want
+
+
+def test_a_state_of_the_first_steps_lets_them_begin_again(clock):
+    model, optimizer, kfac = budgeted(1.0)
+    train(model, optimizer, 3)
+    saved = kfac.state_dict()
+    assert "choice" not in saved
+    again, second, loaded = budgeted(1.0)
+    loaded.load_state_dict(saved)
+    train(again, second, WATCHED - 1)
+    assert loaded.choice is None
+    train(again, second, 1)
+    assert loaded.choice is not None
+
+
+def test_a_state_without_budget_keeps_the_options(clock):
+    model = net()
+    optimizer = sgd(model)
+    kfac = KFAC(model, optimizer, update_freq=4, factor_update_freq=2).attach()
+    train(model, optimizer, 3)
+    _, _, loaded = budgeted(1e-9)
+    loaded.load_state_dict(kfac.state_dict())
+    assert (loaded.choice, loaded.steps) == (None, 3)
+    assert loaded.plan == kfac.plan
+
+
+@pytest.mark.parametrize(
+    "choice", [[1], {"max_dim": 3}, {**asdict(Choice(8, None, 1, 1, 0.1)), "max_dim": "8"}]
+)
+def test_a_damaged_choice_is_refused(choice):
+    _, _, kfac = budgeted(1.0)
+    state = kfac.state_dict() | {"choice": choice}
+    with pytest.raises(ValueError, match="K-FAC state: "):
+        kfac.load_state_dict(state)
+
+
+def test_a_budget_that_cannot_be_met_says_so(clock, monkeypatch):
+    slow = Rates(1.0, 1e12, RATES.product_flops, RATES.decompose_s)
+    monkeypatch.setattr(preconditioner, "measure", lambda *_: slow)
+    model, optimizer, _ = budgeted(0.25)
+    train(model, optimizer, WATCHED - 1)
+    with pytest.raises(BudgetError, match=r"max_overhead=0\.25 cannot be met"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_overhead": 0}, "must be above 0"),
+        ({"max_overhead": float("inf")}, "must be above 0 and finite"),
+        ({"max_overhead": 0.5, "background": True}, "takes no time of a step"),
+        ({"max_overhead": 0.5, "method": "identity"}, "cannot be divided"),
+        ({"max_overhead": 0.5, "model_parallel": SingleProcess()}, "different intervals"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    model = net()
+    with pytest.raises(ValueError, match=message):
+        KFAC(model, sgd(model), **options)
+
+
+def test_measured_rates_are_possible():
+    rates = measure(SingleProcess(), torch.device("cpu"), "inverse")
+    assert 1e-8 < rates.call_s < 1e-3
+    assert 1e7 < rates.bytes_per_s < 1e13
+    assert all(1e6 < rate < 1e14 for rate in rates.product_flops)
+    assert all(1e-7 < seconds < 10 for seconds in rates.decompose_s)
+    assert rates.decompose_s[-1] > rates.decompose_s[0]
+
+
+def two_ranks():
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = net()
+    optimizer = sgd(model)
+    kfac = KFAC(
+        model, optimizer, max_overhead=10.0, update_freq=4, factor_update_freq=2, spread=False
+    )
+    for step in range(WATCHED + 3):
+        g = torch.Generator().manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(8 + 4 * rank, 47, generator=g)).square().mean().backward()
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= 2
+        kfac.step()
+        optimizer.step()
+    rates = measure(TorchCollective(), torch.device("cpu"), "inverse")
+    return kfac.choice, kfac.plan.digest(), rates, [p.detach() for p in model.parameters()]
+
+
+def test_all_ranks_take_the_choice_of_rank_0():
+    first, second = run_ranks(2, two_ranks)
+    assert first[:3] == second[:3]
+    assert first[2].message_s > 0
+    for p, q in zip(first[3], second[3], strict=True):
+        assert torch.equal(p, q)
