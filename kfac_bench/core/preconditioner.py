@@ -72,8 +72,11 @@ class KFAC:
     ``max_norm`` than without K-FAC; docs/how-to/clip_gradients.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
-    the mean over the examples of all micro-batches. K-FAC reads the learning rate from
-    ``optimizer`` at each step, so learning-rate schedules just work.
+    the mean over the examples of all micro-batches. The first dimension of a layer's input counts
+    as the examples, because K-FAC cannot know which rows belong to one example.
+
+    K-FAC reads the learning rate from ``optimizer`` at each step, so learning-rate schedules just
+    work.
 
     A backward pass leaves statistics of a layer only if it adds to ``.grad`` of its weight. If
     ``zero_grad()`` discards that gradient before :meth:`step`, the statistics are discarded too.

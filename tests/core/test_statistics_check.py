@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize, prune
 
 from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core.distributed.dtensor import full
+from kfac_bench.core.layers.linear import LinearLayer
 from tests.support.distributed import run_ranks
 
 OPTIONS = {"damping": 0.03, "update_freq": 1, "factor_update_freq": 1}
@@ -172,6 +173,21 @@ def test_a_new_forward_is_noticed_after_a_change_of_the_model():
         backward(model)
         with pytest.warns(UserWarning, match="layer '3'") if is_compared else nullcontext():
             kfac.step()
+
+
+def test_a_layer_class_without_rows_is_not_compared():
+    class OnlyMoments(LinearLayer):
+        def rows(self, x, g):
+            raise NotImplementedError
+
+    class Mine(nn.Linear):
+        pass
+
+    model = network(Mine)
+    kfac = kfac_of(model, layer_types={Mine: OnlyMoments})
+    backward(model)
+    kfac.step()
+    assert float(kfac.state_dict()["layers"]["3"]["G"]["weight"]) == 1.0
 
 
 # ---- right scripts ----
