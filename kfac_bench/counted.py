@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 
-def counted(number: int, noun: str, *, none: str = "0") -> str:
+def counted(number: int, noun: str, *, none: str = "0", plural: str | None = None) -> str:
     """Return a number with its noun: `1 fault`, `2 faults`.
 
     Args:
         number: How many there are.
-        noun: The noun, whose plural must end in s.
+        noun: The noun.
         none: The text for the number 0.
+        plural: The plural of the noun, if it is not the noun with an s.
     """
-    return f"{number or none} {noun}{'' if number == 1 else 's'}"
+    return f"{number or none} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def listed(names: Sequence[str]) -> str:

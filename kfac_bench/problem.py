@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -111,13 +112,29 @@ class Problem:
     @property
     def loss_takes_model(self) -> bool:
         """Whether the loss is a function of model and batch, not of output and target."""
+        return self._loss_parameters[:1] == ["model"]
+
+    def name_of_model(self, error: str) -> str | None:
+        """Return the first parameter of a loss that takes it for the model, as far as one can tell.
+
+        Args:
+            error: What happened when the loss got the output of the model instead.
+        """
+        parameters = self._loss_parameters
+        is_called = re.search("object is not callable|object has no attribute", error)
+        if len(parameters) != 2 or not (is_called or parameters[1] == "batch"):
+            return None
+        return None if parameters[0] == "model" else parameters[0]
+
+    @property
+    def _loss_parameters(self) -> list[str]:
+        """The names of the parameters of a loss that is a function."""
         if isinstance(self.loss, nn.Module):
-            return False
+            return []
         try:
-            parameters = list(inspect.signature(self.loss).parameters)
+            return list(inspect.signature(self.loss).parameters)
         except (TypeError, ValueError):  # a builtin without a signature
-            return False
-        return parameters[:1] == ["model"]
+            return []
 
 
 def _check_dataset(name: str, examples: Any) -> None:

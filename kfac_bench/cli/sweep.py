@@ -100,7 +100,7 @@ def _jobs(overrides: Sequence[str], config_dir: Path | None) -> list[tuple[str, 
             is_sweep = parsed.is_sweep_override()
             values = list(parsed.sweep_string_iterator()) if is_sweep else []
         except Exception as error:  # Hydra raises exceptions of many classes for a wrong word
-            raise compose.usage_error(error, overrides) from None
+            raise compose.usage_error(error, [word]) from None
         key = parsed.get_key_element()
         choices.append([f"{key}={value}" for value in values] if is_sweep else [word])
     return list(itertools.product(*choices))

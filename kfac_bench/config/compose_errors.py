@@ -6,16 +6,19 @@ apart. It knows nothing of how a configuration is composed: :mod:`kfac_bench.con
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench.config import received_files
+from kfac_bench.config.command_options import quoted
 from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
 from kfac_bench.config.kfac import KFACConfig
 from kfac_bench.config.registry import TABLES, options_class
@@ -164,9 +167,36 @@ def _null(failure: _Failure) -> str | None:
 def _no_override(failure: _Failure) -> str | None:
     if type(failure.error).__name__ != "OverrideParseException":
         return None
-    overrides = failure.overrides
-    given = next((o for o in overrides if o.strip() and o in failure.text), " ".join(overrides))
-    return f"{given!r} is not an override: write option=value, quote special characters"
+    given = next((o for o in failure.overrides if not _is_override(o)), None)
+    given = " ".join(failure.overrides) if given is None else given
+    name, equals, value = given.partition("=")
+    if not equals or not name.strip() or not value.strip():
+        return f"{given!r} is not an override: write option=value"
+    return f"{given!r} is not an override: Hydra cannot read the value. {_as_text(given)}"
+
+
+def _is_override(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True
+
+
+def _no_text(failure: _Failure) -> str | None:
+    found = re.search(r"Cannot convert '(\w+)' to string", failure.detail)
+    if not found or "=" not in failure.given:
+        return None
+    return f"{failure.given}: expected a text, got a {found[1]}. {_as_text(failure.given)}"
+
+
+def _as_text(word: str) -> str:
+    """Return how to write a word with a text as its value, on the command line."""
+    name, _, value = word.partition("=")
+    word = f"{name}={quoted(value)}"
+    is_plain = word.isprintable() and not set(word) & set('"$`\\!')
+    word = f'"{word}"' if is_plain else shlex.quote(word)
+    return f"If the value is a text, quote it: {word}"
 
 
 def _unknown_group(failure: _Failure) -> str | None:
@@ -180,7 +210,10 @@ def _unknown_group(failure: _Failure) -> str | None:
 def _several_values(failure: _Failure) -> str | None:
     if "Ambiguous value" not in failure.text:
         return None
-    return f"{_first_line(failure.error)}: give one value, or add --multirun to run each"
+    line = f"{_first_line(failure.error)}: give one value, or add --multirun to run each"
+    found = re.search(r"Ambiguous value for argument '(.+)'$", _first_line(failure.error))
+    is_path = found is not None and "/" in found[1].partition("=")[2]
+    return f"{line}. {_as_text(found[1])}" if found and is_path else line
 
 
 def _no_name(failure: _Failure) -> str | None:
@@ -205,6 +238,7 @@ _DESCRIPTIONS: tuple[Callable[[_Failure], str | None], ...] = (
     _unknown_option,
     _wrong_type,
     _no_list,
+    _no_text,
     _null,
     _no_override,
     _unknown_group,

@@ -40,6 +40,8 @@ class KFACParts:
 
     model: nn.Module
     """The model without its wrappers."""
+    wrapped: ref[nn.Module]
+    """The model as the user passed it. A weak reference: hooks must not keep a wrapper alive."""
     layers: list[Layer]
     skipped: list[SkippedModule]
     schedules: Schedules
@@ -110,7 +112,17 @@ def build(
     leave = partial(_leave, executor, capture, coverage)
     guards = _guards(bare, layers, plan, optimizer, options, capture, collective, leave)
     return KFACParts(
-        bare, layers, skipped, schedules, plan, executor, write_back, capture, guards, coverage
+        bare,
+        ref(model),
+        layers,
+        skipped,
+        schedules,
+        plan,
+        executor,
+        write_back,
+        capture,
+        guards,
+        coverage,
     )
 
 

@@ -57,7 +57,8 @@ def check_free(layers: Sequence[Layer]) -> None:
     if layer is not None:
         raise RuntimeError(
             f"layer {layer.name!r} has another KFAC already: call detach() on that KFAC first. "
-            "If you no longer have it, call KFAC.detach_all(model)"
+            "If you no longer have it, call KFAC.detach_all(model). A function that builds K-FAC "
+            "and runs again, such as configure_optimizers, begins with that call"
         )
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import wraps
 from typing import Any, ParamSpec, Self
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +100,7 @@ class KFAC:
     Args:
         model: The model, bare or wrapped (DistributedDataParallel, FSDP2, torch.compile). K-FAC
             puts hooks on its layers; :meth:`detach` removes them.
-        optimizer: The optimizer, which must hold the weights of all covered layers.
+        optimizer: The optimizer, which must hold weight and bias of all covered layers.
         preset: ``paper`` sets what the paper describes: ``method="eigen"``, ``damping=0.001``,
             ``kl_clip=0.001``, no trust ratio, no grafting, running averages that start at the
             identity, all decompositions in one step, and the scaling ``sc20`` of the released
@@ -276,7 +275,7 @@ class KFAC:
 
     Raises:
         ValueError: An option is out of range, options do not fit together, the model has no layer
-            to precondition, or the optimizer does not hold the weights of a covered layer.
+            to precondition, or the optimizer does not hold the parameters of a covered layer.
         TypeError: ``model`` is no ``torch.nn.Module``, or ``optimizer`` is no optimizer object.
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
@@ -369,8 +368,6 @@ class KFAC:
     def _build(self, model: nn.Module, options: KFACOptions) -> None:
         """Make all parts and connect them to the model."""
         parts = construction.build(model, self._optimizer, options, self.collective, self._others)
-        # A weak reference: a preconditioner must not keep the wrapper of a model alive.
-        self._model = ref(model)
         self.plan = parts.plan
         self._layers, self._skipped, self._coverage = parts.layers, parts.skipped, parts.coverage
         self._schedules, self._adaptive = parts.schedules, options.adaptive_damping
@@ -490,7 +487,7 @@ class KFAC:
 
     def _take(self, choice: Choice) -> None:
         """Build K-FAC again with the options of a choice."""
-        loss_weight, model = self.loss_weight, self._model() or self._stepper.model
+        loss_weight, model = self.loss_weight, self._stepper.wrapped() or self._stepper.model
         self._disconnect()
         self._build(model, self._options.within(choice))
         self.loss_weight, self.choice, self._first_steps = loss_weight, choice, None
@@ -526,7 +523,7 @@ class KFAC:
         Raises:
             ValueError: ``likelihood`` is unknown.
             RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
-                labels.
+                labels. Or an earlier call has reached a layer in the same forward.
         """
         capture = self._capture
         if capture is None or not capture.enabled or self.fisher == "empirical":

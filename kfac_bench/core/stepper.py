@@ -30,6 +30,7 @@ class Stepper:
 
     Attributes:
         model: The model, without its wrappers.
+        wrapped: A weak reference to the model as the user passed it.
         decomposes_all: Whether the next step decomposes all factors, because a loaded state lacked
             decompositions.
         has_sent_labels: Whether ``fisher_backward`` was called in this step.
@@ -38,6 +39,7 @@ class Stepper:
     def __init__(self, parts: KFACParts, fisher: str, adaptive: LevenbergMarquardt | None) -> None:
         self.decomposes_all = self.has_sent_labels = False
         self.model: nn.Module = parts.model
+        self.wrapped = parts.wrapped
         self._layers, self._plan, self._schedules = parts.layers, parts.plan, parts.schedules
         self._executor, self._write_back = parts.executor, parts.write_back
         self._guards, self._is_eigen_adam = parts.guards, parts.coverage is not None
@@ -63,6 +65,7 @@ class Stepper:
             track_cosine: Whether to compute per-layer cosines.
             time_stages: Whether to wait for the device where a stage starts and ends.
         """
+        self._refuse_join()
         settings, executor = self._schedules.at(step), self._executor
         # Not a method: the executor outlives this object, so it must not refer to this object.
         wait = partial(_synchronize, self._layers[0].weight.device)
@@ -111,6 +114,16 @@ class Stepper:
             self._write_back.learning_rates() if self._is_eigen_adam else {},
             self._guards.judge,
         )
+
+    def _refuse_join(self) -> None:
+        """Raise RuntimeError inside torch's ``Join``: ranks that ended would answer no message."""
+        join = getattr(self.wrapped(), "_join_config", None)
+        if join is not None and join.enable and self._executor.collective.world_size > 1:
+            raise RuntimeError(
+                "K-FAC cannot run inside join(): ranks without batches would not take part in its "
+                "messages. Give each rank equally many batches, for example with "
+                "DistributedSampler, and remove join()"
+            )
 
     def _slices_due(self, step: int) -> Sequence[int]:
         """Return the slices that are decomposed now, or whose decompositions come into use now."""

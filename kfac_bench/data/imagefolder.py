@@ -37,5 +37,5 @@ class ImageFolderConfig(FilesConfig):
         """See :meth:`FilesConfig.scan`."""
         from kfac_bench.data.images import imagefolder
 
-        counts, faults = imagefolder.scan(root)
-        return by_split(counts, "image"), faults
+        counts, notes, faults = imagefolder.scan(root)
+        return "; ".join([by_split(counts, "image"), *notes]), faults

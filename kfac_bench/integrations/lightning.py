@@ -9,17 +9,19 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch.optim import Optimizer
 
 from kfac_bench.core import KFAC
-from kfac_bench.integrations.method_options import options_for
+from kfac_bench.integrations.method_options import keywords_type, options_for
 from kfac_bench.integrations.whole_state import load_whole_state, whole_state
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 ENGINES = ("DeepSpeedStrategy", "FSDPStrategy")
 """Strategies that keep the gradients to themselves."""
+FINDERS = {"LearningRateFinder", "BatchSizeFinder"}
+"""Callbacks that train for some steps in ``on_fit_start``, without all other callbacks."""
 
 
 def _callback_class() -> Any:
@@ -73,6 +75,7 @@ class KFACCallback(Callback):
         self.preconditioner: KFAC | None = None
         self._module, self._optimizer_index = module, optimizer_index
         self._options = options
+        self._attached_to: Optimizer | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     @property
@@ -86,6 +89,7 @@ class KFACCallback(Callback):
         if stage == "fit":
             self._detach()
             self.preconditioner = None
+            _put_before_finders(self, trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep the state until training starts: the Trainer loads it before K-FAC is built."""
@@ -98,16 +102,27 @@ class KFACCallback(Callback):
             ValueError: The Trainer's strategy is DeepSpeed or FSDP, or the model's optimizers do
                 not fit ``module`` and ``optimizer_index``. Also as for ``KFAC``.
         """
-        optimizer = self._optimizer(trainer)
+        self._attach(trainer, pl_module, self._optimizer(trainer))
+
+    def _attach(
+        self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Optimizer
+    ) -> None:
         # The wrapper of DistributedDataParallel knows which backward is the last of a step.
         model = pl_module.get_submodule(self._module) if self._module else trainer.strategy.model
         assert model is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.preconditioner = KFAC(model, optimizer, **options_for(optimizer, self._options))
         self.preconditioner.attach(scaler)
+        self._attached_to = optimizer
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Load the state, if training continues from a checkpoint."""
+        """Load the state, if training continues from a checkpoint.
+
+        Something may have called ``configure_optimizers`` again after ``on_fit_start``.
+        """
+        if (optimizer := self._optimizer(trainer)) is not self._attached_to:
+            self._detach()
+            self._attach(trainer, pl_module, optimizer)
         assert self.preconditioner is not None
         if self._loaded is not None:
             load_whole_state(self.preconditioner, self._loaded)
@@ -123,8 +138,8 @@ class KFACCallback(Callback):
         """Return the state for a checkpoint; all ranks call it, and rank 0 saves what it gets."""
         return {} if self.preconditioner is None else whole_state(self.preconditioner) or {}
 
-    def on_fit_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Remove all hooks from model and optimizer."""
+    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Remove all hooks from model and optimizer, also after a search of a finder."""
         self._detach()
 
     def on_exception(
@@ -154,5 +169,17 @@ class KFACCallback(Callback):
         return optimizers[self._optimizer_index]
 
     def _detach(self) -> None:
+        self._attached_to = None
         if self.preconditioner is not None:
             self.preconditioner.detach()
+
+
+def _put_before_finders(callback: KFACCallback, trainer: Any) -> None:
+    """Let a finder train with K-FAC, whose hooks stay while the finder removes all callbacks."""
+    kinds = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    if kinds & FINDERS:
+        trainer.callbacks = [callback, *(c for c in trainer.callbacks if c is not callback)]
+
+
+# LightningCLI offers the keywords that it finds here.
+KFACCallback.__init__.__annotations__["options"] = Unpack[keywords_type()]

@@ -427,7 +427,12 @@ def test_a_failed_decomposition_keeps_the_last_good_one(monkeypatch, caplog):
     kfac.step()
     assert kfac.failed_decompositions == 8
     assert torch.equal(kfac.state_dict()["layers"]["0"]["A"]["eigen"][1], before)
-    assert "last good one" in caplog.text
+    backward(model, *batch(seed=3))
+    kfac.step()
+    assert kfac.failed_decompositions == 16
+    first, tenth = (record.getMessage() for record in caplog.records)
+    assert first.endswith("the last good one stays")
+    assert tenth == "10 decompositions have failed; their last good ones stay"
 
 
 def test_report_says_what_is_covered_and_why_not():
@@ -473,8 +478,19 @@ def test_bad_options_are_refused_at_once(options, message):
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
-    with pytest.raises(ValueError, match="does not hold the weights"):
+    with pytest.raises(ValueError, match=r"does not hold the weight of .* and other layers"):
         KFAC(tiny_model(), sgd(tiny_model()))
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_each_parameter_of_a_layer_must_be_in_the_optimizer(kind):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    held = [p for name, p in model.named_parameters() if name != f"2.{kind}"]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    with pytest.raises(ValueError, match=f"the optimizer does not hold the {kind} of 2, but"):
+        KFAC(model, optimizer)
+    getattr(model[2], kind).requires_grad_(False)
+    KFAC(model, optimizer).detach()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

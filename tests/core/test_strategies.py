@@ -827,3 +827,21 @@ def differing_options(values):
 def test_ranks_with_other_options_get_an_error_not_a_hang(values):
     for said in run_ranks(2, differing_options, values):
         assert "ranks [1] made another K-FAC plan" in said
+
+
+def train_in_join():
+    model = DistributedDataParallel(tiny_model())
+    optimizer = sgd(model)
+    kfac = KFAC(model, optimizer).attach()
+    with model.join(enable=False):
+        loss_of(model, *my_part(*batch(0)))[1].backward()
+        optimizer.step()
+    with model.join():
+        loss_of(model, *my_part(*batch(1)))[1].backward()
+        with pytest.raises(RuntimeError, match=r"K-FAC cannot run inside join\(\)"):
+            optimizer.step()
+    kfac.detach()
+
+
+def test_unequal_numbers_of_batches_under_join_are_refused():
+    run_ranks(2, train_in_join)

@@ -1,7 +1,9 @@
 """The callback in the real Trainer of Lightning, under both of its import names."""
 
 import importlib
+import inspect
 import os
+import typing
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
 
 pytest.importorskip("lightning")
+import lightning.fabric as lightning_fabric
 import lightning.pytorch as lightning
 
 from kfac_bench.integrations.lightning import KFACCallback
@@ -173,6 +176,104 @@ def test_a_checkpoint_without_state_is_reported(tmp_path):
         trainer_with(KFACCallback()).fit(
             module_of(lightning), loader(), ckpt_path=tmp_path / "last.ckpt"
         )
+
+
+def tunable(optimizer):
+    """A module as finders need it, which counts the steps with K-FAC."""
+    model = module_of(lightning)
+    model.optimizer_class, model.learning_rate, model.batch_size = optimizer, 0.01, 2
+    model.train_dataloader = lambda: DataLoader(
+        TensorDataset(*batches()), batch_size=model.batch_size
+    )
+    model.validation_step = None
+    return model
+
+
+def finders():
+    callbacks = lightning.callbacks
+    rate = callbacks.LearningRateFinder(num_training_steps=5, update_attr=False)
+    return {"rate": rate, "batch": callbacks.BatchSizeFinder(steps_per_trial=2, max_trials=2)}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, EigenAdam])
+@pytest.mark.parametrize("finder", ["rate", "batch"])
+def test_a_search_trains_with_kfac_and_leaves_no_statistics(
+    tmp_path, monkeypatch, optimizer, finder
+):
+    steps = []
+    original = KFAC._step
+    monkeypatch.setattr(KFAC, "_step", lambda *a, **k: steps.append(1) or original(*a, **k))
+    options = {"max_epochs": 1, "default_root_dir": tmp_path, "enable_checkpointing": True}
+    kfac = {} if optimizer is EigenAdam else OPTIONS
+    model, callback = tunable(optimizer), KFACCallback(**kfac)
+    trainer_with(finders()[finder], callback, **options).fit(model)
+    searched = len(steps) - callback.preconditioner.steps
+    assert searched >= 4
+    want, batch_size = tunable(optimizer), model.batch_size
+    want.batch_size = batch_size
+    trainer_with(KFACCallback(**kfac), **options).fit(want)
+    assert_equal(model, want)
+    tuner = lightning.tuner.Tuner(trainer_with(callback, **options))
+    steps.clear()
+    if finder == "rate":
+        tuner.lr_find(model, num_training=5, update_attr=False)
+    else:
+        tuner.scale_batch_size(model, steps_per_trial=2, max_trials=2)
+    assert len(steps) >= 4
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_optimizers_that_are_configured_again_get_kfac():
+    class Again(lightning.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            trainer.strategy.setup_optimizers(trainer)
+
+    callback = KFACCallback(**OPTIONS)
+    trainer_with(callback, Again(), max_epochs=1).fit(module_of(lightning), loader())
+    assert callback.preconditioner.steps == 8
+
+
+def test_configure_optimizers_may_build_kfac_each_time():
+    model = module_of(lightning)
+
+    def configure():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.kfac = KFAC(model, optimizer, **OPTIONS).attach()
+        return optimizer
+
+    model.configure_optimizers = configure
+    trainer_with(max_epochs=1).fit(model, loader())
+    with pytest.raises(RuntimeError, match=r"such as configure_optimizers, begins with that call"):
+        trainer_with(max_epochs=1).fit(model, loader())
+    model.configure_optimizers = lambda: KFAC.detach_all(model) or configure()
+    trainer_with(max_epochs=1).fit(model, loader())
+    assert model.kfac.steps == 8
+
+
+def test_the_command_line_sees_the_keywords_of_kfac():
+    unpacked = inspect.signature(KFACCallback.__init__).parameters["options"].annotation
+    [keywords] = typing.get_args(unpacked)
+    expected = set(inspect.signature(KFAC).parameters) - {"model", "optimizer", "layer_types"}
+    assert keywords.__optional_keys__ == expected - {"collective", "model_parallel"}
+    hints = typing.get_type_hints(KFAC.__init__)
+    assert all(hints[name] == kind for name, kind in keywords.__annotations__.items())
+
+
+def test_states_of_fabric_fit_other_scripts():
+    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1)
+    bare = network()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(bare, optimizer)
+    kfac = KFAC(model, optimizer, **OPTIONS).attach()
+    fabric.backward(model(torch.randn(6, 4)).square().mean())
+    optimizer.step()
+    kfac.detach()
+    assert kfac.steps == 1
+    other = KFAC(bare, torch.optim.SGD(bare.parameters(), lr=0.1), **OPTIONS)
+    other.load_state_dict(kfac.state_dict())
+    assert list(other.state_dict()["layers"]) == ["0", "2"]
+    other.detach()
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])

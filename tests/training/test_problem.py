@@ -442,6 +442,8 @@ BAD = [
     ("return nn.Seq", "1 / 0\n    return nn.Seq", r"mine.py:\d+: the model cannot be built: Zero"),
     ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(reduction='sum')", r"the loss is a sum over"),
     ("nn.CrossEntropyLoss()", "nn.CrossEntropyLoss(reduction='none')", r"of shape \[8\]"),
+    ("nn.CrossEntropyLoss()", "lambda net, batch: net(batch[0]).sum()", "`net` to `model`$"),
+    ("nn.CrossEntropyLoss()", "lambda net, all: net.forward(all[0]).sum()", "`net` to `model`$"),
     ("nn.CrossEntropyLoss()", "lambda output, target: 1.0", r"the loss is an object of class fl"),
     ("nn.CrossEntropyLoss()", "lambda o, t: o.mean() / 0", r"the loss of the first batch is"),
     ("float().mean()", "float().mean() * np.nan", r"the metric `accuracy` of the .* is NaN"),

@@ -7,6 +7,7 @@ reads its input and gradient is in :mod:`kfac_bench.core.layers`. Which passes c
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -108,6 +109,8 @@ class Capture:
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
         self._waiting = WaitingCalls()  # empty unless ``sampled``
+        self.nested: set[str] = set()
+        """The names of layers that got nested tensors."""
         self._forward = self._backwards = self._calls = 0
         self._enabled = False
         self._handles: list[RemovableHandle] = []
@@ -147,6 +150,7 @@ class Capture:
 
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
+        self._waiting.begin_forward()
 
     def _on_forward(
         self,
@@ -166,6 +170,9 @@ class Capture:
         if not torch.is_grad_enabled():  # checkpointing may repeat this call inside backward
             self._count_use(layer.name, self._forward)
             self._repeated.note(layer.name, self._forward)
+            return
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values(), output)):
+            self._leave_out_nested(layer)
             return
         weight = weight_of(module)
         # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call.
@@ -187,6 +194,17 @@ class Capture:
             call.edge.node.register_prehook(partial(self._on_backward, seen, call.edge.output_nr))
             if self.handover is not None:
                 self.handover.expect(layer.name)
+
+    def _leave_out_nested(self, layer: Layer) -> None:
+        if self.identity is not None:
+            self.identity.excuse(layer.name)
+        if layer.name not in self.nested:
+            self.nested.add(layer.name)
+            warnings.warn(
+                f"K-FAC: layer {layer.name!r} got a nested tensor, which K-FAC cannot read: the "
+                "layer is left to the optimizer. Use padded tensors to cover it",
+                stacklevel=2,
+            )
 
     def _count_use(self, name: str, forward: int) -> None:
         use = (name, forward)
@@ -224,9 +242,11 @@ class Capture:
             magnitude: How many times larger the seeds are than gradients of the loss.
 
         Raises:
-            RuntimeError: The model has tensor-parallel layers. Their ranks would draw different
-                labels.
+            RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
+                labels. Or an earlier call has sent labels through the same calls of layers.
         """
+        with self.passes.pause():
+            self._waiting.check_not_sent(output)
         seen = self._waiting.take(output)
         edges = [edge for edge, _ in seen]
         if not edges:
@@ -246,6 +266,7 @@ class Capture:
                     if g is not None:
                         self._add(s, g, (s.forward, self._backwards), magnitude, first=i == 0)
                     if i == 0 and g is not None:
+                        self._waiting.note_sent(edge, s.layer.name)
                         edge.node.register_prehook(_training_hook(self, edge, s))
                 self._moments.end_backward(first=i == 0)
         if self.handover is not None:

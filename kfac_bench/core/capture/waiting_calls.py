@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -41,6 +42,7 @@ class WaitingCalls:
     def __init__(self) -> None:
         self._calls: WeakSet[SeenCall] = WeakSet()
         self._key = f"kfac_bench {id(self)}"
+        self._sent: list[tuple[GradientEdge, str]] = []  # calls of this forward that got labels
 
     def add(self, edge: GradientEdge, call: SeenCall) -> None:
         """Let the node of the graph hold the call."""
@@ -62,6 +64,33 @@ class WaitingCalls:
             stack += [following for following, _ in node.next_functions]
         return sorted(taken, key=lambda each: each[1].number)
 
+    def note_sent(self, edge: GradientEdge, name: str) -> None:
+        """Note that labels were sent through a call of a layer."""
+        self._sent.append((edge, name))
+
+    def check_not_sent(self, output: Tensor) -> None:
+        """Check that no layer of this forward gets labels twice: A would count once, G partly.
+
+        Raises:
+            RuntimeError: A layer would.
+        """
+        if not self._sent:
+            return
+        edges = [edge for edge, _ in self._sent]
+        grads = torch.autograd.grad(
+            output, edges, torch.zeros_like(output), retain_graph=True, allow_unused=True
+        )
+        twice = [name for (_, name), g in zip(self._sent, grads, strict=True) if g is not None]
+        if twice:
+            raise RuntimeError(
+                f"fisher_backward() has reached layer {twice[0]!r} twice in one forward: join the "
+                "outputs into one tensor and call it once, or use fisher=empirical"
+            )
+
+    def begin_forward(self) -> None:
+        """Forget the calls of the forward before that got labels."""
+        self._sent.clear()
+
     def layers(self) -> set[str]:
         """Return the names of layers whose calls wait: they feed another output."""
         return {call.layer.name for call in self._calls}
@@ -69,6 +98,7 @@ class WaitingCalls:
     def clear(self) -> None:
         """Forget all calls: a step has ended."""
         self._calls.clear()
+        self._sent.clear()
 
 
 def _metadata(node: Node) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Make decompositions of running factors, and apply them to gradients."""
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,8 @@ class Solver:
         self._adam = adam
         # Decompositions that failed in float32 and float64, since the start.
         self.failed = 0
+        # Failures so far; also the thread of background=True counts.
+        self._failures = itertools.count(1)
 
     def problem(
         self,
@@ -119,9 +122,17 @@ class Solver:
             if len(problem.keys) > 1:
                 each = [self.solve(single) for single in problem.singles()]
                 return {key: made for part in each for key, made in part.items()}
-            log.warning("%s of %s: %s; the last good one stays", *reversed(problem.keys[0]), error)
+            self._warn(problem.keys[0], error)
             return {}
         return dict(zip(problem.keys, made, strict=True))
+
+    def _warn(self, key: FactorKey, error: linalg.DecompositionError) -> None:
+        """Report failures 1, 10, 100 and so on: a model may have hundreds in each interval."""
+        count = next(self._failures)
+        if count == 1:
+            log.warning("%s of %s: %s; the last good one stays", *reversed(key), error)
+        elif count == 10 ** (len(str(count)) - 1):
+            log.warning("%d decompositions have failed; their last good ones stay", count)
 
     def _solve_dense(self, problem: Problem) -> Sequence[Eigen | Inverse]:
         sizes = [len(matrix) for matrix in problem.matrices]

@@ -24,7 +24,7 @@ class WriteBack:
         trust_ratio: The option of KFAC.
 
     Raises:
-        ValueError: The optimizer does not hold the weights of a layer.
+        ValueError: The optimizer does not hold the weight or the bias of a layer.
     """
 
     def __init__(
@@ -131,10 +131,14 @@ class WriteBack:
 def _find_param_groups(layers: Sequence[Layer], optimizer: Optimizer) -> dict[str, int]:
     """Return each layer's index in the optimizer's groups, which have the learning rates."""
     index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    missing = [layer.name for layer in layers if id(layer.weight) not in index]
-    if missing:
-        raise ValueError(
-            f"the optimizer does not hold the weights of {missing[:3]}: pass them to it, "
-            "freeze them, or name them in skip"
-        )
+    for kind in ("weight", "bias"):
+        parameters = {layer.name: getattr(layer, kind) for layer in layers}
+        missing = [n for n, p in parameters.items() if p is not None and id(p) not in index]
+        if missing:
+            raise ValueError(
+                f"the optimizer does not hold the {kind} of {', '.join(missing[:3])}"
+                f"{' and other layers' if len(missing) > 3 else ''}, but K-FAC changes its "
+                f"gradient: pass each {kind} to this optimizer, freeze it, or name the layers in "
+                "skip"
+            )
     return {layer.name: index[id(layer.weight)] for layer in layers}

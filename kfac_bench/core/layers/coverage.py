@@ -35,8 +35,9 @@ LAYER_TYPES: LayerTypes = {
 DEFAULT_SKIP = ("Norm", "Embedding")
 """The papers skip these layers too. ``skip=[]`` covers all."""
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Words that torch.compile and checkpoint_wrapper add to names. Names here leave them out."""
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+"""Words that torch.compile, checkpoint_wrapper and Lightning's Fabric add to names. Names here
+leave them out."""
 
 MAX_DIM = 8192
 """A factor with more rows is kept as a diagonal: the G of a vocabulary head needs gigabytes."""
@@ -228,17 +229,18 @@ def _unusable(weight: object) -> str | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside its wrappers, so that names of modules are clean.
 
-    Wrappers are DistributedDataParallel (also Apex's), DataParallel, DeepSpeed's engine and
-    torch.compile.
+    Wrappers are DistributedDataParallel (also Apex's), DataParallel, DeepSpeed's engine,
+    torch.compile and Lightning's Fabric.
     """
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
         if isinstance(model, parallel) or _is_foreign_wrapper(model):
             model = model.get_submodule("module")
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
+            continue
+        inner = model._modules.get("_orig_mod") or model._modules.get("_forward_module")
+        if inner is None:
             return model
+        model = inner
 
 
 def _is_foreign_wrapper(model: nn.Module) -> bool:

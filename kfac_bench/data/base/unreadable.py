@@ -1,9 +1,14 @@
 """Files and examples that cannot be read: they stop the run, or are left out and reported."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, one_line
+
+KINDS = 3
+"""Kinds of faults that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,27 @@ class Unreadable:
     def because(cls, path: object, error: Exception) -> "Unreadable":
         """Return the fault that an exception describes, with its message on one line."""
         return cls(str(path), one_line(error))
+
+
+def summary(faults: Sequence[Unreadable]) -> str:
+    """Return the most frequent kinds of faults, each with its count and its first place.
+
+    Faults are of one kind if their reasons differ only in numbers and quoted words.
+    """
+    kinds: dict[str, list[Unreadable]] = {}
+    for fault in faults:
+        kind = re.sub(r"'[^']*'|-?\d+(\.\d+)?", "", fault.reason)
+        kinds.setdefault(kind, []).append(fault)
+    frequent = sorted(kinds.values(), key=len, reverse=True)[:KINDS]
+    return "; ".join(
+        f"{first.path}: {first.reason}" + (f" (and {len(others)} more like this)" if others else "")
+        for first, *others in frequent
+    )
+
+
+def left_out(faults: Sequence[Unreadable]) -> str:
+    """Return a sentence about faults that emptied a dataset, or nothing."""
+    return f". Left out: {summary(faults)}" if faults else ""
 
 
 @dataclass
@@ -55,13 +81,13 @@ class Faults:
     def add_all(self, root: object, faults: list[Unreadable]) -> None:
         """Record the faults found before training in the dataset at `root`.
 
-        Without `skip`, raise UsageError with the names of the first three files.
+        Without `skip`, raise UsageError with the most frequent kinds of faults.
         """
         if faults and not self.skip:
-            first = "; ".join(f"{fault.path}: {fault.reason}" for fault in faults[:3])
             raise UsageError(
-                f"{counted(len(faults), 'bad file')} in {root}: {first}. Repair or remove bad "
-                "files, or set data.on_error=skip to leave them out"
+                f"{counted(len(faults), 'bad file or entry', plural='bad files or entries')} in "
+                f"{root}: {summary(faults)}. Repair or remove them, or set data.on_error=skip to "
+                "leave them out"
             )
         for fault in faults:
             self.add(fault)

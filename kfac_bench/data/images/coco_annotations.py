@@ -6,6 +6,7 @@ Every value of a file is checked. Entries with errors are left out and reported.
 import json
 import os
 import re
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -142,20 +143,47 @@ def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
     except (ValueError, RecursionError) as error:
         reason = str(error) or "too deeply nested"
         raise UsageError(f"{file} is not JSON: {reason[:200]}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{_no_coco(file)}: it is a {type(content).__name__}, not an object")
     tables = {}
     for name in ("images", "annotations", "categories"):
-        table = content.get(name) if isinstance(content, dict) else None
-        if not isinstance(table, list) or not all(isinstance(entry, dict) for entry in table):
-            raise UsageError(f"{file} is not in COCO's format: it has no list of objects {name!r}")
+        table = content.get(name)
+        if not isinstance(table, list):
+            keys = ", ".join(map(repr, content))[:100] or "none"
+            raise UsageError(f"{_no_coco(file)}: it has no list of objects {name!r}. Keys: {keys}")
+        bad = next((n for n, entry in enumerate(table) if not isinstance(entry, dict)), None)
+        if bad is not None:
+            raise UsageError(
+                f"{_no_coco(file)}: {name}[{bad}] is a {type(table[bad]).__name__}, and not one of "
+                f"objects {name!r}"
+            )
         tables[name] = table
     return tables
 
 
+def _no_coco(file: Path) -> str:
+    return f"{file} is not in COCO's format"
+
+
 def _categories(file: Path, table: list[dict[str, Any]]) -> dict[int, str]:
-    names: dict[int, Any] = {e["id"]: e.get("name") for e in table if _is_id(e.get("id"))}
-    if not names or len(names) < len(table) or not all(isinstance(n, str) for n in names.values()):
-        raise UsageError(f"{file}: every category needs an id of its own and a name")
-    return {id: str(names[id]) for id in sorted(names)}
+    names: dict[int, str] = {}
+    for number, entry in enumerate(table):
+        id, name, problem = entry.get("id"), entry.get("name"), None
+        if not _is_id(id):
+            problem = f"its id is {_shown(id)}, not a whole number"
+        elif id in names:
+            problem = f"an earlier category has its id {id}"
+        elif not isinstance(name, str):
+            problem = f"its name is {_shown(name)}, not a text"
+        if problem is not None or not _is_id(id):
+            raise UsageError(
+                f"{file}: categories[{number}]: {problem}; every category needs an id of its own "
+                "and a name"
+            )
+        names[id] = str(name)
+    if not names:
+        raise UsageError(f"{file}: the list 'categories' is empty")
+    return {id: names[id] for id in sorted(names)}
 
 
 def _image(entry: dict[str, Any], folder: Path, present: set[str]) -> CocoImage | str:
@@ -163,9 +191,12 @@ def _image(entry: dict[str, Any], folder: Path, present: set[str]) -> CocoImage 
     id, name = entry.get("id"), entry.get("file_name")
     height, width = entry.get("height"), entry.get("width")
     if not _is_id(id):
-        return "it has no id"
+        return f"its id is {_shown(id)}, not a whole number"
     if not (_is_id(height) and _is_id(width) and 0 < height <= LARGEST and 0 < width <= LARGEST):
-        return "it has no height and width"
+        return (
+            f"its height is {_shown(height)} and its width {_shown(width)}, not numbers of pixels "
+            f"up to {LARGEST}"
+        )
     if not isinstance(name, str) or name not in present:
         return f"there is no file {str(name)[:100]!r} in {folder}"
     return CocoImage(id, folder / name, height, width, [])
@@ -177,16 +208,16 @@ def _add_instance(
     """Add an annotation to its image, or return the reason why it cannot be used."""
     image_id, category = entry.get("image_id"), entry.get("category_id")
     if not _is_id(image_id) or image_id not in images:
-        return "its image is unknown"
+        return f"its image {_shown(image_id)} is unknown or left out"
     if not _is_id(category) or category not in labels:
-        return "its category is unknown"
+        return f"its category {_shown(category)} is unknown"
     image, bbox, area = images[image_id], entry.get("bbox"), entry.get("area")
     if not isinstance(bbox, list) or len(bbox) != 4 or not all(map(_is_number, bbox)):
-        return "it has no box"
+        return f"its box is {_shown(bbox)}, not four numbers"
     if not _is_number(area) or not area > 0:
-        return "it has no area"
+        return f"its area is {_shown(area)}, not a number above 0"
     if entry.get("iscrowd", 0) not in (0, 1):
-        return "iscrowd is neither 0 nor 1"
+        return f"iscrowd is {_shown(entry['iscrowd'])}, neither 0 nor 1"
     try:
         segmentation = read(entry.get("segmentation"), image.height, image.width)
     except BadMaskError as error:
@@ -209,6 +240,11 @@ def _is_id(value: object) -> TypeGuard[int]:
 def _is_number(value: object) -> TypeGuard[float]:
     """Return whether the value is a finite number, and not absurdly large."""
     return isinstance(value, int | float) and type(value) is not bool and -1e9 < value < 1e9
+
+
+def _shown(value: object) -> str:
+    """Return a value of a file for a fault."""
+    return "missing" if value is None else reprlib.repr(value)
 
 
 def _id(entry: dict[str, Any], number: int) -> str:

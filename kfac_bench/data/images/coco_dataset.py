@@ -16,16 +16,17 @@ from torch import Generator, Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from kfac_bench.counted import counted
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data, Looks
 from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.base.unreadable import Faults, Unreadable, summary
 from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
 from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
-from kfac_bench.data.images.opening import open_image, rgb
+from kfac_bench.data.images.opening import open_image, rgb, upright
 from kfac_bench.errors import UsageError
 
 Target = dict[str, Tensor]
@@ -80,8 +81,11 @@ def load(
     faults.add_all(root, train.faults + evaluation.faults)
     used = [image for image in train.images if image.objects]
     unused = len(train.images) - len(used)
-    if not used or not any(image.objects for image in evaluation.images):
-        raise UsageError(f"{root}: training and evaluation need an image with annotations each")
+    for content in (train, evaluation):
+        if not any(image.objects for image in content.images):
+            raise UsageError(
+                f"{content.file} has no image with objects to learn from: {_why(content)}"
+            )
     return COCO(
         used,
         evaluation,
@@ -94,6 +98,16 @@ def load(
         if unused
         else [],
     )
+
+
+def _why(content: AnnotationFile) -> str:
+    """Return why no image has an object to learn from."""
+    if content.faults:
+        return summary(content.faults)
+    crowds = sum(len(image.instances) for image in content.images)
+    if crowds:
+        return f"all {counted(crowds, 'annotation')} are crowds (iscrowd is 1)"
+    return f"it has no annotations, and {counted(len(content.images), 'image')}"
 
 
 def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unreadable]]:
@@ -114,14 +128,21 @@ def scan(root: Path, year: int | None = None) -> tuple[dict[str, int], list[Unre
 
 
 def _decode(image: CocoImage) -> NDArray[np.uint8] | Unreadable:
-    """Return the pixels [H, W, 3] of an image, or the reason why it cannot be read."""
+    """Return the pixels [H, W, 3] of an image, or the reason why it cannot be read.
+
+    The pixels are upright, unless only the stored pixels have the size in the annotations.
+    """
     try:
         with open_image(image.path) as file:
-            pixels = rgb(file)
+            stored = rgb(file)
+            pixels = upright(file, stored)
     # Pillow raises exceptions of many types for a damaged file.
     except Exception as error:
         return Unreadable.because(image.path, error)
-    if pixels.shape[:2] != (image.height, image.width):
+    size = image.height, image.width
+    if pixels.shape[:2] != size and stored.shape[:2] == size:
+        return stored
+    if pixels.shape[:2] != size:
         height, width = pixels.shape[:2]
         return Unreadable(
             str(image.path),

@@ -1,16 +1,16 @@
 """Folders of JPEG files in the layout of ImageNet."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
+from kfac_bench.counted import counted
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import reading
-from kfac_bench.data.images.opening import read_file
+from kfac_bench.data.images.opening import KINDS, read_file
 from kfac_bench.errors import UsageError
 
 
@@ -22,7 +22,8 @@ class Folder:
         if not self.root.is_dir():
             raise UsageError(f"no folder {self.root}: expected {self.root}/<class>/<image>.JPEG")
         self.classes = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
-        images = [_images(str(self.root / name)) for name in self.classes]
+        others = [entry.name for entry in os.scandir(self.root) if not entry.is_dir()]
+        images = [_images(str(self.root / name), others) for name in self.classes]
         empty = [name for name, paths in zip(self.classes, images, strict=True) if not paths]
         if not images or empty:
             what = f"no image of the class {_listed(empty)}" if images else "no folder of a class"
@@ -31,6 +32,7 @@ class Folder:
         self.paths = [path for paths in images for path in paths]
         # A damaged file is noticed only when it is decoded.
         self.faults: list[Unreadable] = []
+        self.notes = _left_out(self.root, others)
 
     def name(self, index: int) -> str:
         """Return the path of an image file."""
@@ -45,10 +47,11 @@ class Folder:
         return of_files(self.paths, self.root)
 
 
-def _images(folder: str) -> list[str]:
+def _images(folder: str, others: list[str]) -> list[str]:
     """Return the image files of a class in the order of torchvision's ImageFolder.
 
-    Links to folders are followed, unless the folder has been seen: a link could lead back.
+    Add the names of other files to `others`. Links to folders are followed, unless the folder has
+    been seen: a link could lead back.
     """
     seen: set[str] = set()
     found = []
@@ -58,12 +61,29 @@ def _images(folder: str) -> list[str]:
         inner = [name for name in names if not _leads_back(os.path.join(place, name), seen)]
         names[:] = sorted(inner)
         found.append((place, sorted(files)))
-    return [
-        os.path.join(place, file)
-        for place, files in sorted(found)
-        for file in files
-        if file.lower().endswith(IMG_EXTENSIONS)
-    ]
+    images = list[str]()
+    for place, files in sorted(found):
+        for file in files:
+            if _ending(file)[1:] in KINDS:
+                images.append(os.path.join(place, file))
+            else:
+                others.append(file)
+    return images
+
+
+def _ending(file: str) -> str:
+    return os.path.splitext(file)[1].lower()
+
+
+def _left_out(root: Path, others: list[str]) -> list[str]:
+    """Return a line about the files that are no images of a class, if there are some."""
+    # Files such as .DS_Store are hidden on purpose.
+    shown = [name for name in others if not name.startswith(".")]
+    if not shown:
+        return []
+    kinds = Counter(_ending(name) or "no ending" for name in shown)
+    counts = [f"{kind} ({count})" for kind, count in kinds.most_common()]
+    return [f"{root}: {counted(len(shown), 'file')} left out, by ending: {_listed(counts)}"]
 
 
 def _leads_back(path: str, seen: set[str]) -> bool:
@@ -85,7 +105,7 @@ def load(
             an image cannot be decoded, unless `on_error` is "skip".
     """
     train, evaluation = open_folders(root)
-    return reading.ImageData(
+    data = reading.ImageData(
         "imagefolder",
         train,
         evaluation,
@@ -96,6 +116,8 @@ def load(
         train.classes,
         augment=augment,
     )
+    data.notes = [*train.notes, *evaluation.notes]
+    return data
 
 
 def open_folders(root: Path) -> tuple[Folder, Folder]:
@@ -112,10 +134,14 @@ def open_folders(root: Path) -> tuple[Folder, Folder]:
     return train, evaluation
 
 
-def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
-    """Decode every image; see `reading.scan`. Raise UsageError as `load`."""
+def scan(root: Path) -> tuple[dict[str, int], list[str], list[Unreadable]]:
+    """Decode every image; see `reading.scan`. Raise UsageError as `load`.
+
+    The texts between the counts and the faults are about files that are left out.
+    """
     train, evaluation = open_folders(root)
-    return reading.scan({"train": train, "val": evaluation})
+    counts, faults = reading.scan({"train": train, "val": evaluation})
+    return counts, [*train.notes, *evaluation.notes], faults
 
 
 def _listed(names: list[str]) -> str:

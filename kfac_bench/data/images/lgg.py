@@ -26,8 +26,8 @@ from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.images.opening import open_image
+from kfac_bench.data.base.unreadable import Faults, Unreadable, left_out
+from kfac_bench.data.images.opening import open_image, rgb
 from kfac_bench.errors import UsageError
 
 FOLDERS = ("kaggle_3m", "lgg-mri-segmentation/kaggle_3m", ".")
@@ -99,7 +99,8 @@ def load(
     if not train or not evaluation:
         raise UsageError(
             f"{root} has {len(train)} volumes for training and {len(evaluation)} for evaluation, "
-            "but both need one. Add patients, or change data.eval_share"
+            f"but both need one. Add patients, or change data.eval_share"
+            f"{left_out(unreadable)}"
         )
     return LGG(train, evaluation, image_size, workers, augment, faults)
 
@@ -168,7 +169,7 @@ def _read(image: Path, mask: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]
             with open_image(path) as file:
                 if file.mode != mode:
                     return Unreadable(str(path), f"its mode is {file.mode}, not {mode}")
-                decoded.append(np.array(file))
+                decoded.append(rgb(file) if mode == "RGB" else np.array(file))
         # Pillow raises exceptions of many types for a damaged file.
         except Exception as error:
             return Unreadable.because(path, error)

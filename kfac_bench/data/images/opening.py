@@ -3,15 +3,21 @@
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.ImageFile import ImageFile
+from torchvision.io import ImageReadMode, decode_png
 
 from kfac_bench.data.regular_file import regular
 
+KINDS = {"avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"}
+"""Endings of names of image files, in small letters. Of an animation the first frame is read."""
 MOST_PIXELS = 64_000_000
 """Most pixels of an image. Decoded as RGB, such an image takes 192 MB."""
 MOST_FILE_BYTES = 512 * 2**20
@@ -22,7 +28,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 @contextmanager
-def open_image(file: Path | io.BytesIO) -> Iterator[Image.Image]:
+def open_image(file: Path | io.BytesIO) -> Iterator[ImageFile]:
     """Open an image with Pillow, which reads the header only. The pixels are decoded later.
 
     Raises:
@@ -71,20 +77,64 @@ def check_file_size(size: int) -> None:
         raise ValueError(f"it is larger than {MOST_FILE_BYTES // 2**20} MiB")
 
 
-def rgb(image: Image.Image) -> NDArray[np.uint8]:
-    """Return the pixels [H, W, 3] of an image. Of 16 bits per pixel the upper 8 are kept.
+def rgb(image: ImageFile) -> NDArray[np.uint8]:
+    """Return the pixels [H, W, 3] of an image, as they are stored; see `upright`.
+
+    Of pixels with more than 8 bits the 8 highest bits are kept that the file uses. For example,
+    values of 12 bits in a file of 16 bits are divided by 16.
 
     Raises:
-        ValueError: The pixels are fractions, or have more than 16 bits.
+        ValueError: The pixels are negative or fractions, or Pillow loses their bits.
         Exception: Pillow raises exceptions of many types for a damaged file.
     """
     if image.mode.startswith(("I", "F")):
         # Pillow would cut these at 255, so that nearly all pixels of 16 bits become white.
         grey = np.asarray(image)
-        if grey.dtype.kind == "f" or grey.min() < 0 or grey.max() >= 1 << 16:
-            raise ValueError("its pixels are not whole numbers of 8 or 16 bits")
-        return np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=2)
-    return np.array(image.convert("RGB"))
+        if grey.dtype.kind == "f" or grey.min() < 0:
+            raise ValueError("its pixels are not whole numbers from 0 on")
+        return np.repeat(_highest_bits(grey)[..., None], 3, axis=2)
+    has_wide_colors = image.format in ("PNG", "TIFF") and ";16" in str(image.tile)
+    if has_wide_colors and image.format == "PNG":
+        # Pillow would keep the upper 8 bits, whichever bits the file uses.
+        return _highest_bits(_wide_png(image))
+    pixels = np.array(image.convert("RGB"))
+    if has_wide_colors and pixels.max() < 64:
+        raise ValueError(
+            "its colours have 16 bits and use at most 14 of them, which cannot be read. Convert "
+            "the file to 8 bits"
+        )
+    return pixels
+
+
+def _highest_bits(pixels: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
+    shift = max(0, int(pixels.max()).bit_length() - 8)
+    return (pixels >> shift).astype(np.uint8)
+
+
+def _wide_png(image: ImageFile) -> NDArray[np.uint16]:
+    """Return the pixels [H, W, 3] of a PNG file with colours of 16 bits."""
+    assert image.fp is not None, "the image is open"
+    image.fp.seek(0)
+    encoded = torch.frombuffer(bytearray(image.fp.read()), dtype=torch.uint8)
+    decoded: NDArray[np.uint16] = decode_png(encoded, ImageReadMode.RGB).permute(1, 2, 0).numpy()
+    return decoded
+
+
+def upright(image: ImageFile, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Turn or mirror pixels [H, W, 3] as the EXIF data of their image says.
+
+    Pillow itself turns TIFF files, so `rgb(image)` must have run before.
+    """
+    orientation = 1
+    with suppress(Exception):  # damaged EXIF data do not make an image unreadable
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def _megapixels(pixels: int) -> str:

@@ -21,7 +21,7 @@ from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.normalize import Normalize
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
 from kfac_bench.data.base.unreadable import Faults, Unreadable
-from kfac_bench.data.images.opening import open_image, rgb
+from kfac_bench.data.images.opening import open_image, rgb, upright
 from kfac_bench.errors import UsageError
 
 MEAN = (0.485, 0.456, 0.406)
@@ -170,7 +170,7 @@ def load(
 
 
 def decode(content: bytes) -> Tensor:
-    """Return the pixels of an image file, uint8 [3, H, W]. Raise any exception if it is damaged.
+    """Return the upright pixels of an image file, uint8 [3, H, W]. Raise if it is damaged.
 
     torchvision decodes JPEG files faster than Pillow; the pixels differ only by rounding. The
     header is read first, because images of absurd sizes are refused. Pillow also decodes all files
@@ -180,9 +180,11 @@ def decode(content: bytes) -> Tensor:
         if image.format == "JPEG":
             with suppress(RuntimeError):
                 encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                pixels: Tensor = decode_jpeg(encoded, ImageReadMode.RGB)
+                pixels: Tensor = decode_jpeg(
+                    encoded, ImageReadMode.RGB, apply_exif_orientation=True
+                )
                 return pixels
-        return torch.from_numpy(rgb(image)).permute(2, 0, 1)
+        return torch.from_numpy(upright(image, rgb(image))).permute(2, 0, 1)
 
 
 def random_box(width: int, height: int, draws: Sequence[float]) -> Box:

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.images.opening import KINDS
 from kfac_bench.data.regular_file import regular
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 LABEL = "cls"
 KEY_LENGTH = 1000
 """The index of a shard with a longer key is not kept in the cache."""
@@ -96,10 +96,11 @@ def _keep(path: Path, index: ShardIndex) -> None:
 def read_index(shard: Path) -> ShardIndex:
     """Read the headers of all members and the content of the labels, but not the images.
 
-    An example is `<key>.jpg` (or another of IMAGES) and `<key>.cls`, its class number in digits. As
-    in the webdataset package, the key ends at the first dot of the file name. Other members are
-    ignored. These are faults: the end of the shard is missing, two members have the same name, a
-    name leads out of the archive, an image has no label, a label has no image, a label is invalid.
+    An example is `<key>.jpg` (or another of `opening.KINDS`) and `<key>.cls`, its class number in
+    digits. As in the webdataset package, the key ends at the first dot of the file name. Other
+    members are ignored. These are faults: the end of the shard is missing, two members have the
+    same name, a name leads out of the archive, an image has no label, a label has no image, a label
+    is invalid.
 
     Raises:
         OSError: The file cannot be opened.
@@ -112,7 +113,7 @@ def read_index(shard: Path) -> ShardIndex:
             folder, _, base = name.rpartition("/")
             stem, _, kind = base.partition(".")
             key = f"{folder}/{stem}" if folder else stem
-            table = images if kind.lower() in IMAGES else labels if kind == LABEL else None
+            table = images if kind.lower() in KINDS else labels if kind == LABEL else None
             if table is None:
                 continue
             if key in table:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.order import epoch_order
-from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.base.unreadable import Faults, Unreadable, left_out
 from kfac_bench.data.images import imagefolder, reading
 from kfac_bench.data.images.opening import check_file_size
 from kfac_bench.data.images.tar_index import LABEL, index_of
@@ -94,6 +94,7 @@ def load(
         raise UsageError(
             f"{root} has {len(train.labels)} good images in train-*.tar and "
             f"{len(evaluation.labels)} in val-*.tar: at least one is needed in each"
+            f"{left_out(train.faults + evaluation.faults)}"
         )
     classes = max(train.labels) + 1
     if max(evaluation.labels) >= classes:
@@ -114,10 +115,10 @@ def scan(root: Path) -> tuple[dict[str, int], list[Unreadable]]:
 def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]:
     """Pack ImageNet's folders `source/train` and `source/val` into shards in `root`.
 
-    Yield a line for each shard that was written. Images are copied byte for byte, `per_shard` of
-    them into each file. Their order mixes the classes, for other programs that read shards as a
-    stream. `classes.txt` has the names of the classes by number. The same folders give the same
-    shards.
+    Yield a line for each shard that was written, and for files that are left out. Images are
+    copied byte for byte, `per_shard` of them into each file. Their order mixes the classes, for
+    other programs that read shards as a stream. `classes.txt` has the names of the classes by
+    number. The same folders give the same shards.
 
     Raises:
         UsageError: `root` has shards already, or a file is too large; also as in
@@ -134,6 +135,7 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
         # Names of folders are bytes, and need not be UTF-8.
         (root / "classes.txt").write_bytes(os.fsencode(names))
         for split, folder in zip(("train", "val"), folders, strict=True):
+            yield from folder.notes
             order = epoch_order(len(folder.labels), 0, 0).tolist()
             for number, start in enumerate(range(0, len(order), per_shard)):
                 path = root / f"{split}-{number:06d}.tar"

@@ -22,7 +22,15 @@ MOST_BYTES = 64 * 2**20
 """What a small compressed file may unpack to, whatever the ratio."""
 _HEADING = re.compile(r"^\s*=\s+(?P<title>[^=].*?)\s+=\s*$")
 _SECTION = re.compile(r"^\s*=(\s*=)+.*=\s*$")
-_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[]?[A-Z0-9])")
+_FULL_STOP = re.compile(r"[。！？｡]+[\"'”’」』）】》]*")
+"""The end of a sentence in a script that has no spaces."""
+_SENTENCE = re.compile(
+    r"(?:(?<=[.!?…؟۔।॥։።။។\u037e])|(?<=[\u0370-\u03ff\u1f00-\u1fff];))\s+"
+    r"(?=(?:[—–]\s+)?[\"'(\[«„“‘¿¡]?([^\W_]))"
+)
+"""Space between two sentences, if the letter or digit behind it is no small letter.
+
+A Greek question mark often is a semicolon."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Document:
     text: str
     held_out: bool | None = None
     """Whether the corpus holds it out for evaluation; None if the corpus does not say."""
+    fault: str = SKIPPED
+    """Why there is no text, if there is none."""
 
 
 def read(kind: str, source: Path) -> Iterator[Document]:
@@ -124,18 +134,27 @@ def _wikipedia(path: Path, file: IO[str]) -> Iterator[Document]:
         elif where:
             lines.append(line)
         elif line.strip():
-            yield Document(here, _text_of_json(line))
+            yield _of_json(here, line)
     if where:
         yield Document(where, "".join(lines[1:]))
 
 
-def _text_of_json(line: str) -> str:
+def _of_json(where: str, line: str) -> Document:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
-        return ""
-    text = content.get("text") if isinstance(content, dict) else None
-    return text if isinstance(text, str) and is_unicode(text) else ""
+        return Document(where, "", fault="it is neither JSON nor in a <doc ...> block")
+    if not isinstance(content, dict):
+        return Document(where, "", fault=f"it is a {type(content).__name__}, not an object")
+    if "text" not in content:
+        keys = ", ".join(content)[:60] or "none"
+        return Document(where, "", fault=f"it has no key 'text', its keys are: {keys!r}")
+    text = content["text"]
+    if not isinstance(text, str):
+        return Document(where, "", fault=f"its text is a {type(text).__name__}")
+    if not is_unicode(text):
+        return Document(where, "", fault="its text has half of a character (a lone surrogate)")
+    return Document(where, text)
 
 
 def is_unicode(text: str) -> bool:
@@ -149,5 +168,10 @@ def is_unicode(text: str) -> bool:
 
 def sentences(text: str) -> list[str]:
     """Return the sentences of a text, without surrounding white space. A line also ends one."""
-    parts = (s.strip() for line in text.splitlines() for s in _SENTENCE.split(line))
-    return [s for s in parts if s]
+    found = list[str]()
+    for line in _FULL_STOP.sub(r"\g<0>\n", text).splitlines():
+        gaps = [gap for gap in _SENTENCE.finditer(line) if not gap[1].islower()]
+        starts = [0, *(gap.end() for gap in gaps)]
+        ends = [*(gap.start() for gap in gaps), len(line)]
+        found += [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    return [sentence for sentence in found if sentence]

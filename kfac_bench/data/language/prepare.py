@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfac_bench.counted import counted
+from kfac_bench.data.base.unreadable import Unreadable, left_out
 from kfac_bench.data.language import documents, text_shards, wordpiece
 from kfac_bench.data.language.documents import Document
 from kfac_bench.data.language.sentence_pairs import SentencePair, pairs
 from kfac_bench.data.language.text_shards import Manifest, TextShard
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, printable
 
 BLOCK_CHARACTERS = 32_000_000
 """Characters of a block, the documents that are in memory at a time.
@@ -75,7 +76,7 @@ def prepare(
     root.mkdir(parents=True, exist_ok=True)
     vocabulary = _vocabulary(source, root, vocabulary_file, vocabulary_size, say)
     writers = [_Writer(root, vocabulary, n, seed) for n in sorted(set(sequence_lengths))]
-    skipped: list[str] = []
+    skipped: list[Unreadable] = []
     count = 0
     tokenizer = wordpiece.tokenizer(vocabulary)
     for number, block in enumerate(_blocks(source(), skipped)):
@@ -90,7 +91,7 @@ def prepare(
         say(f"{count} documents, {made}")
     _say_skipped(skipped, say)
     if not count:
-        raise UsageError("there is no document with text: nothing was prepared")
+        raise _no_text(skipped)
     origin = {"source": about, "documents": count, "empty_documents": len(skipped), "seed": seed}
     for writer in writers:
         writer.finish(origin)
@@ -114,24 +115,32 @@ def _vocabulary(
     if final.exists():
         say(f"using the vocabulary {final}")
         return wordpiece.read(final)
-    texts, characters = list[str](), 0
+    texts, characters, skipped = list[str](), 0, list[Unreadable]()
     for document in source():
         texts.append(document.text)
+        if not document.text.strip():
+            skipped.append(Unreadable(document.where, document.fault))
         characters += len(document.text)
         if characters > VOCABULARY_CHARACTERS:
             break
+    if len(skipped) == len(texts):
+        raise _no_text(skipped)
     say(f"training a vocabulary on {characters:,} characters")
     made = wordpiece.train(texts, size)
     wordpiece.write(made, final)
     return made
 
 
-def _blocks(source: Iterator[Document], skipped: list[str]) -> Iterator[list[Document]]:
-    """Yield blocks of documents with text. Add the names of the other documents to `skipped`."""
+def _no_text(skipped: list[Unreadable]) -> UsageError:
+    return UsageError(f"there is no document with text: nothing was prepared{left_out(skipped)}")
+
+
+def _blocks(source: Iterator[Document], skipped: list[Unreadable]) -> Iterator[list[Document]]:
+    """Yield blocks of documents with text. Add the other documents to `skipped`."""
     block, characters = list[Document](), 0
     for document in source:
         if not document.text.strip():
-            skipped.append(document.where)
+            skipped.append(Unreadable(document.where, document.fault))
             continue
         block.append(document)
         characters += len(document.text)
@@ -155,11 +164,11 @@ def _tokens(tokenizer: Any, document: Document) -> list[list[int]]:
     return [sentence.ids for sentence in encoded if sentence.ids]
 
 
-def _say_skipped(skipped: list[str], say: Say) -> None:
+def _say_skipped(skipped: list[Unreadable], say: Say) -> None:
     if skipped:
         say(f"left out: {counted(len(skipped), 'empty document')}")
-        for where in skipped[:NAMED]:
-            say(f"{where}: {documents.SKIPPED}")
+        for document in skipped[:NAMED]:
+            say(printable(f"{document.path}: {document.reason}"))
         if len(skipped) > NAMED:
             say(f"and {len(skipped) - NAMED} more")
 

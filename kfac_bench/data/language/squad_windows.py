@@ -21,7 +21,7 @@ from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices
-from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.base.unreadable import Faults, Unreadable, summary
 from kfac_bench.data.language import squad, wordpiece
 from kfac_bench.data.language.squad import SquadQuestion
 from kfac_bench.data.language.wordpiece import Vocabulary
@@ -80,7 +80,10 @@ def load(
     faults.add_all(root, unreadable)
     for split, windows in splits.items():
         if not windows.windows:
-            raise UsageError(f"{root / squad.FILES[split]} has no good question")
+            path = root / squad.FILES[split]
+            bad = [fault for fault in unreadable if fault.path.startswith(f"{path}:")]
+            why = summary(bad) if bad else "its lists are empty"
+            raise UsageError(f"{path} has no good question: {why}")
     return Squad(splits["train"], splits["eval"], vocabulary, sequence_length, workers, faults)
 
 

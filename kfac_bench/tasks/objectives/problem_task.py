@@ -40,7 +40,8 @@ class ProblemTask(SummedTask):
         if len(batch) < 2:
             raise UsageError(
                 f"{self.file.path}: loss(output, target) needs a batch of inputs and targets. "
-                "Write a function loss(model, batch) for other batches"
+                "For other batches write a function loss(model, batch), whose first parameter is "
+                "called `model`"
             )
         *inputs, target = batch
         output = model(*inputs)

@@ -32,10 +32,18 @@ def try_out(model: nn.Module, data: ProblemData) -> None:
 
 def _try_loss(task: ProblemTask, model: nn.Module, data: ProblemData, device: Any) -> None:
     file, path = data.file, data.file.path
-    loss, output = file.call(
-        "the model or the loss fails on the first batch",
-        lambda: task.forward(model, _batch(data, "train", device)),
-    )
+    try:
+        loss, output = file.call(
+            "the model or the loss fails on the first batch",
+            lambda: task.forward(model, _batch(data, "train", device)),
+        )
+    except UsageError as error:
+        if (name := file.problem.name_of_model(str(error))) is None:
+            raise
+        raise UsageError(
+            f"{error}. loss({name}, ...) got the output of the model. If it needs the model, "
+            f"rename the parameter `{name}` to `model`"
+        ) from None
     if not isinstance(loss, Tensor) or loss.ndim:
         shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise UsageError(

@@ -470,3 +470,18 @@ def test_layers_of_other_branches_are_not_reached():
     assert_close(factors["left"]["G"], fisher_factors(model.left, x, "type2")[""]["G"])
     assert_close(factors["right"]["G"][0], 2.0 * torch.eye(2))
     assert_close(factors["right"]["A"], factors["left"]["A"])
+
+
+@pytest.mark.parametrize("parts", [lambda out: (out, out), lambda out: (out[:4], out[4:])])
+def test_a_second_call_that_would_lose_statistics_is_refused(parts):
+    model, x = mlp(), torch.randn(9, 4)
+    kfac = kfac_of(model, fisher="type2")
+    for _ in range(2):  # a new forward may send its labels
+        output = model(x)
+        first, second = parts(output)
+        kfac.fisher_backward(first)
+    with pytest.raises(RuntimeError, match="reached layer '0' twice in one forward: join the"):
+        kfac.fisher_backward(second)
+    output.sum().backward()
+    kfac.step()
+    kfac.detach()

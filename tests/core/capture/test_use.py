@@ -363,3 +363,32 @@ def test_a_double_model_with_float32_as_the_default_dtype():
                 del factors["unused"]
                 results.append({"f": factors, "g": grads_of(one)})
             assert_same(*results)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_layer_with_nested_tensors_is_left_to_the_optimizer(layout):
+    class Ragged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.each, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, parts):
+            nested = torch.nested.as_nested_tensor(list(parts), layout=layout)
+            return self.head(self.each(nested).to_padded_tensor(0.0).sum(1))
+
+    model = Ragged()
+    kfac = kfac_of(model)
+    parts = torch.randn(2, 4), torch.randn(5, 4), torch.randn(1, 4)
+    with pytest.warns(UserWarning, match=r"layer 'each' got a nested tensor.*left to the opt"):
+        model(parts).square().mean().backward()
+    model.zero_grad()
+    model(parts).square().mean().backward()
+    before = model.each.weight.grad.clone(), model.head.weight.grad.clone()
+    kfac.step()
+    # The limit of the step shrinks all layers.
+    pairs = zip((model.each, model.head), before, strict=True)
+    cosines = [F.cosine_similarity(m.weight.grad.flatten(), g.flatten(), 0) for m, g in pairs]
+    assert cosines[0] == pytest.approx(1, abs=1e-12)
+    assert cosines[1] < 0.999
+    kfac.detach()

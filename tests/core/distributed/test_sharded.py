@@ -371,7 +371,7 @@ def refused_on_rank(kind):
     elif kind == "optimizer":
         optimizer = sgd(model)
         shard(model, world_mesh())
-        with pytest.raises(ValueError, match="does not hold the weights of"):
+        with pytest.raises(ValueError, match="does not hold the weight of"):
             make_kfac(model, optimizer, {})
     else:
         parallelize(model, world_mesh())

@@ -28,7 +28,7 @@ from kfac_bench.data.base.order import (
     train_indices,
 )
 from kfac_bench.data.imagefolder import ImageFolderConfig
-from kfac_bench.data.images import cifar10, digits, imagefolder
+from kfac_bench.data.images import cifar10, digits, imagefolder, tar_shards
 from kfac_bench.data.images import reading as pictures
 from kfac_bench.errors import UsageError
 
@@ -573,6 +573,27 @@ def test_images_are_found_as_torchvision_finds_them_but_links_end(folders):
     assert (found.classes, rest) == (expected.classes, expected.samples)
     dogs, cats = (len(list((folders / "train" / name).glob("*.*"))) for name in ("dog", "cat"))
     assert len(linked) == dogs + cats + 1
+
+
+def test_files_that_are_no_images_are_counted(folders, tmp_path_factory):
+    cats = folders / "train" / "cat"
+    image = Image.open(cats / "0.JPEG")
+    image.save(cats / "7.gif")
+    for name in ("8.HEIC", "9.heic", "labels.txt", "README", ".DS_Store"):
+        (cats / name).touch()
+    (folders / "val" / "stray.jpg").touch()
+    data = imagefolder.load(folders, image_size=16)
+    assert data.train_size == 15
+    expected = [
+        f"{folders}/train: 4 files left out, by ending: .heic (2), no ending (1), .txt (1)",
+        f"{folders}/val: 1 file left out, by ending: .jpg (1)",
+    ]
+    assert data.notes == expected
+    content, faults = verify.verify(folders)
+    assert content == "; ".join(["imagefolder: 15 images in train, 6 images in val", *expected])
+    assert not faults
+    lines = list(tar_shards.write(tmp_path_factory.mktemp("shards"), folders))
+    assert lines[0] == expected[0]
 
 
 def test_wrong_folders_are_named(folders):

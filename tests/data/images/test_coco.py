@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 from pycocotools import mask as pycocotools_mask
 
 from kfac_bench.data.base.fingerprint import fingerprint
@@ -154,18 +154,31 @@ def test_evaluation_images_keep_their_size(tmp_path):
         assert np.array_equal((images[0] * 255).round().byte().numpy(), on_disk)
 
 
+def test_a_photo_is_turned_unless_its_annotations_have_the_size_of_the_stored_pixels(tmp_path):
+    data = opened(write(tmp_path))
+    path = data.truth[1].path  # 8 x 6 pixels
+    stored = np.arange(48 * 3, dtype=np.uint8).reshape(8, 6, 3)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    as_annotated = stored.reshape(6, 8, 3)
+    for pixels, expected in ((stored, np.rot90(stored, -1)), (as_annotated, as_annotated)):
+        Image.fromarray(pixels).save(path, exif=exif)
+        [image] = [i[0] for i, t in data.evaluate(2, Shard()) if int(t[0]["image_id"]) == 7]
+        assert np.array_equal((image * 255).round().byte().permute(1, 2, 0), expected)
+
+
 FAULTS = [
-    ({"annotations": (0, {"bbox": ...})}, "annotation 1: it has no box"),
-    ({"annotations": (0, {"bbox": [1, 1, 4]})}, "annotation 1: it has no box"),
-    ({"annotations": (0, {"bbox": [1, 1, 4, True]})}, "annotation 1: it has no box"),
-    ({"annotations": (0, {"bbox": [1, 1, 4, 10**400]})}, "annotation 1: it has no box"),
+    ({"annotations": (0, {"bbox": ...})}, "annotation 1: its box is missing, not four"),
+    ({"annotations": (0, {"bbox": [1, 1, 4]})}, "annotation 1: its box is [1, 1, 4], not"),
+    ({"annotations": (0, {"bbox": [1, 1, 4, True]})}, "its box is [1, 1, 4, True], not four"),
+    ({"annotations": (0, {"bbox": [1, 1, 4, 10**400]})}, "annotation 1: its box is [1, 1, 4"),
     ({"annotations": (0, {"bbox": [1, 1, 4, 0.0]})}, "annotation 1: its box has no area inside"),
     ({"annotations": (0, {"bbox": [8, 1, 4, 3]})}, "annotation 1: its box has no area inside"),
-    ({"annotations": (0, {"area": 0})}, "annotation 1: it has no area"),
-    ({"annotations": (0, {"area": "12"})}, "annotation 1: it has no area"),
-    ({"annotations": (0, {"image_id": 8})}, "annotation 1: its image is unknown"),
-    ({"annotations": (0, {"category_id": [4]})}, "annotation 1: its category is unknown"),
-    ({"annotations": (0, {"iscrowd": 2})}, "annotation 1: iscrowd is neither 0 nor 1"),
+    ({"annotations": (0, {"area": 0})}, "annotation 1: its area is 0, not a number above 0"),
+    ({"annotations": (0, {"area": "12"})}, "annotation 1: its area is '12', not a number"),
+    ({"annotations": (0, {"image_id": 8})}, "annotation 1: its image 8 is unknown"),
+    ({"annotations": (0, {"category_id": [4]})}, "annotation 1: its category [4] is unknown"),
+    ({"annotations": (0, {"iscrowd": 2})}, "annotation 1: iscrowd is 2, neither 0 nor 1"),
     ({"annotations": (0, {"segmentation": ...})}, "annotation 1: it has no segmentation"),
     ({"annotations": (0, {"segmentation": []})}, "annotation 1: it has no segmentation"),
     ({"annotations": (0, {"segmentation": [[1, 1, 2, 2]]})}, "a polygon needs three points"),
@@ -175,12 +188,15 @@ FAULTS = [
     ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": [50]}})}, "do not add up"),
     ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": [49, -1]}})}, "not a list of"),
     ({"annotations": (1, {"segmentation": {"size": [6, 8], "counts": "a\x7f"}})}, "damaged"),
-    ({"images": (1, {"height": 0})}, "image 2: it has no height and width"),
-    ({"images": (1, {"width": 10**9})}, "image 2: it has no height and width"),
+    ({"images": (1, {"height": 0})}, "image 2: its height is 0 and its width 5"),
+    ({"images": (1, {"width": 10**9})}, "its width 1000000000, not numbers of"),
     ({"images": (1, {"file_name": "../train2017/a.png"})}, "image 2: there is no file"),
     ({"images": (1, {"file_name": "gone.png"})}, "image 2: there is no file 'gone.png' in"),
     ({"images": (1, {"id": 7})}, "image 7: another image has the id 7, too"),
-    ({"images": (1, {"id": 1.5})}, "image number 1 (without an id): it has no id"),
+    (
+        {"images": (1, {"id": 1.5})},
+        "image number 1 (without an id): its id is 1.5, not a whole number",
+    ),
 ]
 
 
@@ -204,15 +220,33 @@ def test_an_entry_with_errors_is_fatal_or_left_out_and_reported(tmp_path, change
         ("", "is not JSON"),
         ("[" * 100_000, "is not JSON: "),
         (b"\xff\xfe\x00", "is not JSON"),
-        ("[]", "no list of objects 'images'"),
-        ('{"images": [], "annotations": [3], "categories": []}', "objects 'annotations'"),
-        (TINY | {"categories": []}, "every category needs an id"),
-        (TINY | {"categories": TINY["categories"] * 2}, "every category needs an id"),
+        ("[]", "it is a list, not an object"),
+        (
+            '{"images": [], "annotations": [3], "categories": []}',
+            "annotations[0] is a int, and not",
+        ),
+        (TINY | {"categories": []}, "the list 'categories' is empty"),
+        (TINY | {"categories": TINY["categories"] * 2}, "[2]: an earlier category has its id 11"),
+        (changed(categories=(1, {"id": "4"})), "categories[1]: its id is '4', not a whole number"),
+        (changed(categories=(0, {"name": ...})), "categories[0]: its name is missing, not a text"),
+        ({"images": [], "classes": []}, "objects 'annotations'. Keys: 'images', 'classes'"),
         (
             TINY | {"categories": [{"id": 4, "name": "dog"}, {"id": 11, "name": "x"}]},
             "different cat",
         ),
-        (TINY | {"annotations": []}, "need an image with annotations each"),
+        (
+            TINY | {"annotations": []},
+            "train2017.json has no image with objects to learn from: it has ",
+        ),
+        (
+            TINY | {"annotations": [a | {"iscrowd": 1} for a in TINY["annotations"]]},
+            "all 4 annotations are crowds",
+        ),
+        (
+            TINY
+            | {"annotations": [a | {"category_id": 90 + a["id"]} for a in TINY["annotations"]]},
+            "annotation 1: its category 91 is unknown (and 3 more like this)",
+        ),
     ],
 )
 def test_an_invalid_annotation_file_is_refused(tmp_path, train, said):

@@ -3,12 +3,15 @@
 import io
 import math
 import re
+import struct
 import time
+import zlib
 
 import numpy as np
 import pytest
+import tifffile
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import v2
 
 from kfac_bench.data.base.in_memory import LabelledImages
@@ -70,7 +73,7 @@ def test_pillow_decodes_what_torchvision_cannot(monkeypatch):
     draws = torch.rand(41, generator=torch.Generator().manual_seed(3)).tolist()
     fast = [reading.load(source, 0, 64), reading.load(source, 0, 64, draws)]
 
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise RuntimeError("torchvision was built without libjpeg")
 
     monkeypatch.setattr(reading, "decode_jpeg", refuse)
@@ -90,17 +93,72 @@ def test_other_kinds_of_images_become_rgb(mode, kind):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_an_image_of_16_bits_keeps_its_greys(kind):
-    grey = np.arange(256, dtype=np.uint16).reshape(16, 16)
+@pytest.mark.parametrize("factor", [1, 16, 257, 2**22], ids=["8", "12", "16", "30"])
+def test_an_image_of_more_bits_keeps_its_greys(kind, factor):
+    if factor > 257 and kind == "PNG":
+        return  # which has at most 16 bits
+    grey = np.arange(256, dtype=np.uint32 if factor > 257 else np.uint16).reshape(16, 16)
+    wide = grey * grey.dtype.type(factor)
     content = io.BytesIO()
-    Image.fromarray(grey * 257).save(content, kind)
+    Image.fromarray(wide.astype(np.int32) if factor > 257 else wide).save(content, kind)
     assert (reading.decode(content.getvalue()).numpy() == grey).all()
 
 
-def test_an_image_of_fractions_is_unreadable():
+def colors_of_16_bits(kind, pixels):
+    """Return a file of 16 bits per colour, which Pillow cannot write."""
+    if kind == "TIFF":
+        content = io.BytesIO()
+        tifffile.imwrite(content, pixels, photometric="rgb")
+        return content.getvalue()
+    chunks = b"\x89PNG\r\n\x1a\n"
+    head = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, 2, 0, 0, 0)
+    rows = zlib.compress(b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels))
+    for name, body in ((b"IHDR", head), (b"IDAT", rows), (b"IEND", b"")):
+        chunks += struct.pack(">I", len(body)) + name + body
+        chunks += struct.pack(">I", zlib.crc32(name + body))
+    return chunks
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_colours_of_16_bits_are_read_or_refused(kind):
+    colors = np.arange(255, -1, -1).repeat(3).reshape(16, 16, 3)
+    full = reading.decode(colors_of_16_bits(kind, (colors * 257).astype(np.uint16)))
+    assert (full.permute(1, 2, 0).numpy() == colors).all()
+    part = colors_of_16_bits(kind, (colors * 16).astype(np.uint16))
+    if kind == "PNG":
+        assert (reading.decode(part).permute(1, 2, 0).numpy() == colors).all()
+    else:
+        with pytest.raises(ValueError, match=r"use at most 14 of them.*Convert the file to 8 bits"):
+            reading.decode(part)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_its_exif_data_say(kind, orientation):
+    image = Image.open(io.BytesIO(Made(60, 40, kind="PNG").content))
+    exif = image.getexif()
+    exif[ExifTags.Base.Orientation] = orientation
     content = io.BytesIO()
-    Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(content, "TIFF")
-    with pytest.raises(ValueError, match="not whole numbers of 8 or 16 bits"):
+    image.save(content, kind, exif=exif, quality=100)
+    expected = ImageOps.exif_transpose(Image.open(content)).convert("RGB")
+    pixels = reading.decode(content.getvalue())
+    assert pixels.shape == ((3, 60, 40) if orientation > 4 else (3, 40, 60))
+    assert difference(pixels, expected).max() <= 2
+
+
+def test_of_an_animation_the_first_frame_is_read():
+    content = io.BytesIO()
+    frames = [Image.new("RGB", (6, 4), color) for color in ("red", "blue")]
+    frames[0].save(content, "GIF", save_all=True, append_images=frames[1:])
+    assert reading.decode(content.getvalue())[:, 0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("pixel", [0.5, -1])
+def test_an_image_of_fractions_is_unreadable(pixel):
+    content = io.BytesIO()
+    pixels = np.full((8, 8), pixel, np.float32 if pixel > 0 else np.int32)
+    Image.fromarray(pixels).save(content, "TIFF")
+    with pytest.raises(ValueError, match="not whole numbers from 0 on"):
         reading.decode(content.getvalue())
 
 

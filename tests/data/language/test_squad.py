@@ -65,7 +65,7 @@ def test_bad_questions_are_fatal_or_left_out_and_reported(capsys, tmp_path, entr
     good = question("a", "Where?", ("the den", 20))
     root = make_squad(tmp_path / "s", train=squad_file((CONTEXT, [good, entry])))
     said = refused(squad_windows.load, root, LENGTH, **CUT)
-    assert "1 bad file in" in said
+    assert "1 bad file or entry in" in said
     assert "train-v1.1.json: data[0].paragraphs[0].qas[1]" in said
     assert reason in said
     left = squad_windows.load(root, LENGTH, **CUT, on_error="skip")
@@ -80,9 +80,9 @@ def test_bad_questions_are_fatal_or_left_out_and_reported(capsys, tmp_path, entr
 
 def test_a_split_without_a_good_question_is_refused(tmp_path):
     root = make_squad(tmp_path / "s", dev=squad_file((CONTEXT, [question("a", "Who?")])))
-    assert "dev-v1.1.json has no good question" in refused(
-        squad_windows.load, root, LENGTH, **CUT, on_error="skip"
-    )
+    said = refused(squad_windows.load, root, LENGTH, **CUT, on_error="skip")
+    assert "dev-v1.1.json has no good question: " in said
+    assert "id 'a': it has no answer (v1.1 has only questions that can be answered)" in said
 
 
 @pytest.mark.parametrize(

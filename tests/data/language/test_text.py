@@ -4,6 +4,7 @@ import bz2
 import json
 import resource
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -111,6 +112,23 @@ def test_a_text_is_split_into_sentences():
 
 
 # ---- vocabulary ----
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["Он пришёл в 3.5 ч.", "«Да?» Нет, т. е. да!", "— Куда?", "Ёлка…", "Всё."],
+        ["Ήρθε χθες.", "Πού πήγε;", "Έφυγε!", "Όχι; ναι.", "Τέλος."],
+        ["他来了。", "“你好。”", "他在3.5公里外！？", "「好。」", "ＡＢＣ。"],
+        ["वह आया।", "क्या?", "हाँ।"],
+        ["جاء أمس.", "هل ذهب؟", "نعم."],
+        ["¿Dónde está?", "¡Aquí!", "Él vino.", "“Sí.”"],
+    ],
+    ids=["Russian", "Greek", "Chinese", "Hindi", "Arabic", "Spanish"],
+)
+def test_a_text_in_any_language_is_split_into_sentences(expected):
+    is_chinese = "。" in expected[0]
+    assert documents.sentences(("" if is_chinese else " ").join(expected)) == expected
 
 
 def test_a_trained_vocabulary_is_reproducible_and_covers_its_text():
@@ -285,6 +303,26 @@ def test_empty_documents_are_left_out_and_reported(tmp_path):
     assert any(line.startswith(f"{tmp_path / 'b.txt'}:1: ") for line in said)
     about = json.loads((tmp_path / "out" / "text-16.json").read_text())["about"]
     assert (about["documents"], about["empty_documents"]) == (40, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"title": "a", "body": "b"}', "it has no key 'text', its keys are: 'title, body'"),
+        ("[1]", "it is a list, not an object"),
+        ('{"text": 3}', "its text is a int"),
+        ("{broken", "it is neither JSON nor in a <doc ...> block"),
+        (json.dumps({"text": "\ud800"}), "its text has half of a character (a lone surrogate)"),
+        ('{"text": " "}', "it has no text"),
+    ],
+)
+def test_if_no_document_has_text_the_reason_is_named(tmp_path, line, reason):
+    path = tmp_path / "wiki_00"
+    path.write_text(f"{line}\n" * 3)
+    found = partial(documents.read, "wikipedia", path)
+    said = refused(prepare.prepare, found, tmp_path / "out")
+    assert said.endswith(f"Left out: {path}:1: {reason} (and 2 more like this)")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_second_length_uses_the_existing_vocabulary(tmp_path):
