@@ -3,6 +3,7 @@
 ``KFAC.__init__`` calls :func:`build`. Nothing here decides anything about the algorithm itself.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from weakref import ref
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench.core import layer_plan, ownership, validation
+from kfac_bench.core.capture.assigned import AssignedGradients
 from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Moments
@@ -106,8 +108,9 @@ def build(
         adam=rule,
     )
     capture = _connect_layers(model, bare, executor, options)
-    guards = _guards(bare, layers, plan, optimizer, options, collective.rank)
     coverage = None if adam is None else Coverage((x.weight, x.bias) for x in layers)
+    leave = partial(_leave, executor, capture, coverage)
+    guards = _guards(bare, layers, plan, optimizer, options, capture, collective, leave)
     return KFACParts(
         bare,
         ref(model),
@@ -182,6 +185,10 @@ def _connect_layers(
     sends = any(isinstance(op, ReduceFactors) for op in plan.factors)
     reduce = options.weight_sharing == "reduce"
     moments = Moments(reduce=reduce, eigenbasis=executor.store.eigenbasis)
+    assigned = None
+    if options.fisher == "empirical" and executor.collective.world_size == 1:
+        # On several ranks a gradient is an average, which no rank can compare with its own sums.
+        assigned = AssignedGradients(Moments(reduce=reduce, eigenbasis=executor.store.eigenbasis))
     if executor.background is not None:
         moments = BackgroundMoments(executor.background, moments)
     # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
@@ -201,7 +208,19 @@ def _connect_layers(
         moments=moments,
         sampled=options.fisher != "empirical",
         handover=handover,
+        assigned=assigned,
     )
+
+
+def _leave(
+    executor: Executor, capture: Capture, coverage: Coverage | None, names: set[str]
+) -> None:
+    """Leave layers to the optimizer: no statistics any more, and gradients as they are."""
+    capture.left |= names
+    executor.gradients.leave(names)
+    if coverage is not None:
+        layers = [executor.layers[name] for name in names]
+        coverage.leave(p for layer in layers for p in (layer.weight, layer.bias))
 
 
 def _guards(
@@ -210,7 +229,9 @@ def _guards(
     plan: Plan,
     optimizer: Optimizer,
     options: KFACOptions,
-    rank: int,
+    capture: Capture,
+    collective: Collective,
+    leave: Callable[[set[str]], None],
 ) -> Guards:
     # Not the options as a whole: a schedule may refer to the KFAC, which no guard must keep alive.
     find = partial(
@@ -222,8 +243,9 @@ def _guards(
         plan,
         optimizer,
         find,
-        sees_loss=options.fisher == "empirical",
+        capture,
+        collective,
+        leave,
         sees_moments=not options.overlap,
         sees_rows=options.weight_sharing == "expand",
-        rank=rank,
     )

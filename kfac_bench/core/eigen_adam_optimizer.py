@@ -47,8 +47,11 @@ class Coverage:
 
     def remove(self) -> None:
         """Give up the parameters, but not those that another KFAC covers by now."""
-        for reference in self._params:
-            p = reference()
+        self.leave(reference() for reference in self._params)
+
+    def leave(self, params: Iterable[Tensor | None]) -> None:
+        """Give up some parameters: the optimizer trains them as AdamW."""
+        for p in params:
             cover = None if p is None else _COVERED.get(p)
             if p is not None and cover is not None and cover.owner is self:
                 del _COVERED[p]

@@ -25,7 +25,7 @@ from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.first_steps import FirstSteps, measure
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layer_plan import choose_within_budget
-from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes
+from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, SkippedModule
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
@@ -71,12 +71,17 @@ class KFAC:
     ``max_norm`` than without K-FAC; docs/how-to/clip_gradients.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
-    the mean over the examples of all micro-batches. K-FAC reads the learning rate from
-    ``optimizer`` at each step, so learning-rate schedules just work.
+    the mean over the examples of all micro-batches. The first dimension of a layer's input counts
+    as the examples, because K-FAC cannot know which rows belong to one example.
+
+    K-FAC reads the learning rate from ``optimizer`` at each step, so learning-rate schedules just
+    work.
 
     A backward pass leaves statistics of a layer only if it adds to ``.grad`` of its weight. If
     ``zero_grad()`` discards that gradient before :meth:`step`, the statistics are discarded too.
-    :meth:`pause` leaves out any other pass.
+    :meth:`pause` leaves out any other pass. In the first steps K-FAC compares the statistics of
+    each layer with its gradient. A layer for which they differ is left to the optimizer, with a
+    warning.
 
     Example::
 
@@ -357,6 +362,8 @@ class KFAC:
         if max_overhead is not None:
             names = [layer.name for layer in self._layers]
             self._first_steps = FirstSteps(names, self.collective, self._layers[0].weight.device)
+            if self._capture is not None and self._capture.identity is not None:
+                self._capture.identity.due.clear()  # the time of statistics is measured
 
     def _build(self, model: nn.Module, options: KFACOptions) -> None:
         """Make all parts and connect them to the model."""
@@ -650,7 +657,16 @@ class KFAC:
 
         ``print`` it, or read its fields.
         """
-        return Report(self.plan, self.collective.rank, self._layers, self._skipped, self.choice)
+        left = self._executor.gradients.left
+        reason = "its statistics are not those of its gradient"
+        left_out = [
+            SkippedModule(x.name, type(x.modules[0]).__name__, x.spec.grad_numel, reason)
+            for x in self._layers
+            if x.name in left
+        ]
+        layers = [layer for layer in self._layers if layer.name not in left]
+        skipped = [*self._skipped, *left_out]
+        return Report(self.plan, self.collective.rank, layers, skipped, self.choice)
 
     def detach(self) -> None:
         """Remove all hooks from model and optimizer.
@@ -701,6 +717,8 @@ class KFAC:
         saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
         if self._adaptive is not None:
             saved["damping"] = self._adaptive.value
+        if self._executor.gradients.left:
+            saved["left"] = sorted(self._executor.gradients.left)
         if self.choice is not None:
             saved["choice"] = asdict(self.choice)
         return saved
@@ -723,6 +741,7 @@ class KFAC:
         steps = state_check.check(merged, states, self._executor)
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
+        self._guards.leave(states[0].get("left", ()))
         if steps > 0:
             self._first_steps = None
         self._stepper.decomposes_all = steps > 0 and not complete

@@ -37,7 +37,10 @@ def check(
     damping = states[0].get("damping", 1.0)
     if not isinstance(damping, int | float) or not 0 < damping < math.inf:
         raise ValueError(f"K-FAC state: the damping is {str(damping)[:50]}, expected more than 0")
-    unknown = sorted(map(str, merged.keys() - run.layers.keys()))
+    left = states[0].get("left", [])
+    if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
+        raise ValueError(f"K-FAC state: left is {str(left)[:50]}, expected a list of names")
+    unknown = sorted(map(str, (merged.keys() | set(left)) - run.layers.keys()))
     if unknown:
         raise ValueError(
             f"K-FAC state has layers this model lacks: {unknown[:3]}; "

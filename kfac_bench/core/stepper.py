@@ -72,9 +72,6 @@ class Stepper:
         executor.synchronize = wait if time_stages else None
         self._begin_trial(step)
         request = self._request(step, settings, capture, loss_scale)
-        if step % settings.update_freq == 0:
-            self._guards.see_model()
-        decomposes = any(stage in self._plan.slices for stage in request.stages)
         executor.run(request)
         stage_s = executor.stage_s
         stage_s["ComputeFactor"] = stage_s.get("ComputeFactor", 0.0) + capture.seconds
@@ -85,8 +82,6 @@ class Stepper:
             begin = self._schedules.slices_to_begin(step, len(self._plan.slices))
             executor.background_slices.begin(begin, settings.damping)
         self._guards.see_gradients()
-        if decomposes:
-            self._guards.judge()
         self.decomposes_all = self.has_sent_labels = False
 
     def _request(
@@ -117,6 +112,7 @@ class Stepper:
             scale,
             is_scaled,
             self._write_back.learning_rates() if self._is_eigen_adam else {},
+            self._guards.judge,
         )
 
     def _refuse_join(self) -> None:

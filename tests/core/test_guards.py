@@ -192,10 +192,10 @@ class TestModelChanges:
         model = network()
         model[0].requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kfac = KFAC(model, optimizer, **OPTIONS | {"update_freq": 2})
+        kfac = KFAC(model, optimizer, **OPTIONS | {"update_freq": 2, "factor_update_freq": 2})
         train(model, optimizer, kfac, steps=1)
         model[0].requires_grad_(True)
-        train(model, optimizer, kfac, steps=1)  # no interval starts here
+        train(model, optimizer, kfac, steps=1)  # no statistics are due
         with pytest.warns(UserWarning, match=r"'0' was added or unfrozen.*\(such layers: 1\)"):
             train(model, optimizer, kfac, steps=1)
 

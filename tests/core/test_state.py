@@ -147,6 +147,8 @@ def damaged(path, value):
         (["layers", "7", "A", "pending"], 3),
         (["layers", "7", "adam"], {"first": 3}),
         (["layers", "7", "adam"], 3),
+        (["left"], 3),
+        (["left"], ["8"]),
     ],
 )
 @pytest.mark.parametrize("steps", [0, 1])

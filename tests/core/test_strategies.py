@@ -265,7 +265,8 @@ def train_and_compare_with_the_plan(world, plan_options, strategy, options, **pl
                     assert steps[rank].pop(op.name) == wanted[op.name]
                     assert results[rank].bytes[op.name] == runs * op.numel * 4
                 sent[type(op).__name__] += results[op.ranks[0]].bytes[op.name]
-    assert all(set(s) == {"check/digest", "check/differ"} for s in steps)
+    checks = {"check/digest", "check/differ", "check/statistics"}
+    assert all(set(s) == checks for s in steps)
     want = Counter()
     for stage, runs in RUNS.items():
         want.update({kind: runs * n for kind, n in payload_bytes(plan, stage).items()})

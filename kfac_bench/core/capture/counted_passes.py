@@ -27,6 +27,9 @@ class CountedPasses:
         self._layers, self._moments, self._handover = layers, moments, handover
         self._watch = GradientWatch()
         self._pauses = 0
+        self._has_paused = False
+        self.had_pause = False
+        """Whether a pass was left out in the step that has ended."""
 
     @property
     def paused(self) -> bool:
@@ -39,6 +42,7 @@ class CountedPasses:
         # A backward inside the block may make a new .grad, which hides that an old one is gone.
         self.forget_discarded(self._layers.values())
         self._pauses += 1
+        self._has_paused = True
         try:
             yield
         finally:
@@ -74,6 +78,7 @@ class CountedPasses:
             if not self._is_sent(layer) and self._watch.is_removed(layer):
                 self._forget(layer)
         self._watch.clear()
+        self.had_pause, self._has_paused = self._has_paused, False
 
     def _is_sent(self, layer: Layer) -> bool:
         return self._handover is not None and self._handover.is_sent(layer.name)

@@ -46,6 +46,15 @@ def will_run(node: Node) -> bool:
         return False
 
 
+def is_returned(node: Node) -> bool:
+    """Return whether the running ``torch.autograd.grad`` returns the gradient of a weight."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class _Mark:
     """What ``.grad`` was when a backward had ended."""

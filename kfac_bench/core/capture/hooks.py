@@ -9,53 +9,36 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from kfac_bench.core.capture.assigned import AssignedGradients
 from kfac_bench.core.capture.counted_passes import CountedPasses
 from kfac_bench.core.capture.forward_context import context_hooks
-from kfac_bench.core.capture.gradient_watch import node_of, weight_getter
+from kfac_bench.core.capture.gradient_watch import is_returned, node_of, weight_getter
 from kfac_bench.core.capture.handover import Handover
+from kfac_bench.core.capture.identity import GradientIdentity
 from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.capture.repeated_forwards import OUTSIDE, RepeatedForwards
 from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.capture.saved_tensors import SavedTensors
+from kfac_bench.core.capture.waiting_calls import SeenCall, WaitingCalls
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
 from kfac_bench.core.layers.base import Layer
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A use of a layer in a forward, whose gradient has not come yet.
-
-    The node in autograd's graph refers to this object. A reference back would be a cycle, which
-    holds all activations until Python's garbage collection runs.
-    """
-
-    layer: Layer
-    x: Tensor
-    prepare: Callable[[Tensor], Tensor] | None
-    forward: int
-    repeated_in: int
-    """The backward in which checkpointing repeats the forward; OUTSIDE if it does not."""
-    weight_node: Node
-    """Adds to ``.grad`` of the weight."""
-
-
 def _training_hook(
-    capture: "Capture", edge: GradientEdge, seen: _Seen
+    capture: "Capture", edge: GradientEdge, seen: SeenCall
 ) -> Callable[[tuple[Tensor | None, ...]], None]:
     """Return a hook that notes when the gradient of the training loss arrives at ``edge``.
 
-    The hook keeps neither the capture nor the module alive. The capture may hold edges of the same
-    graph, and Python's garbage collection sees no cycles through autograd's graph.
+    The hook keeps neither the capture nor the module alive.
     """
     weak, name, node = ref(capture), seen.layer.name, seen.weight_node
     output_nr = edge.output_nr
@@ -95,6 +78,11 @@ class Capture:
             then.
         handover: Takes moments of complete layers while backward runs. None if all wait for
             :meth:`pop`.
+        assigned: Collects statistics of passes of ``torch.autograd.grad``, or None.
+
+    Attributes:
+        identity: Compares the statistics with the gradients; None if ``sampled``.
+        left: The names of layers that are left to the optimizer.
     """
 
     def __init__(
@@ -105,6 +93,7 @@ class Capture:
         moments: Moments,
         sampled: bool = False,
         handover: Handover | None = None,
+        assigned: AssignedGradients | None = None,
     ) -> None:
         self.seconds = 0.0
         """Host time in the hooks. The owner resets it."""
@@ -112,12 +101,17 @@ class Capture:
         self._moments, self.handover = moments, handover
         by_name = {layer.name: layer for layer in layers}
         self.passes = CountedPasses(by_name, self._moments, self.handover)
+        self.identity = None if sampled else GradientIdentity(layers)
+        self.left: set[str] = set()
+        self.computed = frozenset(by_name)
+        """The names of the layers whose statistics are collected here."""
+        self._assigned = assigned
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
-        self._seen: list[tuple[GradientEdge, _Seen]] = []
-        self._sent: list[tuple[GradientEdge, str]] = []  # of this forward, by earlier backward()
-        self._nested: set[str] = set()  # layers that warned about nested tensors
-        self._forward = self._backwards = 0
+        self._waiting = WaitingCalls()  # empty unless ``sampled``
+        self.nested: set[str] = set()
+        """The names of layers that got nested tensors."""
+        self._forward = self._backwards = self._calls = 0
         self._enabled = False
         self._handles: list[RemovableHandle] = []
         try:
@@ -156,7 +150,7 @@ class Capture:
 
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
-        self._sent.clear()
+        self._waiting.begin_forward()
 
     def _on_forward(
         self,
@@ -167,7 +161,11 @@ class Capture:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        if self.passes.paused or not (self._enabled and module.training):
+        if not self._enabled or layer.name in self.left:
+            return
+        if self.passes.paused or not module.training:
+            if self.identity is not None and torch.is_grad_enabled():
+                self.identity.excuse(layer.name)
             return
         if not torch.is_grad_enabled():  # checkpointing may repeat this call inside backward
             self._count_use(layer.name, self._forward)
@@ -184,19 +182,24 @@ class Capture:
         # A layer may have several calls: each projection of an attention module is one.
         forward, repeated_in = self._repeated.origin(layer.name, self._forward)
         for call in layer.calls(module, args, kwargs, output):
-            seen = _Seen(layer, call.x, call.prepare, forward, repeated_in, weight_node)
+            self._calls += 1
+            seen = SeenCall(
+                layer, call.x, call.prepare, forward, repeated_in, weight_node, self._calls
+            )
             if repeated_in == OUTSIDE:
                 self._count_use(layer.name, forward)
             if self._sampled:
-                self._seen.append((call.edge, seen))
+                self._waiting.add(call.edge, seen)
                 continue
             call.edge.node.register_prehook(partial(self._on_backward, seen, call.edge.output_nr))
             if self.handover is not None:
                 self.handover.expect(layer.name)
 
     def _leave_out_nested(self, layer: Layer) -> None:
-        if layer.name not in self._nested:
-            self._nested.add(layer.name)
+        if self.identity is not None:
+            self.identity.excuse(layer.name)
+        if layer.name not in self.nested:
+            self.nested.add(layer.name)
             warnings.warn(
                 f"K-FAC: layer {layer.name!r} got a nested tensor, which K-FAC cannot read: the "
                 "layer is left to the optimizer. Use padded tensors to cover it",
@@ -207,17 +210,28 @@ class Capture:
         use = (name, forward)
         self._uses[use] = self._uses.get(use, 0) + 1
 
-    def _on_backward(self, seen: _Seen, output_nr: int, grads: tuple[Tensor | None, ...]) -> None:
+    def _on_backward(
+        self, seen: SeenCall, output_nr: int, grads: tuple[Tensor | None, ...]
+    ) -> None:
         g = grads[output_nr]
-        if g is None or not self.passes.includes(seen.layer.name, g, seen.weight_node):
+        if g is None:
             return
+        if torch.is_grad_enabled() and self.identity is not None:  # create_graph=True
+            self.identity.excuse(seen.layer.name)
         # Calls in the same forward and backward are positions of the same samples.
         backward = seen.repeated_in
         if backward == OUTSIDE:
             backward = torch._C._current_graph_task_id()
-        self._add(seen, g, (seen.forward, backward))
-        if self.handover is not None:
-            self.handover.arrived(seen.layer.name)
+        if self.passes.includes(seen.layer.name, g, seen.weight_node):
+            if self._assigned is not None:
+                self._assigned.ignore(seen.layer)
+            self._add(seen, g, (seen.forward, backward))
+            if self.handover is not None:
+                self.handover.arrived(seen.layer.name)
+        elif (
+            self._assigned is not None and not self.passes.paused and is_returned(seen.weight_node)
+        ):
+            self._add(seen, g, (seen.forward, backward), is_returned=True)
 
     def backward(self, output: Tensor, seeds: Iterable[Tensor], magnitude: int) -> None:
         """Send ``seeds`` back from ``output`` to the layers, without changing any ``.grad``.
@@ -231,8 +245,9 @@ class Capture:
             RuntimeError: The model has tensor-parallel layers, whose ranks would draw different
                 labels. Or an earlier call has sent labels through the same calls of layers.
         """
-        self._check_not_sent(output)
-        seen, self._seen = self._seen, []
+        with self.passes.pause():
+            self._waiting.check_not_sent(output)
+        seen = self._waiting.take(output)
         edges = [edge for edge, _ in seen]
         if not edges:
             return
@@ -251,34 +266,24 @@ class Capture:
                     if g is not None:
                         self._add(s, g, (s.forward, self._backwards), magnitude, first=i == 0)
                     if i == 0 and g is not None:
-                        self._sent.append((edge, s.layer.name))
+                        self._waiting.note_sent(edge, s.layer.name)
                         edge.node.register_prehook(_training_hook(self, edge, s))
-                    elif i == 0:
-                        self._seen.append((edge, s))  # its layer feeds another output
                 self._moments.end_backward(first=i == 0)
         if self.handover is not None:
-            later = {s.layer.name for _, s in self._seen}
+            later = self._waiting.layers()
             self.handover.finish({s.layer.name for _, s in seen}.difference(later))
 
-    def _check_not_sent(self, output: Tensor) -> None:
-        """Check that no layer of this forward gets labels twice: A would count once, G partly."""
-        if not self._sent:
-            return
-        edges = [edge for edge, _ in self._sent]
-        with self.passes.pause():
-            grads = torch.autograd.grad(
-                output, edges, torch.zeros_like(output), retain_graph=True, allow_unused=True
-            )
-        twice = [name for (_, name), g in zip(self._sent, grads, strict=True) if g is not None]
-        if twice:
-            raise RuntimeError(
-                f"fisher_backward() has reached layer {twice[0]!r} twice in one forward: join the "
-                "outputs into one tensor and call it once, or use fisher=empirical"
-            )
-
     def _add(
-        self, seen: _Seen, g: Tensor, forward: object, magnitude: int = 0, *, first: bool = True
+        self,
+        seen: SeenCall,
+        g: Tensor,
+        forward: object,
+        magnitude: int = 0,
+        *,
+        first: bool = True,
+        is_returned: bool = False,
     ) -> None:
+        """Add a call to the moments, or to those of :class:`AssignedGradients`."""
         if self.handover is not None:
             self.handover.check_not_sent(seen.layer.name)
         if not g.numel():
@@ -287,11 +292,17 @@ class Capture:
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             g = g.detach()  # with create_graph=True it has a graph, which must not live on
             x, g = seen.x, g if seen.prepare is None else seen.prepare(g)
+            alone = self._uses.get((seen.layer.name, seen.forward)) == 1
+            if is_returned and self._assigned is not None:
+                self._assigned.add(seen.layer, x, g, forward, alone=alone)
+                return
             if is_sharded(g):
                 self._moments.count_loss_samples(seen.layer, g, forward)
                 x, g = own_samples(x, g)
                 if not g.numel():
                     return
+            elif self.identity is not None:
+                self.identity.add(seen.layer, seen.weight_node, x, g)
             self._moments.add(
                 seen.layer,
                 x,
@@ -300,7 +311,7 @@ class Capture:
                 # The seeds are scaled to a loss that is a sum over the samples of this forward.
                 scale=(lambda samples: samples / magnitude) if magnitude else None,
                 first=first,
-                alone=self._uses.get((seen.layer.name, seen.forward)) == 1,
+                alone=alone,
             )
         self.seconds += time.perf_counter() - start
 
@@ -310,8 +321,9 @@ class Capture:
         Layers that were not used are missing.
         """
         self.passes.end()
-        self._seen.clear()
-        self._sent.clear()
+        if self.identity is not None:
+            self.identity.end_step()
+        self._waiting.clear()
         self._uses.clear()
         self._repeated.clear()
         start = time.perf_counter()
@@ -319,6 +331,8 @@ class Capture:
         self.seconds += time.perf_counter() - start
         if self.handover is not None:
             collected |= {k: v for k, v in self.handover.pop().items() if v is not None}
+        if self._assigned is not None:
+            collected = self._assigned.pop() | collected
         return collected
 
     def __del__(self) -> None:

@@ -65,6 +65,8 @@ class Request:
     """Whether there is a loss scale, so that gradients may have overflowed."""
     lrs: Mapping[str, float] = field(default_factory=dict)
     """By layer, for method eigen_adam."""
+    check: Callable[[], None] = lambda: None
+    """Called before each slice of decompositions, when all statistics have been sent."""
 
 
 @dataclass
@@ -175,6 +177,8 @@ class Executor:
         self.decomposed = 0
         self.gradients.begin()
         for ops in request.stages:
+            if ops is not self.plan.factors and ops is not self.plan.precondition:
+                request.check()
             if ops is self.plan.factors and begun.is_void:
                 # Ranks may have sent different numbers of messages. They send the rest first.
                 rest = islice(ops, begun.ops, None)

@@ -21,6 +21,7 @@ class WholeGradients:
     """Gradients that every rank holds completely.
 
     Attributes:
+        left: The names of layers that are left to the optimizer: their gradients stay as they are.
         whole: By layer, the gradients that are whole on this rank now, [groups, g_dim, a_dim].
         preconditioned: By layer, the preconditioned gradients that are whole on this rank now.
     """
@@ -29,6 +30,7 @@ class WholeGradients:
         self._layers = layers
         # A model may be on several devices. Sums over its layers are made on the first one.
         self._device = layers[0].weight.device
+        self.left: set[str] = set()
         self.whole: dict[str, Tensor] = {}
         self.preconditioned: dict[str, Tensor] = {}
 
@@ -39,9 +41,16 @@ class WholeGradients:
 
     def begin(self) -> None:
         """Start a step with what backward left."""
-        grads = {layer.name: layer.get_grad() for layer in self._layers}
+        layers = (layer for layer in self._layers if layer.name not in self.left)
+        grads = {layer.name: layer.get_grad() for layer in layers}
         self.whole = {name: grad for name, grad in grads.items() if grad is not None}
         self.preconditioned = {}
+
+    def leave(self, names: set[str]) -> None:
+        """Leave layers to the optimizer, from this step on."""
+        self.left |= names
+        for name in names:
+            self.whole.pop(name, None)
 
     def keep(self, specs: Sequence[LayerSpec]) -> None:
         """Note that no message needs these preconditioned gradients; they stay as they are."""

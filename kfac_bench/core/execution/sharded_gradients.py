@@ -26,6 +26,7 @@ class ShardedGradients:
         self._layers = {layer.name: layer for layer in layers}
         self._params = list(unique_params(layers))
         self._parts = {id(p): part_of(p, world_size) for p in self._params}
+        self.left: set[str] = set()
         self._kept: dict[str, list[Tensor]] = {}
         """By layer, this rank's parts of the preconditioned weight and bias gradients."""
         self._products = torch.empty(0)
@@ -40,13 +41,18 @@ class ShardedGradients:
         for param in self._params:
             lay_out_grad(param)
 
+    def leave(self, names: set[str]) -> None:
+        """Leave layers to the optimizer, from this step on."""
+        self.left |= names
+
     def _forget(self) -> None:
         self.whole, self.preconditioned, self._kept = {}, {}, {}
 
     @property
     def names(self) -> list[str]:
         """The layers that backward reached, in the model's order."""
-        return [n for n, layer in self._layers.items() if layer.weight.grad is not None]
+        reached = (n for n, layer in self._layers.items() if layer.weight.grad is not None)
+        return [name for name in reached if name not in self.left]
 
     def add_part(self, name: str, matrix: Tensor) -> None:
         """Add this rank's part to a gradient [groups, g_dim, a_dim], which is 0 before.
@@ -83,7 +89,8 @@ class ShardedGradients:
 
     def keep_products(self, summed: Tensor) -> None:
         """Store the products, summed over ranks, [4 * layers]."""
-        reached = [i for i, x in enumerate(self._layers.values()) if x.weight.grad is not None]
+        names = set(self.names)
+        reached = [i for i, name in enumerate(self._layers) if name in names]
         self._products = summed.view(-1, 4)[reached]
 
     def products(self) -> Tensor:

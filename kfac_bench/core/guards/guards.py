@@ -4,20 +4,22 @@ A guard never reads from the device at a step without decompositions. docs/refer
 the guards, their thresholds, and what they cannot see.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Collected
-from kfac_bench.core.guards.evaluation import check_training_mode
+from kfac_bench.core.distributed.collective import Collective
 from kfac_bench.core.guards.loss_mean import MeanCheck
 from kfac_bench.core.guards.loss_scale import LaterUnscaling, LossScaleCheck
 from kfac_bench.core.guards.missing_step import MissingStep
 from kfac_bench.core.guards.model_changes import ModelChanges
 from kfac_bench.core.guards.notices import Notices
+from kfac_bench.core.guards.statistics import StatisticsCheck
 from kfac_bench.core.guards.step_order import StepOrder
 from kfac_bench.core.guards.wide_layers import WidthCheck
 from kfac_bench.core.layers.base import Layer
@@ -33,10 +35,11 @@ class Guards:
         plan: The work of all ranks.
         optimizer: The optimizer; it gets a hook, if it can have one.
         find: Returns the layers that a KFAC built now would cover, and others.
-        sees_loss: Whether the statistics are made of the gradients of the loss.
+        capture: The hooks of this rank.
+        collective: The ranks of the plan; rank 0 gives the warnings.
+        leave: Leaves layers, by name, to the optimizer.
         sees_moments: Whether the raw moments are complete and unscaled when a step starts.
         sees_rows: Whether the statistics count all rows of a layer's inputs.
-        rank: This rank; rank 0 gives the warnings.
     """
 
     def __init__(
@@ -46,20 +49,26 @@ class Guards:
         plan: Plan,
         optimizer: Optimizer,
         find: Callable[[], tuple[Sequence[Layer], object]],
+        capture: Capture,
+        collective: Collective,
+        leave: Callable[[set[str]], None],
         *,
-        sees_loss: bool,
         sees_moments: bool,
         sees_rows: bool,
-        rank: int,
     ) -> None:
         self.order = StepOrder(layers)
         self._layers = layers
-        self._notices = Notices(is_active=rank == 0)
+        self._notices = Notices(is_active=collective.rank == 0)
         self._missing = MissingStep(model, layers, self._notices)
         self._changes = ModelChanges(model, layers, find)
-        self._scale = LossScaleCheck(layers) if sees_loss else None
-        self._mean = MeanCheck() if sees_loss and sees_moments else None
-        self._width = WidthCheck(layers, plan, rank) if sees_rows else None
+        self._statistics = StatisticsCheck(layers, capture, collective, leave, self._notices)
+        computed = [layer for layer in layers if layer.name in capture.computed]
+        identity = capture.identity  # None if statistics are not made of the gradients of the loss
+        self._scale = None
+        if identity is not None and computed:
+            self._scale = LossScaleCheck(computed[-1], identity)
+        self._mean = MeanCheck() if identity is not None and sees_moments else None
+        self._width = WidthCheck(layers, plan, collective.rank) if sees_rows else None
         self._unscaling: LaterUnscaling | None = LaterUnscaling(layers[-1])
         self._handle: RemovableHandle | None = None
         hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
@@ -75,7 +84,8 @@ class Guards:
         self, collected: Mapping[str, Collected], loss_scale: float | Tensor
     ) -> None:
         """Look at the statistics of a step; ``loss_scale`` is what the user passed."""
-        check_training_mode(self._layers, collected, self._notices)
+        self.see_model()
+        self._statistics.see(collected)
         if self._scale is not None:
             self._scale.see(loss_scale)
         if self._mean is not None:
@@ -83,21 +93,26 @@ class Guards:
         if self._width is not None:
             self._width.see(collected, self._notices)
 
+    def leave(self, names: Collection[str]) -> None:
+        """Leave layers to the optimizer."""
+        self._statistics.leave(names)
+
     def see_model(self) -> None:
-        """Look for layers that K-FAC misses."""
-        self._changes.look(self._notices)
+        """Look for layers that were replaced, added or changed since K-FAC was built."""
+        if self._changes.look(self._notices):
+            self._statistics.leave(self._changes.parametrized)
+            self._statistics.restart()
 
     def see_gradients(self) -> None:
         """Remember the gradients that K-FAC has just written; forget those before."""
         self.order.mark()
         self._missing.step()
-        if self._scale is not None:
-            self._scale.end_step()
         if self._unscaling is not None:
             self._unscaling.mark()
 
     def judge(self) -> None:
-        """Read from the device and warn; only for steps with decompositions."""
+        """Read from the device and warn; only in steps with decompositions, before they run."""
+        self._statistics.judge()
         if self._scale is not None and self._scale.judge(self._notices) and self._mean is not None:
             self._mean.stop()  # the loss scale explains the size
         if self._mean is not None:
@@ -115,5 +130,3 @@ class Guards:
         """Remove all hooks."""
         self.release_optimizer()
         self._missing.remove()
-        if self._scale is not None:
-            self._scale.remove()

@@ -7,159 +7,67 @@ finite.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from kfac_bench.core.capture.gradient_watch import node_of, weight_getter, will_run
-from kfac_bench.core.capture.safe_hook import SafeHook
+from kfac_bench.core.capture.identity import GradientIdentity
 from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.guards.notices import Notices
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.norms import NormLayer
 
 LEAST_SCALE = 2.0**7
 """Smallest factor that is reported. GradScaler starts at 2^16."""
 SURE_SCALE = 2.0**12
 """From this factor on it need not be a power of two: a clip is rarely as strong."""
-HALF_PRECISION = 1e-2
-"""Relative error of a sum of gradients in half precision."""
-FULL_PRECISION = 1e-5
+PRECISION = 1e-5
 """Relative error of a norm in float32. Powers of two multiply a gradient without an error."""
-CANCELLED = 1e-3
-"""A sum this much smaller than its terms is noise: the bias before a batch norm."""
 
 
-def is_power_of_two(factor: float, tolerance: float) -> bool:
-    """Return whether ``factor`` is a power of two, up to the relative ``tolerance``."""
-    return abs(factor / 2.0 ** round(math.log2(factor)) - 1) <= tolerance
-
-
-class OutputGradients:
-    """The sum of the output gradients of a layer. Without a loss scale it is the bias' gradient.
-
-    Args:
-        layers: The layers of a model. The last one with a bias is observed.
-    """
-
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        usable = [
-            layer
-            for layer in layers
-            if layer.bias is not None
-            and not isinstance(layer, NormLayer)  # its g has gradients of the scale, too
-            and not layer.reads_saved_tensors
-            and layer.forward_context is None  # its calls exist only at steps with statistics
-            and not is_sharded(layer.weight)
-        ]
-        self._layer = layer = usable[-1] if usable else None
-        self._sum: Tensor | None = None
-        self._size: Tensor | None = None
-        self._handles: list[RemovableHandle] = []
-        if layer is None:
-            return
-        for module in layer.modules:
-            hook = SafeHook(partial(self._on_forward, weight_getter(layer, module)))
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-
-    def _on_forward(
-        self,
-        weight_of: Callable[[nn.Module], Tensor],
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        output: Any,
-    ) -> None:
-        layer, weight = self._layer, weight_of(module)
-        assert layer is not None
-        is_trained = weight.requires_grad and isinstance(weight, nn.Parameter)
-        if is_trained and module.training and torch.is_grad_enabled():
-            node = node_of(weight)
-            for call in layer.calls(module, args, kwargs, output):
-                add = partial(self._add, layer, node, call.x, call.prepare, call.edge.output_nr)
-                call.edge.node.register_prehook(add)
-
-    def _add(
-        self,
-        layer: Layer,
-        weight_node: Node,
-        x: Tensor,
-        prepare: Callable[[Tensor], Tensor] | None,
-        output_nr: int,
-        grads: tuple[Tensor | None, ...],
-    ) -> None:
-        g = grads[output_nr]
-        # A pass that does not reach .grad belongs to another loss: an adversarial example.
-        if g is None or not self._handles or not will_run(weight_node) or not g.numel():
-            return
-        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            _, each = layer.sums(x, g if prepare is None else prepare(g))
-            total, size = each.sum(1), each.abs().sum(1)
-            self._sum = total if self._sum is None else self._sum + total
-            self._size = size if self._size is None else self._size + size
-
-    def forget(self) -> None:
-        """Start a new step."""
-        self._sum = self._size = None
-
-    def norms(self) -> Tensor | None:
-        """Return three norms: of the sum, of the sum of absolute values, of the bias' gradient."""
-        total, size = self._sum, self._size
-        if self._layer is None or self._layer.bias is None or total is None or size is None:
-            return None
-        grad = self._layer.bias.grad
-        if grad is None:
-            return None
-        return torch.stack([total.norm(), size.norm(), grad.to(total.dtype).norm()])
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+def is_power_of_two(factor: float) -> bool:
+    """Return whether ``factor`` is a power of two, up to rounding."""
+    return abs(factor / 2.0 ** round(math.log2(factor)) - 1) <= PRECISION
 
 
 class LossScaleCheck:
-    """Compares the gradients that the hooks see during backward with those in ``.grad``."""
+    """Compares the gradient that came during backward with the one in ``.grad``.
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._outputs: OutputGradients | None = OutputGradients(layers)
+    Args:
+        layer: The last layer whose statistics this rank computes.
+        identity: Has the gradient that came.
+    """
+
+    def __init__(self, layer: Layer, identity: GradientIdentity) -> None:
+        self._layer, self._identity = layer, identity
+        self._is_done = is_sharded(layer.weight)
         self._evidence: Tensor | None = None
 
     def see(self, loss_scale: float | Tensor) -> None:
         """Compare the gradients of this step; ``loss_scale`` is what the user passed."""
-        if self._outputs is None or (norms := self._outputs.norms()) is None:
+        came, self._identity.last_gradient = self._identity.last_gradient, None
+        grad = self._layer.weight.grad
+        if self._is_done or came is None or grad is None:
             return
+        norms = torch.stack([came.norm(), grad[self._layer.part].to(came.dtype).norm()])
         if isinstance(loss_scale, Tensor):
             loss_scale = loss_scale.to(norms.device)
         self._evidence = torch.cat([norms, norms.new_ones(1) * loss_scale])
-
-    def end_step(self) -> None:
-        """Forget the gradients of a step, also of one without statistics."""
-        if self._outputs is not None:
-            self._outputs.forget()
 
     def judge(self, notices: Notices) -> bool:
         """Warn about a loss scale; return whether there was one. This reads from the device."""
         if self._evidence is None:
             return False
         evidence, self._evidence = self._evidence.tolist(), None
-        total, size, grad, told = evidence
-        is_finite = all(map(math.isfinite, evidence))
-        if not is_finite or min(grad, told) <= 0 or total <= CANCELLED * size:
-            return False  # an overflow, or noise: another step will tell
-        self.remove()
-        factor = total / grad / told
+        came, grad, told = evidence
+        if not all(map(math.isfinite, evidence)) or min(evidence) <= 0:
+            return False  # an overflow: another step will tell
+        self._is_done = True
+        factor = came / grad / told
         strength = max(factor, 1 / factor)
         if strength < LEAST_SCALE:
             return False
-        if strength < SURE_SCALE and not is_power_of_two(strength, HALF_PRECISION):
+        if strength < SURE_SCALE and not is_power_of_two(strength):
             return False
         if factor > 1:
             notices.give(
@@ -175,12 +83,6 @@ class LossScaleCheck:
                 "before step()",
             )
         return True
-
-    def remove(self) -> None:
-        """Remove the hooks; nothing is compared any more."""
-        if self._outputs is not None:
-            self._outputs.remove()
-            self._outputs = None
 
 
 class LaterUnscaling:
@@ -218,7 +120,7 @@ class LaterUnscaling:
         if not math.isfinite(factor) or factor <= 0:
             return
         self._is_done = True
-        if factor >= LEAST_SCALE and is_power_of_two(factor, FULL_PRECISION):
+        if factor >= LEAST_SCALE and is_power_of_two(factor):
             self._warn(notices)
 
     def _warn(self, notices: Notices) -> None:

@@ -157,6 +157,15 @@ class Layer(ABC):
         dtype = at_least_float32(x).dtype
         return a_rows.sum(2, dtype=dtype), g_rows.sum(2, dtype=dtype)
 
+    def gradient(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of g a^T over samples and positions, and a bound of its norm.
+
+        The sum [groups, g_dim, a_dim] is the gradient of weight and bias. The bound is the norm of
+        all a times the norm of all g. A sum that is much smaller consists of rounding errors.
+        """
+        a, g = (at_least_float32(rows.flatten(1, 2)) for rows in self.rows(x, g))
+        return g.mT @ a, a.norm() * g.norm()
+
     def _with_bias_sum(self, a: Tensor, positions: float) -> Tensor:
         """Append the column of the bias: a sum of ones over the positions."""
         if self.bias is None:

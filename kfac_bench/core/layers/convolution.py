@@ -150,6 +150,25 @@ class ConvLayer(Layer):
         g_rows = at_least_float32(self._output_rows(g))
         return self._with_bias_sum(a.transpose(0, 1), g_rows.shape[2]), g_rows.sum(2)
 
+    def gradient(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.gradient`. It needs no explicit patches."""
+        x, g = (at_least_float32(t) for t in self._batched(x, g))
+        x = self._pad(x)
+        return self._joined_gradient(x, g, self._weight_gradient(x, g))
+
+    def _weight_gradient(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Return the gradient of the weight of a convolution of padded ``inputs``."""
+        conv, no_padding = self._conv, [0] * (inputs.ndim - 2)
+        like = inputs.new_empty(self.weight.shape)
+        options = conv.stride, no_padding, conv.dilation, False, no_padding, conv.groups
+        backward = torch.ops.aten.convolution_backward
+        made: Tensor = backward(outputs, inputs, like, None, *options, [False, True, False])[1]
+        return made
+
+    def _joined_gradient(self, x: Tensor, g: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        bias = None if self.bias is None else g.transpose(0, 1).flatten(1).sum(1)
+        return self.to_matrix(weight, bias), x.norm() * g.norm() * self.taps**0.5
+
     def _batched(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Turn a single image [C, *spatial] into a batch of one."""
         return (x, g) if x.ndim == self.weight.ndim else (x.unsqueeze(0), g.unsqueeze(0))

@@ -62,6 +62,12 @@ class EmbeddingLayer(Layer):
         counts.scatter_add_(1, tokens, counts.new_ones(()).expand_as(tokens))
         return counts.unsqueeze(0), g.sum(2)
 
+    def gradient(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.gradient`."""
+        rows = self._output_rows(x, g).flatten(0, 2)
+        total = rows.new_zeros(self.weight.shape).index_add_(0, x.flatten(), rows)
+        return self.to_matrix(total, None), rows.norm() * len(rows) ** 0.5
+
     def _output_rows(self, x: Tensor, g: Tensor) -> Tensor:
         """Reshape g to [1, N, s, d]. Padding tokens get zeros: they do not reach the weight."""
         padding: int | None = self.modules[0].padding_idx  # type: ignore[assignment]

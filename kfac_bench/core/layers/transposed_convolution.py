@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_bench.core.kernels.gram import at_least_float32
@@ -83,6 +84,22 @@ class TransposedConvLayer(ConvLayer):
         a = transposed_sum(x, self._geometry(g)).transpose(0, 1)
         g_rows = at_least_float32(self._output_rows(g))
         return self._with_bias_sum(a, g_rows.shape[2]), g_rows.sum(2)
+
+    def gradient(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.gradient`. It is that of the convolution from outputs to inputs."""
+        x, g = (at_least_float32(t) for t in self._batched(x, g))
+        module = self._transposed
+        padding = module.padding
+        assert not isinstance(padding, str)
+        before: list[int] = []  # F.pad wants the last dimension first
+        after: list[int] = []  # perhaps negative: no pixel reaches these positions
+        for i, size in enumerate(x.shape[2:]):
+            span = module.dilation[i] * (module.kernel_size[i] - 1) + 1
+            reached = (size - 1) * module.stride[i] + span
+            before = [padding[i], 0, *before]
+            after = [0, reached - padding[i] - g.shape[i + 2], *after]
+        padded = F.pad(F.pad(g, before), after)
+        return self._joined_gradient(x, g, self._weight_gradient(padded, x))
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`Layer.to_matrix`."""
