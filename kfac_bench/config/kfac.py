@@ -147,7 +147,7 @@ class KFACConfig(Section):
     grafting: bool = option(
         True,
         "scale each layer's preconditioned gradient so that its part along the gradient is the "
-        "gradient",
+        "gradient, and limit the length of the rest",
         RESULT,
         original=False,
     )

@@ -173,12 +173,13 @@ class KFAC:
             predictions too much. With ``grafting`` the sum of eq. 16 is no change of predictions
             any more, and it grows with the model: set ``grafting=False`` too.
         grafting: Whether each layer's preconditioned gradient is scaled so that its part along the
-            layer's gradient is the gradient itself; its norm grows by at most 10 times. A step then
-            lowers the loss, to first order, at least as much as a step of the optimizer alone, and
-            the usual learning rate stays right. Default True. Grafting to the *norm* of the
-            gradient (Agarwal et al. 2020; Anil et al. 2020) makes shorter steps, which are slow at
-            small rates. The limits of the step come after grafting. Set False to repeat a paper on
-            K-FAC.
+            layer's gradient is the gradient itself. The part across it is shortened to at most 3
+            times the norm of the gradient; before optimizers that divide each element by its size,
+            such as Adam, to half of this norm. A step then lowers the loss, to first order, as much
+            as a step of the optimizer alone, and the usual learning rate stays right. Default True.
+            Grafting to the *norm* of the gradient (Agarwal et al. 2020; Anil et al. 2020) makes
+            shorter steps, which are slow at small rates. The limits of the step come after
+            grafting. Set False to repeat a paper on K-FAC.
         update_freq: A schedule: steps between two decompositions of a factor (default 100). Fewer
             steps follow the curvature better and cost more time.
         factor_update_freq: A schedule: steps between two updates of A and G (default 10).

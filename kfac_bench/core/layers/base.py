@@ -255,6 +255,8 @@ class Layer(ABC):
                     old.copy_(new)
                 elif of_old is None:
                     torch.mul(new, scale, out=old)
+                elif old.dtype == new.dtype:
+                    old.mul_(of_old).addcmul_(new, scale)
                 else:
                     old.mul_(of_old).add_(new * scale)
 
