@@ -105,6 +105,7 @@ class KFACCallback(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.preconditioner = KFAC(model, optimizer, **options_for(optimizer, self._options))
         self.preconditioner.attach(scaler)
+        self.preconditioner.in_optimizer_state = False  # the state is that of the callback
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Load the state, if training continues from a checkpoint."""
