@@ -18,10 +18,14 @@ BFLOAT16_ROWS = 128
 """Rows of the smaller side from which bfloat16 saves time: on a CPU with AVX-512 BF16, its products
 are 2 times as fast as those in float32 with 128 rows, and 4 times with 256 rows or more."""
 
-
 FLOOR = 3000
 """Entries of a gradient below ``FLOOR`` roundings of their root mean square count less and less.
 Rounding alone leaves about 10 roundings where a gradient is zero."""
+
+LIFT = 0.02
+"""What :func:`separated` adds to eigenvalues, divided by their mean."""
+
+GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,23 @@ class AdamMoments:
         # The mean of a square in the new basis, if entries in the old basis are uncorrelated.
         squares = change.square()
         self.second.copy_(self.second @ squares if is_a else squares.mT @ self.second)
+
+
+def separated(factor: Tensor) -> Tensor:
+    """Return a factor [..., n, n] whose eigenvectors do not depend on rounding errors.
+
+    Of eigenvalues that are equal, or far below the largest one, rounding errors choose the
+    eigenvectors. So different numbers are added to the diagonal: 0.5 to 1.5 times ``LIFT`` times
+    its mean, which is the mean eigenvalue. Larger numbers would change the eigenvectors that count:
+    with 0.03 of the largest element, the autoencoder of digits needs 1.1x more steps.
+    """
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    index = torch.arange(factor.shape[-1], device=factor.device, dtype=factor.dtype)
+    # Multiples of the golden ratio modulo 1 are spread evenly, and neighbours are far apart.
+    numbers = (index * GOLDEN).remainder_(1.0).add_(0.5)
+    lifted = factor.clone()
+    lifted.diagonal(dim1=-2, dim2=-1).add_(LIFT * diagonal.mean(-1, keepdim=True) * numbers)
+    return lifted
 
 
 def direction(

@@ -130,7 +130,7 @@ class Solver:
             inverse = linalg.damped_inverse(stacked, torch.cat(problem.dampings))
             return Inverse(inverse).split(sizes)
         if self._adam is not None:
-            stacked = linalg.separated(stacked)
+            stacked = adam.separated(stacked)
         if problem.bases:
             return Eigen(*linalg.orthogonal_iteration(stacked, stack(problem.bases))).split(sizes)
         return Eigen(*linalg.eigendecompose(stacked)).split(sizes)

@@ -181,28 +181,6 @@ def rotate(x: Tensor, a: Tensor | Blocks | None, g: Tensor | Blocks | None) -> T
     return x if a is None else times(x, a)
 
 
-LIFT = 0.02
-"""With 0.03 of the largest diagonal element, the autoencoder of digits needs 1.1x more steps."""
-
-GOLDEN = 0.6180339887498949
-
-
-def separated(factor: Tensor) -> Tensor:
-    """Return a factor [..., n, n] whose eigenvectors do not depend on rounding errors.
-
-    Of eigenvalues that are equal, or far below the largest one, rounding errors choose the
-    eigenvectors. So different numbers are added to the diagonal: 0.5 to 1.5 times ``LIFT`` times
-    its mean, which is the mean eigenvalue.
-    """
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    index = torch.arange(factor.shape[-1], device=factor.device, dtype=factor.dtype)
-    # Multiples of the golden ratio modulo 1 are spread evenly, and neighbours are far apart.
-    numbers = (index * GOLDEN).remainder_(1.0).add_(0.5)
-    lifted = factor.clone()
-    lifted.diagonal(dim1=-2, dim2=-1).add_(LIFT * diagonal.mean(-1, keepdim=True) * numbers)
-    return lifted
-
-
 def orthogonal_iteration(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Return v [..., n] and Q [..., n, n]: one QR step towards the eigenvectors of a factor.
 
