@@ -304,3 +304,26 @@ def test_fsdp2_with_distributed_checkpoint_continues_bit_by_bit(tmp_path, strate
     want = run_ranks(2, fsdp_on_rank, tmp_path, strategy, False)
     got = run_ranks(2, fsdp_on_rank, tmp_path, strategy, True)
     assert_same(got[0], want[0])
+
+
+def kfac_on_rank(folder, strategy):
+    models = []
+    for resumes in (False, True):
+        models.append(Net())
+        optimizer = SGD(models[-1].parameters(), 0.1)
+        kfac = KFAC(models[-1], optimizer, strategy=strategy, **OFTEN).attach()
+        states = {"model": models[-1].state_dict(), "kfac": kfac}
+        if resumes:
+            dcp.load(states, checkpoint_id=folder)
+        else:
+            train(models[-1], optimizer, range(3))
+            dcp.save(states, checkpoint_id=folder)
+        train(models[-1], optimizer, range(3, 6))
+    return [weights(model) for model in models]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["mem_opt", "owner_reduce"])
+def test_ranks_load_parts_of_a_kfac_with_distributed_checkpoint(tmp_path, strategy):
+    for first, resumed in run_ranks(2, kfac_on_rank, tmp_path, strategy):
+        assert_same(resumed, first)
