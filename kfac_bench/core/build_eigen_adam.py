@@ -49,8 +49,8 @@ def eigen_adam(
         options: Options of :class:`EigenAdam`.
 
     Returns:
-        The optimizer. Its attribute ``preconditioner`` is the KFAC, whose ``state_dict()`` belongs
-        into a checkpoint beside that of the optimizer.
+        The optimizer, whose ``state_dict()`` contains the state of the KFAC. Its attribute
+        ``preconditioner`` is the KFAC.
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.

@@ -1,9 +1,10 @@
 """The optimizer of method eigen_adam: it applies the updates of KFAC, and AdamW's for the rest."""
 
 import inspect
-from collections.abc import Callable, Iterable, MutableMapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from kfac_bench.core.distributed.dtensor import is_sharded
 from kfac_bench.core.execution.adam import AdamRule
 
 ORTHOGONALIZE = ("linear", "none")
+
+KEY = "kfac"
+"""The entry of a parameter's state that holds the state of K-FAC."""
 
 _COVERED: MutableMapping[Tensor, "_Cover"] = WeakTensorKeyDictionary()
 """The parameters that get their direction from some KFAC.
@@ -31,12 +35,41 @@ class _Cover:
     """The weight of the parameter's layer."""
 
 
+class StateOfKFAC(Protocol):
+    """What an optimizer needs of a KFAC for its own state; see :class:`.OptimizerState`."""
+
+    @property
+    def steps(self) -> int:
+        """The steps of the KFAC."""
+
+    @property
+    def is_included(self) -> bool:
+        """Whether the optimizer's state contains the KFAC's."""
+
+    def by_parameter(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state without communication."""
+
+    def load(self, saved: Mapping[Tensor, Any]) -> None:
+        """Take over a state."""
+
+    def gather(self) -> None:
+        """Let each rank get the whole state."""
+
+    def forget(self) -> None:
+        """Free the memory of :meth:`gather`."""
+
+
 class Coverage:
     """The parameters that get their direction from one KFAC, until :meth:`remove`.
 
     Args:
         layers: The weight and the bias of each layer that the KFAC covers.
+
+    Attributes:
+        state: The state of the KFAC, as soon as the KFAC is complete.
     """
+
+    state: StateOfKFAC | None = None
 
     def __init__(self, layers: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         self._params: list[TensorWeakRef] = []
@@ -136,6 +169,8 @@ class EigenAdam(AdamW):
         if orthogonal_steps < 1:
             raise ValueError(f"orthogonal_steps={orthogonal_steps}: must be at least 1")
         self.orthogonalize = orthogonalize
+        self._waiting: dict[Tensor, Any] = {}
+        self._lacks_kfac = False
         self.rule = AdamRule(
             betas,
             eps,
@@ -149,7 +184,8 @@ class EigenAdam(AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options, too. A copy has no KFAC, but a KFAC can be built for it."""
-        return super().__getstate__() | {"rule": self.rule, "orthogonalize": self.orthogonalize}
+        options = {"rule": self.rule, "orthogonalize": self.orthogonalize}
+        return super().__getstate__() | options | {"_waiting": self._waiting, "_lacks_kfac": False}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -158,7 +194,7 @@ class EigenAdam(AdamW):
         Raises:
             RuntimeError: There is no KFAC that covers the parameters.
         """
-        if not any(p in _COVERED for group in self.param_groups for p in group["params"]):
+        if not self._is_covered():
             raise RuntimeError(
                 "EigenAdam has no KFAC: build KFAC(model, optimizer, method='eigen_adam', "
                 "trust_ratio=None, grafting=False), or both with kfac_bench.eigen_adam(model)"
@@ -167,8 +203,10 @@ class EigenAdam(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_loaded()
         covered: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
+            self._note_kinds(group["params"])
             with_grad = [p for p in group["params"] if _has_direction(p)]
             if not with_grad:
                 continue
@@ -190,6 +228,102 @@ class EigenAdam(AdamW):
             for p, grad in covered:
                 p.grad = grad
         return loss
+
+    def _note_kinds(self, params: Iterable[Tensor]) -> None:
+        """Let ``state`` have an entry for each covered parameter, as tools of torch expect.
+
+        :meth:`state_dict` fills it. AdamW expects either all of its own entries or no entry.
+        """
+        for p in params:
+            if _has_direction(p):
+                self.state[p].setdefault(KEY, {})
+            elif p.grad is not None and "exp_avg" not in self.state[p]:
+                self.state[p].clear()
+
+    def _is_covered(self) -> bool:
+        return any(p in _COVERED for group in self.param_groups for p in group["params"])
+
+    def _states(self) -> list[StateOfKFAC]:
+        """Return the states of the KFACs that cover parameters, if they belong into this state."""
+        params = (p for group in self.param_groups for p in group["params"])
+        owners = {id(c.owner): c.owner for p in params if (c := _COVERED.get(p)) is not None}
+        states = (owner.state for owner in owners.values())
+        return [each for each in states if each is not None and each.is_included]
+
+    def consolidate_state_dict(self) -> None:
+        """Let each rank get the whole state, before :meth:`state_dict`; all ranks call it.
+
+        One process, and ``strategy="comm_opt"`` without ``background``, need no call. The state
+        stays in the memory of the CPU until the next step.
+        """
+        for each in self._states():
+            each.gather()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, with that of the KFAC, without communication.
+
+        Raises:
+            RuntimeError: Other ranks hold a part of it, and :meth:`consolidate_state_dict` was not
+                called after the last step.
+        """
+        packed = super().state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
+        ids = [i for group in packed["param_groups"] for i in group["params"]]
+        state = {
+            i: {k: v for k, v in entry.items() if k != KEY} for i, entry in packed["state"].items()
+        }
+        by_parameter: dict[Tensor, Any] = dict(self._waiting)
+        for each in self._states():
+            by_parameter |= each.by_parameter()
+        for i, p in zip(ids, params, strict=True):
+            if p in by_parameter:
+                state.setdefault(i, {})[KEY] = by_parameter[p]
+        return packed | {"state": {i: entry for i, entry in state.items() if entry}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state. Without a KFAC, its part waits until a KFAC is built.
+
+        Raises:
+            ValueError: The state does not fit.
+        """
+        own, of_kfac = {}, {}
+        for i, entry in state_dict["state"].items():
+            own[i] = {k: v for k, v in entry.items() if k != KEY}
+            if KEY in entry:
+                of_kfac[i] = entry[KEY]
+        super().load_state_dict(
+            state_dict | {"state": {i: entry for i, entry in own.items() if entry}}
+        )
+        params = (p for group in self.param_groups for p in group["params"])
+        ids = (i for group in state_dict["param_groups"] for i in group["params"])
+        saved = {p: of_kfac[i] for i, p in zip(ids, params, strict=True) if i in of_kfac}
+        for p in saved:
+            self.state[p].setdefault(KEY, {})
+        states = self._states()
+        self._lacks_kfac = not saved and bool(own or states)
+        self._waiting = {} if self._is_covered() else saved
+        if saved:
+            for each in states:
+                each.load(saved)
+
+    def give_waiting_state(self, coverage: Coverage) -> None:
+        """Load into a new KFAC what :meth:`load_state_dict` got before there was one."""
+        waiting, self._waiting = self._waiting, {}
+        if waiting and coverage.state is not None:
+            coverage.state.load(waiting)
+
+    def _check_loaded(self) -> None:
+        """Warn in the first step after a state without that of the KFAC was loaded."""
+        if not self._lacks_kfac:
+            return
+        self._lacks_kfac = False
+        if any(each.steps <= 1 for each in self._states()):
+            warnings.warn(
+                "EigenAdam: the loaded state lacks the moments and factors of K-FAC, because an "
+                "older version or another optimizer saved it. They start empty. If K-FAC's state "
+                "was saved apart, load it with preconditioner.load_state_dict() before training",
+                stacklevel=3,
+            )
 
 
 def find_eigen_adam(optimizer: Optimizer) -> EigenAdam | None:

@@ -22,10 +22,12 @@ from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
+from kfac_bench.core.eigen_adam_optimizer import Coverage, find_eigen_adam
 from kfac_bench.core.first_steps import FirstSteps, measure
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layer_plan import choose_within_budget
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, SkippedModule
+from kfac_bench.core.optimizer_state import OptimizerState
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
@@ -269,6 +271,9 @@ class KFAC:
         choice: What ``max_overhead`` chose (:class:`~kfac_bench.core.planning.budget.Choice`); None
             without it, and in the first steps.
         steps: Number of finished calls of :meth:`step`, without those before a :attr:`choice`.
+        in_optimizer_state: Whether ``state_dict()`` of an EigenAdam contains the state of this
+            KFAC, and ``load_state_dict()`` loads it. Default True. Set False if you save
+            :meth:`state_dict` of the KFAC itself.
         track_cosine: Set True before a step to compute per-layer cosines in that step; read them
             with :meth:`statistics`.
         time_stages: Set True to wait for the GPU where a stage starts and ends. Otherwise
@@ -357,8 +362,11 @@ class KFAC:
         self.steps = 0
         self.track_cosine = False
         self.time_stages = False
+        self.in_optimizer_state = True
         self.choice: Choice | None = None
         self._build(model, options)
+        if self._coverage is not None:
+            self._take_waiting_state(self._coverage)
         self._first_steps: FirstSteps | None = None
         if max_overhead is not None:
             names = [layer.name for layer in self._layers]
@@ -382,6 +390,29 @@ class KFAC:
         ownership.take(self, self._layers, hooks)
         if self._attachment is not None:
             self._guards.release_optimizer()
+
+    def _take_waiting_state(self, coverage: Coverage) -> None:
+        """Load what EigenAdam has loaded before there was a KFAC."""
+        coverage.state = OptimizerState(self, self._executor)
+        optimizer = find_eigen_adam(self._optimizer)
+        assert optimizer is not None
+        try:
+            optimizer.give_waiting_state(coverage)
+        except ValueError:
+            self.detach()
+            raise
+
+    def __getstate__(self) -> object:
+        """Refuse to be copied or pickled: a copy would have no hooks, and would do nothing.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a KFAC cannot be copied or pickled, because its hooks belong to one model and one "
+            "optimizer. Copy the model and the optimizer, build a KFAC for the copies, and load "
+            "state_dict() of this KFAC into it"
+        )
 
     def attach(self, scaler: Scaler | None = None) -> Self:
         """Make each ``optimizer.step()`` run K-FAC first; do not call :meth:`step` then.
@@ -450,8 +481,24 @@ class KFAC:
         order = self._guards.order
         # An optimizer may step without a new backward: frameworks do so to make its state.
         is_idle = self.collective.world_size == 1 and not order.has_gradients()
-        if not is_idle and not order.is_untouched():
+        if not is_idle and not order.is_untouched() and not self._makes_state():
             self._step(loss_scale)
+
+    def _makes_state(self) -> bool:
+        """Return whether the optimizer steps without a backward, only to make its state.
+
+        torch.distributed.checkpoint does so, with gradients of zeros and a learning rate of 0.
+        """
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        # Other steps must not wait for the device, so a rate on the device counts as above 0.
+        is_still = all(
+            not (isinstance(lr, Tensor) and lr.device.type != "cpu") and lr == 0 for lr in rates
+        )
+        if self._capture is None or not is_still or self._capture.passes.has_gradients:
+            return False
+        if self.collective.world_size > 1:  # gradients may be zero on one rank only
+            return not self._capture.has_forward
+        return not any(x.weight.grad is not None and x.weight.grad.any() for x in self._layers)
 
     def _step(self, loss_scale: LossScale) -> None:
         if self._capture is None:
@@ -471,6 +518,9 @@ class KFAC:
             time_stages=self.time_stages,
         )
         self.steps += 1
+        self._capture.has_forward = False
+        if self._coverage is not None and self._coverage.state is not None:
+            self._coverage.state.forget()
         self._capture.enabled = self._schedules.factors_due(self.steps)
 
     def _watch(self, first: FirstSteps) -> None:
@@ -714,7 +764,12 @@ class KFAC:
             shard: Return only what this rank decomposes. The shards of all ranks together hold
                 everything once.
         """
-        layers = state.layers_state(self._executor, shard=shard)
+        # Without shapes, torch.distributed.checkpoint could not load into a new KFAC.
+        layers = (
+            state.layers_state(self._executor, shard=shard)
+            if self.steps
+            else state.empty_layers(self._executor)
+        )
         saved: dict[str, Any] = {"steps": self.steps, "layers": layers}
         if self._adaptive is not None:
             saved["damping"] = self._adaptive.value
@@ -723,6 +778,11 @@ class KFAC:
         if self.choice is not None:
             saved["choice"] = asdict(self.choice)
         return saved
+
+    @property
+    def holds_whole_state(self) -> bool:
+        """Whether :meth:`state_dict` of each rank has everything."""
+        return state.is_whole(self._executor)
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Take over one :meth:`state_dict`, or the shards of all ranks.
@@ -740,6 +800,8 @@ class KFAC:
             if choice is not None and choice != self.choice:
                 self._take(choice)
         steps = state_check.check(merged, states, self._executor)
+        if not steps:
+            merged = {}
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
         self._guards.leave(states[0].get("left", ()))

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from kfac_bench.core.execution.adam import AdamMoments
 from kfac_bench.core.execution.background_slices import factors_of
-from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
+from kfac_bench.core.execution.decomposition import Decomposition, Eigen, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import FACTORS, side_of
 from kfac_bench.core.planning.plan import EIGEN_ADAM
+from kfac_bench.core.planning.sizes import has_second_moment
 from kfac_bench.core.schedule import first_step
 
 LayersState = dict[str, dict[str, Any]]
@@ -29,6 +31,46 @@ these were "skipped" because a gradient had overflowed. If another
 decomposition is not in use yet (``background=True``), it is under "pending" in the same form, with
 the "step" in which it comes into use. It has no tensors if the factor could not be decomposed.
 """
+
+
+def is_whole(run: Executor) -> bool:
+    """Return whether each rank holds everything."""
+    plan = run.plan
+    if run.background is not None and plan.world_size > 1:
+        return False  # only the rank that decomposes a factor holds what is not in use yet
+    every = tuple(range(plan.world_size))
+    return plan.factors_on == "all" and all(p.grad_workers == every for p in plan.placements)
+
+
+def empty_layers(run: Executor) -> LayersState:
+    """Return the state before the first step, with all shapes; all numbers are 0.
+
+    torch.distributed.checkpoint loads only what is in the state of the object that it loads into.
+    """
+    layers: LayersState = {}
+    for name, layer in run.layers.items():
+        spec, dtype = layer.spec, torch.promote_types(layer.weight.dtype, torch.float32)
+        zeros = partial(torch.zeros, dtype=dtype, device=layer.weight.device)
+        layers[name] = {}
+        for factor in spec.factors if run.plan.factors else ():
+            shape = spec.factor_shape(factor)
+            kind = type_of(run.plan.method, is_diagonal=spec.is_diagonal(factor))
+            shapes = [shape[:2], shape] if kind is Eigen else [shape]
+            layers[name][factor] = {
+                "factor": zeros(shape),
+                "weight": zeros(()),
+                _kind(run): [zeros(each) for each in shapes],
+            }
+        if has_second_moment(spec, run.plan.method):
+            layers[name]["second_moment"] = zeros(spec.grad_shape)
+        if run.plan.method == EIGEN_ADAM:
+            layers[name]["adam"] = {
+                "first": zeros(spec.grad_shape),
+                "second": zeros(spec.grad_shape),
+                "steps": 0,
+                "skipped": zeros((spec.groups, 1, 1)),
+            }
+    return layers
 
 
 def layers_state(run: Executor, *, shard: bool) -> LayersState:

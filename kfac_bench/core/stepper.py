@@ -67,6 +67,7 @@ class Stepper:
         """
         self._refuse_join()
         settings, executor = self._schedules.at(step), self._executor
+        self._guards.check_dtypes()
         # Not a method: the executor outlives this object, so it must not refer to this object.
         wait = partial(_synchronize, self._layers[0].weight.device)
         executor.synchronize = wait if time_stages else None

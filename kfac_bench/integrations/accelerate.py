@@ -53,6 +53,7 @@ def attach_kfac(
         )
     keywords = options_for(optimizer.optimizer, options)
     preconditioner = KFAC(model, optimizer.optimizer, **keywords).attach(accelerator.scaler)
+    preconditioner.in_optimizer_state = False
     accelerator.register_for_checkpointing(_Checkpointed(preconditioner))
     return preconditioner
 

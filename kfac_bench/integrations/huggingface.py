@@ -84,6 +84,7 @@ class KFACCallback(TrainerCallback):
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         keywords = options_for(optimizer.optimizer, self._options)
         preconditioner = KFAC(model, optimizer.optimizer, **keywords).attach(optimizer.scaler)
+        preconditioner.in_optimizer_state = False  # the state is in a file of its own
         self.preconditioner = preconditioner
         if preconditioner.fisher != "empirical":
             self._labels_hook = send_labels(model, preconditioner)

@@ -114,6 +114,7 @@ class KFACCallback(Callback):
         self.preconditioner = KFAC(model, optimizer, **options_for(optimizer, self._options))
         self.preconditioner.attach(scaler)
         self._attached_to = optimizer
+        self.preconditioner.in_optimizer_state = False  # the state is that of the callback
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Load the state, if training continues from a checkpoint.

@@ -18,7 +18,7 @@ def whole_state(preconditioner: KFAC) -> dict[str, Any] | None:
     sent and every rank gets the state. Otherwise the ranks send their shards to rank 0, and the
     other ranks get None.
     """
-    if _each_rank_holds_everything(preconditioner):
+    if preconditioner.holds_whole_state:
         return preconditioner.state_dict()
     shards: list[Any] | None = None
     if preconditioner.collective.rank == 0:
@@ -33,11 +33,3 @@ def load_whole_state(preconditioner: KFAC, state: Mapping[str, Any]) -> None:
     The number of ranks and the strategy may have changed.
     """
     preconditioner.load_state_dict(*state.get("shards", [state]))
-
-
-def _each_rank_holds_everything(preconditioner: KFAC) -> bool:
-    plan = preconditioner.plan
-    if preconditioner.background and plan.world_size > 1:
-        return False  # only the rank that decomposes a factor holds what is not in use yet
-    every = tuple(range(plan.world_size))
-    return plan.factors_on == "all" and all(p.grad_workers == every for p in plan.placements)

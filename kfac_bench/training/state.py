@@ -36,6 +36,8 @@ class State:
     ) -> None:
         self._model, self._optimizer, self._kfac = model, optimizer, kfac
         self._scaler, self._backend, self._ranks = scaler, backend, backend.ranks
+        if kfac is not None:
+            kfac.in_optimizer_state = False  # each rank saves a shard
 
     def is_finite(self) -> bool:
         """Return whether all weights are finite, on all ranks."""

@@ -34,7 +34,7 @@ def test_loading_forgets_what_the_preconditioner_held():
     first = step(model, kfac, seed=1)
     step(model, kfac, seed=2)
     kfac.load_state_dict(empty)
-    assert tensors_of(kfac.state_dict()) == []
+    assert not any(tensor.any() for tensor in tensors_of(kfac.state_dict()))
     for again, once in zip(step(model, kfac, seed=1), first, strict=True):
         assert torch.equal(again, once)
 

@@ -1,6 +1,7 @@
 """One call in a script with the real Accelerator, and a loop with timm's parts."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_bench import KFAC
+from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
@@ -41,17 +42,20 @@ def sgd(params):
 class Script:
     """A script with an Accelerator: 2 micro-batches per step, gradients are clipped."""
 
-    def __init__(self, scaler=None, options=OPTIONS, make_optimizer=sgd):
+    def __init__(self, scaler=None, options=OPTIONS, make_optimizer=sgd, attaches=True):
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         if scaler is not None:  # Accelerate makes one on a GPU only
             self.accelerator.scaler = scaler
         model = network()
-        optimizer = make_optimizer(model.parameters())
+        optimizer = make_optimizer(model.parameters() if attaches else model)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if scaler is not None:  # after prepare, so that the model computes in float32
             self.accelerator.native_amp = True
             self.accelerator.state._mixed_precision = "fp16"
-        self.kfac = attach_kfac(self.accelerator, self.model, self.optimizer, **options)
+        if attaches:
+            self.kfac = attach_kfac(self.accelerator, self.model, self.optimizer, **options)
+        else:
+            self.kfac = optimizer.preconditioner
 
     def train(self, begin, end):
         for step in range(begin, end):
@@ -141,18 +145,21 @@ def test_a_loaded_state_continues_bit_by_bit(tmp_path):
     assert_equal(resumed.train(6, 14), want)
 
 
-EIGEN = {"make_optimizer": EigenAdam, "options": {"update_freq": 2, "factor_update_freq": 1}}
+OFTEN = {"update_freq": 2, "factor_update_freq": 1}
+EIGEN = {"make_optimizer": EigenAdam, "options": OFTEN}
+ALONE = {"make_optimizer": partial(eigen_adam, kfac=OFTEN), "attaches": False}
 
 
-def test_eigen_adam_continues_bit_by_bit_and_needs_no_options(tmp_path):
-    script = Script(**EIGEN)
+@pytest.mark.parametrize("options", [EIGEN, ALONE], ids=["attach_kfac", "alone"])
+def test_eigen_adam_continues_bit_by_bit_and_needs_no_options(tmp_path, options):
+    script = Script(**options)
     before = script.train(0, 6)
     script.accelerator.save_state(tmp_path)
     want = script.train(6, 14)
     assert script.kfac.plan.method == "eigen_adam"
     assert not torch.equal(before["0.weight"], want["0.weight"])
     forget()
-    resumed = Script(**EIGEN)
+    resumed = Script(**options)
     resumed.accelerator.load_state(tmp_path)
     assert_equal(resumed.train(6, 14), want)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 
-from kfac_bench import KFAC
+from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support import slow_keys
 from tests.support.distributed import run_ranks
@@ -152,26 +152,39 @@ def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
         assert torch.equal(entry["G"]["factor"], state["layers"][name]["G"]["factor"])
 
 
+OFTEN = {"update_freq": 2, "factor_update_freq": 1}
+
+
 class WithEigenAdam(transformers.Trainer):
     """A Trainer that makes the optimizer of method eigen_adam."""
 
     def create_optimizer(self, *args, **kwargs):
-        self.optimizer = EigenAdam(self.model.parameters(), lr=self.args.learning_rate)
+        if any(isinstance(c, KFACCallback) for c in self.callback_handler.callbacks):
+            self.optimizer = EigenAdam(self.model.parameters(), lr=self.args.learning_rate)
+        else:
+            self.optimizer = eigen_adam(self.model, lr=self.args.learning_rate, kfac=OFTEN)
         return self.optimizer
 
 
-def test_eigen_adam_resumes_bit_by_bit_and_needs_no_options(tmp_path):
+@pytest.mark.parametrize("callbacks", [True, False])
+def test_eigen_adam_resumes_bit_by_bit_and_needs_no_options(tmp_path, callbacks):
     """A checkpoint at step 3 of 8; decompositions in steps 0, 2, 4 and 6."""
-    options = {"update_freq": 2, "factor_update_freq": 1}
-    whole = KFACCallback(**options)
-    trainer = trainer_in(tmp_path, whole, cls=WithEigenAdam)
+
+    def make():
+        made = [KFACCallback(**OFTEN)] if callbacks else []
+        return trainer_in(tmp_path, *made, cls=WithEigenAdam)
+
+    trainer = make()
     start = weights(trainer)
     trainer.train()
     want = weights(trainer)
-    assert whole.preconditioner.plan.method == "eigen_adam"
     assert not torch.equal(want["lm_head.weight"], start["lm_head.weight"])
-    resumed = trainer_in(tmp_path, KFACCallback(**options), cls=WithEigenAdam)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    folder = tmp_path / "checkpoint-3"
+    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    assert (folder / "kfac.pt").exists() == callbacks
+    assert any("kfac" in entry for entry in state.values()) != callbacks
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(folder))
     assert_equal(weights(resumed), want)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kfac_bench import KFAC
+from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from tests.support.distributed import run_ranks
 from tests.support.examples import run_example
@@ -20,6 +20,7 @@ from tests.support.examples import run_example
 pytest.importorskip("lightning")
 import lightning.fabric as lightning_fabric
 import lightning.pytorch as lightning
+from lightning.fabric import Fabric
 
 from kfac_bench.integrations.lightning import KFACCallback
 
@@ -130,28 +131,56 @@ def test_the_trainer_does_what_a_loop_does(name):
     assert_equal(model, want)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, EigenAdam])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, EigenAdam, eigen_adam])
 def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path, optimizer):
     kfac = OPTIONS
-    if optimizer is EigenAdam:
+    if optimizer is not torch.optim.SGD:
         kfac = {"update_freq": 4, "factor_update_freq": 2}
+
+    def callbacks():
+        return [] if optimizer is eigen_adam else [KFACCallback(**kfac)]
 
     def module():
         made = module_of(lightning)
         made.optimizer_class, made.learning_rate = optimizer, 0.01
+        if optimizer is eigen_adam:  # it attaches K-FAC itself, and its state has K-FAC's
+            made.optimizer_class = lambda params, lr: eigen_adam(made, lr, kfac=kfac)
         return made
 
     whole = module()
     saved = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)
     options = {"enable_checkpointing": True, "max_epochs": 4}
-    trainer_with(KFACCallback(**kfac), saved, **options).fit(whole, loader(7))
+    trainer_with(*callbacks(), saved, **options).fit(whole, loader(7))
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) == 4
     for path in paths[:3]:  # at steps 7, 14 and 21; decompositions are due at multiples of 4
-        resumed, callback = module(), KFACCallback(**kfac)
-        trainer_with(callback, saved, **options).fit(resumed, loader(7), ckpt_path=path)
-        assert callback.preconditioner.steps == 28
+        resumed, made = module(), callbacks()
+        trainer_with(*made, saved, **options).fit(resumed, loader(7), ckpt_path=path)
+        assert all(callback.preconditioner.steps == 28 for callback in made)
         assert_equal(resumed, whole)
+
+
+def test_fabric_continues_eigen_adam_bit_by_bit(tmp_path):
+    fabric = Fabric(accelerator="cpu", devices=1)
+
+    def make():
+        made = network()
+        return fabric.setup(made, eigen_adam(made, 0.01))
+
+    def train(model, optimizer):
+        for x, y in loader():
+            optimizer.zero_grad()
+            fabric.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+
+    whole = make()
+    train(*whole)
+    fabric.save(tmp_path / "state", dict(zip("mo", whole, strict=True)))
+    train(*whole)
+    resumed = make()
+    fabric.load(tmp_path / "state", dict(zip("mo", resumed, strict=True)))
+    train(*resumed)
+    assert_equal(resumed[0], whole[0])
 
 
 def test_a_fit_after_a_test_starts_over(tmp_path):

@@ -36,6 +36,11 @@ class CountedPasses:
         """Whether the program is inside :meth:`pause`."""
         return self._pauses > 0
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward that counts has left gradients since the last :meth:`end`."""
+        return self._watch.has_marks
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Let forwards and backwards inside the block leave nothing."""

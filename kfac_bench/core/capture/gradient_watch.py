@@ -76,6 +76,11 @@ class GradientWatch:
         self._failed: set[str] = set()  # layers that a backward had reached when it failed
         self._reached: dict[int, dict[str, Layer]] = {}  # by graph task, while it runs
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether gradients are remembered."""
+        return bool(self._marks)
+
     def expect(self, layer: Layer) -> None:
         """Note that the running backward adds to ``.grad`` of the layer."""
         task = torch._C._current_graph_task_id()

@@ -97,6 +97,8 @@ class Capture:
     ) -> None:
         self.seconds = 0.0
         """Host time in the hooks. The owner resets it."""
+        self.has_forward = False
+        """Whether the model has run with gradients. The owner resets it."""
         self._sampled = sampled
         self._moments, self.handover = moments, handover
         by_name = {layer.name: layer for layer in layers}
@@ -151,6 +153,7 @@ class Capture:
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
         self._waiting.begin_forward()
+        self.has_forward |= torch.is_grad_enabled()
 
     def _on_forward(
         self,

@@ -140,6 +140,8 @@ class Solver:
         if self._method == "inverse":
             inverse = linalg.damped_inverse(stacked, torch.cat(problem.dampings))
             return Inverse(inverse).split(sizes)
+        if self._adam is not None:
+            stacked = adam.separated(stacked)
         if problem.bases:
             return Eigen(*linalg.orthogonal_iteration(stacked, stack(problem.bases))).split(sizes)
         return Eigen(*linalg.eigendecompose(stacked)).split(sizes)

@@ -7,6 +7,7 @@ the guards, their thresholds, and what they cannot see.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -70,6 +71,7 @@ class Guards:
         self._mean = MeanCheck() if identity is not None and sees_moments else None
         self._width = WidthCheck(layers, plan, collective.rank) if sees_rows else None
         self._unscaling: LaterUnscaling | None = LaterUnscaling(layers[-1])
+        self._dtypes: dict[str, torch.dtype] = {}
         self._handle: RemovableHandle | None = None
         hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
         if hooks is not None:  # wrappers of frameworks have none
@@ -79,6 +81,22 @@ class Guards:
         self.order.optimizer_steps()
         if self._unscaling is not None:
             self._unscaling.see(optimizer, self._notices)
+
+    def check_dtypes(self) -> None:
+        """Check that the weights have the dtypes of the first step.
+
+        Raises:
+            RuntimeError: They have others, so that factors and gradients do not fit together.
+        """
+        for layer in self._layers:
+            now = layer.weight.dtype
+            first = self._dtypes.setdefault(layer.name, now)
+            if now != first:
+                raise RuntimeError(
+                    f"the weight of {layer.name} was {first} in the first step of K-FAC and is "
+                    f"{now} now. Convert the model before you build KFAC. Or build another KFAC "
+                    "and load state_dict() of this KFAC"
+                )
 
     def see_statistics(
         self, collected: Mapping[str, Collected], loss_scale: float | Tensor

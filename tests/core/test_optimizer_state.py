@@ -1,0 +1,329 @@
+"""The state of an optimizer alone continues a run of EigenAdam, also with torch's own tools."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD
+
+from kfac_bench import KFAC, eigen_adam
+from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
+from kfac_bench.core.distributed.dtensor import full, is_sharded
+from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from tests.core.test_eigen_adam import LR, Net, batch
+from tests.support.distributed import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+OFTEN = {"update_freq": 2, "factor_update_freq": 1}
+
+
+class Attentive(nn.Module):
+    """Attention, whose three projections are layers that share one weight, and a grouped layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.grouped = nn.Conv1d(8, 4, 1, groups=2)
+        self.norm = nn.LayerNorm(4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.reshape(len(x), 2, 8)
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.last(self.norm(self.grouped(x.mT).mean(-1)))
+
+
+def train(model, optimizer, steps):
+    """Train on this rank's part of each batch; return the losses."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    losses = []
+    for i in steps:
+        x, y = (part.chunk(ranks)[rank] for part in batch(i))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        for p in model.parameters():
+            if ranks > 1 and not is_sharded(p):
+                dist.all_reduce(p.grad)
+                p.grad.div_(ranks)
+        optimizer.step()
+    return losses
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def weights(model):
+    return [full(p.detach()).clone() for p in model.parameters()]
+
+
+def assert_same(ours, theirs):
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.equal(one, two)
+
+
+def with_sgd(model):
+    optimizer = SGD(model.parameters(), 0.1)
+    optimizer.preconditioner = KFAC(model, optimizer, **OFTEN).attach()
+    return optimizer
+
+
+def save(folder, model, optimizer, options=None):
+    states = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.save(states, checkpoint_id=folder)
+
+
+def load(folder, model, optimizer, options=None):
+    states = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.load(states, checkpoint_id=folder)
+    set_model_state_dict(model, states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"], options=options)
+
+
+@pytest.mark.parametrize("make", [Net, Attentive])
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+def test_distributed_checkpoint_continues_bit_by_bit(tmp_path, background, flatten, make):
+    """In the background, decompositions have begun at step 3 that are not in use."""
+    kfac = OFTEN | {"background": background}
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model = make()
+    optimizer = eigen_adam(model, LR, kfac=kfac)
+    train(model, optimizer, range(3))
+    save(tmp_path, model, optimizer, options)
+    train(model, optimizer, range(3, 8))
+    again = make()
+    resumed = eigen_adam(again, LR, kfac=kfac)
+    load(tmp_path, again, resumed, options)
+    assert resumed.preconditioner.steps == 3
+    train(again, resumed, range(3, 8))
+    assert_same(weights(again), weights(model))
+
+
+def test_distributed_checkpoint_loads_into_a_new_kfac(tmp_path):
+    model = Net()
+    optimizer = with_sgd(model)
+    train(model, optimizer, range(3))
+    saved = {"model": model.state_dict(), "kfac": optimizer.preconditioner}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    train(model, optimizer, range(3, 6))
+    again = Net()
+    resumed = with_sgd(again)
+    dcp.load({"model": again.state_dict(), "kfac": resumed.preconditioner}, checkpoint_id=tmp_path)
+    train(again, resumed, range(3, 6))
+    assert_same(weights(again), weights(model))
+
+
+@pytest.mark.parametrize("make", [with_sgd, eigen_adam])
+@pytest.mark.parametrize("at", [0, 3])
+def test_making_the_state_is_no_step(make, at):
+    """torch steps the optimizer with gradients of zeros if the optimizer has no state."""
+    losses = []
+    for calls in (False, True):
+        model = Net()
+        model.norm.requires_grad_(False)  # AdamW's steps for a norm do count: that is torch's way
+        optimizer = make(model)
+        before = train(model, optimizer, range(at))
+        optimizer.zero_grad()
+        if calls:
+            get_optimizer_state_dict(model, optimizer)
+        assert optimizer.preconditioner.steps == at
+        losses.append(before + train(model, optimizer, range(at, 8)))
+    assert losses[0] == losses[1]
+
+
+def test_a_state_waits_for_the_kfac():
+    """The Trainers of frameworks load a checkpoint before a callback builds KFAC."""
+    model = Net()
+    optimizer = eigen_adam(model, LR)
+    train(model, optimizer, range(3))
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(3, 6))
+    again = Net()
+    again.load_state_dict(saved[0])
+    resumed = EigenAdam(again.parameters(), LR)
+    resumed.load_state_dict(saved[1])
+    resumed.load_state_dict(resumed.state_dict())  # Accelerate does so
+    KFAC(again, resumed, **KFAC_DEFAULTS).attach()
+    train(again, resumed, range(3, 6))
+    assert_same(weights(again), weights(model))
+
+
+def test_a_state_from_before_loads_with_that_of_the_kfac():
+    """It has no entry of K-FAC, so alone it would go on with empty moments."""
+    model = Net()
+    optimizer = eigen_adam(model, LR)
+    train(model, optimizer, range(3))
+    kfac = through_a_file(optimizer.preconditioner.state_dict())
+    optimizer.preconditioner.in_optimizer_state = False
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+    assert sorted(saved[1]["state"]) == [2, 3]  # the norm
+    train(model, optimizer, range(3, 6))
+    again = Net()
+    again.load_state_dict(saved[0])
+    resumed = eigen_adam(again, LR)
+    resumed.load_state_dict(copy.deepcopy(saved[1]))
+    with pytest.warns(UserWarning, match="lacks the moments and factors") as given:
+        train(again, resumed, range(3, 5))
+    assert len(given) == 1
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    resumed.preconditioner.load_state_dict(kfac)
+    train(again, resumed, range(3, 6))
+    assert_same(weights(again), weights(model))
+
+
+def test_a_damaged_state_is_refused():
+    model = Net()
+    optimizer = eigen_adam(model, LR)
+    train(model, optimizer, range(2))
+    for damage in (
+        lambda entry: entry.pop("0"),
+        lambda entry: entry.update({"0": 3}),
+        lambda entry: entry["0"]["A"].pop("weight"),
+        lambda entry: entry["0"]["adam"].update(first=torch.zeros(2)),
+        lambda entry: entry["0"]["adam"].update(steps="many"),
+        lambda entry: entry["0"]["G"].update(eigen=[]),
+        lambda entry: entry.update(steps=-1),
+    ):
+        saved = through_a_file(optimizer.state_dict())
+        damage(saved["state"][4]["kfac"])
+        with pytest.raises(ValueError, match="state") as error:
+            optimizer.load_state_dict(saved)
+        assert "\n" not in str(error.value)
+
+
+def test_a_copy_is_refused():
+    model = Net()
+    optimizer = with_sgd(model)
+    with pytest.raises(TypeError, match="build a KFAC for the copies"):
+        copy.deepcopy((model, optimizer, optimizer.preconditioner))
+
+
+@pytest.mark.parametrize("make", [with_sgd, eigen_adam])
+def test_another_dtype_after_the_first_step_is_refused(make):
+    model = Net()
+    optimizer = make(model)
+    train(model, optimizer, range(1))
+    model.double()
+    F.cross_entropy(model(batch(1)[0].double()), batch(1)[1]).backward()
+    with pytest.raises(RuntimeError, match=r"conv was torch\.float32 .* torch\.float64 now"):
+        optimizer.step()
+
+
+def on_rank(options, saved=None, steps=range(3), more=range(3, 6)):
+    """Train on ranks; return the state in between and the weights."""
+    model = Net()
+    optimizer = eigen_adam(model, 0.001, kfac=OFTEN | options)
+    if saved is not None:
+        saved = copy.deepcopy(saved)  # ranks of a test share memory
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    elif not optimizer.preconditioner.holds_whole_state:
+        train(model, optimizer, steps)
+        with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\) on all ranks"):
+            optimizer.state_dict()
+    else:
+        train(model, optimizer, steps)
+    optimizer.consolidate_state_dict()
+    state = through_a_file([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, more)
+    result = state, weights(model)
+    optimizer.preconditioner.detach()
+    return result
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "mem_opt"},
+        {"strategy": "owner_reduce"},
+        {"strategy": "comm_opt", "background": True},
+    ],
+    ids=str,
+)
+def test_ranks_continue_bit_by_bit(options):
+    """All ranks get the same whole state, which continues on one process, too."""
+    (saved, want), (other, _) = run_ranks(2, on_rank, options)
+    assert repr(saved) == repr(other)
+    assert_same(run_ranks(2, on_rank, options, saved)[1][1], want)
+    if "background" in options:
+        return
+    _, alone = on_rank({"spread": False}, saved)
+    for ours, theirs in zip(alone, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def fsdp_on_rank(folder, strategy, resumes):
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = eigen_adam(model, LR, kfac=OFTEN | {"strategy": strategy})
+    if resumes:
+        load(folder, model, optimizer)
+    else:
+        train(model, optimizer, range(3))
+        optimizer.consolidate_state_dict()
+        save(folder, model, optimizer)
+    train(model, optimizer, range(3, 6))
+    optimizer.preconditioner.detach()
+    return weights(model)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+def test_fsdp2_with_distributed_checkpoint_continues_bit_by_bit(tmp_path, strategy):
+    want = run_ranks(2, fsdp_on_rank, tmp_path, strategy, False)
+    got = run_ranks(2, fsdp_on_rank, tmp_path, strategy, True)
+    assert_same(got[0], want[0])
+
+
+def kfac_on_rank(folder, strategy):
+    models = []
+    for resumes in (False, True):
+        models.append(Net())
+        optimizer = SGD(models[-1].parameters(), 0.1)
+        kfac = KFAC(models[-1], optimizer, strategy=strategy, **OFTEN).attach()
+        states = {"model": models[-1].state_dict(), "kfac": kfac}
+        if resumes:
+            dcp.load(states, checkpoint_id=folder)
+        else:
+            train(models[-1], optimizer, range(3))
+            dcp.save(states, checkpoint_id=folder)
+        train(models[-1], optimizer, range(3, 6))
+    return [weights(model) for model in models]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["mem_opt", "owner_reduce"])
+def test_ranks_load_parts_of_a_kfac_with_distributed_checkpoint(tmp_path, strategy):
+    for first, resumed in run_ranks(2, kfac_on_rank, tmp_path, strategy):
+        assert_same(resumed, first)
