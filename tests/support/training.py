@@ -268,8 +268,8 @@ def owners_alone(make_model, make_batch, options, owners):
         ]  # fmt: skip
         nu = 1.0
         if options.get("method") != "eigen_adam":
-            dots = [(p * g).sum() for p, g in zip(*flat, strict=True)]
-            nu = linalg.kl_clip_scale(linalg.kl_clip_sum(dots, [LR] * len(owner)), kappa).item()
+            dots = torch.stack([(p * g).sum().abs() for p, g in zip(*flat, strict=True)])
+            nu = linalg.kl_clip_scale(dots.sum() * LR**2, kappa).item()
             new = {n: g * nu for n, g in new.items()}
         for mine, optimizer in zip(params, optimizers, strict=True):
             for name, p in mine.items():

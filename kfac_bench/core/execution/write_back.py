@@ -96,7 +96,7 @@ class WriteBack:
         """
         others = self._others
         if products is not None:
-            sums = self._sums(gradients, products)
+            sums = self._sums(gradients, products, has_clip=kl_clip is not None)
         elif others is None:
             return None
         else:
@@ -113,16 +113,21 @@ class WriteBack:
             limits.append(linalg.trust_scale(step_square, weight_square, self._trust_ratio))
         return limits[0] if len(limits) == 1 else torch.minimum(*limits)
 
-    def _sums(self, gradients: Gradients, products: Tensor) -> Tensor:
-        """Return the sums over layers of eq. 16, ||step||^2 and ||weights||^2, [3]."""
+    def _sums(self, gradients: Gradients, products: Tensor, *, has_clip: bool) -> Tensor:
+        """Return the sums over layers of eq. 16, ||step||^2 and ||weights||^2, [3].
+
+        Sums that no limit needs are 0.
+        """
         rates = self.learning_rates()
         lrs = [rates[name] for name in gradients.names]
         dots, squares, _ = products.unbind(1)
-        change = linalg.kl_clip_sum(dots, lrs)
-        # Numbers times tensors: a tensor of the rates would be copied to the device.
-        steps = [square * lr**2 for square, lr in zip(squares, lrs, strict=True)]
-        weight_square = gradients.weight_square().to(change.dtype)
-        return torch.stack([change, torch.stack(steps).sum(), weight_square])
+        step_square = linalg.rate_weighted_sum(squares, lrs)
+        change = weight_square = torch.zeros_like(step_square)
+        if has_clip:
+            change = linalg.rate_weighted_sum(dots.abs(), lrs)
+        if self._trust_ratio is not None:
+            weight_square = gradients.weight_square().to(change.dtype)
+        return torch.stack([change, step_square, weight_square])
 
     def statistics(self) -> dict[str, Any]:
         """Return ``nu`` and ``cosine`` of :meth:`KFAC.statistics`, on the host."""

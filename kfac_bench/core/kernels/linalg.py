@@ -6,7 +6,7 @@ numbers are those of "Deep Neural Network Training With Distributed K-FAC" (TPDS
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -337,17 +337,24 @@ def graft(
     return torch.where(has_direction, share * old_square / dot, share), 1 - share
 
 
-def kl_clip_sum(dots: Iterable[Tensor], lrs: Sequence[float]) -> Tensor:
-    """Return the sum over layers of lr^2 |<preconditioned gradient, gradient>| (eq. 16).
+def rate_weighted_sum(values: Tensor, lrs: Sequence[float]) -> Tensor:
+    """Return the sum over layers of lr^2 times the value of the layer.
 
-    The result is a 0-d tensor on the device, so that nothing waits for it. ``dots`` are the
-    products of the layers, ``lrs`` their learning rates.
+    The result is a 0-d tensor on the device, so that nothing waits for it. ``lrs`` are the learning
+    rates of the layers.
     """
-    return torch.stack([dot.abs() * lr**2 for dot, lr in zip(dots, lrs, strict=True)]).sum()
+    if len(set(lrs)) == 1:
+        return values.sum() * lrs[0] ** 2
+    # Numbers times tensors: a tensor of the rates would be copied to the device.
+    each = zip(values.unbind(), lrs, strict=True)
+    return torch.stack([value * lr**2 for value, lr in each]).sum()
 
 
 def kl_clip_scale(change: Tensor, kl_clip: float) -> Tensor:
-    """Return nu = min(1, sqrt(kl_clip / change)) (eq. 16), with the sum of all layers."""
+    """Return nu = min(1, sqrt(kl_clip / change)) (eq. 16).
+
+    The change is the sum over layers of lr^2 |<preconditioned gradient, gradient>|.
+    """
     # Without a change the quotient is inf, and nu is 1: no clip.
     return (kl_clip / change).sqrt().clamp_max(1.0)
 
