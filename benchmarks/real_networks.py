@@ -76,9 +76,12 @@ with K-FAC, at the end | alone, best | with K-FAC, best | verdict |
 
 
 def pairs(kfac: str) -> Iterator[tuple[Run, Run]]:
-    """Yield the runs of the table, alone and with K-FAC, in the order of training."""
-    rates = [(optimizer, rate) for optimizer, rates in RATES.items() for rate in rates]
-    for seed, network, (optimizer, rate) in product(SEEDS, NETWORKS, rates):
+    """Yield the runs of the table, alone and with K-FAC, in the order of training.
+
+    The middle rates come first, so that an unfinished table has each network.
+    """
+    for seed, place, optimizer, network in product(SEEDS, (1, 0, 2), RATES, NETWORKS):
+        rate = RATES[optimizer][place]
         run = Run(network.name, optimizer, rate, seed, "none")
         yield run, replace(run, kfac=kfac)
 
@@ -92,6 +95,7 @@ def table(results: Results, kfac: str) -> Iterator[str]:
         if curves[0] is not None and curves[1] is not None:
             seeds[alone.seed] = curves[0], curves[1]
     yield HEADER
+    done = dict(sorted(done.items(), key=_place))
     for key, seeds in done.items():
         if seeds:
             yield _row(key, seeds)
@@ -103,6 +107,13 @@ def table(results: Results, kfac: str) -> Iterator[str]:
     ]
     yield f"\nMissing pairs of runs: {len(missing)} of {len(done) * len(SEEDS)}."
     yield from (f"* {line}" for line in missing)
+
+
+def _place(entry: tuple[tuple[str, str, float], object]) -> tuple[int, int, float]:
+    """Return the place of a row: the order of networks and optimizers, then the rate."""
+    task, optimizer, rate = entry[0]
+    names = [network.name for network in NETWORKS]
+    return names.index(task), list(RATES).index(optimizer), rate
 
 
 def _row(key: tuple[str, str, float], seeds: dict[int, tuple[Curve, Curve]]) -> str:
