@@ -10,6 +10,7 @@ and prints the table of the finished runs.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -87,7 +88,7 @@ def pairs(kfac: str) -> Iterator[tuple[Run, Run]]:
 
 
 def table(results: Results, kfac: str) -> Iterator[str]:
-    """Yield the lines of the table of finished pairs, and what is missing."""
+    """Yield the lines of the table of finished pairs, and how many pairs have finished."""
     done: dict[tuple[str, str, float], dict[int, tuple[Curve, Curve]]] = {}
     for alone, preconditioned in pairs(kfac):
         seeds = done.setdefault((alone.task, alone.optimizer, alone.rate), {})
@@ -99,14 +100,12 @@ def table(results: Results, kfac: str) -> Iterator[str]:
     for key, seeds in done.items():
         if seeds:
             yield _row(key, seeds)
-    missing = [
-        f"{task}, {optimizer} {rate:g}, seed {seed}"
-        for (task, optimizer, rate), seeds in done.items()
-        for seed in SEEDS
-        if seed not in seeds
-    ]
-    yield f"\nMissing pairs of runs: {len(missing)} of {len(done) * len(SEEDS)}."
-    yield from (f"* {line}" for line in missing)
+    yield ""
+    for network in NETWORKS:
+        of_network = [seeds for key, seeds in done.items() if key[0] == network.name]
+        counts = [sum(seed in seeds for seeds in of_network) for seed in SEEDS]
+        text = ", ".join(f"{n} of seed {seed}" for seed, n in zip(SEEDS, counts, strict=True))
+        yield f"* {network.name}: of {len(of_network)} pairs of runs have finished: {text}"
 
 
 def _place(entry: tuple[tuple[str, str, float], object]) -> tuple[int, int, float]:
@@ -152,6 +151,9 @@ def main() -> None:
     results, kfac = Results(arguments.results), kfac_options({})
     if arguments.table:
         print(*table(results, kfac), sep="\n")
+        lines = [json.loads(line) for line in arguments.results.read_text().splitlines()]
+        code = sorted({(line["commit"][:9], line["threads"]) for line in lines})
+        print(*(f"* commit {commit}, threads: {threads}" for commit, threads in code), sep="\n")
         return
     for pair in pairs(kfac):
         for run in pair:
