@@ -53,8 +53,9 @@ class WholeGradients:
         """
         rows = []
         for name, grad in self.whole.items():
-            new = self.preconditioned[name]
-            products = (new * grad).sum(), new.square().sum(), grad.square().sum()
+            # Not sums of products: those would write two tensors of the size of the gradient.
+            new, old = self.preconditioned[name].flatten(), grad.flatten()
+            products = torch.dot(new, old), torch.dot(new, new), torch.dot(old, old)
             rows.append(torch.stack(products).to(self._device))
         return torch.stack(rows)
 
@@ -80,7 +81,7 @@ class WholeGradients:
         reached = (layer for layer in self._layers if layer.name in self.whole)
         for i, layer in enumerate(reached):
             grad = self.preconditioned[layer.name]
-            layer.set_grad(grad if scales is None else grad * scales[i].to(grad.device))
+            layer.set_grad(grad, None if scales is None else scales[i].to(grad.device))
         # If they stayed until the next step, they would take the memory of two more gradients.
         self.whole, self.preconditioned = {}, {}
 

@@ -228,14 +228,16 @@ class Layer(ABC):
             return self.to_matrix(weight, weight.new_zeros(self.bias.shape)[self.part])
         return self.to_matrix(weight, full(self.bias.grad)[self.part])
 
-    def set_grad(self, grad: Tensor) -> None:
-        """Write ``grad`` [groups, g_dim, a_dim] into ``.grad`` of the parameters, in place."""
-        weight, bias = self.from_matrix(grad)
-        assert self.weight.grad is not None
-        local(self.weight.grad)[self.part].copy_(weight)
-        if self.bias is not None and self.bias.grad is not None:
-            assert bias is not None
-            local(self.bias.grad)[self.part].copy_(bias)
+    def set_grad(self, grad: Tensor, scale: Tensor | None = None) -> None:
+        """Write ``grad`` [groups, g_dim, a_dim] into ``.grad`` of the parameters, in place.
+
+        If there is a ``scale``, it multiplies the gradient.
+        """
+        for parameter, new in zip((self.weight, self.bias), self.from_matrix(grad), strict=True):
+            if parameter is not None and parameter.grad is not None:
+                assert new is not None
+                old = local(parameter.grad)[self.part]
+                old.copy_(new) if scale is None else torch.mul(new, scale, out=old)
 
 
 def as_used(x: Tensor, output: Tensor) -> Tensor:
