@@ -82,7 +82,7 @@ def test_the_calls_of_this_package_are_those_of_a_step(method, monkeypatch):
         "write": ours.write_calls,
     }
     # A call more or less does not make the simulation wrong.
-    assert each == pytest.approx(simulated, rel=0.2)
+    assert each == pytest.approx(simulated, rel=0.25)
 
 
 def test_calls_add_to_the_work_only_where_the_host_waits():
@@ -101,7 +101,7 @@ def test_calls_add_to_the_work_only_where_the_host_waits():
 
 def test_a_step_without_a_conduct_has_the_calls_of_its_method():
     work, machine = work_of(1), replace(MACHINE, rates=replace(RATES, op_s=1e-1))
-    for method, calls in (("eigen", 25), ("inverse", 17)):
+    for method, calls in (("eigen", 25), ("inverse", 13)):
         (cell,) = sweep(work, machine, [Variant("comm_opt")], [1], Intervals(1, 1), method)
         assert cell.time.stages_s[Stage.PRECONDITION] == pytest.approx(2 * calls * 0.1)
 
