@@ -136,8 +136,8 @@ def _values(values: Sequence[float], curves: Sequence[Curve] = ()) -> str:
     """Return mean, lowest and highest value, and how many runs ended above their first loss."""
     mean = sum(values) / len(values)
     span = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
-    diverged = sum(not curve.metric[-1] <= curve.metric[0] for curve in curves)
-    return f"{mean:.3f}{span}" + (f", {diverged} diverged" if diverged else "")
+    above = sum(not curve.metric[-1] <= curve.metric[0] for curve in curves)
+    return f"{mean:.3f}{span}" + (f", {above} above the start" if above else "")
 
 
 def main() -> None:
