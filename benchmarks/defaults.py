@@ -42,11 +42,10 @@ from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.order import Shard, steps_per_epoch
 from kfac_bench.tasks.evaluation import SummedTask
+from kfac_bench.training.environment import describe
 
 RATES = {"sgd": (0.003, 0.03, 0.3), "adamw": (0.0003, 0.001, 0.003)}
 """Three usual rates of each optimizer, the same for all tasks."""
-EVALUATIONS = 20
-"""Evaluations of a run; between them, the metric after equal seconds is interpolated."""
 RESULTS = Path(__file__).parent / "results" / "defaults.jsonl"
 
 
@@ -112,7 +111,7 @@ def _evaluations(run: Run) -> Iterator[tuple[int, float, float]]:
     model, objective = task.model(), task.objective()
     optimizer = _optimizer(run, model)
     kfac = None if run.kfac == "none" else KFAC(model, optimizer, **json.loads(run.kfac))
-    yield 0, 0.0, _evaluate(model, data, objective, task.metric)
+    yield 0, 0.0, _evaluate(model, data, objective, task)
     seconds, batches = 0.0, _batches(data, task, run.seed)
     for step in range(1, task.steps + 1):
         batch = data.prepare(next(batches))
@@ -123,8 +122,8 @@ def _evaluations(run: Run) -> Iterator[tuple[int, float, float]]:
             kfac.step()
         optimizer.step()
         seconds += time.process_time() - start
-        if step * EVALUATIONS % task.steps == 0:
-            metric = _evaluate(model, data, objective, task.metric)
+        if step * task.evaluations % task.steps == 0:
+            metric = _evaluate(model, data, objective, task)
             yield step, seconds, metric if math.isfinite(metric) else math.inf
 
 
@@ -146,13 +145,17 @@ def _batches(data: Data, task: DevelopTask, seed: int) -> Iterator[Batch]:
         yield from data.train(task.batch_size, seed, epoch, 0, Shard(0, 1))
 
 
-def _evaluate(model: nn.Module, data: Data, objective: SummedTask, metric: str) -> float:
+def _evaluate(model: nn.Module, data: Data, objective: SummedTask, task: DevelopTask) -> float:
     model.eval()
-    parts = [
-        objective.totals(model, data.prepare(batch)) for batch in data.evaluate(512, Shard(0, 1))
-    ]
+    batches = ([x[:: task.stride] for x in batch] for batch in data.evaluate(512, Shard(0, 1)))
+    parts = [objective.totals(model, data.prepare(tuple(batch))) for batch in batches]
     model.train()
-    return objective.metrics(torch.stack(parts).sum(0))[metric]
+    return objective.metrics(torch.stack(parts).sum(0))[task.metric]
+
+
+def _code() -> dict[str, Any]:
+    """Return the commit and the number of threads that a run belongs to."""
+    return {"commit": describe()["git_commit"], "threads": torch.get_num_threads()}
 
 
 class Results:
@@ -165,12 +168,18 @@ class Results:
         read = [json.loads(line) for line in lines]
         self._curves = {Run(**x["run"]): Curve(**x["curve"]) for x in read}
 
+    def find(self, run: Run) -> Curve | None:
+        """Return the curve of a run, if the run has finished."""
+        return self._curves.get(run)
+
     def get(self, run: Run) -> Curve:
         """Return the curve of a run, which is trained if there is none yet."""
         if run not in self._curves:
             self._curves[run] = curve = train(run)
             with self._path.open("a") as file:
-                file.write(json.dumps({"run": asdict(run), "curve": asdict(curve)}) + "\n")
+                file.write(
+                    json.dumps({"run": asdict(run), "curve": asdict(curve), **_code()}) + "\n"
+                )
             print(f"{run}: {curve.metric[-1]:.4g}, {curve.seconds[-1]:.1f} s", file=sys.stderr)
         return self._curves[run]
 

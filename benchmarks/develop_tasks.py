@@ -40,6 +40,10 @@ class DevelopTask:
     """Name of the metric on the held-back examples; lower is better."""
     batch_size: int
     steps: int
+    evaluations: int = 20
+    """Evaluations of a run; between them, the metric after equal seconds is interpolated."""
+    stride: int = 1
+    """An evaluation reads only every so many-th held-back example."""
 
 
 class MLP(nn.Sequential):

@@ -43,8 +43,11 @@ def self_tune(
     out: Path,
     say: Callable[[str], None],
     sitting: Sitting,
-) -> None:
+) -> bool:
     """Choose the setting of each optimizer and write ``OUT/NAME_self_tuned.yaml``.
+
+    Returns:
+        Whether the file is written; otherwise the time of the sitting is up.
 
     Raises:
         UsageError: The benchmark has no tuning section, or only tasks that are held out. Trials
@@ -71,10 +74,11 @@ def self_tune(
             f"time is up: {left} of {len(optimizers)} optimizers are left; "
             "the same command continues"
         )
-        return
+        return False
     path = out / f"{name}{SUFFIX}.yaml"
     write_text(path, benchmark_yaml(name, benchmark, tuning, chosen))
     say(f"benchmark: {path}")
+    return True
 
 
 def mean_ratio(times_s: Mapping[str, float], best_s: Mapping[str, float]) -> float:

@@ -21,7 +21,7 @@ from kfac_bench.benchmark.plan_cells import MB
 from kfac_bench.config import compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.conduct import LW_CODE, OURS, PAPERS_CODE, SC20_CODE, Conduct
+from kfac_bench.simulate.conduct import LW_CODE, PAPERS_CODE, SC20_CODE, Conduct
 from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
 
@@ -43,9 +43,9 @@ def _work(words: Mapping[str, str], ranks: int) -> Workload:
     return replace(work, layers=[s for s in work.layers if s.name != words.get("without")])
 
 
-def _conduct(words: Mapping[str, str]) -> Conduct:
+def _conduct(words: Mapping[str, str]) -> Conduct | None:
     if "conduct" not in words:
-        return OURS
+        return None
     if words["conduct"] == "paper":
         return PAPERS_CODE
     return LW_CODE if words["strategy"] == "layer_wise" else SC20_CODE

@@ -20,7 +20,24 @@ def add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--html", type=Path, help="write a self-contained page to this file")
     command.add_argument("--svg", type=Path, help="write the figure to this file")
     command.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    command.set_defaults(run_command=lambda o: compare(o.runs, o.html, o.svg, o.markdown))
+    command.set_defaults(run_command=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    code = compare(options.runs, options.html, options.svg, options.markdown)
+    words = options.runs
+    if options.markdown:
+        pass  # a pipe reads the table
+    elif options.html is None:
+        words = [*words, "--html", "report.html"]
+        say_next(command_line("kfac-bench compare", words), "a page with the curves")
+    elif options.svg is None:
+        words = [*words, "--svg", "curves.svg"]
+        say_next(command_line("kfac-bench compare", words), "the curves alone")
+    else:
+        words = [*words, "--markdown"]
+        say_next(command_line("kfac-bench compare", words), "the table as Markdown")
+    return code
 
 
 def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: bool) -> int:
@@ -47,7 +64,4 @@ def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: boo
         say(f"figure: {svg}")
     if html is not None:
         say(f"report: {html.resolve()}")
-    elif not markdown:
-        words = [*runs, "--html", "report.html"]
-        say_next(command_line("kfac-bench compare", words), "a page with the curves")
     return 0

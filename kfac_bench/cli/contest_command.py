@@ -94,7 +94,14 @@ def _self_tune(options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import self_tune
 
     benchmark, runs_dir, sitting = _tuning_sitting(options)
-    self_tune.self_tune(options.benchmark, benchmark, runs_dir, options.out, say, sitting)
+    name, out = options.benchmark, options.out
+    if self_tune.self_tune(name, benchmark, runs_dir, out, say, sitting):
+        words = [f"{name}{self_tune.SUFFIX}"]
+        say_next(command_line("kfac-bench run", words), f"settings: {out}")
+    else:
+        words = [name, "--results", options.results, "--out", out]
+        words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+        say_next(command_line("kfac-bench self-tune", words), "continues")
     return 0
 
 
@@ -135,4 +142,10 @@ def _contest(options: argparse.Namespace) -> int:
         for path in figures:
             write_text(path, drawn)
             say(f"figure: {path}")
+    words = [options.benchmark, "--results", options.results]
+    if figures:
+        say_next(command_line("kfac-bench run", words), "the runs that are missing")
+    else:
+        words += ["--svg", f"{options.benchmark}.svg"]
+        say_next(command_line("kfac-bench contest", words), "draws the figure")
     return 0

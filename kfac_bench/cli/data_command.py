@@ -9,6 +9,14 @@ from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, printable, shortage
 from kfac_bench.output import say
 
+_WORDS = {
+    "coco": ("model=maskrcnn_resnet50_fpn",),
+    "lgg": ("model=unet",),
+    "squad": ("task=question_answering", "model=bert_base"),
+    "text": ("model=bert_base",),
+}
+"""Words that choose a model for a dataset that the default model cannot learn."""
+
 
 def data(arguments: list[str]) -> int:
     """Parse the arguments, run the command and return the exit code."""
@@ -104,7 +112,13 @@ def _verify(folder: Path) -> int:
     for fault in faults:
         say(printable(f"{fault.path}: {fault.reason}"))
     say(f"{content}; {counted(len(faults), 'fault', none='no')}")
-    return 1 if faults else 0
+    if faults:
+        say_next(command_line("kfac-data verify", [folder]), "after you have replaced these files")
+        return 1
+    dataset = content.partition(":")[0]
+    words = [*_WORDS.get(dataset, ()), f"data={dataset}", f"data.root={folder}"]
+    say_next(command_line("kfac-train", words))
+    return 0
 
 
 def _prepare(options: argparse.Namespace) -> int:

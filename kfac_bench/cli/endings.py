@@ -29,31 +29,36 @@ def say_next(command: str, why: str = "") -> None:
     say(f"next: {command}{f'   ({why})' if why else ''}")
 
 
-def say_run(config: TrainConfig, words: Sequence[str], config_dir: Path | None = None) -> None:
+def say_run(
+    config: TrainConfig, words: Sequence[str], config_dir: Path | None = None, ranks: int = 1
+) -> None:
     """Print the result of a run that has ended, its folder, and the run to compare it with.
 
     That is the run with the same words and ``kfac=none``, or without this word. If it is in the
-    runs folder, its result is printed, too.
+    runs folder, its result is printed, too. On several ranks the run's command is not known,
+    because a launcher has started it.
 
     Args:
         config: The configuration of the run.
         words: The words of the user's command line.
         config_dir: The folder of `--config-dir`.
+        ranks: The number of ranks of the run.
     """
     from kfac_bench.training.run_directory import RunDirectory
 
     path = RunDirectory(config).path
     result = _result(path)
     if result is None:
+        say_next(command_line("kfac-bench compare", [path]), "what the failed run recorded")
         return
     say(f"result: {result}; {path}")
-    beside, others = _beside(config, words, config_dir)
+    beside, others = _beside(config, words, config_dir, ranks)
     for other in others:
         if (text := _result(other)) is not None:
             say(f"beside: {text}; {other}")
             say_next(command_line("kfac-bench compare", [path, other]))
             return
-    if not others:
+    if not others or ranks > 1:
         say_next(command_line("kfac-bench compare", [path]))
         return
     if config_dir is not None:
@@ -65,7 +70,7 @@ def say_run(config: TrainConfig, words: Sequence[str], config_dir: Path | None =
 
 
 def _beside(
-    config: TrainConfig, words: Sequence[str], config_dir: Path | None
+    config: TrainConfig, words: Sequence[str], config_dir: Path | None, ranks: int
 ) -> tuple[list[str], list[Path]]:
     """Return the words of the run beside, and its directory under the names that it may have.
 
@@ -84,7 +89,7 @@ def _beside(
     else:
         return [], []
     try:
-        found = [compose.load(choice, config_dir, ranks=1) for choice in choices]
+        found = [compose.load(choice, config_dir, ranks) for choice in choices]
     except UsageError:
         return [], []
     if any(each.kfac.enabled == config.kfac.enabled for each in found):

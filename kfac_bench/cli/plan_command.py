@@ -111,7 +111,23 @@ def _simulate(arguments: list[str]) -> int:
         return 0
     problem_file.run_named(options.words)
     say("\n".join(simulate_options.simulate(options.words, options.config_dir)))
+    _say_next_simulation(options)
     return 0
+
+
+def _say_next_simulation(options: argparse.Namespace) -> None:
+    """Print the command that draws the figure, or the one that writes the numbers."""
+    given = {word.partition("=")[0] for word in options.words}
+    if "out=-" in options.words:
+        return  # a pipe reads the numbers
+    if given >= {"svg", "out"}:
+        say_next("kfac-bench scaling", "measures the ranks of this machine")
+        return
+    file, why = ("svg=steps.svg", "the figure")
+    if "svg" in given:
+        file, why = ("out=steps.json", "every number")
+    more = [] if options.config_dir is None else ["--config-dir", options.config_dir]
+    say_next(command_line("kfac-plan simulate", [*options.words, file, *more]), why)
 
 
 def _are_explained(words: list[str]) -> bool:

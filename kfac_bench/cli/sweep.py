@@ -56,11 +56,14 @@ def run(
         # A signal that stops one job stops the whole sweep.
         if codes[-1] >= 128:
             break
-    if len(configs) > 1 and set(codes) == {0} and not configs[0].dry_run:
+    is_over = max(codes, default=0) < 128 and from_launcher("RANK", "0") == "0"
+    if len(configs) > 1 and is_over and not configs[0].dry_run:
         from kfac_bench.training.run_directory import RunDirectory
 
-        paths = list(dict.fromkeys(RunDirectory(config).path for config in configs))
-        say_next(command_line("kfac-bench compare", paths))
+        found = [RunDirectory(config) for config in configs]
+        paths = list(dict.fromkeys(each.path for each in found if each.events.exists()))
+        if paths:
+            say_next(command_line("kfac-bench compare", paths))
     return max(codes, default=0)
 
 

@@ -92,8 +92,8 @@ def _parse_and_run(arguments: list[str]) -> int:
     if recipe is not None and slurm_rank.from_launcher("RANK", "0") == "0":
         say(recipe.line())
     code = train_one(config, by_layer=options.layers)
-    if code == 0 and not config.dry_run and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
-        endings.say_run(config, options.overrides, options.config_dir)
+    if code < 128 and not config.dry_run and slurm_rank.from_launcher("RANK", "0") == "0":
+        endings.say_run(config, options.overrides, options.config_dir, ranks)
     return code
 
 

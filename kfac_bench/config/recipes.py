@@ -27,7 +27,8 @@ FIRST_ORDER = "_first_order"
 """Ending of the recipe that ``kfac=none`` chooses."""
 _SET_ALL = ("experiment", "problem", "from")
 """Words that set all options themselves."""
-_IMAGENET = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+_SHALLOW = ("resnet18", "resnet34", "resnet50")
+_DEEP = ("resnet101", "resnet152")
 _CIFAR = ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110")
 _BERT = ("bert_base", "bert_large")
 _SHOWN = (
@@ -58,13 +59,16 @@ class RecipeRule:
 
 
 RULES: Mapping[str, RecipeRule] = {
-    "imagenet_resnet": RecipeRule(("imagefolder", "shards"), _IMAGENET, 64, scales_intervals=True),
+    "imagenet_resnet": RecipeRule(
+        ("imagefolder", "shards"), (*_SHALLOW, *_DEEP), 64, scales_intervals=True
+    ),
     "cifar10_resnet": RecipeRule(("cifar10",), _CIFAR, 1),
     "coco_maskrcnn": RecipeRule(("coco",), ("maskrcnn_resnet50_fpn",), 32),
     "text_bert": RecipeRule(("text",), _BERT, 16, keeps_batch=True),
     "squad_bert": RecipeRule(("squad",), _BERT, 8),
     "lgg_unet": RecipeRule(("lgg",), ("unet",), 1),
-    "digits_resnet": RecipeRule(("digits",), _IMAGENET, 1, keeps_batch=True),
+    "digits_resnet": RecipeRule(("digits",), _SHALLOW, 1, keeps_batch=True),
+    "digits_deep_resnet": RecipeRule(("digits",), _DEEP, 1, keeps_batch=True),
 }
 """The rules by recipe. A file ``<data>_<model>.yaml`` needs no rule: its values are not scaled.
 With ``data.root=demo``, the name of the file begins with ``<data>_demo_``. Such a file is also

@@ -1,6 +1,9 @@
 """How an implementation uses a machine: what it sends, and how often it calls the device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from kfac_bench.core.planning.plan import METHODS
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,8 +11,9 @@ class Conduct:
     """The habits of one implementation; the defaults are those of this package on torch 2.
 
     A call is a kernel launch, a message that is started or awaited, or a scalar that is read. The
-    calls of this package are those of a step on one rank with default options, which a test counts.
-    Those of the paper are counted in its code. Their seconds are :attr:`.Rates.op_s`.
+    calls of this package are those of a step on one rank, with the method ``eigen`` and otherwise
+    default options, which a test counts. Those of the paper are counted in its code. Their seconds
+    are :attr:`.Rates.op_s`.
     """
 
     factor_traffic: float = 1.0
@@ -39,7 +43,11 @@ class Conduct:
     """Calls to send or receive one preconditioned gradient, if each is a message of its own."""
 
 
-OURS = Conduct()
+OURS: Mapping[str, Conduct] = {
+    **dict.fromkeys(METHODS, Conduct()),
+    "inverse": Conduct(decomposition_calls=27, precondition_calls=13, write_calls=9),
+}
+"""This package, by method. The calls of `eigen` stand for those of all methods but `inverse`."""
 
 PAPERS_CODE = Conduct(
     factor_traffic=2.0,

@@ -78,9 +78,13 @@ def step_time(
     world_size: int,
     hardware: Hardware,
     plan: Plan | None = None,
-    conduct: Conduct = OURS,
+    conduct: Conduct | None = None,
 ) -> StepTime:
-    """Return the time of a step on ``world_size`` ranks; without a plan, of the optimizer alone."""
+    """Return the time of a step on ``world_size`` ranks; without a plan, of the optimizer alone.
+
+    Without a conduct, it is that of this package with the method of the plan.
+    """
+    conduct = conduct or OURS["eigen" if plan is None else plan.method]
     slowdown, rates = hardware.slowdown(world_size), hardware.rates
     computed = slowdown * rates.step(work.step_flops, work.family)
     # Only the FLOPs of backward hide messages; the constant part of a step does not.
@@ -134,9 +138,10 @@ def _run(
 
 
 def op_seconds(
-    op: Op, method: str, work: Workload, hardware: Hardware, conduct: Conduct = OURS
+    op: Op, method: str, work: Workload, hardware: Hardware, conduct: Conduct | None = None
 ) -> float:
     """Return the seconds of one op on each of its ranks."""
+    conduct = conduct or OURS[method]
     if isinstance(op, Message):
         seconds = _message_seconds(op, hardware, conduct)
         if isinstance(op, ShareGradients):

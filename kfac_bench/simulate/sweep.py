@@ -8,7 +8,7 @@ from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.plan import STRATEGY_TABLE, Plan
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
-from kfac_bench.simulate.conduct import OURS, Conduct
+from kfac_bench.simulate.conduct import Conduct
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.released_plan import released_plan
 from kfac_bench.simulate.step import StepTime, Workload, step_time
@@ -112,7 +112,7 @@ def sweep(
     world_sizes: Sequence[int],
     intervals: Intervals,
     method: str = "eigen",
-    conduct: Conduct = OURS,
+    conduct: Conduct | None = None,
     itemsize: int = 4,
 ) -> list[SimulatedCell]:
     """Simulate each variant on each world size.
@@ -126,14 +126,14 @@ def sweep(
         world_sizes: The numbers of ranks.
         intervals: How often K-FAC's stages run.
         method: ``eigen`` or ``inverse``.
-        conduct: How the implementation uses the machine.
+        conduct: How the implementation uses the machine; None: as this package does.
         itemsize: Bytes of an element of factors and decompositions.
     """
     cells = []
     for world_size in world_sizes:
         for each in variants:
             plan = None
-            if each.strategy != SGD and conduct.places_in_turn:
+            if each.strategy != SGD and conduct is not None and conduct.places_in_turn:
                 plan = released_plan(work.layers, world_size, each.strategy)
             elif each.strategy != SGD:
                 plan = plan_of(work, each, world_size, method, itemsize)

@@ -630,6 +630,7 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
         assert len(took) == (4 if machine == 1 else 0), took
         Path("runs").rename(f"machine{machine}")
         assert ("finished runs taken from the results" in said) == (machine == 2)
+        assert "next: kfac-bench run tiny_self_tuned   (settings: .)\n" in said
     page = Path("page.md")
     page.write_text("before\n<!-- made by kfac-bench contest tiny --into -->old\n")
     words = ["contest", "tiny", "--results", "results", "--svg", "p.svg"]
@@ -640,7 +641,11 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
     for more in ([], ["--into", str(page)], ["--into", str(page)]):
         with pytest.raises(SystemExit):
             cli.bench([*words, *more])
-    tables = capsys.readouterr().out.split("**Scores")[1].split("figure:")[0]
+    said = capsys.readouterr().out
+    assert said.endswith(
+        "next: kfac-bench run tiny --results results   (the runs that are missing)\n"
+    )
+    tables = said.split("**Scores")[1].split("figure:")[0]
     assert "| adam | 1 (1 to 1) | 1 | none |" in tables
     begin = "<!-- made by kfac-bench contest tiny --into -->\n\n"
     picture = f"![{contest_command._ALTERNATIVE}](tiny.svg)\n\n"

@@ -636,6 +636,7 @@ def test_compare_writes_one_page_that_loads_nothing_from_the_network(swept, comm
     assert "optimizer" in done.stdout
     assert "K-FAC + SGD" in done.stdout
     assert "out.html" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("--markdown   (the table as Markdown)")
     page = (tmp_path / "out.html").read_text()
     assert "<svg" in page
     assert not re.search(r'(src|href)="(https?:)?//', page)
@@ -672,6 +673,9 @@ def test_torchrun_with_the_module_trains_on_two_ranks(command, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     [path] = (tmp_path / "runs").iterdir()
+    result, then = done.stdout.splitlines()[-2:]
+    assert result.startswith("result: K-FAC + SGD: squared_error ")
+    assert then == f"next: kfac-bench compare runs/{path.name}"
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
     events = read(path)
     assert isinstance(events[0], RunStarted)

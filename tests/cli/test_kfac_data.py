@@ -1,9 +1,13 @@
 """kfac-data: demos in published layouts, which the readers can read, and damaged files."""
 
+import shlex
+
 import pytest
 from PIL import Image
 
 from kfac_bench import cli
+from kfac_bench.cli import data_command
+from kfac_bench.config import compose
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import imagefolder
 from tests.support.runs import RESNET, train
@@ -27,7 +31,11 @@ def imagenet(tmp_path_factory):
 
 def test_the_imagenet_demo_contains_the_digits(capsys, imagenet):
     code, out, _ = run(capsys, "verify", imagenet)
-    assert (code, out) == (0, "imagefolder: 1347 images in train, 450 images in val; no faults\n")
+    assert code == 0
+    assert out.splitlines() == [
+        "imagefolder: 1347 images in train, 450 images in val; no faults",
+        f"next: kfac-train data=imagefolder data.root={imagenet}",
+    ]
     data = imagefolder.load(imagenet, image_size=32, workers=0)
     assert (data.num_classes, data.train_size, data.eval_size) == (10, 1347, 450)
     images, labels = data.prepare(next(iter(data.evaluate(450, Shard()))))
@@ -54,8 +62,9 @@ def test_verify_names_each_damaged_image(capsys, tmp_path):
     code, out, _ = run(capsys, "verify", tmp_path)
     assert code == 1
     lines = out.splitlines()
-    assert [line.split(": ")[0] for line in lines[:-1]] == [str(cut), str(text)]
-    assert lines[-1] == "imagefolder: 2 images in train, 2 images in val; 2 faults"
+    assert [line.split(": ")[0] for line in lines[:-2]] == [str(cut), str(text)]
+    assert lines[-2] == "imagefolder: 2 images in train, 2 images in val; 2 faults"
+    assert lines[-1].startswith(f"next: kfac-data verify {tmp_path} ")
 
 
 def test_verify_has_the_exit_codes_that_its_help_names(capsys, tmp_path):
@@ -82,13 +91,24 @@ def test_verify_has_the_exit_codes_that_its_help_names(capsys, tmp_path):
 def test_verify_reads_the_lgg_demo(capsys, tmp_path):
     assert run(capsys, "make-demo", "lgg", tmp_path)[0] == 0
     code, out, _ = run(capsys, "verify", tmp_path)
-    assert (code, out) == (0, "lgg: 256 good slices in 16 volumes; no faults\n")
+    assert code == 0
+    content, then = out.splitlines()
+    assert content == "lgg: 256 good slices in 16 volumes; no faults"
+    # The command that follows has a configuration.
+    words = shlex.split(then.removeprefix("next: kfac-train "))
+    assert compose.load(words).model.name == "unet"
     mask = next(tmp_path.glob("kaggle_3m/TCGA_*/*_mask.tif"))
     mask.unlink()
     code, out, _ = run(capsys, "verify", tmp_path)
     assert code == 1
     assert f"there is no {mask.name}" in out
-    assert out.endswith("lgg: 255 good slices in 16 volumes; 1 fault\n")
+    assert "\nlgg: 255 good slices in 16 volumes; 1 fault\n" in out
+
+
+@pytest.mark.parametrize("dataset", ["coco", "squad", "text"])
+def test_the_command_after_verify_fits_the_dataset(dataset):
+    words = [*data_command._WORDS[dataset], f"data={dataset}", "data.root=demo"]
+    assert compose.load(words).data.name == dataset
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def own(tmp_path):
         (("data=cifar10", "model=resnet50"), None),
         (("model=bert_tiny",), "text_demo_bert_tiny"),
         (("model=resnet50",), "digits_resnet"),
+        (("model=resnet152",), "digits_deep_resnet"),
         (("model=unet",), "lgg_demo_unet"),
         (("model=unet", "data.root=demo"), "lgg_demo_unet"),
         (("model=unet", "data.root=/d"), "lgg_unet"),

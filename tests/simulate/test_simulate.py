@@ -21,7 +21,7 @@ from kfac_bench.core.planning.plan import Stage
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.conduct import OURS, PAPERS_CODE
+from kfac_bench.simulate.conduct import PAPERS_CODE
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.network import Network, NetworkLink
 from kfac_bench.simulate.rates import Rates, interpolate
@@ -171,7 +171,7 @@ def test_backward_hides_messages_up_to_its_share():
 def test_the_papers_code_sends_full_factors():
     plan = plan_of(WORK, Variant("comm_opt"), 4, "eigen")
     (reduce,) = (op for op in plan.factors if isinstance(op, Message))
-    ours, theirs = (op_seconds(reduce, "eigen", WORK, MACHINE, c) for c in (OURS, PAPERS_CODE))
+    ours, theirs = (op_seconds(reduce, "eigen", WORK, MACHINE, c) for c in (None, PAPERS_CODE))
     assert theirs - ours == pytest.approx(1.5 * 4 * reduce.numel / BETA)
 
 
@@ -402,6 +402,7 @@ def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
         capsys, *words, "examples=1000", "epochs=3", "kfac_epochs=2", f"out={out}", f"svg={svg}"
     )
     assert (code, error) == (0, "")
+    assert text.splitlines()[-1].startswith("next: kfac-bench scaling ")
     found = json.loads(out.read_text())
     assert [c["world_size"] for c in found["cells"]] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
     first, kfac = found["cells"][0], found["cells"][1]
@@ -422,6 +423,7 @@ def test_table_and_figure_name_the_blocks(capsys, tmp_path):
     words = (*SMALL, "world_size=2", "strategies=sgd,comm_opt", "kfac.block_size=64")
     code, text, _ = simulate_here(capsys, *words, f"svg={svg}")
     assert code == 0
+    assert text.splitlines()[-1].endswith("out=steps.json   (every number)")
     # The figure breaks its title into lines of their own.
     drawn = " ".join(re.findall(r">([^<>\n]+)</t", svg.read_text()))
     assert "factors in blocks of at most 64 rows" in text

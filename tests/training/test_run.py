@@ -782,7 +782,16 @@ def test_a_failed_run_has_exit_code_1(tmp_path, capsys):
     with loss_is(math.nan, 2), pytest.raises(SystemExit) as caught:
         cli.train([*SMALL, f"runs_dir={tmp_path}", "trainer.max_steps=5"])
     assert caught.value.code == 1
-    assert "step 2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 2" in said
+    [path] = tmp_path.iterdir()
+    then = f"next: kfac-bench compare {path}   (what the failed run recorded)"
+    assert said.splitlines()[-1] == then
+    # A sweep compares its runs also if some of them have failed.
+    with loss_is(math.nan, 2), pytest.raises(SystemExit) as caught:
+        cli.train(["-m", *SMALL, f"runs_dir={tmp_path / 'sweep'}", "seed=1,2"])
+    assert caught.value.code == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("next: kfac-bench compare ")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

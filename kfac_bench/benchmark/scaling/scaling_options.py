@@ -205,6 +205,11 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if name in ("kfac", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.enabled"):
             raise UsageError(f"{word}: set strategy= instead; sgd is always measured too")
+        if name == "from":
+            raise UsageError(
+                f"{word}: kfac-bench scaling reads no file of a run. Write the options of the run, "
+                "such as model=resnet20"
+            )
         if name in ("seed", "run_id", "resume"):
             raise UsageError(f"{word}: each run has its own {name}; set rounds= for more runs")
 

@@ -111,6 +111,7 @@ def test_commands_start_the_right_number_of_ranks():
         ("strategy=comm_opt@1/2", "takes no fraction"),
         ("kfac=mem_opt", "set strategy="),
         ("seed=1", "each run has its own seed"),
+        ("from=runs/a/config.yaml", "from=runs/a/config.yaml: kfac-bench scaling reads no file"),
         ("trainer.batch_sise=1", "did you mean trainer.batch_size"),
         ("rounds=", "rounds=: expected"),
         ("hardware=none", "hardware=none: choose one of longhorn_v100"),
