@@ -94,7 +94,7 @@ def train(name: str, build: Build, rate: float, seed: int) -> tuple[float, float
         stepper.step()
         seconds += time.process_time() - start
         if step % target.every == 0:
-            metric = defaults._evaluate(model, data, objective, task.metric)
+            metric = defaults._evaluate(model, data, objective, task)
             if metric <= target.metric:
                 return step, seconds / step
             if not math.isfinite(metric):
