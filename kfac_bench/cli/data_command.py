@@ -113,7 +113,6 @@ def _verify(folder: Path) -> int:
         say(printable(f"{fault.path}: {fault.reason}"))
     say(f"{content}; {counted(len(faults), 'fault', none='no')}")
     if faults:
-        say_next(command_line("kfac-data verify", [folder]), "after you have replaced these files")
         return 1
     dataset = content.partition(":")[0]
     words = [*_WORDS.get(dataset, ()), f"data={dataset}", f"data.root={folder}"]

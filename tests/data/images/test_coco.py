@@ -475,7 +475,11 @@ def test_kfac_data_makes_and_verifies_coco(capsys, tmp_path):
     root = tmp_path / "demo"
     assert run(capsys, "make-demo", "coco", root)[0] == 0
     code, out, _ = run(capsys, "verify", root)
-    assert (code, out) == (0, "coco: 200 images in train, 50 images in val; no faults\n")
+    assert (code, out) == (
+        0,
+        "coco: 200 images in train, 50 images in val; no faults\n"
+        f"next: kfac-train model=maskrcnn_resnet50_fpn data=coco data.root={root}\n",
+    )
     (root / "train2017" / "000000000007.jpg").write_bytes(b"nothing")
     (root / "val2017" / "000000000003.jpg").unlink()
     code, out, _ = run(capsys, "verify", root)

@@ -209,7 +209,8 @@ def test_verify_reads_the_demo_which_contains_the_digits(capsys, tmp_path):
     code, out, _ = run(capsys, "verify", root)
     assert (code, out) == (
         0,
-        "fashion_mnist: 1347 images to train on, 450 to evaluate; no faults\n",
+        "fashion_mnist: 1347 images to train on, 450 to evaluate; no faults\n"
+        f"next: kfac-train data=fashion_mnist data.root={root}\n",
     )
     [(images, labels)] = fashion_mnist.load(root, normalize=False).evaluate(450, Shard())
     [(grey, expected)] = digits.load(28, normalize=False).evaluate(450, Shard())

@@ -376,7 +376,7 @@ def test_the_command_line_prepares_and_verifies(capsys, tmp_path):
     assert code == 0
     assert out.startswith("text: ")
     assert "examples of 16 tokens" in out
-    assert out.endswith("500 tokens in the vocabulary; no faults\n")
+    assert "500 tokens in the vocabulary; no faults\nnext: kfac-train model=bert_base" in out
     code, _, err = run(capsys, *arguments[:4], tmp_path / "none")
     assert code == 2
     assert err.count("\n") == 1
