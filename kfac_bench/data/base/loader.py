@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -82,6 +83,10 @@ def load_batches(
         yield empty if batch is None else tuple(batch)
 
 
+SIGNAL_S = 0.5
+"""So long after a broken connection the signal of a dead worker may arrive."""
+
+
 class _Workers(_MultiProcessingDataLoaderIter):
     """Worker processes that read batches. Their end prints no traceback.
 
@@ -109,6 +114,10 @@ def _from_live_workers(batches: Iterator[Any]) -> Iterator[Any]:
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             if str(error).startswith("Caught "):  # a live worker sent the error
                 raise
+            # torch also reports the death in the handler of a signal, at any statement. It must not
+            # interrupt what the error of this function makes its callers do.
+            with suppress(RuntimeError):
+                time.sleep(SIGNAL_S)
             raise WorkerLostError(str(error)) from None
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker (pid"):
