@@ -75,4 +75,4 @@ def test_the_learning_rate_of_the_schedule_is_read():
 def test_the_example_runs_and_learns(tmp_path, monkeypatch):
     variables = run_example("timm_training.py", tmp_path, monkeypatch)
     with torch.no_grad():
-        assert F.cross_entropy(variables["model"](variables["images"]), variables["labels"]) < 0.5
+        assert F.cross_entropy(variables["model"](variables["images"]), variables["labels"]) < 0.6

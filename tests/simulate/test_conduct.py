@@ -48,6 +48,7 @@ def calls_of_steps(depth: int, method: str, monkeypatch: pytest.MonkeyPatch) -> 
         written.append(counter.calls)
 
     monkeypatch.setattr(WriteBack, "write", counted)
+    kfac._capture.identity.due.clear()  # the first steps also compare statistics and gradients
     passes, steps = [], []
     for _ in range(8):
         with CallCounter() as counter:
@@ -81,6 +82,8 @@ def test_the_calls_of_this_package_are_those_of_a_step(method, monkeypatch):
         "decompositions": 2 * ours.decomposition_calls,
         "write": ours.write_calls,
     }
+    # The write-back has become cheaper since the pages of the simulation were made.
+    assert each.pop("write") <= simulated.pop("write")
     # A call more or less does not make the simulation wrong.
     assert each == pytest.approx(simulated, rel=0.25)
 
