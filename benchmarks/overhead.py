@@ -1,4 +1,4 @@
-"""What KFAC(max_overhead=...) chooses, and what K-FAC then takes: benchmarks/overhead.py --help.
+"""Compare the choice of KFAC(max_overhead=...) with measured times: benchmarks/overhead.py --help.
 
 A row measures each kind of step (precondition only, also update factors, also decompose) of K-FAC
 and of SGD alone, in turns, and weighs the kinds by the chosen intervals.

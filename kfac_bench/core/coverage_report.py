@@ -24,7 +24,7 @@ class Report:
     skipped: Sequence[SkippedModule]
     """The modules that are left to the optimizer, each with its reason."""
     choice: Choice | None = None
-    """What ``max_overhead`` chose, if it has chosen."""
+    """The choice of ``max_overhead``, None before it or without."""
 
     @property
     def covered_params(self) -> int:

@@ -1,4 +1,4 @@
-"""What ``KFAC(max_overhead=...)`` plans with: the time of the first steps, and rates of a rank.
+"""The time of the first steps and the rates of a rank, for the plan of ``KFAC(max_overhead=...)``.
 
 Rank 0 measures, and sends to all ranks what it found. So all ranks make the same plan.
 """

@@ -66,7 +66,7 @@ def choose_within_budget(
     """Return the most faithful options that keep ``options.max_overhead``.
 
     Raises:
-        BudgetError: There are none.
+        BudgetError: The cheapest options take more than the budget.
     """
     assert options.max_overhead is not None
     schedules = options.schedules(is_eigen_adam=False)

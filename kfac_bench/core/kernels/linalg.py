@@ -315,7 +315,7 @@ MOST_ACROSS = 3.0
 """How long the part of a grafted gradient across the gradient may be, in norms of the gradient."""
 
 MOST_ACROSS_ELEMENTWISE = 0.5
-"""The same for optimizers that divide each element by its size, as Adam does."""
+"""The limit before optimizers that divide each element by its size, as Adam does."""
 
 
 def graft(

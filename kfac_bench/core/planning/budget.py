@@ -21,7 +21,7 @@ SIZES = (16, 64, 256, 1024)
 STEP_CALLS, PRECONDITION_CALLS, WRITE_CALLS, FACTOR_CALLS, DECOMPOSE_CALLS = 60, 18, 35, 45, 35
 """Small operations, in units of :attr:`Rates.call_s`: in each step, for each op of a kind beside
 its products, for each layer that is written back, for each factor that is updated or decomposed.
-Measured on networks whose layers have 16 to 64 rows (benchmarks/overhead.py)."""
+Fitted to the steps of a network with three layers of 64 rows or fewer."""
 WRITE_PASSES = 9
 """How often a gradient is read or written in a step, beside the products themselves."""
 FACTOR_PASSES = 6
