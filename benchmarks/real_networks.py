@@ -1,4 +1,4 @@
-"""Measure K-FAC's defaults on three large networks: docs/reference/results/real_networks.md.
+"""Measure K-FAC's defaults on large networks: docs/reference/results/real_networks.md.
 
     OMP_NUM_THREADS=1 python benchmarks/real_networks.py [--results FILE] [--table]
 
@@ -25,7 +25,8 @@ if not __package__:
 
 from benchmarks.defaults import RATES, Comparison, Curve, Results, Run, kfac_options
 from benchmarks.develop_tasks import TASKS, DevelopTask
-from kfac_bench.data.images import digits
+from kfac_bench.data.demo import demo_folder
+from kfac_bench.data.images import digits, imagefolder
 from kfac_bench.data.language import pydoc
 from kfac_bench.models.networks.transformer import Transformer
 from kfac_bench.models.networks.vit import VisionTransformer
@@ -45,6 +46,17 @@ NETWORKS = (
         batch_size=128,
         steps=50,
         evaluations=5,
+    ),
+    DevelopTask(
+        "ResNet-50, JPEG folders",
+        lambda: imagefolder.load(demo_folder.folder("imagenet"), image_size=64, workers=0),
+        lambda: TorchvisionResNetConfig(name="resnet50").build((3, 64, 64), 10, "classification"),
+        Classification,
+        "loss",
+        batch_size=32,
+        steps=50,
+        evaluations=5,
+        stride=4,
     ),
     DevelopTask(
         "ViT-S, digits",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -66,8 +66,6 @@ class PaperNumber:
     """Whether the calibration uses the number, so that it is no prediction."""
     below: bool = False
     """Whether the paper gives an upper limit only."""
-    aside: bool = False
-    """Whether the means leave the number out: this reading was tried after seeing the numbers."""
 
     @property
     def error(self) -> float:
@@ -129,16 +127,8 @@ def fig8(paper: Paper, work: Workload, machine: Hardware) -> Iterator[PaperNumbe
 
 def maskrcnn(paper: Paper, machine: Hardware) -> Iterator[PaperNumber]:
     """Predict Mask R-CNN with K-FAC on the heads. The numbers of steps are the paper's."""
-    facts = paper["maskrcnn"]
-    whole = workload.of_file(FOLDER / "maskrcnn_heads.yaml", facts["per_rank_batch"])
-    layers = [spec for spec in whole.layers if spec.name != "box_head.fc6"]
-    yield from _maskrcnn(facts, whole, machine, "Mask R-CNN", aside=False)
-    yield from _maskrcnn(facts, replace(whole, layers=layers), machine, "same, fc6 left out", True)
-
-
-def _maskrcnn(
-    facts: Paper, work: Workload, machine: Hardware, name: str, aside: bool
-) -> Iterator[PaperNumber]:
+    facts, name = paper["maskrcnn"], "Mask R-CNN"
+    work = workload.of_file(FOLDER / "maskrcnn_heads.yaml", facts["per_rank_batch"])
     intervals = Intervals(**facts["intervals"])
     cells = sweep(work, machine, [FIRST, OPT], list(facts["steps"]), intervals, conduct=PAPERS_CODE)
     of = {(c.variant, c.world_size): c for c in cells}
@@ -147,23 +137,15 @@ def _maskrcnn(
         less = facts["less_time"][n]
         if n in facts["kfac_minutes"]:
             minutes_of_paper = facts["kfac_minutes"][n]
-            yield PaperNumber(
-                f"6.3.2, {name}, {n}, K-FAC", minutes[0], minutes_of_paper, "min", aside=aside
-            )
+            yield PaperNumber(f"6.3.2, {name}, {n}, K-FAC", minutes[0], minutes_of_paper, "min")
             base = minutes_of_paper / (1 - less / 100)
-            if not aside:
-                yield PaperNumber(
-                    f"6.3.2, {name}, {n}, SGD (from K-FAC's)", minutes[1], base, "min"
-                )
-        yield PaperNumber(
-            f"Fig. 9a, {name}, {n}, less time", _less(*minutes), less, "%", aside=aside
-        )
+            yield PaperNumber(f"6.3.2, {name}, {n}, SGD (from K-FAC's)", minutes[1], base, "min")
+        yield PaperNumber(f"Fig. 9a, {name}, {n}, less time", _less(*minutes), less, "%")
     share = facts["efficiency"]
     seconds = {n: facts["steps"][n][0] * of[OPT, n].step_s for n in facts["steps"]}
     few, many = share["from"], share["at"]
     predicted = 100 * seconds[few] * few / seconds[many] / many
-    what = f"6.4.2, {name}, efficiency at 128"
-    yield PaperNumber(what, predicted, share["kfac"], "%", aside=aside)
+    yield PaperNumber(f"6.4.2, {name}, efficiency at 128", predicted, share["kfac"], "%")
 
 
 def bert(paper: Paper, machine: Hardware) -> Iterator[PaperNumber]:
@@ -222,14 +204,13 @@ def table(rows: list[PaperNumber]) -> str:
         digits = 0 if row.unit == "s" and row.published > 1000 else 1
         shown = [f"{n:.{digits}f} {row.unit}" for n in (row.predicted, row.published)]
         shown[1] = f"< {shown[1]}" if row.below else shown[1]
-        error += ", not in the means" if row.aside else ""
         lines.append(f"| {row.what} | {' | '.join(shown)} | {error} |")
     return "\n".join([*lines, "", *means(rows)])
 
 
 def means(rows: list[PaperNumber]) -> Iterator[str]:
     """Yield the mean absolute errors of the predictions, by sort."""
-    predicted = [row for row in rows if not (row.used or row.below or row.aside)]
+    predicted = [row for row in rows if not (row.used or row.below)]
     for title, chosen in (
         ("times, without ResNets", [r for r in predicted if r.unit in ("min", "s")]),
         ("efficiencies, ResNet", [r for r in predicted if "efficiency at 128, " in r.what]),

@@ -4,7 +4,6 @@ Words of a cell:
 
 * ``hardware=NAME``: the machine, and ``epoch_s=0`` to replace a value of its file
 * ``model=NAME`` on ImageNet, or ``file=NAME`` of conf/simulation: the work
-* ``without=LAYER``: a layer of the file that K-FAC leaves out
 * ``examples=N``: examples of a rank; or ``global=N part=N``: a global batch in whole parts
 * ``strategy=sgd|comm_opt|hybrid_opt@1/2...`` and ``ranks=N``
 * ``factors=N decompose=N``: intervals in steps, which belong to ``at=N`` ranks
@@ -39,8 +38,7 @@ def _work(words: Mapping[str, str], ranks: int) -> Workload:
         examples = int(words["examples"])
     if "file" not in words:
         return _of_model(words["model"], examples)
-    work = workload.of_file(compose.CONF_DIR / "simulation" / f"{words['file']}.yaml", examples)
-    return replace(work, layers=[s for s in work.layers if s.name != words.get("without")])
+    return workload.of_file(compose.CONF_DIR / "simulation" / f"{words['file']}.yaml", examples)
 
 
 def _conduct(words: Mapping[str, str]) -> Conduct | None:

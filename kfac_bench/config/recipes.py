@@ -56,6 +56,8 @@ class RecipeRule:
     """Whether the batch of all ranks stays, so that a rank divides its share into more parts."""
     scales_intervals: bool = False
     """Whether the intervals of K-FAC are inversely proportional to the batch."""
+    keeps_warmup: bool = False
+    """Whether the start of the warm-up does not follow the number of ranks."""
 
 
 RULES: Mapping[str, RecipeRule] = {
@@ -63,9 +65,9 @@ RULES: Mapping[str, RecipeRule] = {
         ("imagefolder", "shards"), (*_SHALLOW, *_DEEP), 64, scales_intervals=True
     ),
     "cifar10_resnet": RecipeRule(("cifar10",), _CIFAR, 1),
-    "coco_maskrcnn": RecipeRule(("coco",), ("maskrcnn_resnet50_fpn",), 32),
+    "coco_maskrcnn": RecipeRule(("coco",), ("maskrcnn_resnet50_fpn",), 32, keeps_warmup=True),
     "text_bert": RecipeRule(("text",), _BERT, 16, keeps_batch=True),
-    "squad_bert": RecipeRule(("squad",), _BERT, 8),
+    "squad_bert": RecipeRule(("squad",), _BERT, 1),
     "lgg_unet": RecipeRule(("lgg",), ("unet",), 1),
     "digits_resnet": RecipeRule(("digits",), _SHALLOW, 1, keeps_batch=True),
     "digits_deep_resnet": RecipeRule(("digits",), _DEEP, 1, keeps_batch=True),
@@ -307,7 +309,7 @@ def _scale(
         if "accumulate" in trainer:
             trainer["accumulate"] = max(1, -(-batch // (ranks * part)))
         share = of_file / batch
-        if "warmup_start" in schedule:
+        if "warmup_start" in schedule and not rule.keeps_warmup:
             schedule["warmup_start"] = min(1.0, schedule["warmup_start"] * share)
     if "update_freq" in kfac:
         scaled = kfac["update_freq"] * (share if rule and rule.scales_intervals else 1.0)

@@ -148,7 +148,7 @@ def test_a_file_of_the_user_is_a_recipe_by_its_name(own):
         "recipe=digits_resnet8: Mine. It sets optimizer.lr=0.03. recipe=none turns it off."
     )
     demo = compose.load(["model=unet", "data.root=demo"], folder, ranks=2)
-    assert (demo.optimizer.lr, demo.trainer.max_epochs) == (0.002, 50)
+    assert (demo.optimizer.lr, demo.trainer.max_epochs) == (0.002, 100)
 
 
 @pytest.mark.parametrize(

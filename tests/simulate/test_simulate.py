@@ -348,8 +348,8 @@ def test_a_hardware_file_with_an_impossible_value_cannot_be_read(tmp_path, text)
 def test_a_list_of_layers_becomes_a_workload():
     folder = compose.CONF_DIR / "simulation"
     heads = workload.of_file(folder / "maskrcnn_heads.yaml", 2)
-    assert [s.name for s in heads.layers][4:6] == ["mask_head.fcn.0", "mask_head.fcn.1"]
-    assert heads.rows["box_head.fc6"] == 1024
+    assert [s.name for s in heads.layers][2:4] == ["mask_head.fcn.0", "mask_head.fcn.1"]
+    assert heads.rows["box_predictor.cls"] == 1024
     bert = workload.of_file(folder / "bert_large_128.yaml", 10)
     assert len(bert.layers) == 146
     covered = sum(s.grad_numel for s in bert.layers)
