@@ -21,8 +21,8 @@ from kfac_bench.core.planning.sizes import has_second_moment
 from kfac_bench.core.schedule import first_step
 
 LayersState = dict[str, dict[str, Any]]
-"""By layer: entries "A" and "G", and "second_moment" if EKFAC has one. A factor that is divided
-into blocks has entries "A.0", "A.1" and so on.
+"""By layer: entries "A" and "G", and with EKFAC "second_moment" and "second_moment_weight". A
+factor that is divided into blocks has entries "A.0", "A.1" and so on.
 
 An entry of a factor has the running "factor", its "weight", and its decomposition under "eigen"
 (values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor). With
@@ -63,6 +63,7 @@ def empty_layers(run: Executor) -> LayersState:
             }
         if has_second_moment(spec, run.plan.method):
             layers[name]["second_moment"] = zeros(spec.grad_shape)
+            layers[name]["second_moment_weight"] = zeros(())
         if run.plan.method == EIGEN_ADAM:
             layers[name]["adam"] = {
                 "first": zeros(spec.grad_shape),
@@ -99,6 +100,7 @@ def layers_state(run: Executor, *, shard: bool) -> LayersState:
             is_first = factor == placement.layer.factors[0]
             if is_first and name in run.store.second_moments:
                 layers[name]["second_moment"] = run.store.second_moments[name]
+                layers[name]["second_moment_weight"] = run.store.moment_weights[name]
             if is_first and name in run.store.adam:
                 moments = run.store.adam[name]
                 layers[name]["adam"] = {
@@ -196,7 +198,10 @@ def take(merged: LayersState, run: Executor, steps: int) -> bool:
             first, second, skipped = (_copy(saved[k], layer) for k in names)
             run.store.adam[name] = AdamMoments(first, second, skipped, int(saved["steps"]))
         if run.plan.method == "ekfac" and "second_moment" in entries:
-            run.store.second_moments[name] = _copy(entries["second_moment"], layer)
+            moments = run.store.second_moments[name] = _copy(entries["second_moment"], layer)
+            # States of older versions have no weight.
+            weight = entries.get("second_moment_weight", moments.new_ones(()))
+            run.store.moment_weights[name] = _copy(weight, layer)
     run.store.start_missing_second_moments()
     if run.background_slices is not None:
         missing -= _take_pending(merged, run, steps)

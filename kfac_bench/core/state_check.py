@@ -53,6 +53,8 @@ def check(
             _check_factor(layer.spec, factor, entry, is_needed=bool(run.plan.factors and steps))
         if "second_moment" in entries:
             _check_tensor(name, "second_moment", entries["second_moment"], layer.spec.grad_shape)
+        if "second_moment_weight" in entries:
+            _check_tensor(name, "second_moment_weight", entries["second_moment_weight"], ())
         _check_adam(layer.spec, entries.get("adam"))
     return steps
 

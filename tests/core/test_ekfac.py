@@ -174,39 +174,65 @@ def test_the_preconditioned_gradient_equals_the_dense_formula(case):
             assert not torch.allclose(new[name][group], grad, rtol=0.1)
 
 
-def test_second_moments_decay_by_factor_decay_and_start_from_eigenvalues():
-    model, decay = CASES["positions"][0](), 0.7
-    kfac = kfac_of(model, factor_decay=decay)
-    batches = torch.randn(4, N, 3, 4)
-    step(model, kfac, batches[0])
-    want = {}
-    for name in covered(model):
-        (a, _), (g, _) = eigenbasis(kfac, name)
-        want[name] = g.unsqueeze(-1) * a.unsqueeze(-2)
-        assert_close(second_moment(kfac, name), want[name])
-    for x in batches[1:]:
-        step(model, kfac, x)
-        for name, grads in sample_gradients(model, x).items():
-            fresh = dense_second_moment(kfac, name, grads)
-            want[name] = decay * want[name] + (1 - decay) * fresh
-            assert_close(second_moment(kfac, name), want[name])
+def carried(moments, old, new):
+    """The diagonal of a matrix in the basis ``new``; ``moments`` are its diagonal in ``old``."""
+    (qa, qg), (pa, pg) = old, new
+    before, after = torch.kron(qg[0], qa[0]), torch.kron(pg[0], pa[0])
+    matrix = before @ torch.diag(moments.flatten()) @ before.T
+    return (after.T @ matrix @ after).diagonal().view_as(moments)
 
 
-def test_a_new_basis_starts_from_its_eigenvalues():
-    model = CASES["mlp"][0]()
-    kfac = kfac_of(model, update_freq=2, spread=False)
-    step(model, kfac, torch.randn(N, 4))
-    step(model, kfac, torch.randn(N, 4))
-    old = {n: (second_moment(kfac, n), eigenbasis(kfac, n)[0][1].clone()) for n in covered(model)}
-    raw, new = step(model, kfac, torch.randn(N, 4))
-    for name, (moment, basis) in old.items():
-        (a, qa), (g, qg) = eigenbasis(kfac, name)
-        assert not torch.equal(qa, basis)
-        eigenvalues = g.unsqueeze(-1) * a.unsqueeze(-2)
-        assert torch.equal(second_moment(kfac, name), eigenvalues)
-        assert not torch.allclose(moment, eigenvalues)
-        rotated = (qg.mT @ raw[name] @ qa) / (eigenvalues + DAMPING)  # K-FAC's step, at first
-        assert_close(new[name], qg @ rotated @ qa.mT)
+@pytest.mark.parametrize(("update_freq", "block_size"), [(1, None), (5, 3)])
+def test_200_steps_equal_a_dense_ekfac(update_freq, block_size):
+    """Debiased averages of measured moments, carried from one eigenbasis into the next."""
+    model, decay = CASES["mlp"][0](), 0.9
+    kfac = kfac_of(
+        model, factor_decay=decay, update_freq=update_freq, spread=False, block_size=block_size
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    state, drift = {}, torch.randn(4)
+    for number in range(200):
+        x = torch.randn(N, 4) * (1 + 0.5 * torch.sin(drift * number / 20))
+        grads = sample_gradients(model, x)
+        raw, new = step(model, kfac, x)
+        for name in covered(model):
+            a, g = (whole_eigen(kfac, name, side) for side in "AG")
+            basis, product = (a[1], g[1]), g[0].unsqueeze(-1) * a[0].unsqueeze(-2)
+            moments, weight, old = state.get(name, (product, 0.0, basis))
+            if number:
+                weight = decay * weight + 1
+                fresh = (old[1].mT @ grads[name] @ old[0]).square().mean(0)
+                moments = moments + (fresh - moments) / weight
+            moments = carried(moments, old, basis) if weight else product
+            state[name] = moments, weight, basis
+            assert_close(second_moment(kfac, name), moments)
+            rotated = g[1].mT @ raw[name] @ a[1] / (moments + DAMPING)
+            assert_close(new[name], g[1] @ rotated @ a[1].mT)
+        optimizer.step()
+    if not block_size:
+        # What counts is measured: the products of eigenvalues are another diagonal.
+        assert not torch.allclose(moments, product, rtol=0.3)
+
+
+def whole_eigen(kfac, name, side):
+    """Eigenvalues and eigenvectors of A or G, also of one that is divided into blocks."""
+    entries = kfac.state_dict()["layers"][name]
+    blocks = [entries[k]["eigen"] for k in entries if k.partition(".")[0] == side]
+    values = torch.cat([block[0] for block in blocks], -1)
+    return values, torch.block_diag(*(block[1][0] for block in blocks)).unsqueeze(0)
+
+
+def test_a_state_of_an_older_version_without_weights_is_taken_over():
+    model, x = CASES["mlp"][0](), torch.randn(N, 4)
+    kfac = kfac_of(model)
+    step(model, kfac, x)
+    step(model, kfac, x)
+    state = copy.deepcopy(kfac.state_dict())
+    for entries in state["layers"].values():
+        del entries["second_moment_weight"]
+    kfac.load_state_dict(state)
+    for name, entries in state["layers"].items():
+        assert_close(second_moment(kfac, name), entries["second_moment"])
 
 
 def test_the_first_step_of_ekfac_equals_kfac():

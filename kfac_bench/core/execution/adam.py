@@ -106,9 +106,7 @@ class AdamMoments:
         """
         change = old.mT @ new
         self.first.copy_(self.first @ change if is_a else change.mT @ self.first)
-        # The mean of a square in the new basis, if entries in the old basis are uncorrelated.
-        squares = change.square()
-        self.second.copy_(self.second @ squares if is_a else squares.mT @ self.second)
+        self.second.copy_(linalg.change_basis_of_squares(self.second, change, is_a=is_a))
 
 
 def separated(factor: Tensor) -> Tensor:

@@ -92,8 +92,8 @@ class BatchStatistics:
 
         The averages are debiased: F_k = sum_i decay^(k-i) f_i / sum_i decay^(k-i). With
         ``factor_init="identity"`` they are F_k = decay F_(k-1) + (1 - decay) f_k. Before the first
-        statistic a factor is the identity in both cases. Second moments start again with each
-        eigenbasis, from the eigenvalues, which count as one statistic.
+        statistic a factor is the identity in both cases. Second moments are always debiased;
+        before the first statistic they are the products of the eigenvalues.
 
         Args:
             store: Holds the running averages.
@@ -108,20 +108,26 @@ class BatchStatistics:
                 is_diagonal = layers[key[0]].spec.is_diagonal(key[1])
                 store.keep_factor(key, identity_like(statistic, is_diagonal=is_diagonal))
                 store.weights[key] = statistic.new_zeros(())
-            # torch.where in place of an if: the host does not wait for the number of samples.
-            weight, present = store.weights[key], samples > 0
-            weight.copy_(torch.where(present, decay * weight + 1, weight))
-            share = present / weight.clamp_min(1)
+            share = _count(store.weights[key], samples, decay)
             if self._from_identity:
-                share = present.to(weight.dtype) * (1 - decay)
+                share = (samples > 0).to(share.dtype) * (1 - decay)
             # In half precision, store.factor returns a new tensor: it must be stored again.
             store.keep_factor(key, store.factor(key).lerp_(statistic, share))
         for name, (statistic, samples) in self.second_moments.items():
             if name in store.second_moments:
                 samples = _unscale(statistic, samples, loss_scale)
-                store.second_moments[name].lerp_(statistic, (samples > 0) * (1 - decay))
+                share = _count(store.moment_weights[name], samples, decay)
+                store.second_moments[name].lerp_(statistic, share)
         self.factors.clear()
         self.second_moments.clear()
+
+
+def _count(weight: Tensor, samples: Tensor, decay: float) -> Tensor:
+    """Add a statistic to the weight of an average; return the statistic's share of the average."""
+    # torch.where in place of an if: the host does not wait for the number of samples.
+    present = samples > 0
+    weight.copy_(torch.where(present, decay * weight + 1, weight))
+    return present / weight.clamp_min(1)
 
 
 def _unscale(moment: Tensor, samples: Tensor, loss_scale: float | Tensor) -> Tensor:

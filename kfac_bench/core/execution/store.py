@@ -34,7 +34,7 @@ class Store:
     ``decompositions`` of layers that it is a gradient worker of, and with EKFAC the running
     ``second_moments``. With Adam in the eigenbasis it holds the ``adam`` moments of the layers that
     it is a gradient worker of. If ``state_dtype`` has two bytes, factors and decompositions are
-    kept in it.
+    kept in it. The ``moment_weights`` are those of the second moments: 0 until one was measured.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class Store:
         self.factors: dict[FactorKey, ScaledMatrix] = {}
         self.weights: dict[FactorKey, Tensor] = {}
         self.second_moments: dict[str, Tensor] = {}
+        self.moment_weights: dict[str, Tensor] = {}
         self.decompositions: dict[FactorKey, Decomposition] = {}
         self.adam: dict[str, AdamMoments] = {}
         self._specs = {spec.name: spec for spec in specs}
         # By the names of layers that are preconditioned as one batch: their stacked decompositions.
         self._stacks: dict[tuple[str, ...], Pair] = {}
         self._adam_stacks: dict[tuple[str, ...], AdamMoments] = {}
-        # Bases in which Adam's first moments still are, though the decompositions have changed.
+        # Bases in which moments of gradients still are, though the decompositions have changed.
         self._old_bases: dict[FactorKey, Tensor] = {}
 
     def clear(self) -> None:
@@ -59,6 +60,7 @@ class Store:
         self.factors.clear()
         self.weights.clear()
         self.second_moments.clear()
+        self.moment_weights.clear()
         self.decompositions.clear()
         self.adam.clear()
         self._stacks.clear()
@@ -101,26 +103,26 @@ class Store:
             self._note_old_basis(key, new)
         self.decompositions.update(decompositions)
         for name, _ in decompositions:
-            # Second moments in the old eigenbasis, and stacks with the old tensors, are void.
-            self.second_moments.pop(name, None)
+            # Stacks with the old tensors are void.
             for names in [names for names in self._stacks if name in names]:
                 del self._stacks[names]
         self.start_missing_second_moments()
 
     def _note_old_basis(self, key: FactorKey, new: Decomposition) -> None:
         """Note that :meth:`change_bases` has work to do for a factor."""
-        if key[0] not in self.adam:
+        if key[0] not in self.adam and key[0] not in self.second_moments:
             return
         old = self.decompositions.get(key)
         if old is None:
             # Moments from before the first basis tell nothing about this one. That holds for a
             # diagonal, too: the basis of the other side counts only from now on.
             self.forget_adam(key[0])
+            self.second_moments.pop(key[0], None)
         elif isinstance(old, Eigen) and isinstance(new, Eigen):
             self._old_bases.setdefault(key, old.basis)
 
     def change_bases(self) -> None:
-        """Express Adam's first moments in the bases that :meth:`receive` brought.
+        """Express moments of gradients in the bases that :meth:`receive` brought.
 
         Each rank decomposes its own factors first, so the ranks get A and G in different orders.
         The changes wait until both are there, and are then made in one order: otherwise the ranks
@@ -130,9 +132,27 @@ class Store:
             for factor in FACTORS:
                 old = self._old_bases.get((name, factor))
                 new = self.decompositions.get((name, factor))
-                if old is not None and isinstance(new, Eigen):
+                if name in self.adam and old is not None and isinstance(new, Eigen):
                     self.adam[name].change_basis(old, new.basis, is_a=factor == "A")
+            if name in self.second_moments:
+                self._carry_second_moments(name)
         self._old_bases.clear()
+
+    def _carry_second_moments(self, name: str) -> None:
+        """Express EKFAC's second moments in new bases; start again if none was measured."""
+        spec, moments = self._specs[name], self.second_moments[name]
+        for side in FACTORS:
+            along, start = (-1 if side == "A" else -2), 0
+            for factor in spec.factors_of(side):
+                old, new = self._old_bases.get((name, factor)), self.decompositions[name, factor]
+                size = new.tensors[0].shape[-1]
+                if old is not None and isinstance(new, Eigen):
+                    part = moments.narrow(along, start, size)
+                    change = old.mT @ new.basis
+                    part.copy_(linalg.change_basis_of_squares(part, change, is_a=side == "A"))
+                start += size
+        is_measured = self.moment_weights[name] > 0
+        moments.copy_(torch.where(is_measured, moments, self._products_of_eigenvalues(spec)))
 
     def forget_adam(self, name: str) -> None:
         """Let Adam's moments of a layer start again."""
@@ -187,8 +207,13 @@ class Store:
             if not has_second_moment(spec, self.method) or name in self.second_moments:
                 continue
             if self.is_decomposed(spec):
-                a, g = (values_of(self.whole(spec, side)) for side in FACTORS)
-                self.second_moments[name] = linalg.damped_eigenvalues(a, g, 0.0)
+                self.second_moments[name] = self._products_of_eigenvalues(spec)
+                self.moment_weights[name] = self.second_moments[name].new_zeros(())
+
+    def _products_of_eigenvalues(self, spec: LayerSpec) -> Tensor:
+        """Return what second moments are where a and g are independent."""
+        a, g = (values_of(self.whole(spec, side)) for side in FACTORS)
+        return linalg.damped_eigenvalues(a, g, 0.0)
 
     def is_decomposed(self, spec: LayerSpec) -> bool:
         """Return whether there are decompositions of A and of G."""

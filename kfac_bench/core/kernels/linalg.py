@@ -163,6 +163,16 @@ def damped_second_moments(moments: Tensor, damping: float | None) -> Tensor:
     return moments + damping
 
 
+def change_basis_of_squares(moments: Tensor, change: Tensor, *, is_a: bool) -> Tensor:
+    """Return second moments [..., g, a] of a gradient's entries in a new basis of A, or of G.
+
+    The result is exact if the entries are uncorrelated in the old basis. The change of basis is
+    old^T new, with eigenvectors in columns.
+    """
+    squares = change.square()
+    return moments @ squares if is_a else squares.mT @ moments
+
+
 def relative_damping(mean_eigenvalue: Tensor) -> Tensor:
     """Return the mean eigenvalue itself, or 1 where it is 0: a damping of a layer's own scale."""
     ones = torch.ones_like(mean_eigenvalue)
