@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from kfac_bench.benchmark.profile_figure import profile_finding
 from kfac_bench.benchmark.scaling.measured import (
     STAGES,
     ScalingPoint,
@@ -40,14 +39,6 @@ def test_a_figure_follows_dark_mode_and_fits_a_phone(path):
     for kind, colour in set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", drawing)):
         assert f'[style*="{kind}: {colour}"]{{{kind}: #' in style, colour
     assert float(re.search(r'width="([\d.]+)pt"', svg)[1]) <= MOST_PT
-
-
-def test_the_profile_states_the_finding_of_its_table():
-    times = {}
-    for row in rows("time_to_result.md", 8)[1:]:
-        times.setdefault(row[0], {})[row[1]] = float(row[4])
-    assert len(times) == 4
-    assert profile_finding(times) in words(DOCS / "explanation" / "profile.svg")
 
 
 def test_measured_scaling_states_the_finding_of_its_table():
