@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support import ROOT
 
@@ -55,6 +56,16 @@ def test_the_tagging_problem_reads_modules_that_are_packages():
     text, kinds = runpy.run_path(str(ROOT / "examples/unseen/tag.py"))["tagged"]("json")
     assert len(text) == len(kinds)
     assert set(kinds) == set(range(7))
+
+
+def test_the_heat_equation_has_the_solution_that_errors_are_measured_against(double):
+    example = runpy.run_path(str(ROOT / "examples/physics_informed.py"))
+    error = example["residual"](example["exact"], torch.rand(50, 2))
+    torch.testing.assert_close(error, torch.zeros(50, 1))
+    for name, settings in example["SETTINGS"].items():
+        size, steps = example["train"](name, settings[1], 0, 0.1)
+        assert 0 < size < 10
+        assert steps > 0, name
 
 
 @pytest.mark.slow

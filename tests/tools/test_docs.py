@@ -38,6 +38,7 @@ RUNS = {
     "how-to/backward_passes.md": 1,
     "how-to/fine_tune.md": 3,
     "how-to/schedulers_ema_checkpoints.md": 2,
+    "tutorials/physics_informed.md": 2,
     "tutorials/your_script.md": 4,
 }
 """Pages whose Python blocks run, block after block, with the number of blocks."""

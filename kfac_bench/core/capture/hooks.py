@@ -15,11 +15,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from kfac_bench.core.capture.assigned import AssignedGradients
 from kfac_bench.core.capture.counted_passes import CountedPasses
+from kfac_bench.core.capture.derivatives import Family, RowsLayer, next_use, product_of, rows
 from kfac_bench.core.capture.forward_context import context_hooks
 from kfac_bench.core.capture.gradient_watch import is_returned, node_of, weight_getter
 from kfac_bench.core.capture.handover import Handover
@@ -28,7 +29,7 @@ from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.capture.repeated_forwards import OUTSIDE, RepeatedForwards
 from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.capture.saved_tensors import SavedTensors
-from kfac_bench.core.capture.waiting_calls import SeenCall, WaitingCalls
+from kfac_bench.core.capture.waiting_calls import SeenCall, Use, WaitingCalls
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
 from kfac_bench.core.layers.base import Layer
 
@@ -48,6 +49,11 @@ def _training_hook(
             capture.passes.includes(name, grads[output_nr], node)
 
     return hook
+
+
+def _scale_of(magnitude: int) -> Callable[[int], float] | None:
+    """Return what scales seeds to a loss that is a sum over the samples of a forward."""
+    return (lambda samples: samples / magnitude) if magnitude else None
 
 
 class Capture:
@@ -113,6 +119,8 @@ class Capture:
         self._waiting = WaitingCalls()  # empty unless ``sampled``
         self.nested: set[str] = set()
         """The names of layers that got nested tensors."""
+        self._rows_layers: dict[str, RowsLayer] = {}
+        self._derived: set[int] = set()  # the numbers of calls whose derivatives have a graph
         self._forward = self._backwards = self._calls = 0
         self._enabled = False
         self._handles: list[RemovableHandle] = []
@@ -186,17 +194,42 @@ class Capture:
         forward, repeated_in = self._repeated.origin(layer.name, self._forward)
         for call in layer.calls(module, args, kwargs, output):
             self._calls += 1
-            seen = SeenCall(
-                layer, call.x, call.prepare, forward, repeated_in, weight_node, self._calls
-            )
+            origin = layer, call.x, call.prepare, forward, repeated_in, weight_node
+            seen = SeenCall(*origin, number=self._calls, family=self._calls)
             if repeated_in == OUTSIDE:
                 self._count_use(layer.name, forward)
-            if self._sampled:
-                self._waiting.add(call.edge, seen)
-                continue
-            call.edge.node.register_prehook(partial(self._on_backward, seen, call.edge.output_nr))
-            if self.handover is not None:
-                self.handover.expect(layer.name)
+            self._watch(seen, call.edge)
+
+    def _watch(self, seen: SeenCall, edge: GradientEdge) -> None:
+        """Put hooks on a use of a layer, whose output is at ``edge``."""
+        if (product := product_of(edge, seen)) is not None:
+            node, inputs = product
+            node.register_hook(partial(self._on_derivative, seen, inputs))
+        if self._sampled:
+            self._waiting.add(edge, seen)
+            return
+        edge.node.register_prehook(partial(self._on_backward, seen, edge.output_nr))
+        if self.handover is not None:
+            self.handover.expect(seen.layer.name)
+
+    def _on_derivative(
+        self,
+        seen: SeenCall,
+        inputs: Sequence[int],
+        made: tuple[Tensor | None, ...],
+        grads: tuple[Tensor | None, ...],
+    ) -> None:
+        """Watch the use of a layer in its own backward, if that has a graph."""
+        if not torch.is_grad_enabled() or self.passes.paused:
+            return
+        with_graph = [x for i in inputs if (x := made[i]) is not None and x.requires_grad]
+        if len(with_graph) != 1 or grads[0] is None or is_sharded(grads[0]):
+            return
+        self._calls += 1
+        use = next_use(seen, with_graph[0], grads[0], self._calls)
+        if use is not None:
+            self._derived.add(seen.family)
+            self._watch(use, get_gradient_edge(with_graph[0]))
 
     def _leave_out_nested(self, layer: Layer) -> None:
         if self.identity is not None:
@@ -219,8 +252,6 @@ class Capture:
         g = grads[output_nr]
         if g is None:
             return
-        if torch.is_grad_enabled() and self.identity is not None:  # create_graph=True
-            self.identity.excuse(seen.layer.name)
         # Calls in the same forward and backward are positions of the same samples.
         backward = seen.repeated_in
         if backward == OUTSIDE:
@@ -232,7 +263,10 @@ class Capture:
             if self.handover is not None:
                 self.handover.arrived(seen.layer.name)
         elif (
-            self._assigned is not None and not self.passes.paused and is_returned(seen.weight_node)
+            self._assigned is not None
+            and seen.use is Use.CALL
+            and not self.passes.paused
+            and is_returned(seen.weight_node)
         ):
             self._add(seen, g, (seen.forward, backward), is_returned=True)
 
@@ -299,6 +333,10 @@ class Capture:
             if is_returned and self._assigned is not None:
                 self._assigned.add(seen.layer, x, g, forward, alone=alone)
                 return
+            if seen.family in self._derived:
+                self._add_use(seen, g, forward, magnitude)
+                self.seconds += time.perf_counter() - start
+                return
             if is_sharded(g):
                 self._moments.count_loss_samples(seen.layer, g, forward)
                 x, g = own_samples(x, g)
@@ -311,12 +349,19 @@ class Capture:
                 x,
                 g,
                 forward,
-                # The seeds are scaled to a loss that is a sum over the samples of this forward.
-                scale=(lambda samples: samples / magnitude) if magnitude else None,
+                scale=_scale_of(magnitude),
                 first=first,
                 alone=alone,
             )
         self.seconds += time.perf_counter() - start
+
+    def _add_use(self, seen: SeenCall, g: Tensor, forward: object, magnitude: int) -> None:
+        layer = self._rows_layers.setdefault(seen.layer.name, RowsLayer(seen.layer))
+        use = rows(seen, g)
+        if self.identity is not None:
+            self.identity.add(layer, seen.weight_node, *use[1:])
+        family = Family(layer, forward, _scale_of(magnitude))
+        self._moments.add_use(seen.family, use, family)
 
     def pop(self) -> dict[str, Collected]:
         """Return what was collected since the last call, by layer, and start again.
@@ -328,6 +373,7 @@ class Capture:
             self.identity.end_step()
         self._waiting.clear()
         self._uses.clear()
+        self._derived.clear()
         self._repeated.clear()
         start = time.perf_counter()
         collected = self._moments.pop()

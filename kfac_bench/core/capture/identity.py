@@ -35,8 +35,7 @@ class GradientIdentity:
     """Compares sums of g a^T with gradients, for the layers that are ``due``.
 
     A layer is left out in a step in which its gradient has parts that no statistic should have:
-    calls in eval mode or inside ``pause()``, a hook of the script that changes the gradient, and
-    derivatives of gradients (a gradient penalty).
+    calls in eval mode or inside ``pause()``, and a hook of the script that changes the gradient.
 
     Args:
         layers: The layers whose statistics this rank computes.

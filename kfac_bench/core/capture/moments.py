@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kfac_bench.core.capture.derivatives import Family
 from kfac_bench.core.kernels.blocks import Blocks, flat_blocks
 from kfac_bench.core.kernels.conventions import Number, Scale
 from kfac_bench.core.layers.base import Layer
@@ -84,6 +85,7 @@ class Moments:
         self._second_moments: dict[str, Tensor] = {}
         self._calls: dict[str, _Calls] = {}
         self._loss_samples: dict[str, dict[object, Number]] = {}  # by layer and forward
+        self._families: dict[str, dict[int, Family]] = {}  # by layer and call
 
     def count_loss_samples(self, layer: Layer, g: Tensor, forward: object) -> None:
         """Count the samples of a call that ranks share out, before the rank takes its part."""
@@ -126,13 +128,30 @@ class Moments:
         if self._eigenbasis(layer.name) is not None:
             self._add_call(_Calls(layer, samples, forward, [(x, g)]), alone)
 
+    def add_use(self, number: int, use: tuple[bool, Tensor, Tensor], family: Family) -> None:
+        """Add a use of the call ``number`` to its ``family``, which is new if it is the first."""
+        name = family.layer.name
+        if any(other.forward != family.forward for other in self._families.get(name, {}).values()):
+            self._end_families(name)
+        self._families.setdefault(name, {}).setdefault(number, family).uses.append(use)
+
+    def _end_families(self, name: str) -> None:
+        """Add the families of a layer, for which no more uses will come."""
+        for family in self._families.pop(name, {}).values():
+            a, g = family.rows()
+            self.add(family.layer, a, g, family.forward, scale=family.scale, alone=False)
+
     def _add_call(self, new: _Calls, alone: bool) -> None:
         """Square the gradients of samples as soon as all calls of a forward are there."""
         # The gradient of a sample is a sum over calls, so squaring each call would be wrong.
         name = new.layer.name
         old = self._calls.get(name)
         # Calls of one forward can have other samples (a head on boxes). These do not add up.
-        if old is not None and (old.forward, old.samples) == (new.forward, new.samples):
+        if old is not None and (old.layer, old.forward, old.samples) == (
+            new.layer,
+            new.forward,
+            new.samples,
+        ):
             old.pairs += new.pairs
         else:
             if old is not None:
@@ -203,6 +222,7 @@ class Moments:
 
     def _end_forwards(self, name: str) -> None:
         """Finish the sums over the calls of a forward: no more of them will come."""
+        self._end_families(name)
         if name in self._sums:
             self._close(name)
         if name in self._calls:
@@ -216,6 +236,7 @@ class Moments:
             self._sums,
             self._calls,
             self._loss_samples,
+            self._families,
         ):
             sums.pop(name, None)
 
@@ -240,6 +261,8 @@ class Moments:
 
     def end_backward(self, *, first: bool) -> None:
         """Finish all forwards so far: with this gradient, no more of their calls will come."""
+        for name in list(self._families):
+            self._end_families(name)
         for name in list(self._sums):
             self._close(name, first)
         for name in list(self._calls):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 from weakref import WeakSet
 
@@ -10,6 +11,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from kfac_bench.core.layers.base import Layer
+
+
+class Use(Enum):
+    """How a layer's W is used: see :mod:`.derivatives`."""
+
+    CALL = "W a + b"
+    BACKWARD = "W^T g"
+    FORWARD = "W v"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -31,6 +40,9 @@ class SeenCall:
     """Adds to ``.grad`` of the weight."""
     number: int
     """Calls are numbered in their order."""
+    use: Use = Use.CALL
+    family: int = 0
+    """The number of the call whose derivatives use the layer."""
 
 
 class WaitingCalls:

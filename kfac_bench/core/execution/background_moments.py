@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from kfac_bench.core.capture.derivatives import Family
 from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.execution.background import Background, Pending
 from kfac_bench.core.layers.base import Layer
@@ -32,6 +33,10 @@ class BackgroundMoments(Moments):
         add = partial(self._moments.add, layer, x, g, forward, **options)
         reads = (x.data if isinstance(x, PackedSequence) else x, g)
         self._submit(partial(_check_unchanged, add, layer.name, reads, _versions(reads)), reads)
+
+    def add_use(self, number: int, use: tuple[bool, Tensor, Tensor], family: Family) -> None:
+        """See :meth:`Moments.add_use`."""
+        self._submit(partial(self._moments.add_use, number, use, family), use[1:])
 
     def _submit(self, job: Callable[[], None], reads: Iterable[Tensor] = ()) -> None:
         if len(self._pending) >= MAX_WAITING:

@@ -154,8 +154,9 @@ class StatisticsCheck:
             f"the inputs and output gradients of layer {name!r} ({module}) do not give the "
             f"gradient of its weight: they differ by {share:.0%}. The forward of {module} does "
             f"more than {type(self._layers[name]).__name__} describes, or the weight is used "
-            "elsewhere, too. The optimizer trains the layer without K-FAC "
-            f"(such layers: {len(wrong)}). Add it to skip, or describe it in layer_types",
+            "elsewhere, too, or in a derivative that K-FAC cannot see. The optimizer trains the "
+            f"layer without K-FAC (such layers: {len(wrong)}). Add it to skip, or describe it in "
+            "layer_types",
         )
 
     def _warn_of_missing(self, missing: Sequence[Layer]) -> None:

@@ -1,0 +1,171 @@
+"""Uses of a layer in derivatives of the model: losses on forces, Laplacians, gradient penalties.
+
+With ``create_graph=True`` the backward of y = W a belongs to the graph of the loss. It maps g to
+W^T g, which is a second use of W. If the loss has the gradient v with respect to W^T g, this use
+adds g v^T to the gradient of W. The derivative of W^T g with respect to g applies W to v, which is
+a third use, and so on. The gradient of W is the sum over all uses of one call, its *family*.
+
+In a backward use, v belongs to the loss and g to the model. Everywhere else the g belongs to the
+loss. So each sample of a backward use is scaled to (s v, g / s). Its v then has the length that the
+inputs a of this sample have in the other uses, times the root of how much the use adds to the
+gradient, at most 1. A and G thus do not depend on the scale of the loss or on how a batch is
+divided.
+
+:mod:`.hooks` finds the uses, :mod:`.moments` sums them. Only linear layers and convolutions have
+such uses here. :mod:`.identity` notices other layers, because their sums lack a part.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from kfac_bench.core.capture.waiting_calls import SeenCall, Use
+from kfac_bench.core.kernels.gram import at_least_float32
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.convolution import ConvLayer
+from kfac_bench.core.layers.linear import LinearLayer
+
+_CHAIN = 6
+"""Most nodes, such as transposes and views, between a product and the weight."""
+
+
+class RowsLayer(Layer):
+    """A layer whose x and g are its rows of a and g already."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.__dict__ = layer.__dict__
+
+    def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Layer.rows`."""
+        return x, g
+
+
+@dataclass(slots=True)
+class Family:
+    """The uses of one call of a layer."""
+
+    layer: RowsLayer
+    forward: object
+    """See :meth:`.Moments.add`, as ``scale``."""
+    scale: Callable[[int], float] | None
+    uses: list[tuple[bool, Tensor, Tensor]] = field(default_factory=list)
+    """Whether it is a backward use, and the rows of a and g."""
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return the balanced rows of a and g; the uses are shared positions."""
+        of_loss = [(a, g) for is_backward, a, g in self.uses if not is_backward]
+        backward = [(a, g) for is_backward, a, g in self.uses if is_backward]
+        if of_loss and backward:
+            (norm_a, norm_g), (norm_v, own_g) = _norms(of_loss), _norms(backward)
+            share = norm_v * own_g / (norm_a * norm_g)  # nan or inf if the loss has no g: all of it
+            share = share.nan_to_num(1.0, 1.0).clamp_max(1.0)
+            length = torch.where(norm_a > 0, norm_a, 1.0) * share.sqrt()
+            is_used = (norm_v > 0) & (length > 0)
+            s, inverse = (torch.where(is_used, x, 0.0) for x in (length / norm_v, norm_v / length))
+            backward = [(a * s, g * inverse) for a, g in backward]
+        pairs = of_loss + backward
+        return torch.cat([a for a, _ in pairs], 2), torch.cat([g for _, g in pairs], 2)
+
+
+def _norms(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the norms of all a and of all g of each sample, [1, N, 1, 1]."""
+    squares = [[x.square().sum((0, 2, 3), keepdim=True) for x in pair] for pair in pairs]
+    a, g = (torch.stack(x).sum(0).sqrt() for x in zip(*squares, strict=True))
+    return a, g
+
+
+def rows(seen: SeenCall, g: Tensor) -> tuple[bool, Tensor, Tensor]:
+    """Return whether a use is backward, and its rows of a and g.
+
+    Args:
+        seen: The use.
+        g: The gradient of what the use returned.
+    """
+    layer, x = seen.layer, seen.x
+    if seen.use is not Use.CALL:
+        layer = copy.copy(layer)
+        layer.bias = None  # derivatives of y do not depend on it
+    is_backward = seen.use is Use.BACKWARD
+    a_rows, g_rows = map(at_least_float32, layer.rows(g, x) if is_backward else layer.rows(x, g))
+    if layer.bias is not seen.layer.bias:
+        a_rows = F.pad(a_rows, (0, 1))
+    return is_backward, a_rows, g_rows
+
+
+def product_of(edge: GradientEdge, seen: SeenCall) -> tuple[Node, list[int]] | None:
+    """Return the node that multiplies by the weight, and which of its gradients may be the input's.
+
+    Return None if there is no such node, or if the layer class has rows of its own.
+
+    Args:
+        edge: The output of the use.
+        seen: The use.
+    """
+    has_rows = type(seen.layer).rows in (LinearLayer.rows, ConvLayer.rows)
+    if not has_rows or seen.layer.reads_saved_tensors:
+        return None
+    node: Node | None = edge.node
+    for _ in range(_CHAIN):
+        if node is None:
+            return None
+        following = [following for following, _ in node.next_functions]
+        others = [
+            i
+            for i, n in enumerate(following)
+            if n is not None
+            and not _leads_to(n, seen.weight_node)
+            and (seen.layer.bias is None or getattr(n, "variable", None) is not seen.layer.bias)
+        ]
+        if any(n is not None and _leads_to(n, seen.weight_node) for n in following):
+            return node, others
+        if len(others) != 1:
+            return None
+        node = following[others[0]]
+    return None
+
+
+def _leads_to(node: Node, weight_node: Node) -> bool:
+    """Return whether only transposes and views are between a node and the weight."""
+    for _ in range(_CHAIN):
+        if node is weight_node:
+            return True
+        if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def next_use(seen: SeenCall, made: Tensor, g: Tensor, number: int) -> SeenCall | None:
+    """Return the use of W that made a gradient of the input of an earlier use.
+
+    Args:
+        seen: The earlier use.
+        made: The gradient of its input, with a graph.
+        g: The gradient of its output.
+        number: The number of the new use.
+    """
+    x = g.detach()
+    if made.numel() != seen.x.numel():  # a padded copy, for example
+        return None
+    if seen.layer.is_linear:
+        x = x.reshape(*seen.x.shape[:-1], -1)
+    elif x.ndim != seen.x.ndim:
+        return None
+    shape = seen.x.shape
+    use = Use.FORWARD if seen.use is Use.BACKWARD else Use.BACKWARD
+    return SeenCall(
+        seen.layer,
+        x,
+        lambda v: v.reshape(shape),
+        seen.forward,
+        seen.repeated_in,
+        seen.weight_node,
+        number,
+        use,
+        seen.family,
+    )
