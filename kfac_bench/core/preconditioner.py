@@ -804,7 +804,7 @@ class KFAC:
             merged = {}
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
-        self._guards.leave(states[0].get("left", ()))
+        self._guards.statistics.leave(states[0].get("left", ()))
         if steps > 0:
             self._first_steps = None
         self._stepper.decomposes_all = steps > 0 and not complete
