@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -158,28 +159,43 @@ def test_making_the_state_is_no_step(make, at):
     assert losses[0] == losses[1]
 
 
-def test_a_state_waits_for_the_kfac():
-    """The Trainers of frameworks load a checkpoint before a callback builds KFAC."""
+def trained(steps=3, **options):
     model = Net()
-    optimizer = eigen_adam(model, LR)
-    train(model, optimizer, range(3))
-    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(3, 6))
+    optimizer = eigen_adam(model, LR, **options)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def loaded(model, optimizer):
+    """Return what the Trainers of frameworks have before a callback builds KFAC."""
+    states = through_a_file([model.state_dict(), optimizer.state_dict()])
     again = Net()
-    again.load_state_dict(saved[0])
-    resumed = EigenAdam(again.parameters(), LR)
-    resumed.load_state_dict(saved[1])
+    again.load_state_dict(states[0])
+    resumed = EigenAdam(again.parameters(), LR, scale=2.0, orthogonalize="none")
+    resumed.load_state_dict(states[1])
     resumed.load_state_dict(resumed.state_dict())  # Accelerate does so
+    return again, resumed
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [loaded, lambda *pair: copy.deepcopy(pair), lambda *pair: pickle.loads(pickle.dumps(pair))],
+    ids=["loaded", "copied", "pickled"],
+)
+def test_a_state_waits_for_the_kfac(duplicate):
+    model, optimizer = trained(scale=2.0, orthogonalize="none")
+    again, resumed = duplicate(model, optimizer)
+    with pytest.raises(RuntimeError, match="has no KFAC"):
+        resumed.step()
     KFAC(again, resumed, **KFAC_DEFAULTS).attach()
+    train(model, optimizer, range(3, 6))
     train(again, resumed, range(3, 6))
     assert_same(weights(again), weights(model))
 
 
 def test_a_state_from_before_loads_with_that_of_the_kfac():
     """It has no entry of K-FAC, so alone it would go on with empty moments."""
-    model = Net()
-    optimizer = eigen_adam(model, LR)
-    train(model, optimizer, range(3))
+    model, optimizer = trained()
     kfac = through_a_file(optimizer.preconditioner.state_dict())
     optimizer.preconditioner.in_optimizer_state = False
     saved = through_a_file([model.state_dict(), optimizer.state_dict()])
@@ -200,9 +216,7 @@ def test_a_state_from_before_loads_with_that_of_the_kfac():
 
 
 def test_a_damaged_state_is_refused():
-    model = Net()
-    optimizer = eigen_adam(model, LR)
-    train(model, optimizer, range(2))
+    model, optimizer = trained(2)
     for damage in (
         lambda entry: entry.pop("0"),
         lambda entry: entry.update({"0": 3}),

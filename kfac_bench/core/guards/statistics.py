@@ -118,7 +118,7 @@ class StatisticsCheck:
         self.see_model()
         self._has_new = True
         capture = self._capture
-        for name in capture.computed - capture.left - capture.nested:
+        for name in capture.computed - capture.left - capture.unread:
             layer, new = self._layers[name], collected.get(name)
             if new is not None and not isinstance(new.samples, Tensor):
                 self._present[name] = 1.0
