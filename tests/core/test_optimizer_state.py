@@ -216,7 +216,7 @@ def test_a_state_from_before_loads_with_that_of_the_kfac():
 
 
 def test_a_damaged_state_is_refused():
-    model, optimizer = trained(2)
+    _, optimizer = trained(2)
     for damage in (
         lambda entry: entry.pop("0"),
         lambda entry: entry.update({"0": 3}),

@@ -187,7 +187,7 @@ class Capture:
         try:
             calls = [*layer.calls(module, args, kwargs, output)]
         except OtherForwardError:
-            why = f"({type(module).__name__}) has inputs or outputs of an unknown form"
+            why = f"({type(module).__name__}) has a forward, input or output of an unknown form"
             self._leave_out(layer, why, "Describe its forward in layer_types")
             return
         for call in calls:

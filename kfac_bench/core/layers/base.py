@@ -123,7 +123,10 @@ class Layer(ABC):
             yield Call(as_used(x, output), *_edge_of(output))
 
     def fits(self, x: Tensor, output: Tensor) -> bool:
-        """Return whether :meth:`rows` and the moments can read this input and this output."""
+        """Return whether :meth:`rows` and the moments can read this input and this output.
+
+        A subclass that reads other shapes overrides it.
+        """
         return True
 
     @abstractmethod
