@@ -637,6 +637,26 @@ def test_ranks_leave_out_the_same_layers(sharded, options):
         assert [len(texts) for texts, _ in results] == [bool(names), 0]
 
 
+def assigned_on_rank():
+    """Return the warnings of a rank, which cannot compare averages with its own sums."""
+    model = network()
+    kfac = kfac_of(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assigned(model, parts=2)
+            kfac.step()
+    kfac.detach()
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.ranks
+def test_ranks_name_gradients_that_are_assigned_by_hand():
+    (text,), none = run_ranks(2, assigned_on_rank)
+    assert re.search(r"layer '0' has a gradient, but .*\(3 of 3 layers\)", text)
+    assert none == []
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("options", [{}, {"strategy": "mem_opt"}, {"overlap": True}], ids=str)
 def test_ranks_agree_on_layers_without_statistics(options):
