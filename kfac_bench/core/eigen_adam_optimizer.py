@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -183,9 +184,14 @@ class EigenAdam(AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options, too. A copy has no KFAC, but a KFAC can be built for it."""
-        options = {"rule": self.rule, "orthogonalize": self.orthogonalize}
-        return super().__getstate__() | options | {"_waiting": self._waiting, "_lacks_kfac": False}
+        """Return the state with that of the KFAC, for a KFAC that is built for the copy."""
+        waiting, packed = dict(self._waiting), super().__getstate__()
+        for each in self._states():
+            waiting |= each.by_parameter()
+        # AdamW's own copy needs its entries for each parameter in the state.
+        own = {p: entry for p, entry in self.state.items() if "exp_avg" in entry}
+        packed |= {"rule": self.rule, "orthogonalize": self.orthogonalize}
+        return packed | {"state": defaultdict(dict, own), "_waiting": waiting, "_lacks_kfac": False}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

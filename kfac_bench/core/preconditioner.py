@@ -481,7 +481,9 @@ class KFAC:
         order = self._guards.order
         # An optimizer may step without a new backward: frameworks do so to make its state.
         is_idle = self.collective.world_size == 1 and not order.has_gradients()
-        if not is_idle and not order.is_untouched() and not self._makes_state():
+        if is_idle or order.is_untouched() or self._makes_state():
+            self._guards.statistics.see_model()  # other weights may have come
+        else:
             self._step(loss_scale)
 
     def _makes_state(self) -> bool:
@@ -804,7 +806,7 @@ class KFAC:
             merged = {}
         complete = state.take(merged, self._executor, steps)
         self.steps = steps
-        self._guards.leave(states[0].get("left", ()))
+        self._guards.statistics.leave(states[0].get("left", ()))
         if steps > 0:
             self._first_steps = None
         self._stepper.decomposes_all = steps > 0 and not complete

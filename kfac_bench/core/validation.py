@@ -62,6 +62,10 @@ def check_is_model(model: object, call: str) -> None:
             f"the model is an object of class {type(model).__name__}, expected a torch.nn.Module. "
             f"Pass the model itself, not its parameters: {call}"
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "the model is compiled by torch.jit, which hides its layers: pass the original model"
+        )
 
 
 def check_model(model: nn.Module) -> None:

@@ -176,11 +176,15 @@ class TestModelChanges:
         with pytest.warns(UserWarning, match=r"'2' was replaced.*call detach\(\)"):
             train(model, optimizer, kfac)
 
-    def test_new_weights_in_an_old_module(self):
+    @pytest.mark.parametrize("attaches", [True, False])
+    def test_new_weights_in_an_old_module(self, attaches):
         model, optimizer, kfac = setup()
+        if attaches:  # the optimizer has the old weights, so K-FAC makes no step
+            kfac.attach()
         model.load_state_dict(network().state_dict(), assign=True)
+        backward(model)
         with pytest.warns(UserWarning, match="'0' was replaced"):
-            train(model, optimizer, kfac)
+            optimizer.step() if attaches else kfac.step()
 
     def test_an_added_layer(self):
         model, optimizer, kfac = setup()

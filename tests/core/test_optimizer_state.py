@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def train(model, optimizer, steps):
         loss.backward()
         losses.append(loss.item())
         for p in model.parameters():
-            if ranks > 1 and not is_sharded(p):
+            if ranks > 1 and p.grad is not None and not is_sharded(p):
                 dist.all_reduce(p.grad)
                 p.grad.div_(ranks)
         optimizer.step()
@@ -140,10 +141,7 @@ def test_distributed_checkpoint_loads_into_a_new_kfac(tmp_path):
     assert_same(weights(again), weights(model))
 
 
-@pytest.mark.parametrize("make", [with_sgd, eigen_adam])
-@pytest.mark.parametrize("at", [0, 3])
-def test_making_the_state_is_no_step(make, at):
-    """torch steps the optimizer with gradients of zeros if the optimizer has no state."""
+def check_making_the_state(make, at):
     losses = []
     for calls in (False, True):
         model = Net()
@@ -155,31 +153,62 @@ def test_making_the_state_is_no_step(make, at):
             get_optimizer_state_dict(model, optimizer)
         assert optimizer.preconditioner.steps == at
         losses.append(before + train(model, optimizer, range(at, 8)))
+        optimizer.preconditioner.detach()
     assert losses[0] == losses[1]
 
 
-def test_a_state_waits_for_the_kfac():
-    """The Trainers of frameworks load a checkpoint before a callback builds KFAC."""
+MADE = pytest.mark.parametrize(("make", "at"), [(with_sgd, 0), (eigen_adam, 0), (eigen_adam, 3)])
+
+
+@MADE
+def test_making_the_state_is_no_step(make, at):
+    """torch steps the optimizer with gradients of zeros if the optimizer has no state."""
+    check_making_the_state(make, at)
+
+
+@pytest.mark.ranks
+@MADE
+def test_making_the_state_is_no_step_on_ranks(make, at):
+    run_ranks(2, check_making_the_state, make, at)
+
+
+def trained(steps=3, **options):
     model = Net()
-    optimizer = eigen_adam(model, LR)
-    train(model, optimizer, range(3))
-    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(3, 6))
+    optimizer = eigen_adam(model, LR, **options)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def loaded(model, optimizer):
+    """Return what the Trainers of frameworks have before a callback builds KFAC."""
+    states = through_a_file([model.state_dict(), optimizer.state_dict()])
     again = Net()
-    again.load_state_dict(saved[0])
-    resumed = EigenAdam(again.parameters(), LR)
-    resumed.load_state_dict(saved[1])
+    again.load_state_dict(states[0])
+    resumed = EigenAdam(again.parameters(), LR, scale=2.0, orthogonalize="none")
+    resumed.load_state_dict(states[1])
     resumed.load_state_dict(resumed.state_dict())  # Accelerate does so
+    return again, resumed
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [loaded, lambda *pair: copy.deepcopy(pair), lambda *pair: pickle.loads(pickle.dumps(pair))],
+    ids=["loaded", "copied", "pickled"],
+)
+def test_a_state_waits_for_the_kfac(duplicate):
+    model, optimizer = trained(scale=2.0, orthogonalize="none")
+    again, resumed = duplicate(model, optimizer)
+    with pytest.raises(RuntimeError, match="has no KFAC"):
+        resumed.step()
     KFAC(again, resumed, **KFAC_DEFAULTS).attach()
+    train(model, optimizer, range(3, 6))
     train(again, resumed, range(3, 6))
     assert_same(weights(again), weights(model))
 
 
 def test_a_state_from_before_loads_with_that_of_the_kfac():
     """It has no entry of K-FAC, so alone it would go on with empty moments."""
-    model = Net()
-    optimizer = eigen_adam(model, LR)
-    train(model, optimizer, range(3))
+    model, optimizer = trained()
     kfac = through_a_file(optimizer.preconditioner.state_dict())
     optimizer.preconditioner.in_optimizer_state = False
     saved = through_a_file([model.state_dict(), optimizer.state_dict()])
@@ -200,9 +229,7 @@ def test_a_state_from_before_loads_with_that_of_the_kfac():
 
 
 def test_a_damaged_state_is_refused():
-    model = Net()
-    optimizer = eigen_adam(model, LR)
-    train(model, optimizer, range(2))
+    _, optimizer = trained(2)
     for damage in (
         lambda entry: entry.pop("0"),
         lambda entry: entry.update({"0": 3}),

@@ -5,6 +5,7 @@ script gets none.
 """
 
 import copy
+import re
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from kfac_bench import KFAC, eigen_adam
 from kfac_bench.core.distributed.dtensor import full
@@ -54,6 +55,17 @@ def gradients(model):
 def backward(model, *, scale=1.0, **options):
     x, y = batch(**options)
     (scale * F.cross_entropy(model(x), y)).backward()
+
+
+def trained():
+    """Return a model after three steps, and its KFAC, which compares the layers no more."""
+    model = network()
+    kfac = kfac_of(model)
+    for _ in range(3):
+        model.zero_grad()
+        backward(model)
+        kfac.step()
+    return model, kfac
 
 
 # ---- another forward than the layer class describes ----
@@ -127,6 +139,82 @@ def test_a_layer_with_another_forward_goes_to_the_optimizer(case, weight_sharing
             torch.testing.assert_close(p.grad, wanted.grad)
 
 
+class TakesList(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[0] if isinstance(x, list) else x)
+
+
+class Flattens(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+class Reshapes(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(len(x), 2, 4)
+
+
+class TakesPart(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :64])
+
+
+class TakesOneHot(nn.Embedding):
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Pads(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(F.pad(x, (1, 1, 1, 1)))
+
+
+class ChannelsLast(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+class ChannelsLastTransposed(nn.ConvTranspose1d):
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
+UNREAD = {
+    "list": (TakesList(64, 8), lambda x: [x.flatten(1)]),
+    "flattens": (Flattens(64, 8), lambda x: x.view(-1, 8, 8)),
+    "reshapes": (Reshapes(64, 8), lambda x: x.flatten(1)),
+    "part of the input": (TakesPart(64, 8), lambda x: x.view(-1, 64).repeat(1, 2)),
+    "sparse": (nn.Linear(64, 8), lambda x: x.flatten(1).to_sparse()),
+    "one-hot rows": (TakesOneHot(64, 8), lambda x: x.flatten(1)),
+    "padding": (Pads(1, 4, 3), lambda x: x.view(-1, 1, 8, 8)),
+    "channels last": (ChannelsLast(4, 4, 2), lambda x: x.view(-1, 4, 4, 4)),
+    "transposed": (ChannelsLastTransposed(4, 2, 2), lambda x: x.view(-1, 16, 4)),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_a_layer_whose_inputs_cannot_be_read_is_left_out(case):
+    """Nothing crashes, and the other layers are those of a KFAC that skips the layer."""
+    layer, prepare = UNREAD[case]
+    results = []
+    for options in ({}, {"skip": ["layer"]}):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"layer": copy.deepcopy(layer), "head": nn.LazyLinear(3)})
+        x, y = torch.randn(16, 64), batch()[1]
+        model["head"](model["layer"](prepare(x)).flatten(1))
+        kfac = kfac_of(model, **{"skip": [], "trust_ratio": None} | options)
+        for step in range(2):
+            model.zero_grad()
+            unread = r"layer 'layer' .*which K-FAC cannot read.*left to the optimizer"
+            with nullcontext() if step or options else pytest.warns(UserWarning, match=unread):
+                h = model["layer"](prepare(x)).flatten(1)
+            F.cross_entropy(model["head"](h), y).backward()
+            kfac.step()
+        results.append(gradients(model))
+    for name, got in results[0].items():
+        torch.testing.assert_close(got, results[1][name])
+
+
 def test_eigen_adam_trains_such_a_layer_as_adamw():
     model = network(Activation)
     other = copy.deepcopy(model)
@@ -159,12 +247,7 @@ def test_a_weight_that_is_also_used_elsewhere():
 
 def test_a_new_forward_is_noticed_after_a_change_of_the_model():
     """The layers were compared before. Then one of them got another class, and others changed."""
-    model = network()
-    kfac = kfac_of(model)
-    for _ in range(3):
-        model.zero_grad()
-        backward(model)
-        kfac.step()
+    model, kfac = trained()
     assert not kfac._capture.identity.due
     model[3].__class__ = Activation
     model[0].bias.requires_grad_(False)
@@ -408,19 +491,14 @@ def test_gradients_without_statistics_are_named(other_pass):
 
 def test_a_layer_without_statistics_is_named_also_later():
     """Its statistics stop: the script uses the weight itself from now on."""
-    model = network()
-    kfac = kfac_of(model)
-    for _ in range(3):
-        model.zero_grad()
-        backward(model)
-        kfac.step()
+    model, kfac = trained()
     model.zero_grad()
     by_products_of_weights(model)
     with pytest.warns(UserWarning, match="has a gradient, but K-FAC saw no backward"):
         kfac.step()
 
 
-@pytest.mark.parametrize("kind", ["prune", "parametrize"])
+@pytest.mark.parametrize("kind", ["prune", "parametrize", "weight norm"])
 def test_a_layer_that_is_pruned_later_goes_to_the_optimizer(kind):
     class Half(nn.Module):
         def forward(self, weight):
@@ -432,6 +510,8 @@ def test_a_layer_that_is_pruned_later_goes_to_the_optimizer(kind):
     kfac.step()
     if kind == "prune":
         prune.l1_unstructured(model[3], "weight", 0.5)
+    elif kind == "weight norm":  # it replaces the parameter
+        parametrizations.weight_norm(model[3])
     else:
         parametrize.register_parametrization(model[3], "weight", Half())
     for step in range(2):
@@ -493,14 +573,28 @@ class Doubled(nn.Linear):
         return super().forward(2 * x)
 
 
+class Unseen(nn.Linear):
+    """A call of it runs no hooks."""
+
+    __call__ = nn.Linear.forward
+
+
+class TakesHalf(nn.Linear):
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs // 2, outputs)
+
+    def forward(self, x):
+        return super().forward(x.chunk(2, 1)[0])
+
+
 def shard(model):
     for part in model.children():
         fully_shard(part)
     return fully_shard(model)
 
 
-def on_ranks(kind, sharded, options):
-    """Return how many warnings a rank gives, and which layers K-FAC leaves out."""
+def on_ranks(kind, sharded, options, prunes=False):
+    """Return the warnings of a rank, and which layers K-FAC leaves out."""
     bare = Block(kind)
     if sharded:
         bare.branch = nn.Identity()  # FSDP2 needs each layer on all ranks
@@ -510,6 +604,8 @@ def on_ranks(kind, sharded, options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
+            if prunes and not step:
+                prune.identity(bare.middle, "weight")
             model.zero_grad()
             for i in range(2):
                 seed = 10 * step + 2 * i + dist.get_rank()
@@ -518,10 +614,10 @@ def on_ranks(kind, sharded, options):
                     (F.cross_entropy(model(x), y) / 2).backward()
             raw = {name: full(p.grad).clone() for name, p in bare.named_parameters()}
             kfac.step()
-            same = {n for n, p in bare.named_parameters() if torch.equal(full(p.grad), raw[n])}
+            same = {n for n, p in bare.named_parameters() if torch.allclose(full(p.grad), raw[n])}
             left.append(sorted(same))
     kfac.detach()
-    return sum("K-FAC" in str(w.message) for w in caught), left
+    return [str(w.message) for w in caught if "K-FAC" in str(w.message)], left
 
 
 @pytest.mark.ranks
@@ -538,4 +634,41 @@ def test_ranks_leave_out_the_same_layers(sharded, options):
     for kind, names in ((nn.Linear, []), (Doubled, ["middle.bias", "middle.weight"])):
         results = run_ranks(2, on_ranks, kind, sharded, options)
         assert [left for _, left in results] == [[names] * 3] * 2
-        assert [count for count, _ in results] == [bool(names), 0]
+        assert [len(texts) for texts, _ in results] == [bool(names), 0]
+
+
+def assigned_on_rank():
+    """Return the warnings of a rank, which cannot compare averages with its own sums."""
+    model = network()
+    kfac = kfac_of(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assigned(model, parts=2)
+            kfac.step()
+    kfac.detach()
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.ranks
+def test_ranks_name_gradients_that_are_assigned_by_hand():
+    (text,), none = run_ranks(2, assigned_on_rank)
+    assert re.search(r"layer '0' has a gradient, but .*\(3 of 3 layers\)", text)
+    assert none == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [{}, {"strategy": "mem_opt"}, {"overlap": True}], ids=str)
+def test_ranks_agree_on_layers_without_statistics(options):
+    options = options | {"trust_ratio": None}
+    for kind, prunes, text, warned in (
+        (Unseen, False, "layer 'middle' has a gradient, but", (1, 0)),
+        (TakesHalf, False, "layer 'middle' .* which K-FAC cannot read", (1, 1)),
+        (nn.Linear, True, "weight of layer 'middle' is computed", (1, 0)),
+    ):
+        results = run_ranks(2, on_ranks, kind, False, options, prunes)
+        weight = "middle.weight_orig" if prunes else "middle.weight"
+        for (texts, left), count in zip(results, warned, strict=True):
+            assert left == [["middle.bias", weight]] * 3
+            assert len(texts) == count
+            assert all(re.search(text, each) for each in texts)

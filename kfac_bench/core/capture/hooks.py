@@ -31,7 +31,7 @@ from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.capture.saved_tensors import SavedTensors
 from kfac_bench.core.capture.waiting_calls import SeenCall, Use, WaitingCalls
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
-from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.layers.base import Layer, OtherForwardError
 
 
 def _training_hook(
@@ -117,8 +117,8 @@ class Capture:
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
         self._waiting = WaitingCalls()  # empty unless ``sampled``
-        self.nested: set[str] = set()
-        """The names of layers that got nested tensors."""
+        self.unread: set[str] = set()
+        """The names of layers with inputs or outputs that no layer class describes."""
         self._rows_layers: dict[str, RowsLayer] = {}
         self._derived: set[int] = set()  # the numbers of calls whose derivatives have a graph
         self._forward = self._backwards = self._calls = 0
@@ -183,7 +183,7 @@ class Capture:
             self._repeated.note(layer.name, self._forward)
             return
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values(), output)):
-            self._leave_out_nested(layer)
+            self._leave_out(layer, "got a nested tensor", "Use padded tensors")
             return
         weight = weight_of(module)
         # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call.
@@ -192,7 +192,13 @@ class Capture:
         weight_node = node_of(weight)
         # A layer may have several calls: each projection of an attention module is one.
         forward, repeated_in = self._repeated.origin(layer.name, self._forward)
-        for call in layer.calls(module, args, kwargs, output):
+        try:
+            calls = [*layer.calls(module, args, kwargs, output)]
+        except OtherForwardError:
+            why = f"({type(module).__name__}) has a forward, input or output of an unknown form"
+            self._leave_out(layer, why, "Describe its forward in layer_types")
+            return
+        for call in calls:
             self._calls += 1
             origin = layer, call.x, call.prepare, forward, repeated_in, weight_node
             seen = SeenCall(*origin, number=self._calls, family=self._calls)
@@ -231,14 +237,14 @@ class Capture:
             self._derived.add(seen.family)
             self._watch(use, get_gradient_edge(with_graph[0]))
 
-    def _leave_out_nested(self, layer: Layer) -> None:
+    def _leave_out(self, layer: Layer, why: str, remedy: str) -> None:
         if self.identity is not None:
             self.identity.excuse(layer.name)
-        if layer.name not in self.nested:
-            self.nested.add(layer.name)
+        if layer.name not in self.unread:
+            self.unread.add(layer.name)
             warnings.warn(
-                f"K-FAC: layer {layer.name!r} got a nested tensor, which K-FAC cannot read: the "
-                "layer is left to the optimizer. Use padded tensors to cover it",
+                f"K-FAC: layer {layer.name!r} {why}, which K-FAC cannot read: the layer is left to "
+                f"the optimizer. {remedy} to cover it, or add it to skip",
                 stacklevel=2,
             )
 

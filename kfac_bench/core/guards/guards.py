@@ -4,7 +4,11 @@ A guard never reads from the device at a step without decompositions. docs/refer
 the guards, their thresholds, and what they cannot see.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +19,22 @@ from torch.utils.hooks import RemovableHandle
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.distributed.collective import Collective
-from kfac_bench.core.guards.loss_mean import MeanCheck
-from kfac_bench.core.guards.loss_scale import LaterUnscaling, LossScaleCheck
-from kfac_bench.core.guards.missing_step import MissingStep
-from kfac_bench.core.guards.model_changes import ModelChanges
-from kfac_bench.core.guards.notices import Notices
+from kfac_bench.core.guards.loss import LaterUnscaling, LossScaleCheck, MeanCheck
 from kfac_bench.core.guards.statistics import StatisticsCheck
-from kfac_bench.core.guards.step_order import StepOrder
-from kfac_bench.core.guards.wide_layers import WidthCheck
+from kfac_bench.core.guards.steps import MissingStep, StepOrder
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.estimate import flops
+from kfac_bench.core.planning.ops import Precondition
 from kfac_bench.core.planning.plan import Plan
+
+INSIDE = (
+    str(Path(__file__).parents[2]),
+    str(Path(torch.__file__).parent),
+    str(Path(warnings.__file__).parent),
+)
+"""Folders of frames that are not the user's: this package, torch, the standard library."""
+MIN_FLOPS = 1e9
+"""Less work than this is over in some milliseconds on one core, so nobody has to know of it."""
 
 
 class Guards:
@@ -59,28 +69,24 @@ class Guards:
     ) -> None:
         self.order = StepOrder(layers)
         self._layers = layers
-        self._notices = Notices(is_active=collective.rank == 0)
-        self._missing = MissingStep(model, layers, self._notices)
-        self._changes = ModelChanges(model, layers, find)
-        self._statistics = StatisticsCheck(layers, capture, collective, leave, self._notices)
+        self._warn = warn = Notices(is_active=collective.rank == 0).give
+        self._missing = MissingStep(model, layers[-1], warn)
+        self.statistics = StatisticsCheck(model, layers, find, capture, collective, leave, warn)
         computed = [layer for layer in layers if layer.name in capture.computed]
         identity = capture.identity  # None if statistics are not made of the gradients of the loss
-        self._scale = None
-        if identity is not None and computed:
-            self._scale = LossScaleCheck(computed[-1], identity)
-        self._mean = MeanCheck() if identity is not None and sees_moments else None
-        self._width = WidthCheck(layers, plan, collective.rank) if sees_rows else None
+        self._scale = LossScaleCheck(computed[-1], identity) if identity and computed else None
+        self._mean = MeanCheck() if identity and sees_moments else None
+        self._width = _WidthCheck(layers, plan, collective.rank) if sees_rows else None
         self._unscaling: LaterUnscaling | None = LaterUnscaling(layers[-1])
         self._dtypes: dict[str, torch.dtype] = {}
         self._handle: RemovableHandle | None = None
-        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        if hooks is not None:  # wrappers of frameworks have none
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # wrappers of frameworks have none
             self._handle = optimizer.register_step_pre_hook(self._before_optimizer)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.order.optimizer_steps()
         if self._unscaling is not None:
-            self._unscaling.see(optimizer, self._notices)
+            self._unscaling.see(optimizer, self._warn)
 
     def check_dtypes(self) -> None:
         """Check that the weights have the dtypes of the first step.
@@ -102,24 +108,13 @@ class Guards:
         self, collected: Mapping[str, Collected], loss_scale: float | Tensor
     ) -> None:
         """Look at the statistics of a step; ``loss_scale`` is what the user passed."""
-        self.see_model()
-        self._statistics.see(collected)
+        self.statistics.see(collected)
         if self._scale is not None:
             self._scale.see(loss_scale)
         if self._mean is not None:
             self._mean.see(collected, loss_scale)
         if self._width is not None:
-            self._width.see(collected, self._notices)
-
-    def leave(self, names: Collection[str]) -> None:
-        """Leave layers to the optimizer."""
-        self._statistics.leave(names)
-
-    def see_model(self) -> None:
-        """Look for layers that were replaced, added or changed since K-FAC was built."""
-        if self._changes.look(self._notices):
-            self._statistics.leave(self._changes.parametrized)
-            self._statistics.restart()
+            self._width.see(collected, self._warn)
 
     def see_gradients(self) -> None:
         """Remember the gradients that K-FAC has just written; forget those before."""
@@ -130,13 +125,13 @@ class Guards:
 
     def judge(self) -> None:
         """Read from the device and warn; only in steps with decompositions, before they run."""
-        self._statistics.judge()
-        if self._scale is not None and self._scale.judge(self._notices) and self._mean is not None:
-            self._mean.stop()  # the loss scale explains the size
+        self.statistics.judge()
+        has_scale = self._scale is not None and self._scale.judge(self._warn)
         if self._mean is not None:
-            self._mean.judge(self._notices)
+            self._mean.evidence.is_done |= has_scale  # the loss scale explains the size
+            self._mean.judge(self._warn)
         if self._unscaling is not None:
-            self._unscaling.judge(self._notices)
+            self._unscaling.judge(self._warn)
 
     def release_optimizer(self) -> None:
         """Remove the hook from the optimizer: K-FAC is attached and has its own hook."""
@@ -147,4 +142,73 @@ class Guards:
     def remove(self) -> None:
         """Remove all hooks."""
         self.release_optimizer()
-        self._missing.remove()
+        self._missing.handle.remove()
+
+
+class _WidthCheck:
+    """Notices layers so wide that preconditioning takes longer than forward and backward.
+
+    A linear layer takes 2 g a operations per row for forward and 4 g a for backward. With
+    eigenvectors, preconditioning takes 4 g a (g + a), however many rows there are. So it takes
+    longer if g + a is more than 1.5 times the rows.
+    """
+
+    def __init__(self, layers: Sequence[Layer], plan: Plan, rank: int) -> None:
+        self._specs = [layer.spec for layer in layers]
+        # max_dim does not save the orthogonalization of updates, so it does not count.
+        self._work = sum(
+            flops(
+                replace(op, members=tuple(replace(x, orthogonal_steps=0) for x in op.members)),
+                plan.method,
+                {},
+            )
+            for op in plan.precondition
+            if isinstance(op, Precondition) and rank in op.ranks
+        )
+        self._is_done = self._work < MIN_FLOPS
+
+    def see(self, collected: Mapping[str, Collected], warn: Callable[[str, str], None]) -> None:
+        """Look at the first statistics that have the rows of all layers."""
+        if self._is_done or any(spec.name not in collected for spec in self._specs):
+            return
+        rows = {spec.name: collected[spec.name].rows for spec in self._specs}
+        # If a pass was discarded, only the device knows how many rows are left.
+        if not all(isinstance(number, int | float) and number > 0 for number in rows.values()):
+            return
+        self._is_done = True
+        trained = (s for s in self._specs if not s.is_lookup)
+        ratio = self._work / sum(6.0 * float(rows[s.name]) * s.grad_numel for s in trained)
+        if ratio > 1:
+            widest = max(self._specs, key=lambda s: (s.g_dim + s.a_dim) / float(rows[s.name]))
+            own = float(rows[widest.name])
+            warn(
+                "width",
+                f"preconditioning takes about {ratio:.1f} times the operations of forward and "
+                f"backward, because layers are wide for this batch: layer {widest.name} has "
+                f"{widest.g_dim} x {widest.a_dim} weights and {own:.0f} rows per step. Set "
+                "max_overhead=0.5, which limits the time of K-FAC to half a step, or use a larger "
+                "batch",
+            )
+
+
+class Notices:
+    """Gives each kind of warning once, at the user's own line.
+
+    Args:
+        is_active: Whether this rank warns at all. One rank of many is enough.
+    """
+
+    def __init__(self, *, is_active: bool) -> None:
+        self._is_active = is_active
+        self._given: set[str] = set()
+
+    def give(self, kind: str, text: str) -> None:
+        """Warn with ``text``, unless ``kind`` was given before."""
+        if not self._is_active or kind in self._given:
+            return
+        self._given.add(kind)
+        # The innermost frame that is the user's has this level.
+        frame, level = sys._getframe(), 1
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(f"K-FAC: {text}", stacklevel=level)

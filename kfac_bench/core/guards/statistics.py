@@ -1,16 +1,18 @@
-"""Notices statistics that do not belong to the gradients, and gradients without statistics."""
+"""Notices statistics that do not belong to the gradients, and gradients without statistics.
+
+:mod:`kfac_bench.core.capture.identity` compares both. Here the ranks come to one verdict.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.distributed.collective import Collective
 from kfac_bench.core.distributed.dtensor import local
-from kfac_bench.core.guards.notices import Notices
 from kfac_bench.core.layers.base import Layer
 
 TOLERANCE = 0.2
@@ -25,51 +27,98 @@ CHECKS = 2
 
 
 class StatisticsCheck:
-    """Compares sums of g a^T with gradients, and looks for layers without statistics.
+    """Compares sums of g a^T with gradients; looks for layers without statistics or other layers.
 
     Ranks add up what they saw, so all of them come to the same verdict.
 
     Args:
+        model: The model, without wrapper.
         layers: The layers that K-FAC covers.
+        find: Returns the layers that a KFAC built now would cover, and others.
         capture: The hooks of this rank.
         collective: The ranks of the plan.
         leave: Leaves layers, by name, to the optimizer.
-        notices: Gives the warnings.
+        warn: Gives a warning of a kind once.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         layers: Sequence[Layer],
+        find: Callable[[], tuple[Sequence[Layer], object]],
         capture: Capture,
         collective: Collective,
         leave: Callable[[set[str]], None],
-        notices: Notices,
+        warn: Callable[[str, str], None],
     ) -> None:
         self._layers, self._collective = {x.name: x for x in layers}, collective
-        self._on_leave, self._notices = leave, notices
-        self._passes, self._identity = capture.passes, capture.identity
-        self._computed, self._left = capture.computed, capture.left
-        self._nested = capture.nested
+        self._on_leave, self._warn = leave, warn
+        self._capture, self._identity = capture, capture.identity
         self._passed = dict.fromkeys(self._layers, 0)
+        self._model, self._find = model, find
+        self._before = self._parameters()
         self._has_new = False
         self._present: dict[str, float | Tensor] = {}
         self._idle: dict[str, Tensor] = {}
-
-    def restart(self) -> None:
-        """Compare all layers again: the model has changed."""
-        self._passed = dict.fromkeys(self._layers, 0)
-        if self._identity is not None:
-            self._identity.due.update(self._computed - self._left)
 
     def leave(self, names: Collection[str]) -> None:
         """Leave layers to the optimizer, and those that share a weight with them."""
         weights = {id(self._layers[name].weight) for name in names}
         self._on_leave({name for name, x in self._layers.items() if id(x.weight) in weights})
 
+    def see_model(self) -> None:
+        """Look for layers that were replaced, added, unfrozen or parametrized."""
+        now = self._parameters()
+        if now == self._before:
+            return
+        self._before = now
+        found = self._find()[0]
+        covered = {id(x.weight) for x in self._layers.values()}
+        missed = [layer.name for layer in found if id(layer.weight) not in covered]
+        if missed:
+            what = "replaced" if missed[0] in self._layers else "added or unfrozen"
+            self._warn(
+                "model",
+                f"layer {missed[0]!r} was {what} after KFAC was built, so K-FAC does not cover it "
+                f"(such layers: {len(missed)}). To cover it, call detach() and build KFAC again",
+            )
+        if names := self._parametrized(found):
+            self._warn(
+                "parametrized",
+                f"the weight of layer {names[0]!r} is computed from a parameter since KFAC was "
+                "built (pruning or another parametrization), so K-FAC has no statistics any more "
+                f"(such layers: {len(names)}). The optimizer trains the layer without K-FAC",
+            )
+            self.leave(names)
+        self._passed = dict.fromkeys(self._layers, 0)  # compare all layers again
+        if self._identity is not None:
+            self._identity.due.update(self._capture.computed - self._capture.left)
+
+    def _parameters(self) -> list[tuple[str, int, bool]]:
+        # Pruning keeps the parameter and changes its name.
+        return [(name, id(p), p.requires_grad) for name, p in self._model.named_parameters()]
+
+    def _parametrized(self, found: Sequence[Layer]) -> list[str]:
+        """Return the names of layers whose modules compute with other weights now."""
+        usable, names = {id(x.weight) for x in found}, {x.name for x in found}
+        is_trained = {key: requires_grad for _, key, requires_grad in self._before}
+        modules = set(self._model.modules())
+        return [
+            name
+            for name, x in self._layers.items()
+            if id(x.weight) not in usable
+            # Weight norm replaces the parameter. A module that is gone needs no warning.
+            and is_trained.get(
+                id(x.weight), name not in names and not modules.isdisjoint(x.modules)
+            )
+        ]
+
     def see(self, collected: Mapping[str, Collected]) -> None:
         """Note which layers have statistics in this step, and which have only a gradient."""
+        self.see_model()
         self._has_new = True
-        for name in self._computed - self._left - self._nested:
+        capture = self._capture
+        for name in capture.computed - capture.left - capture.unread:
             layer, new = self._layers[name], collected.get(name)
             if new is not None and not isinstance(new.samples, Tensor):
                 self._present[name] = 1.0
@@ -78,19 +127,16 @@ class StatisticsCheck:
                 self._present[name] = new.samples > 0
             # fisher="mc" may send labels back from one of several outputs only.
             is_wanted = self._identity is not None or _is_in_eval_mode(layer)
-            is_wanted = is_wanted and layer.weight.requires_grad and not self._passes.had_pause
+            is_wanted = is_wanted and layer.weight.requires_grad and not capture.passes.had_pause
             grad = layer.weight.grad
             if grad is not None and is_wanted:
                 self._idle[name] = local(grad).detach().float().square().sum()
 
     def judge(self) -> None:
         """Warn and leave layers to the optimizer. This reads from the device."""
-        rows = self._summed_rows()
-        if rows is None:
-            return
         wrong: dict[str, float] = {}
         missing: list[Layer] = []
-        for layer, row in zip(self._layers.values(), rows, strict=True):
+        for layer, row in zip(self._layers.values(), self._summed_rows(), strict=False):
             *squares, present, idle, half = row
             difference = self._difference(layer.name, squares, is_half=half > 0)
             if difference is None:
@@ -104,34 +150,26 @@ class StatisticsCheck:
             self._warn_of_difference(wrong)
             self.leave(wrong)
 
-    def _summed_rows(self) -> list[list[float]] | None:
-        """Return what all ranks saw since the last call, by layer; None if there is nothing."""
-        if not self._has_new:
-            return None
+    def _summed_rows(self) -> list[list[float]]:
+        """Return what all ranks saw since the last call, by layer; nothing if there is nothing."""
         results = {} if self._identity is None else self._identity.results
-        has_several = self._collective.world_size > 1
-        rows = self._rows(results) if results or self._idle or has_several else None
-        results.clear()
-        self._present.clear()
-        self._idle.clear()
+        world_size = self._collective.world_size
+        rows: list[list[float]] = []
+        if self._has_new and (results or self._idle or world_size > 1):
+            device = next(iter(self._layers.values())).weight.device
+            table = torch.zeros(len(self._layers), 7, device=device)
+            for row, name in zip(table, self._layers, strict=True):
+                if name in results:
+                    row[:4] = results[name].to(row)
+                    row[6] = float(self._identity is not None and name in self._identity.is_half)
+                row[4], row[5] = self._present.get(name, 0.0), self._idle.get(name, 0.0)
+            if world_size > 1:
+                ranks = tuple(range(world_size))
+                self._collective.all_reduce(table, ranks, "check/statistics").wait()
+            rows = table.tolist()
         self._has_new = False
-        if rows is not None and has_several:
-            ranks = tuple(range(self._collective.world_size))
-            self._collective.all_reduce(rows, ranks, "check/statistics").wait()
-        return None if rows is None else rows.tolist()
-
-    def _rows(self, results: Mapping[str, Tensor]) -> Tensor:
-        device = next(iter(self._layers.values())).weight.device
-        rows = torch.zeros(len(self._layers), 7, device=device)
-        for row, name in zip(rows, self._layers, strict=True):
-            if name in results:
-                row[:4] = results[name].to(row)
-                row[6] = float(self._identity is not None and name in self._identity.is_half)
-            if name in self._present:
-                present = self._present[name]
-                row[4] = present.to(row) if isinstance(present, Tensor) else present
-            if name in self._idle:
-                row[5] = self._idle[name].to(row)
+        for seen in (results, self._present, self._idle):
+            seen.clear()
         return rows
 
     def _difference(self, name: str, squares: Sequence[float], *, is_half: bool) -> float | None:
@@ -149,7 +187,7 @@ class StatisticsCheck:
     def _warn_of_difference(self, wrong: Mapping[str, float]) -> None:
         name, share = next(iter(wrong.items()))
         module = type(self._layers[name].modules[0]).__name__
-        self._notices.give(
+        self._warn(
             f"difference of {name}",
             f"the inputs and output gradients of layer {name!r} ({module}) do not give the "
             f"gradient of its weight: they differ by {share:.0%}. The forward of {module} does "
@@ -163,13 +201,13 @@ class StatisticsCheck:
         share = f"({len(missing)} of {len(self._layers)} layers)"
         idle = next((layer for layer in missing if _is_in_eval_mode(layer)), None)
         if idle is not None:
-            self._notices.give(
+            self._warn(
                 "eval",
                 f"layer {idle.name!r} is trained in eval mode, where K-FAC collects no statistics "
                 f"{share}. Call model.train() before the training steps",
             )
             return
-        self._notices.give(
+        self._warn(
             "missing",
             f"layer {missing[0].name!r} has a gradient, but K-FAC saw no backward through its "
             f"module, so it has no statistics {share}. K-FAC cannot see gradients of torch.func, "

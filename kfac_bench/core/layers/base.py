@@ -39,6 +39,10 @@ SECOND_MOMENT_NUMEL = 1 << 22
 """Most elements of per-sample gradients in memory at once (16 MiB in float32)."""
 
 
+class OtherForwardError(Exception):
+    """The forward of a module is not what its layer class describes."""
+
+
 class Layer(ABC):
     """A covered module: its shapes, its statistics, its gradient as one tensor of matrices.
 
@@ -106,11 +110,24 @@ class Layer(ABC):
     def calls(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Iterator[Call]:
-        """Yield the uses of the layer in the forward of ``module`` that has just ended."""
+        """Yield the uses of the layer in the forward of ``module`` that has just ended.
+
+        Raises:
+            OtherForwardError: The layer cannot have made this output of this input.
+        """
         if isinstance(output, Tensor) and output.requires_grad:
             # torch's modules call it input; it need not be the first keyword (output_size).
-            x = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
+            x = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
+            if not (isinstance(x, Tensor) and x.layout == torch.strided and self.fits(x, output)):
+                raise OtherForwardError
             yield Call(as_used(x, output), *_edge_of(output))
+
+    def fits(self, x: Tensor, output: Tensor) -> bool:
+        """Return whether :meth:`rows` and the moments can read this input and this output.
+
+        A subclass that reads other shapes overrides it.
+        """
+        return True
 
     @abstractmethod
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

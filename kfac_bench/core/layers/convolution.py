@@ -1,8 +1,6 @@
 """Convolutions in one, two and three dimensions, grouped or not."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from kfac_bench.core.kernels.patches import (
     patch_rows,
     patch_sum,
 )
-from kfac_bench.core.layers.base import Call, Layer, with_ones
+from kfac_bench.core.layers.base import Layer, with_ones
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -60,27 +58,17 @@ class ConvLayer(Layer):
     def _conv(self) -> Conv:
         return self.modules[0]  # type: ignore[return-value]
 
-    def calls(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-    ) -> Iterator[Call]:
-        """See :meth:`Layer.calls`.
+    def fits(self, x: Tensor, output: Tensor) -> bool:
+        """See :meth:`Layer.fits`. A forward may pad its input itself, as timm's Conv2dSame does."""
+        conv, n = self._conv, self.weight.ndim - 1
+        pads, size = conv._reversed_padding_repeated_twice, list(x.shape[1 - n :])
+        size = output_size(size, conv.kernel_size, conv.stride, pads, conv.dilation)
+        return self._has_channels(x, output) and list(output.shape[1 - n :]) == size
 
-        Raises:
-            RuntimeError: The output has another shape than a convolution of the input.
-        """
-        conv = self._conv
-        for call in super().calls(module, args, kwargs, output):
-            sizes = [list(t.shape[2 - self.weight.ndim :]) for t in (call.x, output)]
-            pads = conv._reversed_padding_repeated_twice
-            if sizes[1] != output_size(
-                sizes[0], conv.kernel_size, conv.stride, pads, conv.dilation
-            ):
-                raise RuntimeError(
-                    f"{self.name}: the output {sizes[1]} is not that of a convolution of the input "
-                    f"{sizes[0]}, so the forward of {type(module).__name__} has a padding of its "
-                    "own; add the name to skip"
-                )
-            yield call
+    def _has_channels(self, x: Tensor, output: Tensor) -> bool:
+        n = self.weight.ndim - 1
+        channels = [*x.shape[-n : 1 - n], *output.shape[-n : 1 - n]]
+        return channels == [self._conv.in_channels, self._conv.out_channels]
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`. The patches are made explicitly."""

@@ -33,6 +33,10 @@ class EmbeddingLayer(Layer):
             self.name, tokens, d, a_diagonal=True, g_diagonal=d > max_dim, is_lookup=True
         )
 
+    def fits(self, x: Tensor, output: Tensor) -> bool:
+        """See :meth:`Layer.fits`."""
+        return not x.is_floating_point() and output.shape == (*x.shape, self.spec.g_dim)
+
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Raise an error: one-hot rows would be as wide as the vocabulary. Nothing calls this."""
         raise NotImplementedError

@@ -13,6 +13,12 @@ class LinearLayer(Layer):
 
     is_linear = True
 
+    def fits(self, x: Tensor, output: Tensor) -> bool:
+        """See :meth:`Layer.fits`."""
+        features = (*x.shape[-1:], *output.shape[-1:])
+        is_known = features == (self.spec.a_dim - (self.bias is not None), self.spec.g_dim)
+        return is_known and x.shape[:-1] == output.shape[:-1]
+
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`."""
         x, g = self._by_sample(x), self._by_sample(g)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from kfac_bench.core.kernels.gram import at_least_float32, gram
-from kfac_bench.core.layers.base import Call, Layer, with_ones
+from kfac_bench.core.layers.base import Call, Layer, OtherForwardError, with_ones
 from kfac_bench.core.layers.unrolled import UnrolledForward
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -46,12 +46,9 @@ class RecurrentLayer(Layer):
     def calls(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Iterator[Call]:
-        """See :meth:`Layer.calls`."""
+        """See :meth:`Layer.calls`. The forward must call torch's own function of the module."""
         if self._map not in self._unrolled.calls:
-            raise RuntimeError(
-                f"{self.name}: the forward of {type(module).__name__} does not call torch's own "
-                "function of this module; add the name to skip"
-            )
+            raise OtherForwardError
         yield from self._unrolled.calls[self._map]
 
     def size(self, x: Any, g: Tensor) -> tuple[int, float]:

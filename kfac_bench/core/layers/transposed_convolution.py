@@ -1,8 +1,6 @@
 """Transposed convolutions in one, two and three dimensions, grouped or not."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from kfac_bench.core.kernels.transposed_patches import (
     transposed_rows,
     transposed_sum,
 )
-from kfac_bench.core.layers.base import Call, Layer, with_ones
+from kfac_bench.core.layers.base import Layer, with_ones
 from kfac_bench.core.layers.convolution import ConvLayer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -59,11 +57,9 @@ class TransposedConvLayer(ConvLayer):
             g.shape[2:],
         )
 
-    def calls(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-    ) -> Iterator[Call]:
-        """See :meth:`Layer.calls`."""
-        return Layer.calls(self, module, args, kwargs, output)
+    def fits(self, x: Tensor, output: Tensor) -> bool:
+        """See :meth:`Layer.fits`. The output tells its size."""
+        return self._has_channels(x, output)
 
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`. The patches are made explicitly."""

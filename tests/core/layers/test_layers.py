@@ -102,21 +102,6 @@ def test_padding_modes(kind, mode, padding, weight_sharing):
     check_convolution(module, torch.randn(4, 2, *range(4, 4 + dims)), weight_sharing)
 
 
-def test_a_convolution_that_pads_its_input_in_a_forward_of_its_own_is_refused():
-    """K-FAC sees the input before the padding, so it would see fewer patches than the weight."""
-
-    class PadsItself(nn.Conv2d):
-        def forward(self, x):
-            return super().forward(nn.functional.pad(x, (0, 1, 0, 1)))
-
-    module = PadsItself(2, 3, 3, stride=2)
-    kfac = kfac_of(module)
-    assert module(torch.randn(4, 2, 7, 7)).shape[2:] == (3, 3)  # without the padding
-    with pytest.raises(RuntimeError, match=r"output \[4, 3\].*add the name to skip"):
-        module(torch.randn(4, 2, 8, 7))
-    kfac.detach()
-
-
 @BOTH
 @pytest.mark.parametrize("shape", [(), (6,), (6, 4), (6, 2, 3)])
 @pytest.mark.parametrize("padding_idx", [None, 2])
