@@ -99,6 +99,8 @@ class Capture:
         """Host time in the hooks. The owner resets it."""
         self.has_forward = False
         """Whether the model has run with gradients. The owner resets it."""
+        self.wrapper: ref[nn.Module] | None = None
+        """The DistributedDataParallel that called the model last, perhaps made after K-FAC."""
         self._sampled = sampled
         self._moments, self.handover = moments, handover
         by_name = {layer.name: layer for layer in layers}
@@ -156,6 +158,9 @@ class Capture:
         self._forward += 1
         self._waiting.begin_forward()
         self.has_forward |= torch.is_grad_enabled()
+        wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+        if wrapper is not None:
+            self.wrapper = ref(wrapper)
 
     def _on_forward(
         self,
