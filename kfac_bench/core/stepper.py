@@ -6,6 +6,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class Stepper:
             track_cosine: Whether to compute per-layer cosines.
             time_stages: Whether to wait for the device where a stage starts and ends.
         """
-        self._refuse_join()
+        self._refuse_join(capture.wrapper or self.wrapped)
         settings, executor = self._schedules.at(step), self._executor
         self._guards.check_dtypes()
         # Not a method: the executor outlives this object, so it must not refer to this object.
@@ -116,9 +117,9 @@ class Stepper:
             self._guards.judge,
         )
 
-    def _refuse_join(self) -> None:
+    def _refuse_join(self, wrapper: ref[nn.Module]) -> None:
         """Raise RuntimeError inside torch's ``Join``: ranks that ended would answer no message."""
-        join = getattr(self.wrapped(), "_join_config", None)
+        join = getattr(wrapper(), "_join_config", None)
         if join is not None and join.enable and self._executor.collective.world_size > 1:
             raise RuntimeError(
                 "K-FAC cannot run inside join(): ranks without batches would not take part in its "

@@ -1,4 +1,4 @@
-"""torch.compile: eager while factors are due, whole graphs at all other steps."""
+"""torch.compile: a model is eager while its factors are due, and whole graphs otherwise."""
 
 import gc
 import shutil
@@ -7,10 +7,21 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.layer_checks import Net, assert_same, factors_of, kfac_of, loss_of
+from tests.support.layer_checks import (
+    Net,
+    assert_same,
+    factors_of,
+    grads_of,
+    kfac_of,
+    loss_of,
+)
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [
+    pytest.mark.usefixtures("double"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not"),  # dynamo's
+]
 
 
 @pytest.fixture
@@ -93,7 +104,6 @@ def test_compiled_training_equals_eager(backend, before, dynamo):
     }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 def test_parts_of_a_model_compiled_alone(dynamo):
     eager, model = nn.Sequential(Mixed()), nn.Sequential(Mixed())
     model.load_state_dict(eager.state_dict())
@@ -109,45 +119,130 @@ def test_parts_of_a_model_compiled_alone(dynamo):
     kfac.load_state_dict(kfac_eager.state_dict())
 
 
-def test_the_stance_of_the_compiler_is_restored(dynamo):
-    options = {"factor_update_freq": 2}
-    one, other = Net(), Net()
-    kfacs = [kfac_of(m, **options) for m in (one, other)]
+class Stack(nn.Module):
+    """A model whose own forward the compiler traces; that of nn.Sequential it only inlines."""
 
-    def step(model, kfac):
-        loss_of(model(torch.randn(6, 4)), 6).backward()
-        kfac.step()
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
 
-    assert stance() == "force_eager"
-    step(one, kfacs[0])
-    assert stance() == "force_eager"  # the other's factors are due
-    step(other, kfacs[1])
-    assert stance() == "default"
-    step(other, kfacs[1])
-    step(one, kfacs[0])
-    assert stance() == "force_eager"
-    kfacs[0].detach()
-    assert stance() == "force_eager"
-    kfacs[1].detach()
-    assert stance() == "default"
+    def forward(self, x):
+        return self.layers(x)
 
 
-def test_a_forgotten_preconditioner_does_not_keep_models_eager(dynamo):
-    model = Net()
+def compile_model(model, **options):
+    return torch.compile(model, **options)
+
+
+def compile_in_place(model, **options):
+    model.compile(**options)
+    return model
+
+
+def compile_function(model, **options):
+    return torch.compile(lambda x: model(x + 1) * 2, **options)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("wrap", [compile_model, compile_in_place, compile_function])
+@pytest.mark.parametrize("make", [Stack, lambda: Stack().layers], ids=["module", "container"])
+def test_only_the_model_with_statistics_runs_eagerly(make, wrap, fullgraph, dynamo):
+    eager, model, other = make(), make(), Stack()
+    model.load_state_dict(eager.state_dict())
+    counter, others = (torch._dynamo.testing.CompileCounter() for _ in range(2))
+    options = {"factor_update_freq": 2, "update_freq": 2}
+    kfacs = [kfac_of(m, **options) for m in (eager, model)]
+    call = wrap(model, backend=counter, fullgraph=fullgraph)
+    call_other = torch.compile(other, backend=others, fullgraph=True)
+    frames = []
+    for _ in range(6):
+        x = torch.randn(6, 4)
+        want = eager(x + 1) * 2 if wrap is compile_function else eager(x)
+        for output, kfac in ((want, kfacs[0]), (call(x), kfacs[1])):
+            loss_of(output, 6).backward()
+            call_other(x)
+            kfac.step()
+        assert_same(grads_of(model), grads_of(eager))
+        assert others.frame_count == 1
+        frames.append(counter.frame_count)
+        assert stance() == "default"
+    assert_same(factors_of(kfacs[1]), factors_of(kfacs[0]))
+    # With statistics, the rest of a function is a graph of its own, unless it must be whole.
+    first = int(wrap is compile_function and not fullgraph) * 2
+    assert frames == [first] + 5 * [first + 1]
+
+
+@pytest.mark.parametrize("first", ["same", "other", "other later"])
+def test_graphs_from_models_without_hooks_do_not_serve_this_model(first, dynamo):
+    torch._dynamo.config.skip_nnmodule_hook_guards = True  # as in a new process
+    model = Stack()
+    without = model if first == "same" else Stack()
+    call = torch.compile(lambda model, x: model(x) * 2, backend="eager")
+    if first != "other later":
+        loss_of(call(without, torch.randn(6, 4)), 6).backward()
     kfac = kfac_of(model)
-    assert stance() == "force_eager"
-    del kfac, model
+    call(without, torch.randn(6, 4))
+    loss_of(call(model, torch.randn(6, 4)), 6).backward()
+    kfac.step()  # else there would be a warning, which is an error here
+    assert factors_of(kfac)["layers.0"]["A"].any()
+
+
+def test_every_step_with_statistics(dynamo):
+    model, counter = Stack(), torch._dynamo.testing.CompileCounter()
+    kfac = kfac_of(model)
+    call = compile_function(model, backend=counter)
+    frames = []
+    for _ in range(3):
+        loss_of(call(torch.randn(6, 4)), 6).backward()
+        kfac.step()
+        frames.append(counter.frame_count)
+    assert frames == [2, 2, 2]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])  # a hook never sees the second
+def test_a_forward_that_fails_leaves_no_stance(error, dynamo):
+    model = Stack()
+    kfac = kfac_of(model)
+    compiled = torch.compile(model, backend="eager")
+
+    def fail(*_):
+        assert stance() == "force_eager"
+        raise error
+
+    handle = model.layers[1].register_forward_hook(fail)
+    with pytest.raises(error):
+        compiled(torch.randn(6, 4))
+    handle.remove()
+    if error is KeyboardInterrupt:
+        compiled(torch.randn(6, 4))
+    assert stance() == "default"
+    handle = model.layers[1].register_forward_hook(fail)
+    with pytest.raises(error):
+        compiled(torch.randn(6, 4))
+    del kfac, model, compiled, handle
     gc.collect()
     assert stance() == "default"
 
 
+def test_repeated_parts_run_eagerly_too(dynamo):
+    """Checkpointing compares what the forward and its repetition inside backward save."""
+    model = nn.Sequential(Stack(), nn.Linear(3, 2))
+    kfac = kfac_of(model, factor_update_freq=2)
+    block = torch.compile(model[0], backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(6, 4, requires_grad=True)
+        loss_of(model[1](checkpoint(block, x, use_reentrant=False)), 6).backward()
+        kfac.step()
+    assert set(factors_of(kfac)) == {"0.layers.0", "0.layers.2", "1"}
+
+
 def test_a_stance_of_the_user_is_restored(dynamo):
+    model = Stack()
+    kfac = kfac_of(model)
     with torch.compiler.set_stance("eager_on_recompile"):
-        kfac = kfac_of(Net(), factor_update_freq=2)
-        assert stance() == "force_eager"
-        kfac.detach()
+        model(torch.randn(6, 4))
         assert stance() == "eager_on_recompile"
-    assert stance() == "default"
+    kfac.detach()
 
 
 def test_names_do_not_contain_wrappers(dynamo):

@@ -325,6 +325,39 @@ def fsdp_on_rank(folder, strategy, resumes):
     return weights(model)
 
 
+FULL = {"full_state_dict": True, "broadcast_from_rank0": True}
+
+
+def fsdp_from_rank_0(strategy):
+    states, trained = {}, []
+    for resumes in (False, True):
+        model = Attentive()
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = eigen_adam(model, LR, kfac=OFTEN | {"strategy": strategy})
+        options = StateDictOptions(**FULL, cpu_offload=not resumes)
+        if resumes:
+            set_model_state_dict(model, states["model"], options=options)
+            set_optimizer_state_dict(model, optimizer, states["optimizer"], options=options)
+        else:
+            train(model, optimizer, range(3))
+            optimizer.consolidate_state_dict()
+            states["model"] = get_model_state_dict(model, options=options)
+            states["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+            states = copy.deepcopy(states)  # it has the tensors that training changes
+            assert bool(states["optimizer"]) == (dist.get_rank() == 0)
+        train(model, optimizer, range(3, 6))
+        trained.append(weights(model))
+        optimizer.preconditioner.detach()
+    return trained
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
+def test_fsdp2_continues_from_a_state_of_rank_0_alone(strategy):
+    for want, got in run_ranks(2, fsdp_from_rank_0, strategy):
+        assert_same(got, want)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt"])
 def test_fsdp2_with_distributed_checkpoint_continues_bit_by_bit(tmp_path, strategy):

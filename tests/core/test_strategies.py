@@ -821,10 +821,12 @@ def test_ranks_with_other_options_get_an_error_not_a_hang(values):
         assert "ranks [1] made another K-FAC plan" in said
 
 
-def train_in_join():
-    model = DistributedDataParallel(tiny_model())
-    optimizer = sgd(model)
-    kfac = KFAC(model, optimizer).attach()
+def train_in_join(is_first):
+    bare = tiny_model()
+    optimizer = sgd(bare)
+    kfac = KFAC(bare, optimizer).attach() if is_first else None
+    model = DistributedDataParallel(bare)
+    kfac = kfac or KFAC(model, optimizer).attach()
     with model.join(enable=False):
         loss_of(model, *my_part(*batch(0)))[1].backward()
         optimizer.step()
@@ -835,5 +837,6 @@ def train_in_join():
     kfac.detach()
 
 
-def test_unequal_numbers_of_batches_under_join_are_refused():
-    run_ranks(2, train_in_join)
+@pytest.mark.parametrize("is_first", [False, True])  # K-FAC before DistributedDataParallel
+def test_unequal_numbers_of_batches_under_join_are_refused(is_first):
+    run_ranks(2, train_in_join, is_first)

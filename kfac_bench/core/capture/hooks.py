@@ -27,7 +27,7 @@ from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.identity import GradientIdentity
 from kfac_bench.core.capture.moments import Collected, Moments
 from kfac_bench.core.capture.repeated_forwards import OUTSIDE, RepeatedForwards
-from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
+from kfac_bench.core.capture.safe_hook import EagerForwards, SafeHook
 from kfac_bench.core.capture.saved_tensors import SavedTensors
 from kfac_bench.core.capture.waiting_calls import SeenCall, Use, WaitingCalls
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
@@ -73,8 +73,8 @@ class Capture:
     A forward inside a transform of torch.func or inside torch.jit.trace counts nothing: hooks could
     not read its graph.
 
-    torch.compile: hooks would break the graph at each layer. While enabled, compiled models
-    therefore run eagerly. At all other steps the whole compiled graph runs.
+    torch.compile: hooks would break the graph at each layer. While enabled, the model therefore
+    runs eagerly (:class:`.EagerForwards`). At all other steps the whole compiled graph runs.
 
     Args:
         model: The model that contains the layers, without wrapper.
@@ -105,6 +105,8 @@ class Capture:
         """Host time in the hooks. The owner resets it."""
         self.has_forward = False
         """Whether the model has run with gradients. The owner resets it."""
+        self.wrapper: ref[nn.Module] | None = None
+        """The DistributedDataParallel that called the model last, perhaps made after K-FAC."""
         self._sampled = sampled
         self._moments, self.handover = moments, handover
         by_name = {layer.name: layer for layer in layers}
@@ -122,7 +124,7 @@ class Capture:
         self._rows_layers: dict[str, RowsLayer] = {}
         self._derived: set[int] = set()  # the numbers of calls whose derivatives have a graph
         self._forward = self._backwards = self._calls = 0
-        self._enabled = False
+        self._eager = EagerForwards()
         self._handles: list[RemovableHandle] = []
         try:
             self._add_hooks(model, layers)
@@ -142,26 +144,31 @@ class Capture:
                 self._handles.append(
                     module.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 )
-        saved_tensors = SavedTensors(lambda: self._enabled)
+        saved_tensors = SavedTensors(lambda: self.enabled)
         for module in {m: None for x in layers if x.reads_saved_tensors for m in x.modules}:
             self._handles += saved_tensors.hooks(module)
-        self._handles += context_hooks(layers, lambda: self._enabled)
+        self._handles += context_hooks(layers, lambda: self.enabled)
+        self._handles += self._eager.hooks(model, layers)
 
     @property
     def enabled(self) -> bool:
         """Whether forwards from now on count."""
-        return self._enabled
+        return self._eager.enabled
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
-        if value != self._enabled:
-            self._enabled = value
-            run_eagerly(value)
+        if value:
+            self._eager.enabled = True
+        else:
+            self._eager.disable()
 
     def _count_forward(self, module: nn.Module, inputs: object) -> None:
         self._forward += 1
         self._waiting.begin_forward()
         self.has_forward |= torch.is_grad_enabled()
+        wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+        if wrapper is not None:
+            self.wrapper = ref(wrapper)
 
     def _on_forward(
         self,
@@ -172,7 +179,7 @@ class Capture:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        if not self._enabled or layer.name in self.left:
+        if not self.enabled or layer.name in self.left:
             return
         if self.passes.paused or not module.training:
             if self.identity is not None and torch.is_grad_enabled():
@@ -392,7 +399,7 @@ class Capture:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self.enabled = False  # else compiled models would stay eager
+            self.enabled = False  # a forward that Ctrl-C ended may have left compiled models eager
 
     def remove(self) -> None:
         """Remove the hooks from the model."""

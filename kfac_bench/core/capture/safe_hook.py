@@ -1,10 +1,17 @@
 """Hooks that disturb no copies, pickles, torch.compile and torch.func; :mod:`.hooks` uses them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+from torch.utils.hooks import RemovableHandle
+
+from kfac_bench.core.layers.base import Layer
 
 
 def no_hook(*args: object, **kwargs: object) -> None:
@@ -45,19 +52,113 @@ class SafeHook:
         return _unpickled, ()
 
 
-_eager: list[AbstractContextManager[Any]] = []
-"""One entry per enabled capture: the first sets torch.compile's stance, the last resets it."""
+_stances: list[AbstractContextManager[Any]] = []
+"""One per forward that runs: the first sets torch.compile's stance, the last resets it."""
+
+_full_graphs: list[CodeType] = []
+"""Functions with ``fullgraph=True`` that the compiler skips until :meth:`EagerForwards.enter`."""
 
 
-def run_eagerly(enabled: bool) -> None:
-    """Run compiled models eagerly while at least one capture is enabled.
+def _needs_graph_break() -> bool:
+    """Return whether the graph that the compiler traces now must break at the model.
 
-    Each capture calls this once with True and later once with False.
+    The compiler runs this function while it traces. A whole graph must not break, so an exception
+    makes the compiler call the whole function as Python.
     """
-    if enabled:
-        stance = nullcontext() if _eager else torch.compiler.set_stance("force_eager")
-        _eager.append(stance)
-        return
-    # The first entry set the stance, so it must go last: earlier calls remove other entries.
-    stance = _eager.pop(-1 if len(_eager) > 1 else 0)
-    stance.__exit__(None, None, None)
+    from torch._dynamo.exc import SkipFrame
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    root = InstructionTranslator.current_tx().output.root_tx
+    if root.one_graph and not root.export and hasattr(eval_frame, "set_code_exec_strategy"):
+        _full_graphs.append(root.f_code)
+        raise SkipFrame("K-FAC collects statistics")
+    return not root.export
+
+
+class EagerForwards:
+    """Hooks that run the modules with statistics eagerly while ``enabled``, and nothing else.
+
+    The compiler calls a model as Python, and then the hooks switch the compiler off until the
+    forward ends. A function that calls the model is traced: its graph breaks at the model, which is
+    then called as Python. ``enabled`` guards the graphs, so each is compiled once.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.running: list[tuple[int, nn.Module, Any]] = []
+        """Thread, module and the compiler's callback of each outermost forward."""
+
+    def hooks(self, model: nn.Module, layers: Sequence[Layer]) -> Iterator[RemovableHandle]:
+        """Put hooks on all modules that contain a layer; yield their handles."""
+        from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+
+        torch.compiler.assume_constant_result(_needs_graph_break)  # type: ignore[no-untyped-call]
+        if torch._dynamo.config.skip_nnmodule_hook_guards:
+            # A graph would also serve models that got hooks later, or other models without hooks.
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
+            torch.compiler.reset()
+        for function in (_Enter.__call__, _Leave.__call__, _is_transformed):
+            skip_code(function.__code__)  # else the compiler, called here, would trace it alone
+        modules = {module for layer in layers for module in layer.modules}
+        for module in model.modules():
+            if not modules.isdisjoint(module.modules()):
+                yield module.register_forward_pre_hook(_Enter(self), prepend=True)
+                yield module.register_forward_hook(_Leave(self), always_call=True)
+
+    def enter(self, module: nn.Module, callback: Any) -> None:
+        """Begin a forward. The compiler is off; ``callback`` is None if it was off before."""
+        thread = get_ident()
+        self.leave(module)  # Ctrl-C in a forward calls no hook, so that forward may still be here
+        if callback is None and any(entry[0] == thread for entry in self.running):
+            return
+        if callback is not None:
+            while _full_graphs:
+                default = eval_frame._FrameAction.DEFAULT
+                strategy = eval_frame._FrameExecStrategy(default, default)
+                eval_frame.set_code_exec_strategy(_full_graphs.pop(), strategy)
+            if hasattr(eval_frame, "set_fullgraph_compiled_frame_count"):
+                # Newer versions refuse fullgraph=True where nothing is compiled; -1 allows it.
+                eval_frame.set_fullgraph_compiled_frame_count(-1)
+        self.running.append((thread, module, callback))
+        # Parts of the model may be compiled alone. The stance reaches them inside this forward.
+        _stances.append(nullcontext() if _stances else torch.compiler.set_stance("force_eager"))
+
+    def leave(self, module: nn.Module) -> Any:
+        """End the forward that ``module`` began, if it began one; return its callback."""
+        for i, (thread, entered, _) in enumerate(self.running):
+            if entered is module and thread == get_ident():
+                return self._end(i)
+        return None
+
+    def disable(self) -> None:
+        """End the collection of statistics, and the forwards that Ctrl-C left."""
+        self.enabled = False
+        while self.running:
+            self._end(0)
+
+    def _end(self, i: int) -> Any:
+        # The first stance set the compiler's, so it must go last.
+        _stances.pop(-1 if len(_stances) > 1 else 0).__exit__(None, None, None)
+        return self.running.pop(i)[-1]
+
+
+class _Enter(SafeHook):
+    def __init__(self, forwards: EagerForwards) -> None:
+        self.forwards = forwards
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        if not self.forwards.enabled:
+            return
+        if torch.compiler.is_dynamo_compiling():
+            if _needs_graph_break():
+                torch._dynamo.graph_break()
+        elif not _is_transformed():
+            self.forwards.enter(module, eval_frame.set_eval_frame(None))
+
+
+class _Leave(_Enter):
+    def __call__(self, module: nn.Module, inputs: object, output: object = None) -> None:
+        if self.forwards.running and not _is_transformed():
+            callback = self.forwards.leave(module)
+            if callback is not None:
+                eval_frame.set_eval_frame(callback)

@@ -75,6 +75,8 @@ class NormLayer(Layer):
 
     def _per_sample(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the gradients of scale and shift for each sample, [N, channels, g_dim]."""
+        if self._is_channels_first(x):
+            x, g = x.movedim(1, -1), g.movedim(1, -1)
         normalized, g = self._normalize(at_least_float32(x)), at_least_float32(g)
         n, channels = self._samples(x), self.weight.numel()
         if isinstance(self.modules[0], _BatchNorm | nn.GroupNorm):
@@ -87,6 +89,15 @@ class NormLayer(Layer):
         if self.bias is not None:
             parts.append(g.reshape(shape).sum(over))
         return torch.stack(parts, dim=-1)
+
+    def _is_channels_first(self, x: Tensor) -> bool:
+        """Return whether a LayerNorm moves channels itself, as the LayerNorm2d of torchvision."""
+        module = self.modules[0]
+        if not isinstance(module, nn.LayerNorm) or x.ndim < 3:
+            return False
+        has_own_forward = type(module).forward is not nn.LayerNorm.forward
+        is_last = x.shape[-1] == x.shape[1] and "2d" not in type(module).__name__
+        return has_own_forward and module.normalized_shape == (x.shape[1],) and not is_last
 
     def _normalize(self, x: Tensor) -> Tensor:
         """Compute the input of the scale again: hooks see only the input of the module."""

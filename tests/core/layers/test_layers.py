@@ -150,10 +150,29 @@ def group_standardized(x, groups, eps):
     return standardized(x.reshape(len(x), groups, -1), 2, eps).view_as(x)
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """The LayerNorm2d of torchvision and timm."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+LayerNorm2d = type("LayerNorm2d", (ChannelsFirst,), {})
+
 NORMS = {
     "layer": (nn.LayerNorm(4, eps=0.1), (6, 3, 4), lambda x: standardized(x, -1, 0.1)),
     "layer, two dims": (nn.LayerNorm((3, 4)), (6, 3, 4), lambda x: standardized(x, (-2, -1), 1e-5)),
     "layer, no bias": (nn.LayerNorm(4, bias=False), (6, 4), lambda x: standardized(x, -1, 1e-5)),
+    "layer, channels first": (
+        ChannelsFirst(4),
+        (6, 4, 3, 2),
+        lambda x: standardized(x, 1, 1e-5),
+    ),
+    "layer, channels first, square": (
+        LayerNorm2d(4),
+        (6, 4, 4, 4),
+        lambda x: standardized(x, 1, 1e-5),
+    ),
     "batch 1d": (nn.BatchNorm1d(4, eps=0.1), (6, 4), lambda x: standardized(x, 0, 0.1)),
     "batch 1d, positions": (nn.BatchNorm1d(4), (6, 4, 3), lambda x: standardized(x, (0, 2), 1e-5)),
     "batch 2d": (nn.BatchNorm2d(4, 0.1), (6, 4, 2, 3), lambda x: standardized(x, (0, 2, 3), 0.1)),
@@ -193,8 +212,8 @@ def test_norm_blocks_are_second_moments_of_per_sample_gradients(case, method):
     each = []
     for one, g_one in zip(normalize(x), g * len(x), strict=True):
         fixed = [p.detach().clone().requires_grad_() for p in params]
-        shaped = [p if one.shape[-1] == 4 and "batch" not in case and "group" not in case
-                  else p.view(-1, *[1] * (one.ndim - 1)) for p in fixed]  # fmt: skip
+        is_last = case.startswith(("layer", "rms")) and "first" not in case
+        shaped = [p if is_last else p.view(-1, *[1] * (one.ndim - 1)) for p in fixed]
         y = one * shaped[0] + (shaped[1] if len(shaped) > 1 else 0)
         grads = torch.autograd.grad((y * g_one).sum(), fixed)
         each.append(torch.stack([p.flatten() for p in grads], 1))
