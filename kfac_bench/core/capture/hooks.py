@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -20,11 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_bench.core.capture.assigned import AssignedGradients
 from kfac_bench.core.capture.counted_passes import CountedPasses
+from kfac_bench.core.capture.examples import Examples, of_each_example
 from kfac_bench.core.capture.forward_context import context_hooks
 from kfac_bench.core.capture.gradient_watch import is_returned, node_of, weight_getter
 from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.identity import GradientIdentity
-from kfac_bench.core.capture.moments import Collected, Moments
+from kfac_bench.core.capture.moments import Collected, Forward, Moments
 from kfac_bench.core.capture.repeated_forwards import OUTSIDE, RepeatedForwards
 from kfac_bench.core.capture.safe_hook import SafeHook, run_eagerly
 from kfac_bench.core.capture.saved_tensors import SavedTensors
@@ -79,6 +81,7 @@ class Capture:
         handover: Takes moments of complete layers while backward runs. None if all wait for
             :meth:`pop`.
         assigned: Collects statistics of passes of ``torch.autograd.grad``, or None.
+        counts_examples: Whether the examples are those of the model, not of each layer's input.
 
     Attributes:
         identity: Compares the statistics with the gradients; None if ``sampled``.
@@ -94,6 +97,7 @@ class Capture:
         sampled: bool = False,
         handover: Handover | None = None,
         assigned: AssignedGradients | None = None,
+        counts_examples: bool = True,
     ) -> None:
         self.seconds = 0.0
         """Host time in the hooks. The owner resets it."""
@@ -107,12 +111,14 @@ class Capture:
         self.left: set[str] = set()
         self.computed = frozenset(by_name)
         """The names of the layers whose statistics are collected here."""
-        self._assigned = assigned
+        self._assigned, self._counts_examples = assigned, counts_examples
+        self._running: list[Examples] = []  # forwards of the model that have not ended
+        self._examples: dict[int, Examples] = {}  # by forward
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
         self._waiting = WaitingCalls()  # empty unless ``sampled``
-        self.nested: set[str] = set()
-        """The names of layers that got nested tensors."""
+        self.unread: set[str] = set()
+        """The names of layers that got nested tensors, or one input for all examples."""
         self._forward = self._backwards = self._calls = 0
         self._enabled = False
         self._handles: list[RemovableHandle] = []
@@ -124,8 +130,12 @@ class Capture:
         self.enabled = True
 
     def _add_hooks(self, model: nn.Module, layers: Sequence[Layer]) -> None:
-        count = SafeHook(self._count_forward)
-        self._handles.append(model.register_forward_pre_hook(count))
+        begin = SafeHook(self._begin_forward)
+        self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+        for module in model.modules():
+            if hasattr(module, "batch_first"):
+                note = SafeHook(self._note_sequence)
+                self._handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
         for layer in layers:
             for module in layer.modules:
                 hook = SafeHook(partial(self._on_forward, layer, weight_getter(layer, module)))
@@ -138,6 +148,8 @@ class Capture:
         for module in {m: None for x in layers if x.reads_saved_tensors for m in x.modules}:
             self._handles += saved_tensors.hooks(module)
         self._handles += context_hooks(layers, lambda: self._enabled)
+        end = SafeHook(self._end_forward)
+        self._handles.append(model.register_forward_hook(end, always_call=True))
 
     @property
     def enabled(self) -> bool:
@@ -150,10 +162,32 @@ class Capture:
             self._enabled = value
             run_eagerly(value)
 
-    def _count_forward(self, module: nn.Module, inputs: object) -> None:
+    def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         self._forward += 1
         self._waiting.begin_forward()
         self.has_forward |= torch.is_grad_enabled()
+        if self._enabled and self._counts_examples:
+            self._examples[self._forward] = Examples((args, kwargs))
+            self._running.append(self._examples[self._forward])
+
+    def _note_sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        if self._running:
+            self._running[-1].note_sequence(module, args, kwargs)
+
+    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._running:
+            examples = self._running.pop()
+            for seen, edge, undo in examples.lookups:
+                moved = of_each_example(seen.x, edge.node, output, examples.count or 1)
+                if moved is not None:
+                    undo()
+                    self._follow(replace(seen, x=moved.x, prepare=moved.prepare), moved.edge)
+                elif examples.is_alike(seen.x) or seen.layer.name in self.unread:
+                    undo()
+                    self._leave_out(
+                        seen.layer, f"one input for {examples.count} examples", "Name it in skip"
+                    )
+            examples.lookups.clear()
 
     def _on_forward(
         self,
@@ -175,7 +209,7 @@ class Capture:
             self._repeated.note(layer.name, self._forward)
             return
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values(), output)):
-            self._leave_out_nested(layer)
+            self._leave_out(layer, "a nested tensor", "Use padded tensors to cover it")
             return
         weight = weight_of(module)
         # Frozen, perhaps only for this forward, or replaced by torch.func.functional_call.
@@ -184,28 +218,49 @@ class Capture:
         weight_node = node_of(weight)
         # A layer may have several calls: each projection of an attention module is one.
         forward, repeated_in = self._repeated.origin(layer.name, self._forward)
+        examples = self._running[-1] if self._running else None
+        if repeated_in != OUTSIDE:
+            examples = self._examples.get(forward)
         for call in layer.calls(module, args, kwargs, output):
             self._calls += 1
             seen = SeenCall(
-                layer, call.x, call.prepare, forward, repeated_in, weight_node, self._calls
+                layer,
+                call.x,
+                call.prepare,
+                forward,
+                examples,
+                repeated_in,
+                weight_node,
+                self._calls,
             )
             if repeated_in == OUTSIDE:
                 self._count_use(layer.name, forward)
-            if self._sampled:
-                self._waiting.add(call.edge, seen)
-                continue
-            call.edge.node.register_prehook(partial(self._on_backward, seen, call.edge.output_nr))
+            undo = self._follow(seen, call.edge)
+            if examples is not None and examples.count is not None:
+                if layer.is_single(call.x):
+                    examples.note_single(call.x)
+                is_unread = layer.name in self.unread
+                if layer.spec.is_lookup and (is_unread or call.x.shape != examples.shape):
+                    examples.lookups.append((seen, call.edge, undo))
             if self.handover is not None:
                 self.handover.expect(layer.name)
 
-    def _leave_out_nested(self, layer: Layer) -> None:
+    def _follow(self, seen: SeenCall, edge: GradientEdge) -> Callable[[], None]:
+        """Wait for the gradient at ``edge``; return a function that ends the waiting."""
+        if self._sampled:
+            self._waiting.add(edge, seen)
+            return partial(self._waiting.forget, seen)
+        hook = partial(self._on_backward, seen, edge.output_nr)
+        return edge.node.register_prehook(hook).remove
+
+    def _leave_out(self, layer: Layer, got: str, advice: str) -> None:
         if self.identity is not None:
             self.identity.excuse(layer.name)
-        if layer.name not in self.nested:
-            self.nested.add(layer.name)
+        if layer.name not in self.unread:
+            self.unread.add(layer.name)
             warnings.warn(
-                f"K-FAC: layer {layer.name!r} got a nested tensor, which K-FAC cannot read: the "
-                "layer is left to the optimizer. Use padded tensors to cover it",
+                f"K-FAC: layer {layer.name!r} got {got}, which K-FAC cannot read: the "
+                f"layer is left to the optimizer. {advice}",
                 stacklevel=2,
             )
 
@@ -280,7 +335,7 @@ class Capture:
         self,
         seen: SeenCall,
         g: Tensor,
-        forward: object,
+        forward: Forward,
         magnitude: int = 0,
         *,
         first: bool = True,
@@ -295,9 +350,14 @@ class Capture:
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             g = g.detach()  # with create_graph=True it has a graph, which must not live on
             x, g = seen.x, g if seen.prepare is None else seen.prepare(g)
+            count = None
+            if seen.examples is not None:
+                count = seen.examples.count
+                if seen.layer.may_be_time_first and seen.examples.is_time_first(x, g):
+                    x, g = x.transpose(0, 1), g.transpose(0, 1)
             alone = self._uses.get((seen.layer.name, seen.forward)) == 1
             if is_returned and self._assigned is not None:
-                self._assigned.add(seen.layer, x, g, forward, alone=alone)
+                self._assigned.add(seen.layer, x, g, forward, examples=count, alone=alone)
                 return
             if is_sharded(g):
                 self._moments.count_loss_samples(seen.layer, g, forward)
@@ -311,8 +371,8 @@ class Capture:
                 x,
                 g,
                 forward,
-                # The seeds are scaled to a loss that is a sum over the samples of this forward.
-                scale=(lambda samples: samples / magnitude) if magnitude else None,
+                examples=count,
+                magnitude=magnitude,
                 first=first,
                 alone=alone,
             )
@@ -329,6 +389,8 @@ class Capture:
         self._waiting.clear()
         self._uses.clear()
         self._repeated.clear()
+        self._examples.clear()
+        self._running.clear()  # Ctrl-C in a forward leaves something
         start = time.perf_counter()
         collected = self._moments.pop()
         self.seconds += time.perf_counter() - start

@@ -49,7 +49,7 @@ class StatisticsCheck:
         self._on_leave, self._notices = leave, notices
         self._passes, self._identity = capture.passes, capture.identity
         self._computed, self._left = capture.computed, capture.left
-        self._nested = capture.nested
+        self._unread = capture.unread
         self._passed = dict.fromkeys(self._layers, 0)
         self._has_new = False
         self._present: dict[str, float | Tensor] = {}
@@ -69,7 +69,7 @@ class StatisticsCheck:
     def see(self, collected: Mapping[str, Collected]) -> None:
         """Note which layers have statistics in this step, and which have only a gradient."""
         self._has_new = True
-        for name in self._computed - self._left - self._nested:
+        for name in self._computed - self._left - self._unread:
             layer, new = self._layers[name], collected.get(name)
             if new is not None and not isinstance(new.samples, Tensor):
                 self._present[name] = 1.0
