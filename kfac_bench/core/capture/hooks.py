@@ -242,7 +242,7 @@ class Capture:
                 is_unread = layer.name in self.unread
                 if layer.spec.is_lookup and (is_unread or call.x.shape != examples.shape):
                     examples.lookups.append((seen, call.edge, undo))
-            if self.handover is not None:
+            if self.handover is not None and not self._sampled:
                 self.handover.expect(layer.name)
 
     def _follow(self, seen: SeenCall, edge: GradientEdge) -> Callable[[], None]:
@@ -341,7 +341,10 @@ class Capture:
         first: bool = True,
         is_returned: bool = False,
     ) -> None:
-        """Add a call to the moments, or to those of :class:`AssignedGradients`."""
+        """Add a call to the moments, or to those of :class:`AssignedGradients`.
+
+        If ``magnitude`` is not 0, g comes from a seed, which :meth:`Moments.add` scales.
+        """
         if self.handover is not None:
             self.handover.check_not_sent(seen.layer.name)
         if not g.numel():
