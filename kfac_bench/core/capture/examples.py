@@ -44,7 +44,8 @@ class Examples:
         self.lookups: list[tuple[Any, GradientEdge, Callable[[], None]]] = []
         """Lookups of other shapes: the call, its edge, and what takes the hook off again."""
         self._is_time_first = False
-        match next(_tensors(inputs), None):
+        # Scalars are settings, for example the time of a diffusion.
+        match next((x for x in _tensors(inputs) if not isinstance(x, Tensor) or x.ndim), None):
             case PackedSequence(batch_sizes=sizes):
                 self.count = int(sizes[0])
             case Tensor() as x if x.is_nested:
@@ -87,12 +88,9 @@ class Examples:
 def _tensors(inputs: object) -> Iterator[Tensor | list[Tensor] | PackedSequence]:
     """Yield the tensors in nested inputs; a list of tensors and a PackedSequence are one each."""
     match inputs:
-        case Tensor():
-            if inputs.ndim or inputs.is_nested:
-                yield inputs
-        case PackedSequence():
+        case Tensor() | PackedSequence():
             yield inputs
-        case list() if inputs and all(isinstance(x, Tensor) and x.ndim for x in inputs):
+        case list() if inputs and all(isinstance(x, Tensor) for x in inputs):
             yield inputs
         case list() | tuple():
             for each in inputs:
@@ -138,7 +136,7 @@ def of_each_example(x: Tensor, node: Node, output: object, count: int) -> Call |
     added = [i for i, (n, m) in enumerate(zip(shape, whole, strict=True)) if n != m]
     if [whole[i] for i in added] != ([count] if count > 1 else []):
         return None
-    shape = (count, *x.shape, whole[-1])
+    shape = (count, *x.shape, _shape(node)[-1])
     return Call(
         x.expand(shape[:-1]),
         GradientEdge(of[0], 0),

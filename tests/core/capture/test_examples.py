@@ -74,6 +74,22 @@ def test_positions_count_for_each_example(shape, sizes, options):
     assert_close(want["factors"]["positions"]["A"], a.diagonal(dim1=1, dim2=2))
 
 
+def test_positions_of_a_model_that_returns_its_loss():
+    class Loss(Positions):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    one, other, x = Loss("[1, T]"), Loss("each"), torch.randint(9, (N, T))
+    other.load_state_dict(one.state_dict())
+    results = []
+    for model in (one, other):
+        kfac = kfac_of(model)
+        model(x).backward()
+        kfac.step()
+        results.append(factors_of(kfac))
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("shape", ["[1, T]", "[T]"])
 def test_positions_with_the_exact_fisher(shape):
     one, other, x = Positions(shape), Positions("each"), torch.randint(9, (N, T))
