@@ -209,6 +209,8 @@ def _connect_layers(
         sampled=options.fisher != "empirical",
         handover=handover,
         assigned=assigned,
+        # The other conventions repeat codes that count samples by the input of each layer.
+        counts_examples=options.factor_convention == "kfc",
     )
 
 

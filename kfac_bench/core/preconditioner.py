@@ -73,8 +73,8 @@ class KFAC:
     ``max_norm`` than without K-FAC; docs/how-to/clip_gradients.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
-    the mean over the examples of all micro-batches. The first dimension of a layer's input counts
-    as the examples, because K-FAC cannot know which rows belong to one example.
+    the mean over the examples of all micro-batches. The first dimension of the model's first
+    tensor counts the examples; docs/reference/coverage.md has exceptions.
 
     K-FAC reads the learning rate from ``optimizer`` at each step, so learning-rate schedules just
     work.

@@ -44,7 +44,7 @@ def test_statistics_of_two_devices_are_counted_and_unscaled(model):
     kfac = KFAC(model, sgd(model))
     assert all(len(op.members) == 1 for op in (*kfac.plan.decompose, *kfac.plan.precondition))
     collected = {
-        str(i): Collected(*torch.ones(2, 1, 4, 4, device=gpu).unbind(), 8, 8, None)
+        str(i): Collected(*torch.ones(2, 1, 4, 4, device=gpu).unbind(), 8, 8)
         for i, gpu in enumerate(GPUS)
     }
     scale = torch.ones((), device=GPUS[0])

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_bench.core.capture.moments import Collected, Moments
+from kfac_bench.core.capture.moments import Collected, Forward, Moments
 from kfac_bench.core.layers.base import Layer
 
 SAME_DIRECTION = 0.9
@@ -28,7 +28,7 @@ class AssignedGradients:
         # Layers that get gradients by backward. Passes of torch.autograd.grad mean nothing there.
         self._ignored: set[str] = set()
 
-    def add(self, layer: Layer, x: Any, g: Tensor, forward: object, *, alone: bool) -> None:
+    def add(self, layer: Layer, x: Any, g: Tensor, forward: Forward, **options: Any) -> None:
         """Add one call; see :meth:`Moments.add`."""
         if layer.name in self._ignored:
             return
@@ -36,7 +36,7 @@ class AssignedGradients:
             total, _ = layer.gradient(x, g)
         except NotImplementedError:  # a layer class of the user may have moments but no rows
             return
-        self._moments.add(layer, x, g, forward, alone=alone)
+        self._moments.add(layer, x, g, forward, **options)
         if layer.name in self._sums:
             total += self._sums[layer.name][1]
         self._sums[layer.name] = layer, total

@@ -16,7 +16,6 @@ such uses here. :mod:`.identity` notices other layers, because their sums lack a
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -50,9 +49,10 @@ class Family:
     """The uses of one call of a layer."""
 
     layer: RowsLayer
-    forward: object
-    """See :meth:`.Moments.add`, as ``scale``."""
-    scale: Callable[[int], float] | None
+    forward: tuple[int, int]
+    """See :meth:`.Moments.add`, as ``examples`` and ``magnitude``."""
+    examples: int | None
+    magnitude: int
     uses: list[tuple[bool, Tensor, Tensor]] = field(default_factory=list)
     """Whether it is a backward use, and the rows of a and g."""
 
@@ -163,6 +163,7 @@ def next_use(seen: SeenCall, made: Tensor, g: Tensor, number: int) -> SeenCall |
         x,
         lambda v: v.reshape(shape),
         seen.forward,
+        seen.examples,
         seen.repeated_in,
         seen.weight_node,
         number,

@@ -79,6 +79,8 @@ class Handover:
         """Take back everything: gradients of some layers were discarded."""
         if self._has_begun and not self._is_void:
             self._is_void = True
+            for name in self._complete:
+                self._moments.forget(name)
             self._complete.clear()
             self._on_void()
 

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -21,11 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from kfac_bench.core.capture.assigned import AssignedGradients
 from kfac_bench.core.capture.counted_passes import CountedPasses
 from kfac_bench.core.capture.derivatives import Family, RowsLayer, next_use, product_of, rows
+from kfac_bench.core.capture.examples import Examples, of_each_example
 from kfac_bench.core.capture.forward_context import context_hooks
 from kfac_bench.core.capture.gradient_watch import is_returned, node_of, weight_getter
 from kfac_bench.core.capture.handover import Handover
 from kfac_bench.core.capture.identity import GradientIdentity
-from kfac_bench.core.capture.moments import Collected, Moments
+from kfac_bench.core.capture.moments import Collected, Forward, Moments
 from kfac_bench.core.capture.repeated_forwards import OUTSIDE, RepeatedForwards
 from kfac_bench.core.capture.safe_hook import EagerForwards, SafeHook
 from kfac_bench.core.capture.saved_tensors import SavedTensors
@@ -49,11 +51,6 @@ def _training_hook(
             capture.passes.includes(name, grads[output_nr], node)
 
     return hook
-
-
-def _scale_of(magnitude: int) -> Callable[[int], float] | None:
-    """Return what scales seeds to a loss that is a sum over the samples of a forward."""
-    return (lambda samples: samples / magnitude) if magnitude else None
 
 
 class Capture:
@@ -85,6 +82,7 @@ class Capture:
         handover: Takes moments of complete layers while backward runs. None if all wait for
             :meth:`pop`.
         assigned: Collects statistics of passes of ``torch.autograd.grad``, or None.
+        counts_examples: Whether the examples are those of the model, not of each layer's input.
 
     Attributes:
         identity: Compares the statistics with the gradients; None if ``sampled``.
@@ -100,6 +98,7 @@ class Capture:
         sampled: bool = False,
         handover: Handover | None = None,
         assigned: AssignedGradients | None = None,
+        counts_examples: bool = True,
     ) -> None:
         self.seconds = 0.0
         """Host time in the hooks. The owner resets it."""
@@ -115,12 +114,15 @@ class Capture:
         self.left: set[str] = set()
         self.computed = frozenset(by_name)
         """The names of the layers whose statistics are collected here."""
-        self._assigned = assigned
+        self._assigned, self._counts_examples = assigned, counts_examples
+        self._running: list[Examples] = []  # forwards of the model that have not ended
+        self._examples: dict[int, Examples] = {}  # by forward
         self._uses: dict[tuple[str, int], int] = {}  # calls by layer and forward
         self._repeated = RepeatedForwards()
         self._waiting = WaitingCalls()  # empty unless ``sampled``
         self.unread: set[str] = set()
-        """The names of layers with inputs or outputs that no layer class describes."""
+        """The names of layers whose inputs or outputs no layer class describes, or that have one
+        input for all examples."""
         self._rows_layers: dict[str, RowsLayer] = {}
         self._derived: set[int] = set()  # the numbers of calls whose derivatives have a graph
         self._forward = self._backwards = self._calls = 0
@@ -134,8 +136,12 @@ class Capture:
         self.enabled = True
 
     def _add_hooks(self, model: nn.Module, layers: Sequence[Layer]) -> None:
-        count = SafeHook(self._count_forward)
-        self._handles.append(model.register_forward_pre_hook(count))
+        begin = SafeHook(self._begin_forward)
+        self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+        for module in model.modules():
+            if hasattr(module, "batch_first"):
+                note = SafeHook(self._note_sequence)
+                self._handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
         for layer in layers:
             for module in layer.modules:
                 hook = SafeHook(partial(self._on_forward, layer, weight_getter(layer, module)))
@@ -149,6 +155,8 @@ class Capture:
             self._handles += saved_tensors.hooks(module)
         self._handles += context_hooks(layers, lambda: self.enabled)
         self._handles += self._eager.hooks(model, layers)
+        end = SafeHook(self._end_forward)
+        self._handles.append(model.register_forward_hook(end, always_call=True))
 
     @property
     def enabled(self) -> bool:
@@ -162,13 +170,34 @@ class Capture:
         else:
             self._eager.disable()
 
-    def _count_forward(self, module: nn.Module, inputs: object) -> None:
+    def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         self._forward += 1
         self._waiting.begin_forward()
         self.has_forward |= torch.is_grad_enabled()
         wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             self.wrapper = ref(wrapper)
+        if self.enabled and self._counts_examples:
+            self._examples[self._forward] = Examples((args, kwargs))
+            self._running.append(self._examples[self._forward])
+
+    def _note_sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        if self._running:
+            self._running[-1].note_sequence(module, args, kwargs)
+
+    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._running:
+            examples = self._running.pop()
+            for seen, edge, undo in examples.lookups:
+                moved = of_each_example(seen.x, edge.node, output, examples.count or 1)
+                if moved is not None:
+                    undo()
+                    self._watch(replace(seen, x=moved.x, prepare=moved.prepare), moved.edge)
+                elif examples.is_alike(seen.x) or seen.layer.name in self.unread:
+                    undo()
+                    why = f"got one input for {examples.count} examples"
+                    self._leave_out(seen.layer, why, "Repeat the input for each example")
+            examples.lookups.clear()
 
     def _on_forward(
         self,
@@ -205,25 +234,39 @@ class Capture:
             why = f"({type(module).__name__}) has a forward, input or output of an unknown form"
             self._leave_out(layer, why, "Describe its forward in layer_types")
             return
+        examples = self._running[-1] if self._running else None
+        if repeated_in != OUTSIDE:
+            examples = self._examples.get(forward)
         for call in calls:
             self._calls += 1
-            origin = layer, call.x, call.prepare, forward, repeated_in, weight_node
+            origin = layer, call.x, call.prepare, forward, examples, repeated_in, weight_node
             seen = SeenCall(*origin, number=self._calls, family=self._calls)
             if repeated_in == OUTSIDE:
                 self._count_use(layer.name, forward)
-            self._watch(seen, call.edge)
+            undo = self._watch(seen, call.edge)
+            if self.handover is not None and not self._sampled:
+                self.handover.expect(layer.name)
+            if examples is not None and examples.count is not None:
+                if layer.is_single(call.x):
+                    examples.note_single(call.x)
+                is_unread = layer.name in self.unread
+                if layer.spec.is_lookup and (is_unread or call.x.shape != examples.shape):
+                    examples.lookups.append((seen, call.edge, undo))
 
-    def _watch(self, seen: SeenCall, edge: GradientEdge) -> None:
-        """Put hooks on a use of a layer, whose output is at ``edge``."""
+    def _watch(self, seen: SeenCall, edge: GradientEdge) -> Callable[[], None]:
+        """Wait for the gradient at ``edge``, the output of a use of a layer.
+
+        Returns:
+            A function that ends the waiting.
+        """
         if (product := product_of(edge, seen)) is not None:
             node, inputs = product
             node.register_hook(partial(self._on_derivative, seen, inputs))
         if self._sampled:
             self._waiting.add(edge, seen)
-            return
-        edge.node.register_prehook(partial(self._on_backward, seen, edge.output_nr))
-        if self.handover is not None:
-            self.handover.expect(seen.layer.name)
+            return partial(self._waiting.forget, seen)
+        hook = partial(self._on_backward, seen, edge.output_nr)
+        return edge.node.register_prehook(hook).remove
 
     def _on_derivative(
         self,
@@ -243,6 +286,8 @@ class Capture:
         if use is not None:
             self._derived.add(seen.family)
             self._watch(use, get_gradient_edge(with_graph[0]))
+            if self.handover is not None and not self._sampled:
+                self.handover.expect(seen.layer.name)
 
     def _leave_out(self, layer: Layer, why: str, remedy: str) -> None:
         if self.identity is not None:
@@ -327,13 +372,16 @@ class Capture:
         self,
         seen: SeenCall,
         g: Tensor,
-        forward: object,
+        forward: Forward,
         magnitude: int = 0,
         *,
         first: bool = True,
         is_returned: bool = False,
     ) -> None:
-        """Add a call to the moments, or to those of :class:`AssignedGradients`."""
+        """Add a call to the moments, or to those of :class:`AssignedGradients`.
+
+        If ``magnitude`` is not 0, g comes from a seed, which :meth:`Moments.add` scales.
+        """
         if self.handover is not None:
             self.handover.check_not_sent(seen.layer.name)
         if not g.numel():
@@ -342,12 +390,17 @@ class Capture:
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             g = g.detach()  # with create_graph=True it has a graph, which must not live on
             x, g = seen.x, g if seen.prepare is None else seen.prepare(g)
+            count = None if seen.examples is None else seen.examples.count
+            has_uses = seen.family in self._derived
+            may_be_time_first = seen.layer.may_be_time_first and not has_uses
+            if may_be_time_first and seen.examples and seen.examples.is_time_first(x, g):
+                x, g = x.transpose(0, 1), g.transpose(0, 1)
             alone = self._uses.get((seen.layer.name, seen.forward)) == 1
             if is_returned and self._assigned is not None:
-                self._assigned.add(seen.layer, x, g, forward, alone=alone)
+                self._assigned.add(seen.layer, x, g, forward, examples=count, alone=alone)
                 return
-            if seen.family in self._derived:
-                self._add_use(seen, g, forward, magnitude)
+            if has_uses:
+                self._add_use(seen, g, forward, count, magnitude)
                 self.seconds += time.perf_counter() - start
                 return
             if is_sharded(g):
@@ -362,18 +415,21 @@ class Capture:
                 x,
                 g,
                 forward,
-                scale=_scale_of(magnitude),
+                examples=count,
+                magnitude=magnitude,
                 first=first,
                 alone=alone,
             )
         self.seconds += time.perf_counter() - start
 
-    def _add_use(self, seen: SeenCall, g: Tensor, forward: object, magnitude: int) -> None:
+    def _add_use(
+        self, seen: SeenCall, g: Tensor, forward: Forward, examples: int | None, magnitude: int
+    ) -> None:
         layer = self._rows_layers.setdefault(seen.layer.name, RowsLayer(seen.layer))
         use = rows(seen, g)
         if self.identity is not None:
             self.identity.add(layer, seen.weight_node, *use[1:])
-        family = Family(layer, forward, _scale_of(magnitude))
+        family = Family(layer, forward, examples, magnitude)
         self._moments.add_use(seen.family, use, family)
 
     def pop(self) -> dict[str, Collected]:
@@ -388,6 +444,8 @@ class Capture:
         self._uses.clear()
         self._derived.clear()
         self._repeated.clear()
+        self._examples.clear()
+        self._running.clear()  # Ctrl-C in a forward leaves something
         start = time.perf_counter()
         collected = self._moments.pop()
         self.seconds += time.perf_counter() - start

@@ -15,6 +15,11 @@ from kfac_bench.core.kernels.blocks import Blocks, flat_blocks
 from kfac_bench.core.kernels.conventions import Number, Scale
 from kfac_bench.core.layers.base import Layer
 
+Forward = tuple[int, int]
+"""The numbers of a forward and of a backward."""
+
+Counts = dict[Forward, Number]
+
 Eigenbasis = Callable[[str], tuple[Tensor | Blocks, Tensor | Blocks] | None]
 """From a layer's name to the eigenvectors of its A and G (EKFAC), or None if there are none yet."""
 
@@ -29,23 +34,38 @@ class Collected:
     g: Tensor
     """Sum of g g^T, in the same way."""
     samples: Number
+    """Samples by the layer's own inputs."""
     rows: Number
     """Samples times shared positions: the number of terms in ``a``."""
-    forward: object
-    """The forward and backward that ``samples`` counted last."""
     second_moment: Tensor | None = None
     """EKFAC's, [groups, g_dim, a_dim]."""
     loss_samples: Number | None = None
-    """Samples that the loss is a mean over, if ranks share them out. None: ``samples``."""
+    """The whole ``samples``, if ranks share them out. None: ``samples``."""
+    examples: Number | None = None
+    """Examples that the loss is a mean over. None: those of ``loss_samples``."""
 
     def scales(self, scale: Scale, *, is_conv: bool) -> tuple[Number, Number]:
         """Return what raw A and raw G must be multiplied by; see :data:`.conventions.CONVENTIONS`.
 
-        Messages later average over ranks, weighted by ``samples``.
+        Messages later average over ranks: A weighted by ``samples``, G by :attr:`weight_of_g`.
         """
         n = self.samples if self.loss_samples is None else self.loss_samples
         a, g = scale(n, self.rows / self.samples, is_conv)
-        return a * n / self.samples, g * n / self.samples
+        return a * n / self.samples, g * self.all_examples / self.samples
+
+    @property
+    def all_examples(self) -> Number:
+        """The examples that the loss of this rank is a mean over."""
+        if self.examples is not None:
+            return self.examples
+        return self.samples if self.loss_samples is None else self.loss_samples
+
+    @property
+    def weight_of_g(self) -> Number:
+        """The examples that this rank stands for, if ranks share them out."""
+        if self.loss_samples is None:
+            return self.all_examples
+        return self.samples * (self.all_examples / self.loss_samples)
 
 
 @dataclass(slots=True)
@@ -56,7 +76,7 @@ class _PositionSums:
     g: Tensor
     samples: int
     positions: float
-    forward: object
+    forward: Forward
 
 
 @dataclass(slots=True)
@@ -65,7 +85,7 @@ class _Calls:
 
     layer: Layer
     samples: int
-    forward: object
+    forward: Forward
     pairs: list[tuple[Tensor, Tensor]]
 
 
@@ -84,10 +104,13 @@ class Moments:
         self._sums: dict[str, tuple[Layer, _PositionSums]] = {}
         self._second_moments: dict[str, Tensor] = {}
         self._calls: dict[str, _Calls] = {}
-        self._loss_samples: dict[str, dict[object, Number]] = {}  # by layer and forward
+        # By layer: samples of its inputs, these samples on all ranks, examples of the model.
+        self._samples: dict[str, Counts] = {}
+        self._loss_samples: dict[str, Counts] = {}
+        self._examples: dict[str, Counts] = {}
         self._families: dict[str, dict[int, Family]] = {}  # by layer and call
 
-    def count_loss_samples(self, layer: Layer, g: Tensor, forward: object) -> None:
+    def count_loss_samples(self, layer: Layer, g: Tensor, forward: Forward) -> None:
         """Count the samples of a call that ranks share out, before the rank takes its part."""
         self._loss_samples.setdefault(layer.name, {})[forward] = len(g) if g.ndim > 1 else 1
 
@@ -96,9 +119,10 @@ class Moments:
         layer: Layer,
         x: Any,
         g: Tensor,
-        forward: object,
+        forward: Forward,
         *,
-        scale: Callable[[int], float] | None = None,
+        examples: int | None = None,
+        magnitude: int = 0,
         first: bool = True,
         alone: bool,
     ) -> None:
@@ -108,16 +132,21 @@ class Moments:
             layer: The layer.
             x: The input of the layer, :attr:`Call.x`.
             g: The gradient of its output.
-            forward: A name of the forward and backward. Calls with the same name and equally many
-                samples are further positions of these samples.
-            scale: Gives what g is multiplied by, from the number of samples.
+            forward: The forward and backward. Calls of the same and with equally many samples are
+                further positions of these samples.
+            examples: The examples of this forward of the model, if they are known. None: the
+                samples of the layer's input.
+            magnitude: If not 0, g becomes the gradient of a sum over the examples of this forward:
+                it is multiplied by their number and divided by ``magnitude``.
             first: False if this call was counted before, with another gradient. Its A then does
                 not count again.
             alone: Whether the layer has no other call in this forward.
         """
         samples, positions = layer.size(x, g)
-        if scale is not None:
-            g = g * scale(samples)
+        if examples is not None:
+            self._examples.setdefault(layer.name, {})[forward] = examples
+        if magnitude:
+            g = g * ((examples or samples) / magnitude)
         if self._reduce:
             self._add_sums(layer, x, g, _PositionSums(x, g, samples, positions, forward), first)
         else:
@@ -139,7 +168,15 @@ class Moments:
         """Add the families of a layer, for which no more uses will come."""
         for family in self._families.pop(name, {}).values():
             a, g = family.rows()
-            self.add(family.layer, a, g, family.forward, scale=family.scale, alone=False)
+            self.add(
+                family.layer,
+                a,
+                g,
+                family.forward,
+                examples=family.examples,
+                magnitude=family.magnitude,
+                alone=False,
+            )
 
     def _add_call(self, new: _Calls, alone: bool) -> None:
         """Square the gradients of samples as soon as all calls of a forward are there."""
@@ -169,22 +206,23 @@ class Moments:
         self._second_moments[name] = new if old is None else old + new
 
     def _count(
-        self, layer: Layer, a: Tensor | None, g: Tensor, samples: int, rows: float, forward: object
+        self, layer: Layer, a: Tensor | None, g: Tensor, samples: int, rows: float, forward: Forward
     ) -> None:
         """Add the moments of one call; ``a`` is None if A was counted with an earlier seed."""
-        old = self._collected.get(layer.name)
+        old, counted = self._collected.get(layer.name), self._samples.setdefault(layer.name, {})
+        # Calls of one forward are positions of the same samples: count the samples once.
+        is_new = forward not in counted
+        counted.setdefault(forward, samples)
         if old is None:
             assert a is not None
-            self._collected[layer.name] = Collected(a, g, samples, rows, forward)
+            self._collected[layer.name] = Collected(a, g, samples, rows)
             return
         old.g += g
         if a is not None:
             old.a += a
             old.rows += rows
-        # Calls of one forward are positions of the same samples: count the samples once.
-        if old.forward != forward:
+        if is_new:
             old.samples += samples
-            old.forward = forward
 
     def _add_sums(
         self, layer: Layer, x: Tensor, g: Tensor, new: _PositionSums, first: bool
@@ -218,7 +256,21 @@ class Moments:
         if taken is not None:
             taken.second_moment = self._second_moments.pop(name, None)
             taken.loss_samples = None if loss_samples is None else sum(loss_samples.values())
+            taken.examples = self._all_examples(name, loss_samples or {})
         return taken
+
+    def _all_examples(self, name: str, loss_samples: Counts) -> Number:
+        """Return the examples of all forwards, also of those in which the layer got no rows."""
+        own = self._samples[name] | loss_samples | self._examples.get(name, {})
+        seen = {forward for forward, _ in own}
+        others = {
+            forward: n
+            for counts in self._examples.values()
+            for (forward, _), n in counts.items()
+            # A tensor says that another layer's gradient was perhaps discarded.
+            if forward not in seen and not isinstance(n, Tensor)
+        }
+        return sum(own.values()) + sum(others.values())
 
     def _end_forwards(self, name: str) -> None:
         """Finish the sums over the calls of a forward: no more of them will come."""
@@ -235,8 +287,10 @@ class Moments:
             self._second_moments,
             self._sums,
             self._calls,
+            self._samples,
             self._loss_samples,
             self._families,
+            self._examples,
         ):
             sums.pop(name, None)
 
@@ -256,8 +310,9 @@ class Moments:
         for x in sums:
             x.masked_fill_(is_discarded, 0.0)  # not a product, which would keep nan
         old.samples, old.rows = old.samples * kept, old.rows * kept
-        counts = self._loss_samples.get(name, {})
-        counts.update({forward: n * kept for forward, n in counts.items()})
+        for sums_of in (self._samples, self._loss_samples, self._examples):
+            counts = sums_of.get(name, {})
+            counts.update({forward: n * kept for forward, n in counts.items()})
 
     def end_backward(self, *, first: bool) -> None:
         """Finish all forwards so far: with this gradient, no more of their calls will come."""
@@ -272,5 +327,6 @@ class Moments:
         """Return the sums since the last call, by layer; layers that were not used are missing."""
         self.end_backward(first=True)
         collected = {name: self.take(name) for name in list(self._collected)}
-        self._loss_samples.clear()
+        for counts in (self._samples, self._loss_samples, self._examples):
+            counts.clear()
         return {name: taken for name, taken in collected.items() if taken is not None}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from kfac_bench.core.capture.examples import Examples
 from kfac_bench.core.layers.base import Layer
 
 
@@ -34,6 +35,8 @@ class SeenCall:
     x: Any
     prepare: Callable[[Tensor], Tensor] | None
     forward: int
+    examples: Examples | None
+    """The examples of the forward of the model; None if K-FAC does not know them."""
     repeated_in: int
     """The backward in which checkpointing repeats the forward; OUTSIDE if it does not."""
     weight_node: Node
@@ -60,6 +63,10 @@ class WaitingCalls:
         """Let the node of the graph hold the call."""
         _metadata(edge.node).setdefault(self._key, []).append((edge.output_nr, call))
         self._calls.add(call)
+
+    def forget(self, call: SeenCall) -> None:
+        """Forget one call."""
+        self._calls.discard(call)
 
     def take(self, output: Tensor) -> list[tuple[GradientEdge, SeenCall]]:
         """Return and forget the calls that lead to ``output``, in their order."""

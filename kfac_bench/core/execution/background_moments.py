@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from kfac_bench.core.capture.derivatives import Family
-from kfac_bench.core.capture.moments import Collected, Moments
+from kfac_bench.core.capture.moments import Collected, Forward, Moments
 from kfac_bench.core.execution.background import Background, Pending
 from kfac_bench.core.layers.base import Layer
 
@@ -28,7 +28,7 @@ class BackgroundMoments(Moments):
         self._background, self._moments = background, moments
         self._pending: list[Pending[None]] = []
 
-    def add(self, layer: Layer, x: Any, g: Tensor, forward: object, **options: Any) -> None:
+    def add(self, layer: Layer, x: Any, g: Tensor, forward: Forward, **options: Any) -> None:
         """See :meth:`Moments.add`."""
         add = partial(self._moments.add, layer, x, g, forward, **options)
         reads = (x.data if isinstance(x, PackedSequence) else x, g)
@@ -47,7 +47,7 @@ class BackgroundMoments(Moments):
         """See :meth:`Moments.end_backward`."""
         self._submit(partial(self._moments.end_backward, first=first))
 
-    def count_loss_samples(self, layer: Layer, g: Tensor, forward: object) -> None:
+    def count_loss_samples(self, layer: Layer, g: Tensor, forward: Forward) -> None:
         """See :meth:`Moments.count_loss_samples`."""
         self._submit(partial(self._moments.count_loss_samples, layer, g, forward))
 
@@ -73,7 +73,7 @@ class BackgroundMoments(Moments):
             job.result()
         collected = popped.result()
         for new in collected.values():
-            made = (new.a, new.g, new.second_moment, new.samples, new.rows, new.loss_samples)
+            made = (getattr(new, name) for name in Collected.__slots__)
             self._background.take_over(x for x in made if isinstance(x, Tensor))
         return collected
 

@@ -13,7 +13,7 @@ from kfac_bench.core.planning.layer_spec import FACTORS, Factor, side_of
 
 
 class BatchStatistics:
-    """Statistics of one batch, each with its weight: its samples, or 0 if it is unusable.
+    """Statistics of one batch, each with its weight: its examples, or 0 if it is unusable.
 
     The executor computes them, messages replace them by means over ranks, and :meth:`fold` adds
     them to the running averages.
@@ -31,7 +31,7 @@ class BatchStatistics:
         self.second_moments: SecondMoments = {}
         self.dropped: Tensor | None = None
         self._scale = scale
-        # Whether g is the gradient of a sum over samples (mc, type2), not of the user's own loss.
+        # Whether g is the gradient of a sum over examples (mc, type2), not of the user's own loss.
         self._of_sums = of_sums
         self._from_identity = from_identity
         self.loss_weight = 1.0
@@ -52,8 +52,9 @@ class BatchStatistics:
         scales = new.scales(self._scale, is_conv=layer.is_conv)
         moment *= scales[FACTORS.index(side)]
         if side == "G":
-            moment *= self._per_sample(new.samples)
-        self.factors[layer.name, factor] = self._only_finite(moment, new.samples)
+            moment *= self._per_example(new.all_examples)
+        weight = new.samples if side == "A" else new.weight_of_g
+        self.factors[layer.name, factor] = self._only_finite(moment, weight)
 
     def compute_second_moment(self, layer: Layer, new: Collected | None) -> None:
         """Make a statistic of raw second moments, None if the layer was not used.
@@ -66,20 +67,20 @@ class BatchStatistics:
             return
         scale_a, scale_g = new.scales(self._scale, is_conv=layer.is_conv)
         moment = new.second_moment * (scale_a * scale_g * new.rows)
-        moment *= self._per_sample(new.samples)
-        self.second_moments[layer.name] = self._only_finite(moment, new.samples)
+        moment *= self._per_example(new.all_examples)
+        self.second_moments[layer.name] = self._only_finite(moment, new.weight_of_g)
 
-    def _only_finite(self, moment: Tensor, samples: Number) -> tuple[Tensor, Tensor]:
+    def _only_finite(self, moment: Tensor, weight: Number) -> tuple[Tensor, Tensor]:
         """Return the statistic and its weight, zeros for one that is not finite."""
         finite = torch.isfinite(moment.sum())
         # Without samples, because a gradient was discarded, nothing is lost.
-        lost = (~finite & (samples > 0)).long()
+        lost = (~finite & (weight > 0)).long()
         # The layers of a model may be on several devices.
         self.dropped = lost if self.dropped is None else self.dropped + lost.to(self.dropped.device)
-        return moment.masked_fill_(~finite, 0.0), finite * (1.0 * samples)
+        return moment.masked_fill_(~finite, 0.0), torch.where(finite, 1.0 * weight, 0.0)
 
-    def _per_sample(self, samples: Number) -> Number:
-        return 1 / (samples if self._of_sums else self.loss_weight) ** 2
+    def _per_example(self, examples: Number) -> Number:
+        return 1 / (examples if self._of_sums else self.loss_weight) ** 2
 
     def fold(
         self,

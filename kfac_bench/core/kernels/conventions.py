@@ -40,5 +40,6 @@ convention.
   So G shrinks with the batch size. The G of a rank belongs to its own part of the batch, so results
   depend on the number of ranks, as in that code.
 
-In ``sc20`` and ``kaisa``, positions of a Linear layer count as samples.
+In ``kfc`` the N of G counts the examples of the model (:class:`.examples.Examples`). In ``sc20``
+and ``kaisa`` the input of each layer counts, and positions of a Linear layer count as samples.
 """

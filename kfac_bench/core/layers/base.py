@@ -57,6 +57,8 @@ class Layer(ABC):
     is_conv = False
     is_linear = False
     """Whether the layer is a matrix that is applied to each sample and position."""
+    may_be_time_first = False
+    """Whether samples may also be the second dimension of the input [time, N, ...]."""
     reads_saved_tensors = False
     """Whether :meth:`calls` reads tensors that autograd saved."""
     forward_context: AbstractContextManager[Any] | None = None
@@ -139,6 +141,10 @@ class Layer(ABC):
             x: The input, as the module got it.
             g: The gradient of the module's output, in the shape of that output.
         """
+
+    def is_single(self, x: Any) -> bool:
+        """Return whether the input is certainly one sample without a batch dimension."""
+        return False
 
     def size(self, x: Tensor, g: Tensor) -> tuple[int, float]:
         """Return the number of samples N and of shared positions s of one call.

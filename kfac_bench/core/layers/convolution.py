@@ -70,6 +70,10 @@ class ConvLayer(Layer):
         channels = [*x.shape[-n : 1 - n], *output.shape[-n : 1 - n]]
         return channels == [self._conv.in_channels, self._conv.out_channels]
 
+    def is_single(self, x: Tensor) -> bool:
+        """See :meth:`Layer.is_single`."""
+        return x.ndim < self.weight.ndim
+
     def rows(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Layer.rows`. The patches are made explicitly."""
         conv, (x, g) = self._conv, self._batched(x, g)
@@ -159,7 +163,7 @@ class ConvLayer(Layer):
 
     def _batched(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Turn a single image [C, *spatial] into a batch of one."""
-        return (x, g) if x.ndim == self.weight.ndim else (x.unsqueeze(0), g.unsqueeze(0))
+        return (x.unsqueeze(0), g.unsqueeze(0)) if self.is_single(x) else (x, g)
 
     def _pad(self, x: Tensor) -> Tensor:
         return pad_input(x, self._conv._reversed_padding_repeated_twice, self._conv.padding_mode)

@@ -13,6 +13,8 @@ class EmbeddingLayer(Layer):
     A row of a is one-hot, so A is the diagonal of token frequencies.
     """
 
+    may_be_time_first = True
+
     @classmethod
     def reason_to_skip(cls, module: nn.Module) -> str | None:
         """See :meth:`Layer.reason_to_skip`."""

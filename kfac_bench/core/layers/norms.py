@@ -28,6 +28,8 @@ NORMS = (
 class NormLayer(Layer):
     """Batch, layer, group and RMS normalization with a learned scale."""
 
+    may_be_time_first = True
+
     @classmethod
     def reason_to_skip(cls, module: nn.Module) -> str | None:
         """See :meth:`Layer.reason_to_skip`."""
@@ -68,10 +70,12 @@ class NormLayer(Layer):
         u = self._per_sample(x, g)
         return (u.unsqueeze(-1) * u.unsqueeze(-2)).sum(0)
 
+    def is_single(self, x: Tensor) -> bool:
+        """See :meth:`Layer.is_single`. An input that is normalized as a whole is one sample."""
+        return x.ndim == len(getattr(self.modules[0], "normalized_shape", ()))
+
     def _samples(self, x: Tensor) -> int:
-        """Return the number of samples; an input that is normalized as a whole is one sample."""
-        is_single = x.ndim == len(getattr(self.modules[0], "normalized_shape", ()))
-        return 1 if is_single else len(x)
+        return 1 if self.is_single(x) else len(x)
 
     def _per_sample(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the gradients of scale and shift for each sample, [N, channels, g_dim]."""

@@ -455,5 +455,5 @@ def test_conventions():
 
 def test_ranks_that_share_samples_out_scale_for_all_samples_of_the_loss():
     """The loss is a mean over 8 samples. This rank has 2 of them, with 3 positions each."""
-    sums = Collected(torch.ones(1), torch.ones(1), 2, 6, "forward", loss_samples=8)
+    sums = Collected(torch.ones(1), torch.ones(1), 2, 6, loss_samples=8)
     assert sums.scales(CONVENTIONS["kfc"], is_conv=False) == pytest.approx((1 / 6, 32))

@@ -442,13 +442,13 @@ class Tagger(nn.Module):
         return self.head(self.lstm(h)[0])
 
 
-def train(model, steps=3, **options):
+def train(model, steps=3, samples=N, **options):
     """Gradients and factors after some steps."""
     kfac, generator = kfac_of(model, **options), torch.Generator().manual_seed(3)
     optimizer, grads = torch.optim.SGD(model.parameters(), lr=0.05), {}
     for step in range(steps):
         optimizer.zero_grad()
-        tokens = torch.randint(7, (N, T), generator=generator)
+        tokens = torch.randint(7, (samples, T), generator=generator)
         logits = model(tokens).flatten(0, 1)
         kfac.fisher_backward(logits)
         F.cross_entropy(logits, tokens.flatten() % 3).backward()
@@ -464,7 +464,8 @@ def train(model, steps=3, **options):
 def test_activation_checkpointing_counts_once(use_reentrant, method, weight_sharing):
     one, other = Tagger(use_reentrant), Tagger()
     other.load_state_dict(one.state_dict())
-    options = {"method": method, "weight_sharing": weight_sharing}
+    # EKFAC depends on eigenvectors, which are arbitrary if there are fewer samples than rows.
+    options = {"method": method, "weight_sharing": weight_sharing, "samples": 16}
     assert_same(train(one, **options), train(other, **options))
 
 
