@@ -70,7 +70,9 @@ class Measuring(TorchCollective):
         self.bytes[name] = storage.nbytes()
         self._alive = [a for a in self._alive if not a[0].expired()]
         self._alive.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
-        kept = storages(x.tensors for x in executor.store.decompositions.values())
+        # Second moments are carried from the old bases at the end of a stage.
+        old = [[basis] for basis in executor.store._old_bases.values()]
+        kept = storages(x.tensors for x in executor.store.decompositions.values()) | storages(old)
         in_flight = sum(size for _, pointer, size in self._alive if pointer not in kept)
         self.buckets[stage.value] = max(self.buckets[stage.value], in_flight)
         statistics = executor.batch_statistics

@@ -114,13 +114,15 @@ class Late:
 
     def __init__(self, slices, begun, method, factored):
         self.slices, self.times, self.method, self.factored = slices, begun, method, factored
-        self.begun, self.used, self.moments, self.bases = {}, {}, {}, {}
+        self.begun, self.used, self.moments, self.bases, self.weights = {}, {}, {}, {}, {}
 
     def gradients(self, step, raw, samples, layers):
         """Return the preconditioned gradients; ``samples`` are those of a factor update."""
         for name, moment in self.moments.items() if samples else ():
             qa, qg = (self.bases[name, f] for f in "AG")
-            moment.lerp_((qg.mT @ samples[name] @ qa).square().mean(0), 0.05)
+            self.weights[name] = 0.95 * self.weights[name] + 1
+            fresh = (qg.mT @ samples[name] @ qa).square().mean(0)
+            moment.lerp_(fresh, 1 / self.weights[name])
         for i, times in self.times.items():
             for _ in filter(lambda time: time[1] == step, times):
                 self.use(self.slices[i], layers)
@@ -130,14 +132,24 @@ class Late:
         self.used |= {key: self.begun.pop(key) for key in keys}
         if self.method != "ekfac":
             return
+        old = dict(self.bases)
         for name, factor in keys:
             # EKFAC depends on the basis of a null space, which only the code itself knows.
             values, basis = (x.clone() for x in layers[name][factor]["eigen"])
             assert_close(basis * values.unsqueeze(-2) @ basis.mT, self.used[name, factor], 1e-6)
             self.bases[name, factor] = basis
         for name in {name for name, _ in keys}:
-            a, g = (layers[name][f]["eigen"][0] for f in "AG")
-            self.moments[name] = g.unsqueeze(-1) * a.unsqueeze(-2)
+            if not self.weights.get(name):
+                a, g = (layers[name][f]["eigen"][0] for f in "AG")
+                self.moments[name] = g.unsqueeze(-1) * a.unsqueeze(-2)
+                self.weights[name] = 0.0
+                continue
+            a, g = (
+                (old[name, f].mT @ self.bases[name, f]).square() if (name, f) in keys else None
+                for f in "AG"
+            )
+            self.moments[name] = self.moments[name] if a is None else self.moments[name] @ a
+            self.moments[name] = self.moments[name] if g is None else g.mT @ self.moments[name]
 
     def one(self, name, grad):
         if (name, "A") not in self.used or (name, "G") not in self.used:
