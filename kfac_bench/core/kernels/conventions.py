@@ -33,7 +33,8 @@ convention.
 * ``kfc``: A is the mean over samples and positions; G = N sum g g^T. So G is the mean over samples
   of the moments of per-sample gradients, summed over positions. It does not depend on the batch
   size. The product is that of Grosse & Martens 2016 (eq. 31 ff.) and of K-FAC-expand (Eschenhagen
-  et al. 2023).
+  et al. 2023). If the loss is a mean over s terms of each sample (tokens, pixels), it is 1 / s of
+  the Gauss-Newton matrix.
 * ``sc20``: as in the code behind the paper's ResNet tables. Patches of convolutions are divided by
   s, and g is multiplied by N s.
 * ``kaisa``: as in the code of KAISA (SC 2021). Both are divided by s, and g is not multiplied by N.

@@ -203,6 +203,22 @@ def test_type2_of_segmentation(dim):
         assert_close(got[name]["G"], g)
 
 
+@pytest.mark.parametrize("s", [1, 4, 16])
+def test_with_s_tokens_the_product_is_1_over_s_of_the_gauss_newton_matrix(s, monkeypatch):
+    """The loss is a mean over N s tokens, of which K-FAC cannot know. All inputs are equal, so that
+    the Kronecker product is exact."""
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(4).expand(N, s, 4)
+    with torch.no_grad():
+        p = model(x)[0, 0].softmax(-1)
+    a = torch.cat([x[0, 0], torch.ones(1)])
+    hessian = torch.diag(p) - torch.outer(p, p)
+    gauss_newton = torch.kron(hessian, torch.outer(a, a))  # of each token, so also of the mean
+    monkeypatch.setattr(fisher, "_signs_like", torch.ones_like)  # a layer that mixes no positions
+    factors = fisher_factors(model, x, "type2")["0"]
+    product = torch.kron(factors["G"][0], factors["A"][0])
+    assert_close(s * product, gauss_newton)
+
+
 @pytest.mark.parametrize("shape", [(N, 4), (N, 3, 4)])
 @pytest.mark.parametrize("curvature", [1.0, 0.7])
 @BOTH
