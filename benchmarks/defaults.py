@@ -147,9 +147,16 @@ def _batches(data: Data, task: DevelopTask, seed: int) -> Iterator[Batch]:
 
 def _evaluate(model: nn.Module, data: Data, objective: SummedTask, task: DevelopTask) -> float:
     model.eval()
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    if task.batch_statistics:
+        for norm in norms:
+            norm.train()
+            norm.momentum = 0.0  # the running averages stay
     batches = ([x[:: task.stride] for x in batch] for batch in data.evaluate(512, Shard(0, 1)))
     parts = [objective.totals(model, data.prepare(tuple(batch))) for batch in batches]
     model.train()
+    for norm in norms:
+        norm.momentum = 0.1
     return objective.metrics(torch.stack(parts).sum(0))[task.metric]
 
 

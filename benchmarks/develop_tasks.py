@@ -44,6 +44,8 @@ class DevelopTask:
     """Evaluations of a run; between them, the metric after equal seconds is interpolated."""
     stride: int = 1
     """An evaluation reads only every so many-th held-back example."""
+    batch_statistics: bool = False
+    """Whether batch norm uses the batch in evaluations, because its averages are too old."""
 
 
 class MLP(nn.Sequential):

@@ -46,6 +46,7 @@ NETWORKS = (
         batch_size=128,
         steps=50,
         evaluations=5,
+        batch_statistics=True,
     ),
     DevelopTask(
         "ResNet-50, JPEG folders",
@@ -57,6 +58,7 @@ NETWORKS = (
         steps=50,
         evaluations=5,
         stride=4,
+        batch_statistics=True,
     ),
     DevelopTask(
         "ViT-S, digits",
