@@ -37,7 +37,7 @@ from kfac_bench.core.planning.plan import Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.calibration import predict
-from kfac_bench.simulate.conduct import LW_CODE, PAPERS_CODE, SC20_CODE
+from kfac_bench.simulate.conduct import PAPERS_CODE, SC20_CODE
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.step import StepTime, Workload, step_time
 from kfac_bench.simulate.sweep import (
@@ -95,8 +95,7 @@ def fig8(paper: Paper, work: Workload, machine: Hardware) -> Iterator[PaperNumbe
     """Predict Fig. 8 and a number of Fig. 7: ResNet-50 on 16 to 256 GPUs."""
     every = paper["fig8_update_freq"]
     intervals = Intervals(every["decompose"] / 10, every["decompose"], every["at"])
-    cells = sweep(work, machine, [FIRST, OPT], SIZES, intervals, conduct=SC20_CODE)
-    cells += sweep(work, machine, [LW], SIZES, intervals, conduct=LW_CODE)
+    cells = sweep(work, machine, [FIRST, OPT, LW], SIZES, intervals)
     of = {(c.variant, c.world_size): c for c in cells}
     share = paper["fig8_efficiency"]
     for each, key in ((FIRST, "sgd"), (LW, "layer_wise"), (OPT, "comm_opt")):

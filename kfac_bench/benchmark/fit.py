@@ -100,6 +100,7 @@ def _times(words: Mapping[str, str], config: TrainConfig, batch: int) -> dict[st
     """Return the simulated times of a step with this batch on each rank."""
     ranks = int(words["ranks"])
     machine = hardware.load(compose.CONF_DIR / "hardware" / f"{words['hardware']}.yaml")
+    machine.check_precision(config.trainer.precision)
     examples = in_whole_parts(int(words["global"]), ranks, batch) if "global" in words else batch
     # One rank's share of the work: the simulation multiplies by the ranks itself.
     work = workload.of_config(config_of({**words, "examples": str(examples), "ranks": "1"}, _OWN))

@@ -48,4 +48,4 @@ def _seconds(words: Mapping[str, str], phase: str, strategy: str, steps: int, pa
     file, batch = WORK[phase]
     common = {name: words[name] for name in ("hardware", "ranks", "factors", "decompose")}
     own = {"file": file, "global": f"{batch}", "part": f"{part}", "steps": f"{steps}"}
-    return simulated.numbers(common | own | {"strategy": strategy, "conduct": "paper"})["train_s"]
+    return simulated.numbers(common | own | {"strategy": strategy})["train_s"]

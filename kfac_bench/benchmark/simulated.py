@@ -8,7 +8,7 @@ Words of a cell:
 * ``strategy=sgd|comm_opt|hybrid_opt@1/2...`` and ``ranks=N``
 * ``factors=N decompose=N``: intervals in steps, which belong to ``at=N`` ranks
 * ``steps=N``: the steps of a training, for the seconds to target
-* ``conduct=paper|sc20``: use the machine as the paper's code, or as that of its ResNets
+* ``conduct=ours|sc20|paper``: use the machine as this code, in place of its file's ``conduct``
 """
 
 import functools
@@ -20,7 +20,6 @@ from kfac_bench.benchmark.plan_cells import MB
 from kfac_bench.config import compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.simulate import hardware, workload
-from kfac_bench.simulate.conduct import LW_CODE, PAPERS_CODE, SC20_CODE, Conduct
 from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
 
@@ -39,14 +38,6 @@ def _work(words: Mapping[str, str], ranks: int) -> Workload:
     if "file" not in words:
         return _of_model(words["model"], examples)
     return workload.of_file(compose.CONF_DIR / "simulation" / f"{words['file']}.yaml", examples)
-
-
-def _conduct(words: Mapping[str, str]) -> Conduct | None:
-    if "conduct" not in words:
-        return None
-    if words["conduct"] == "paper":
-        return PAPERS_CODE
-    return LW_CODE if words["strategy"] == "layer_wise" else SC20_CODE
 
 
 def in_whole_parts(batch: int, ranks: int, part: int) -> int:
@@ -72,10 +63,11 @@ def numbers(words: Mapping[str, str]) -> dict[str, float]:
     machine = hardware.load(compose.CONF_DIR / "hardware" / f"{words['hardware']}.yaml")
     if "epoch_s" in words:
         machine = replace(machine, epoch_s=float(words["epoch_s"]))
+    machine = replace(machine, conduct=words.get("conduct", machine.conduct))
     work, each = _work(words, ranks), variant(words["strategy"])
     at = int(words["at"]) if "at" in words else None
     intervals = Intervals(float(words.get("factors", 1)), float(words.get("decompose", 1)), at)
-    (cell,) = sweep(work, machine, [each], [ranks], intervals, conduct=_conduct(words))
+    (cell,) = sweep(work, machine, [each], [ranks], intervals)
     result = times_of(cell) | {"steps_per_s_per_rank": 1 / cell.step_s / ranks}
     if "steps" in words:
         train_s = int(words["steps"]) * cell.step_s

@@ -19,14 +19,8 @@ from kfac_bench.core.planning.budget import Choice, Rates, Seen, choose
 from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
-from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.core.planning.planner import BATCH_NUMEL, make_plan
 from kfac_bench.core.schedule import Schedules
-
-BATCH_NUMEL = 1 << 22
-"""Most elements of equally shaped layers that a GPU preconditions, or decomposes, at once.
-
-A CPU gains nothing from batches (docs/explanation/what_was_tried.md).
-"""
 
 SMALL_NUMEL = 1 << 16
 """Most elements that a CPU preconditions at once with method eigen_adam, whose many small

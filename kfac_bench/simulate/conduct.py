@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 
 from kfac_bench.core.planning.plan import METHODS
 
+CONDUCTS = ("ours", "sc20", "paper")
+"""Names in hardware files: this package, the paper's code for ResNets, the paper's later code."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conduct:
@@ -29,32 +32,35 @@ class Conduct:
     time of the work. Otherwise calls run ahead, and the longer of both counts."""
     sends_in_backward: bool = True
     """Whether gradients are sent during backward with K-FAC, as they are without it."""
+    batches: bool = True
+    """Whether a GPU works on all layers of one shape at once."""
     tensor_calls: int = 0
     """Calls for each parameter tensor in a step, after its gradient has been reduced."""
-    factor_calls: int = 25
+    factor_calls: int = 29
     """Calls to compute one factor and to update its running average."""
     decomposition_calls: int = 23
-    """Calls to decompose one factor."""
-    precondition_calls: int = 25
-    """Calls to precondition, clip and write the gradient of one layer."""
-    write_calls: int = 12
-    """Calls to clip and write one gradient that another rank preconditioned."""
+    """Calls to decompose the factors of one batch."""
+    precondition_calls: int = 13
+    """Calls to precondition the gradients of one batch of layers."""
+    write_calls: int = 7
+    """Calls to clip and write the gradient of one layer, whichever rank preconditioned it."""
     share_calls: int = 0
     """Calls to send or receive one preconditioned gradient, if each is a message of its own."""
 
 
 OURS: Mapping[str, Conduct] = {
     **dict.fromkeys(METHODS, Conduct()),
-    "inverse": Conduct(decomposition_calls=27, precondition_calls=13, write_calls=9),
+    "inverse": Conduct(decomposition_calls=27, precondition_calls=4),
 }
 """This package, by method. The calls of `eigen` stand for those of all methods but `inverse`."""
 
 PAPERS_CODE = Conduct(
     factor_traffic=2.0,
     waits=True,
+    batches=False,
     factor_calls=10,
     decomposition_calls=10,
-    precondition_calls=13,
+    precondition_calls=7,
     write_calls=6,
 )
 """The code that Pauloski et al. released: four products, three elementwise operations, a KL clip
@@ -67,3 +73,19 @@ it waits for the all-reduce, and SGD and ``zero_grad`` launch five kernels."""
 LW_CODE = replace(SC20_CODE, sends_in_backward=False, tensor_calls=7, share_calls=3)
 """The code of K-FAC-lw (branch kfac-lw). It starts the all-reduce of gradients in its own step. For
 each layer it makes zeros, starts a message and awaits it."""
+
+SC20_CALLS = replace(SC20_CODE, sums_shares=False, places_in_turn=False)
+"""The calls of that code in a plan of this package, for what the released code cannot do."""
+
+
+def conduct_of(name: str, strategy: str, method: str, *, is_whole: bool = True) -> Conduct:
+    """Return one of :data:`CONDUCTS`; `is_whole` says that no factor is divided into blocks."""
+    if name == "ours":
+        return OURS[method]
+    if name == "paper":
+        return PAPERS_CODE
+    if strategy in ("layer_wise", "comm_opt") and not (method == "eigen" and is_whole):
+        return SC20_CALLS
+    return {"sgd": SC20_CODE, "comm_opt": SC20_CODE, "layer_wise": LW_CODE}.get(
+        strategy, SC20_CALLS
+    )

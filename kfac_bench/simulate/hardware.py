@@ -10,10 +10,14 @@ import yaml
 
 from kfac_bench import plain_yaml
 from kfac_bench.errors import UsageError
+from kfac_bench.simulate.conduct import CONDUCTS
 from kfac_bench.simulate.network import ALGORITHMS, Network, NetworkLink
 from kfac_bench.simulate.rates import DEFAULT, Rates
 
-KEYS = ("network", "rates", "overlap", "crowding", "epoch_s")
+KEYS = ("network", "rates", "overlap", "crowding", "epoch_s", "precision", "conduct", "ratio_error")
+
+NEAREST, NEAREST_ERROR = "longhorn_v100", 0.131
+"""The validated machine, and its :attr:`Hardware.ratio_error`, which others without one borrow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,20 @@ class Hardware:
     epoch_s: float = 0.0
     """Seconds of each epoch beside its steps, such as the start of the processes that read data.
     The number of ranks does not change them."""
+    precision: str = "fp32"
+    """The ``trainer.precision`` of the rates."""
+    conduct: str = "ours"
+    """The implementation whose use of the machine the rates describe, one of :data:`.CONDUCTS`."""
+    ratio_error: float | None = None
+    """Mean relative error of K-FAC's time over SGD's, where it was compared; None: nowhere."""
+
+    def check_precision(self, precision: str) -> None:
+        """Raise :class:`UsageError` if the rates are those of another precision."""
+        if precision != self.precision:
+            raise UsageError(
+                f"trainer.precision={precision}: the rates of hardware={self.name} are those of "
+                f"{self.precision}; set trainer.precision={self.precision} or choose other hardware"
+            )
 
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long a rank computes as a rank that is alone on its node.
@@ -82,7 +100,12 @@ def parse(content: Any, name: str, where: str) -> Hardware:
     expected = "expected numbers of ranks above 1, and a factor for each"
     crowding = _table(top.get("crowding", {}), place, lambda n: _is_size(n) and n > 1, expected)
     epoch_s = _number(top.get("epoch_s", 0.0), f"{where}: epoch_s", allow_zero=True)
-    return Hardware(name, network, rates, overlap, crowding, epoch_s)
+    precision, conduct = str(top.get("precision", "fp32")), top.get("conduct", "ours")
+    if conduct not in CONDUCTS:
+        raise UsageError(f"{where}: conduct={conduct!r}: choose one of {', '.join(CONDUCTS)}")
+    error = top.get("ratio_error")
+    error = None if error is None else _number(error, f"{where}: ratio_error")
+    return Hardware(name, network, rates, overlap, crowding, epoch_s, precision, conduct, error)
 
 
 def _network(content: Any, where: str) -> Network:

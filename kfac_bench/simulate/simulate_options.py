@@ -25,7 +25,8 @@ examples on any world size. All other options are those of kfac-train.
 
   hardware=NAME      conf/hardware/NAME.yaml, or the path of your own YAML file
   world_size=16,32,64,128,256   numbers of ranks
-  strategies=sgd,layer_wise,mem_opt,hybrid_opt,comm_opt   or hybrid_opt@1/4 (its fraction)
+  strategies=sgd,layer_wise,mem_opt,hybrid_opt,comm_opt   or hybrid_opt@1/4 (its fraction);
+                     longhorn_v100: the strategies of the paper's code, sgd,layer_wise,comm_opt
   per_rank_batch=32  examples of one rank in a step
   update_freq_at=N   number of ranks that kfac.update_freq and kfac.factor_update_freq belong to;
                      on other numbers of ranks, K-FAC's stages run as often per epoch
@@ -41,7 +42,7 @@ examples on any world size. All other options are those of kfac-train.
 _OWN = {
     "hardware": "",
     "world_size": "16,32,64,128,256",
-    "strategies": "sgd,layer_wise,mem_opt,hybrid_opt,comm_opt",
+    "strategies": "",
     "per_rank_batch": "32",
     "update_freq_at": "",
     "epoch_s": "",
@@ -51,6 +52,10 @@ _OWN = {
     "out": "",
     "svg": "",
 }
+_STRATEGIES = {"sc20": "sgd,layer_wise,comm_opt"}
+"""By conduct, the default of ``strategies=``: those that its code has."""
+_ALL_STRATEGIES = "sgd,layer_wise,mem_opt,hybrid_opt,comm_opt"
+_CODE = {"ours": "this package", "sc20": "the paper's ResNets", "paper": "the paper"}
 _REPLACED = {
     "kfac",
     "kfac.strategy",
@@ -108,7 +113,12 @@ def simulate(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
     if own["out"]:
         write_text(Path(own["out"]), text, f"out={own['out']}", make_folder=True)
     table = simulation_report.table(cells, request.training)
-    return [*_heading(request), *table, *_best(cells)]
+    return [
+        *_heading(request),
+        *table,
+        *_best(cells),
+        *simulation_report.validity(cells, request.training),
+    ]
 
 
 def _blocks(request: SimulationRequest) -> str:
@@ -124,7 +134,8 @@ def _heading(request: SimulationRequest) -> list[str]:
     each += _blocks(request)
     return [
         f"simulated: {config.model.name} on {config.data.name}, "
-        f"{config.trainer.batch_size} examples per rank, hardware {request.machine.name}",
+        f"{config.trainer.batch_size} examples per rank, {config.trainer.precision}, "
+        f"hardware {request.machine.name}, code of {_CODE[request.machine.conduct]}",
         each,
         "",
     ]
@@ -144,8 +155,10 @@ def _best(cells: Sequence[SimulatedCell]) -> list[str]:
 
 def _parse(words: Sequence[str], config_dir: Path | None) -> SimulationRequest:
     own, overrides = split_words(words, _OWN)
-    config = _config(own, overrides, config_dir)
-    variants = [variant(text) for text in own["strategies"].split(",")]
+    machine = _machine(own, config_dir)
+    config = _config(own, overrides, config_dir, machine)
+    strategies = own["strategies"] or _STRATEGIES.get(machine.conduct, _ALL_STRATEGIES)
+    variants = [variant(text) for text in strategies.split(",")]
     sizes = own["world_size"].split(",")
     world_sizes = [whole_number("world_size", text, _MOST_RANKS) for text in sizes]
     for name, given in (("world_size", world_sizes), ("strategies", variants)):
@@ -155,7 +168,7 @@ def _parse(words: Sequence[str], config_dir: Path | None) -> SimulationRequest:
     return SimulationRequest(
         own,
         config,
-        _machine(own, config_dir),
+        machine,
         variants,
         world_sizes,
         Intervals(config.kfac.factor_update_freq, config.kfac.update_freq, at),
@@ -164,7 +177,7 @@ def _parse(words: Sequence[str], config_dir: Path | None) -> SimulationRequest:
 
 
 def _config(
-    own: Mapping[str, str], overrides: Sequence[str], config_dir: Path | None
+    own: Mapping[str, str], overrides: Sequence[str], config_dir: Path | None, machine: Hardware
 ) -> TrainConfig:
     """Return the configuration of one rank; refuse options that the command sets itself."""
     names = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
@@ -176,12 +189,16 @@ def _config(
     for name in sorted(_REPLACED & set(names)):
         raise UsageError(f"{name}={names[name]}: set strategies= instead; sgd means no K-FAC")
     batch = whole_number("per_rank_batch", own["per_rank_batch"])
+    # The defaults come first, so words can replace them.
     defaults = []
+    if "experiment" not in names:
+        defaults = [f"trainer.precision={machine.precision}"]
+        defaults += ["kfac.method=eigen"] if machine.conduct == "sc20" else []
     if names.get("model") in registry.MODELS and not {"data", "experiment"} & set(names):
         usual_data = registry.options_class("model", names["model"]).usual_data
-        # The default comes first, so words can replace it.
-        defaults = [] if usual_data is None else [f"data={usual_data}"]
+        defaults += [] if usual_data is None else [f"data={usual_data}"]
     config = compose.load([*defaults, *overrides, f"trainer.batch_size={batch}"], config_dir)
+    machine.check_precision(config.trainer.precision)
     if config.kfac.fisher != "empirical" or config.kfac.adaptive_damping:
         raise UsageError(
             "the simulation knows only kfac.fisher=empirical with a fixed kfac.damping: "

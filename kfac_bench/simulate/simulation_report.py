@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kfac_bench.simulate.hardware import NEAREST, NEAREST_ERROR
 from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, SimulatedCell, efficiency
 
@@ -25,10 +26,46 @@ class Training:
         return epochs * cell.epoch_s(self.examples)
 
 
+def saved(
+    cells: Sequence[SimulatedCell], cell: SimulatedCell, training: Training | None
+) -> tuple[float, float] | None:
+    """Return the share of SGD's time to solution that K-FAC saves, and the error of this share.
+
+    None without a training, and without a cell of SGD on as many ranks.
+    """
+    sgd = [c for c in cells if c.world_size == cell.world_size and c.variant.strategy == SGD]
+    if training is None or not sgd or cell in sgd:
+        return None
+    ratio = training.solution_s(cell) / training.solution_s(sgd[0])
+    error = NEAREST_ERROR if cell.ratio_error is None else cell.ratio_error
+    return 1 - ratio, error * ratio
+
+
+def validity(cells: Sequence[SimulatedCell], training: Training | None) -> list[str]:
+    """Return the lines that say which cells were validated, and how wrong the simulation was."""
+    lines = []
+    kfac = [c for c in cells if c.variant.strategy != SGD]
+    for error in dict.fromkeys(c.ratio_error for c in kfac):
+        group = [c for c in kfac if c.ratio_error == error]
+        if error is None:
+            labels = ", ".join(dict.fromkeys(c.variant.label for c in group))
+            line = f"not validated: {labels}. In the nearest validated case, {NEAREST}, "
+        else:
+            line = "error: "
+        line += "K-FAC's time over SGD's was wrong by "
+        line += f"{100 * (NEAREST_ERROR if error is None else error):.1f} % on average"
+        savings = [saving for c in group if (saving := saved(cells, c, training))]
+        large = sum(wrong >= abs(share) / 2 for share, wrong in savings)
+        if large:
+            line += f"; in {large} of {len(savings)} rows that is about as large as the saving"
+        lines.append(line)
+    return ["", *lines] if lines else []
+
+
 def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str]:
     """Return the lines of the table, with a block for each world size."""
     head = f"{'ranks':>6} {'strategy':24}{'ms/step':>10}{'examples/s':>12}{'efficiency':>11}"
-    lines = [head + (f"{'epoch, s':>10}{'to solution':>13}" if training else "")]
+    lines = [head + (f"{'epoch, s':>10}{'to solution':>13}{'saved':>16}" if training else "")]
     previous = 0
     for cell in cells:
         # Only the first line of a block names its number of ranks.
@@ -40,6 +77,8 @@ def table(cells: Sequence[SimulatedCell], training: Training | None) -> list[str
         if training:
             line += f"{cell.epoch_s(training.examples):>10.4g}"
             line += f"{_duration(training.solution_s(cell)):>13}"
+            if saving := saved(cells, cell, training):
+                line += f"{100 * saving[0]:>8.1f} ±{100 * saving[1]:>4.1f} %"
         lines.append(line)
     return lines
 
@@ -96,6 +135,9 @@ def _cell(
     if training is not None:
         found["epoch_s"] = cell.epoch_s(training.examples)
         found["solution_s"] = training.solution_s(cell)
+    if saving := saved(cells, cell, training):
+        found["saved"], found["saved_error"] = saving
+        found["validated"] = cell.ratio_error is not None
     return found
 
 

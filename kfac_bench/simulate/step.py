@@ -152,10 +152,10 @@ def op_seconds(
         # A diagonal factor needs no decomposition.
         full = [(s.groups, s.dim(f)) for s, f in op.members if not s.is_diagonal(f)]
         work_s = sum(groups * rates.decompose(n, method) for groups, n in full)
-        calls = conduct.decomposition_calls * len(full)
+        calls = conduct.decomposition_calls * bool(full)
     elif isinstance(op, Precondition):
         work_s = flops(op, method, work.rows) / rates.precondition_flops_per_s
-        calls = conduct.precondition_calls * len(op.members)
+        calls = conduct.precondition_calls + conduct.write_calls * len(op.members)
     else:
         work_s = flops(op, method, work.rows) / rates.factor_flops_per_s
         calls = conduct.factor_calls

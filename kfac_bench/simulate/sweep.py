@@ -6,9 +6,9 @@ from fractions import Fraction
 
 from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.plan import STRATEGY_TABLE, Plan
-from kfac_bench.core.planning.planner import make_plan
+from kfac_bench.core.planning.planner import BATCH_NUMEL, make_plan
 from kfac_bench.errors import UsageError
-from kfac_bench.simulate.conduct import Conduct
+from kfac_bench.simulate.conduct import SC20_CALLS, Conduct, conduct_of
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.released_plan import released_plan
 from kfac_bench.simulate.step import StepTime, Workload, step_time
@@ -82,6 +82,8 @@ class SimulatedCell:
     time: StepTime
     overhead_s: float = 0.0
     """Seconds of each epoch beside its steps."""
+    ratio_error: float | None = None
+    """:attr:`.Hardware.ratio_error`; None also if that comparison does not hold for the variant."""
 
     @property
     def step_s(self) -> float:
@@ -126,26 +128,38 @@ def sweep(
         world_sizes: The numbers of ranks.
         intervals: How often K-FAC's stages run.
         method: ``eigen`` or ``inverse``.
-        conduct: How the implementation uses the machine; None: as this package does.
+        conduct: How the implementation uses the machine; None: as the hardware file says.
         itemsize: Bytes of an element of factors and decompositions.
     """
     cells = []
+    is_whole = not any(spec.a_blocks or spec.g_blocks for spec in work.layers)
     for world_size in world_sizes:
         for each in variants:
+            own = conduct or conduct_of(hardware.conduct, each.strategy, method, is_whole=is_whole)
             plan = None
-            if each.strategy != SGD and conduct is not None and conduct.places_in_turn:
+            if each.strategy != SGD and own.places_in_turn:
                 plan = released_plan(work.layers, world_size, each.strategy)
             elif each.strategy != SGD:
-                plan = plan_of(work, each, world_size, method, itemsize)
-            time = step_time(work, world_size, hardware, plan, conduct)
+                # Ranks that crowd a node are processors, which gain nothing from batches.
+                numel = BATCH_NUMEL if own.batches and not hardware.crowding else 0
+                plan = plan_of(work, each, world_size, method, itemsize, numel)
+            time = step_time(work, world_size, hardware, plan, own)
             examples = work.examples * world_size
             every = intervals.of(world_size)
-            cell = SimulatedCell(each, world_size, examples, every, time, hardware.epoch_s)
+            error = None if own is SC20_CALLS else hardware.ratio_error
+            cell = SimulatedCell(each, world_size, examples, every, time, hardware.epoch_s, error)
             cells.append(cell)
     return cells
 
 
-def plan_of(work: Workload, each: Variant, world_size: int, method: str, itemsize: int = 4) -> Plan:
+def plan_of(
+    work: Workload,
+    each: Variant,
+    world_size: int,
+    method: str,
+    itemsize: int = 4,
+    batch_numel: int = 0,
+) -> Plan:
     """Return the plan that real ranks would execute.
 
     Raises :class:`UsageError` if the strategy cannot run on so many ranks.
@@ -159,6 +173,7 @@ def plan_of(work: Workload, each: Variant, world_size: int, method: str, itemsiz
             method=method,
             cost=measured_cost(method),
             itemsize=itemsize,
+            batch_numel=batch_numel,
         )
     except ValueError as error:
         raise UsageError(f"world_size={world_size}: {error}") from None

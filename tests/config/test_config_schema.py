@@ -240,7 +240,7 @@ def test_help_of_hardware_reads_the_folder_of_the_user(tmp_path):
     (own / "bare.yaml").write_text("network: {}\n# Not about the machine.\n")
     (own / "two_cores.yaml").write_text("# My laptop. It is slow.\nnetwork: {}\n")
     text = option_help.describe(["hardware"], tmp_path)
-    assert "  hardware=bare\n  hardware=longhorn_v100\n      TACC Longhorn" in text
+    assert "  hardware=bare\n  hardware=h100_ndr\n      A cluster of DGX H100" in text
     assert text.endswith("  hardware=two_cores\n      My laptop.")
 
 

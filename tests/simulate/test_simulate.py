@@ -22,7 +22,7 @@ from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.conduct import PAPERS_CODE
-from kfac_bench.simulate.hardware import Hardware
+from kfac_bench.simulate.hardware import NEAREST, NEAREST_ERROR, Hardware
 from kfac_bench.simulate.network import Network, NetworkLink
 from kfac_bench.simulate.rates import Rates, interpolate
 from kfac_bench.simulate.step import Workload, op_seconds, step_time
@@ -315,6 +315,8 @@ def test_a_number_without_a_decimal_point_is_read_as_a_number():
         (["crowding"], {1: 1.0}, "crowding: expected numbers of ranks above 1"),
         (["crowding"], {2: 0}, "crowding[2]=0: expected a number above 0"),
         (["links"], 1, "unknown key 'links'"),
+        (["conduct"], "theirs", "conduct='theirs': choose one of ours, sc20, paper"),
+        (["ratio_error"], -0.1, "ratio_error=-0.1: expected a number above 0"),
         pytest.param(["overlap"], 10**400, "expected a number of at least 0", id="too large"),
     ],
 )
@@ -411,6 +413,11 @@ def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
     assert kfac["scaling_efficiency"] == 1
     assert "hybrid_opt@1/2" in text
     assert "fastest K-FAC: 1: " in text
+    assert kfac["saved"] == pytest.approx(1 - kfac["solution_s"] / first["solution_s"])
+    assert kfac["saved_error"] == pytest.approx(0.12 * (1 - kfac["saved"]))
+    assert f"{100 * kfac['saved']:.1f} ±{100 * kfac['saved_error']:>4.1f} %" in text
+    assert "\nerror: K-FAC's time over SGD's was wrong by 12.0 %" in text
+    assert "not validated" not in text
     drawn = svg.read_text()
     assert drawn.startswith("<svg")
     fastest = min(c["step_s"] for c in found["cells"][-2:])  # of K-FAC on 4 ranks
@@ -430,6 +437,26 @@ def test_table_and_figure_name_the_blocks(capsys, tmp_path):
     assert "factors in blocks of at most 64 rows" in drawn
 
 
+def test_the_output_names_what_was_never_validated(capsys):
+    """The error of the nearest validated case is that of the folds and of Longhorn's file."""
+    pages = compose.CONF_DIR.parent / "docs" / "reference" / "results"
+    folds = (pages / "simulation_folds.md").read_text()
+    assert f"| all 9 ratios |  |  |  | {100 * NEAREST_ERROR:.1f} % |" in folds
+    longhorn = hardware.load(compose.CONF_DIR / "hardware" / f"{NEAREST}.yaml")
+    assert longhorn.ratio_error == NEAREST_ERROR
+    words = ("model=resnet18", "world_size=4")
+    code, text, _ = simulate_here(capsys, *words, "hardware=longhorn_v100")
+    assert code == 0
+    assert "fp32, hardware longhorn_v100, code of the paper's ResNets" in text
+    assert "eigen decompositions" in text
+    assert "not validated" not in text
+    assert "hybrid_opt" not in text
+    code, text, _ = simulate_here(capsys, *words, "hardware=h100_ndr", "strategies=sgd,comm_opt")
+    assert code == 0
+    assert "bf16, hardware h100_ndr, code of this package" in text
+    assert "not validated: comm_opt. In the nearest validated case, longhorn_v100, K-FAC's" in text
+
+
 def test_out_dash_prints_json_alone(capsys):
     code, text, _ = simulate_here(capsys, *SMALL, "world_size=2", "strategies=sgd", "out=-")
     assert code == 0
@@ -447,7 +474,7 @@ def test_help_prints_the_usage(capsys):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["hardware=cray"], "hardware=cray: choose one of longhorn_v100"),
+        (["hardware=cray"], "hardware=cray: choose one of h100_ndr"),
         (["hardware=no/such.yaml"], "no/such.yaml: cannot be read"),
         (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
         (["world_size=2,2"], "the same value twice"),
@@ -462,6 +489,7 @@ def test_help_prints_the_usage(capsys):
         (["per_rank_batch=-1"], "per_rank_batch=-1"),
         (["epochs=soon"], "epochs=soon: expected a number above 0"),
         (["epoch_s=-1"], "epoch_s=-1: expected a number of at least 0"),
+        (["trainer.precision=bf16"], "hardware=two_cores are those of fp32; set trainer.precision"),
         (["kfac=none"], "kfac=none: set strategies="),
         (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: set strategies="),
         (["kfac.fisher=mc"], "kfac.fisher=empirical"),

@@ -134,6 +134,7 @@ def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_figure.Sim
     from kfac_bench.simulate import workload  # This import loads torch.
 
     config = compose.load(request.overrides)
+    machine.check_precision(config.trainer.precision)
     cells = []
     intervals = Intervals(config.kfac.factor_update_freq, config.kfac.update_freq)
     for ranks in request.world_sizes:

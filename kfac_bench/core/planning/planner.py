@@ -28,6 +28,12 @@ Far beyond the size at which latency matters, and small enough that the first me
 later members are still computed.
 """
 
+BATCH_NUMEL = 1 << 22
+"""Most elements of equally shaped layers that a GPU preconditions, or decomposes, at once.
+
+A CPU gains nothing from batches (docs/explanation/what_was_tried.md).
+"""
+
 
 def make_plan(
     layers: Sequence[LayerSpec],

@@ -114,7 +114,7 @@ def test_commands_start_the_right_number_of_ranks():
         ("from=runs/a/config.yaml", "from=runs/a/config.yaml: kfac-bench scaling reads no file"),
         ("trainer.batch_sise=1", "did you mean trainer.batch_size"),
         ("rounds=", "rounds=: expected"),
-        ("hardware=none", "hardware=none: choose one of longhorn_v100"),
+        ("hardware=none", "hardware=none: choose one of h100_ndr"),
     ],
 )
 def test_wrong_words_give_a_one_line_error(word, says, capsys):
