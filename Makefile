@@ -13,7 +13,7 @@ ALONE  = $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help docs setup install-horovod data demo tune tune-cpu bench bench-gpu test test-all slurm-test browser faults soak mutants support lint format clean
+.PHONY: help docs setup install-horovod data demo tune tune-cpu bench bench-gpu test test-all test-light test-versions slurm-test browser faults soak mutants support lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s'|'
@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "kfac_bench needs Python 3.11 or newer: make setup PYTHON=python3.12"; exit 2; }
 	@echo "installing into .venv: about 6 GB, 2 to 5 minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 install-horovod: $(HOROVOD)  ## for backend=horovod: built once on a machine, some minutes (HVD_CUDA=1: for GPUs)
@@ -63,6 +63,12 @@ test-all: setup install-horovod lint  ## linters and every test, also the slow o
 	$(PYTEST) -m "not alone" --support=build/support.json
 	$(PYTEST) -m alone --support=build/support_alone.json $(ALONE)
 	$(BIN)/python scripts/support_table.py --check build/support.json build/support_alone.json
+
+test-light: setup  ## the quick tests of the core on the wheel, with torch alone; 4 minutes
+	$(BIN)/python scripts/version_tests.py light --workers $(WORKERS)
+
+test-versions: setup  ## the same with other versions, also the oldest; downloads torch (ARGS=oldest: one row)
+	$(BIN)/python scripts/version_tests.py --workers $(WORKERS) $(ARGS)
 
 slurm-test: setup install-horovod  ## the batch scripts on a real Slurm of two nodes, here (as root: installs it)
 	$(PYTEST) tests/slurm

@@ -37,7 +37,12 @@ def __getattr__(name: str) -> Any:
 
         return Problem
     if name == "train":
-        from kfac_bench.training.run import train_words
+        from kfac_bench.errors import missing_package
+
+        try:
+            from kfac_bench.training.run import train_words
+        except ModuleNotFoundError as error:
+            raise missing_package(error) or error from None
 
         return train_words
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -65,6 +65,44 @@ class UsageError(Exception):
         super().__init__(printable(message))
 
 
+EXTRAS = {
+    "train": (
+        *("PIL", "hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pytorch_optimizer"),
+        *("rich", "safetensors", "scipy", "sklearn", "torchvision", "wandb", "yaml"),
+    ),
+    "dashboard": ("wandb_workspaces",),
+    "deepspeed": ("deepspeed",),
+    "detection": ("pycocotools",),
+    "language": ("tokenizers", "transformers"),
+    "pictures": ("skimage",),
+    "tensorboard": ("tensorboard",),
+}
+"""The packages of each extra of pyproject.toml, by the names that Python imports."""
+
+
+class MissingPackageError(UsageError):
+    """A package of an extra is not installed. The message ends with the command that installs it.
+
+    Args:
+        package: The name that Python imports.
+        what: What needs the package, such as ``data=coco``.
+    """
+
+    def __init__(self, package: str, what: str = "") -> None:
+        (extra,) = (extra for extra, packages in EXTRAS.items() if package in packages)
+        install = f"pip install 'kfac-bench[{extra}]'"
+        if package == "deepspeed":
+            install = f"DS_BUILD_OPS=0 {install}"
+        super().__init__(f"{what and f'{what}: '}{package} is not installed: {install}")
+
+
+def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
+    """Return the error of the extra that has the missing package, None if no extra has it."""
+    package = (error.name or "").partition(".")[0]
+    known = any(package in packages for packages in EXTRAS.values())
+    return MissingPackageError(package) if known else None
+
+
 class OneRankError(UsageError):
     """An error in the input that only one rank has met, so this rank reports it."""
 

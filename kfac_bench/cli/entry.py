@@ -18,6 +18,7 @@ from kfac_bench.errors import (
     OneRankError,
     UsageError,
     WorkerLostError,
+    missing_package,
     printable,
     shortage,
     unusable_path,
@@ -40,6 +41,11 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         code = 2
     except UsageError as error:
         say_once(f"{name}: {error}")
+        code = 2
+    except ModuleNotFoundError as error:
+        if (missing := missing_package(error)) is None:
+            raise
+        say_once(f"{name}: {missing}")
         code = 2
     except LostRanksError as error:
         _say_as_rank(name, f"lost another rank: {error}")

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, ChartSection
-from kfac_bench.errors import UsageError, one_line
+from kfac_bench.errors import MissingPackageError, UsageError, one_line
 from kfac_bench.report.tables import Table
 
 TITLE = "K-FAC against first-order optimizers"
@@ -244,6 +244,4 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"wandb_workspaces.{name}")
     except ImportError:
-        raise UsageError(
-            "wandb-workspaces is not installed: pip install 'kfac-bench[dashboard]'"
-        ) from None
+        raise MissingPackageError("wandb_workspaces") from None

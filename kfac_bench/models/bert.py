@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kfac_bench.config.models import ModelConfig
 from kfac_bench.config.options import RESULT, option
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import MissingPackageError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,9 +34,7 @@ class BertConfig(ModelConfig):
         try:
             from kfac_bench.models.networks import bert
         except ImportError:
-            raise UsageError(
-                f"model={self.name} needs transformers: pip install 'kfac-bench[language]'"
-            ) from None
+            raise MissingPackageError("transformers", f"model={self.name}") from None
         if shape[0] > bert.MAX_POSITIONS:
             raise UsageError(
                 f"data.sequence_length={shape[0]}: model={self.name} has {bert.MAX_POSITIONS} "

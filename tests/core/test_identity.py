@@ -7,9 +7,7 @@ import torch
 
 from kfac_bench.core import KFAC
 from kfac_bench.core.planning.estimate import memory_bytes
-from kfac_bench.record.events import Trained
 from tests.core.test_preconditioner import backward, batch, sgd, tiny_model
-from tests.support.runs import of_kind, train
 
 LR, KAPPA = 0.1, 1e-4
 
@@ -72,6 +70,10 @@ def test_identity_computes_and_keeps_no_statistics():
 
 
 def test_a_run_with_identity_equals_sgd_without_clip(tmp_path, capsys):
+    pytest.importorskip("hydra")
+    from kfac_bench.record.events import Trained
+    from tests.support.runs import of_kind, train
+
     options = ("optimizer=sgd", "trainer.max_steps=6", "trainer.log_freq=1", "optimizer.lr=0.01")
     control = (*options, "kfac.method=identity", "kfac.fisher=mc", "kfac.trust_ratio=1e9")
     _, path = train(tmp_path, *control)

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import kfac_bench
 from kfac_bench import core
 
@@ -29,6 +31,21 @@ def test_importing_kfac_brings_no_part_of_the_harness():
     packages = {m.split(".")[1] for m in modules if m.startswith("kfac_bench.")}
     assert packages == {"core"}
     assert not modules & set(HARNESS)
+
+
+def test_muon_brings_torch_alone():
+    modules = modules_after("import kfac_bench; kfac_bench.muon")
+    assert not modules & {"pytorch_optimizer", *HARNESS}
+
+
+@pytest.mark.parametrize("name", ["train", "bench", "plan", "data"])
+def test_a_command_without_its_extra_says_what_to_install(name):
+    code = (
+        f"import sys; sys.modules['omegaconf'] = None; from kfac_bench import cli; cli.{name}([])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    line = f"kfac-{name}: omegaconf is not installed: pip install 'kfac-bench[train]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 def test_both_names_are_the_same_class():

@@ -49,6 +49,7 @@ from tests.support.training import (
     one_process,
     optimizer_of,
     owners_alone,
+    raw_bytes,
     sentences,
     sgd,
     sha256,
@@ -510,7 +511,7 @@ def go_on(strategy, options, states, weights, distributed=True):
 def second_moments(states):
     """By layer, as bytes."""
     return {
-        name: entries["second_moment"].numpy().tobytes()
+        name: raw_bytes(entries["second_moment"])
         for state in states
         for name, entries in state["layers"].items()
         if "second_moment" in entries

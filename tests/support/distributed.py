@@ -15,6 +15,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -112,13 +113,22 @@ class Pool:
             process.join(10)
 
 
+OF_TORCH = {
+    "Numpy is not available": "torch sends objects between ranks with NumPy",
+}
+"""Errors of torch in functions that cannot work here, and why."""
+
+
 def run_ranks(world_size, function, *args):
     """``function(*args)`` on every one of ``world_size`` ranks; their results."""
     pool = _pools.get(world_size) or _pools.setdefault(world_size, Pool(world_size))
     try:
         return pool.run(function, *args)
-    except RankFailed:
+    except RankFailed as error:
         _pools.pop(world_size).close(kill=True)
+        for text, reason in OF_TORCH.items():
+            if text in str(error):
+                pytest.skip(reason)
         raise
 
 

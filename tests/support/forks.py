@@ -11,11 +11,12 @@ import gc
 import multiprocessing
 import traceback
 
-from kfac_bench.benchmark import forked
-
 PRELOAD = (
-    *forked.PRELOAD,
+    "kfac_bench.benchmark.forked",
     "kfac_bench.cli",
+    "kfac_bench.distributed",
+    "kfac_bench.training.run",
+    "pytorch_optimizer",
     "pytest",
     "tests.reliability.faults.inject",
     "tests.support.runs",

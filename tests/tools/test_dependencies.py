@@ -6,9 +6,11 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 
+from kfac_bench import errors
 from tests.support import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 BUILT_BY_SCRIPT = {"horovod", "apex"}
 """Installed by `make install-horovod`, or by the user on a GPU machine."""
 
@@ -27,34 +29,45 @@ def imported(folder="kfac_bench"):
     return packages
 
 
-def declared(*, extras=True):
-    """Return the names of all dependencies, with those of extras if wanted, normalized."""
-    requirements = [*PROJECT["dependencies"]]
-    if extras:
-        optional = PROJECT["optional-dependencies"]
-        requirements += [r for extra, listed in optional.items() if extra != "dev" for r in listed]
-    return {re.match(r"[\w.-]+", r)[0].lower().replace("_", "-") for r in requirements}
+def declared(*extras):
+    """Return the names of the dependencies and of the packages of extras, normalized."""
+    requirements = [*PROJECT["dependencies"], *(each for extra in extras for each in EXTRAS[extra])]
+    return {normalized(re.match(r"[\w.-]+", each)[0]) for each in requirements} - {"kfac-bench"}
+
+
+def normalized(name):
+    return name.lower().replace("_", "-")
 
 
 def test_every_imported_package_is_declared():
-    distributions = packages_distributions()
+    distributions, names = packages_distributions(), declared(*EXTRAS)
     for package, path in imported().items():
         if package in sys.stdlib_module_names or package in {"kfac_bench", *BUILT_BY_SCRIPT}:
             continue
-        names = {name.lower().replace("_", "-") for name in distributions[package]}
-        assert names & declared(), f"{path.relative_to(ROOT)} imports {package}: declare {names}"
+        owners = {normalized(name) for name in distributions[package]}
+        assert owners & names, f"{path.relative_to(ROOT)} imports {package}: declare {owners}"
 
 
-def test_training_and_export_need_only_the_base_install():
-    distributions, base = packages_distributions(), declared(extras=False)
+def test_the_library_needs_torch_and_training_and_export_the_extra_train():
+    assert declared() == {"torch"}
+    distributions, names = packages_distributions(), declared("train")
     packages = imported("kfac_bench/training")
     assert "safetensors" in packages
     for package in packages.keys() - sys.stdlib_module_names - {"kfac_bench"}:
-        names = {name.lower().replace("_", "-") for name in distributions[package]}
-        assert names & base, f"{packages[package].relative_to(ROOT)} imports {package}"
+        owners = {normalized(name) for name in distributions[package]}
+        assert owners & names, f"{packages[package].relative_to(ROOT)} imports {package}"
+
+
+def test_the_errors_know_the_packages_of_each_extra():
+    distributions = packages_distributions()
+    assert errors.EXTRAS.keys() == EXTRAS.keys() - {"all", "dev"}
+    for extra, packages in errors.EXTRAS.items():
+        names = {normalized(distributions[package][0]) for package in packages}
+        assert names == declared(extra) - {"torch"}
+    (everything,) = EXTRAS["all"]
+    assert all(extra in everything for extra in errors.EXTRAS.keys() - {"train"})
 
 
 def test_the_development_extra_repeats_no_other_extra():
-    extras = PROJECT["optional-dependencies"]
-    others = {r for extra, listed in extras.items() if extra != "dev" for r in listed}
-    assert not others & {*extras["dev"], *PROJECT["dependencies"]}
+    others = {each for extra, listed in EXTRAS.items() if extra != "dev" for each in listed}
+    assert not others & {*EXTRAS["dev"], *PROJECT["dependencies"]}

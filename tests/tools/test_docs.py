@@ -205,9 +205,10 @@ def test_the_page_of_versions_has_every_requirement():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = PAGES["reference/supported_versions.md"]
     extras = project["optional-dependencies"]
-    for name in (name for name in extras if name != "dev"):
+    for name in extras.keys() - {"dev"}:
         (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
-        assert all(f"`{requirement}`" in row for requirement in extras[name])
+        listed = (each for each in extras[name] if not each.startswith("kfac-bench["))
+        assert all(f"`{requirement}`" in row for requirement in listed)
     assert all(f"`{requirement}`" in page for requirement in project["dependencies"])
     assert f"| Python | {project['requires-python'].removeprefix('>=')} or newer |" in page
 

@@ -143,19 +143,20 @@ def test_weights_without_decay_by_name_and_by_class():
     assert [g["weight_decay"] for g in groups] == [0.01, 0.0]
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 def test_muon():
     """Hidden weights as torch's own has them; the last layer and vectors by Adam."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2))
-    grads = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    grads = {n: torch.randn(3, *p.shape) for n, p in model.named_parameters()}
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
 
     def after(make, names):
         own = [nn.Parameter(start[n].clone()) for n in names]
         optimizer = make(own)
-        for _ in range(3):
+        for step in range(3):
             for n, p in zip(names, own, strict=True):
-                p.grad = grads[n].clone()
+                p.grad = grads[n][step]
             optimizer.step()
         return dict(zip(names, own, strict=True))
 
@@ -166,13 +167,15 @@ def test_muon():
     wanted |= after(lambda ps: torch.optim.AdamW(ps, **adam), rest)
     said = ("optimizer.lr=0.1", "optimizer.adam_lr=0.003", "optimizer.weight_decay=0.01")
     optimizer = build_optimizer(quick_load(["optimizer=muon", *said]).optimizer, model)
-    for _ in range(3):
+    for step in range(3):
         for n, p in model.named_parameters():
-            p.grad = grads[n].clone()
+            p.grad = grads[n][step]
         optimizer.step()
     for n, p in model.named_parameters():
-        close = {"rtol": 1e-2, "atol": 2e-3} if n in hidden else {}  # torch's iterates in bf16
-        torch.testing.assert_close(p, wanted[n], **close)
+        if n in hidden:  # both iterate in bfloat16, with other roundings
+            assert (p - wanted[n]).norm() < 0.02 * (wanted[n] - start[n]).norm()
+        else:
+            torch.testing.assert_close(p, wanted[n])
     assert {g["initial_lr"] for g in optimizer.param_groups} == {0.1, 0.003}
 
 

@@ -15,9 +15,9 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, SampleSkipped, Trained
 from kfac_bench.record.sinks.console import ConsoleSink
 from kfac_bench.record.sinks.metrics import metrics_of
-from tests.core.test_unequal_batches import outcome_of
 from tests.support.distributed import run_ranks
 from tests.support.runs import CPU, end, of_kind, train, train_here, trainer_of
+from tests.training.test_unequal_batches import outcome_of
 
 BATCH, TRAIN, EVAL = 8, 32, 6
 BASE = (

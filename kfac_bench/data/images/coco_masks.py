@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import MissingPackageError
 
 Mask = NDArray[np.uint8]
 """[H, W] of 0 and 1."""
@@ -27,9 +27,7 @@ def api() -> Any:
     try:
         from pycocotools import mask
     except ImportError:
-        raise UsageError(
-            "COCO's masks and its evaluator need pycocotools: pip install 'kfac-bench[detection]'"
-        ) from None
+        raise MissingPackageError("pycocotools", "COCO's masks and its evaluator") from None
     return mask
 
 

@@ -49,7 +49,7 @@ def load(image_size: int = 8, normalize: bool = True) -> LabelledImages:
 
 def read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return pixels [1797, 64] from 0 to 16, and labels [1797], as scikit-learn's load_digits."""
-    file = installed_file("sklearn", "datasets/data/digits.csv.gz", "scikit-learn")
+    file = installed_file("sklearn", "datasets/data/digits.csv.gz", "kfac-bench[train]")
     table = np.loadtxt(file, delimiter=",")
     return table[:, :-1], table[:, -1].astype(np.int64)
 

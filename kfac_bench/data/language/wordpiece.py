@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.data.regular_file import regular
-from kfac_bench.errors import UsageError, first_line
+from kfac_bench.errors import MissingPackageError, UsageError, first_line
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD = 0
@@ -114,9 +114,7 @@ def package() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError:
-        raise UsageError(
-            "text needs the package tokenizers: pip install 'kfac-bench[language]'"
-        ) from None
+        raise MissingPackageError("tokenizers", "text") from None
     return tokenizers
 
 

@@ -21,7 +21,7 @@ from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.backends.ddp import launched
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import MissingPackageError
 
 BUCKET_NUMEL = 1 << 25
 """Gradient elements in one message of ZeRO, which allocates them (DeepSpeed's default: 2 GB)."""
@@ -212,10 +212,7 @@ def _initialize(**arguments: Any) -> Any:
 def join(config: BackendConfig, device: str, stage: int) -> Iterator[Backend]:
     """Join the ranks that torchrun, srun or the deepspeed launcher started."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise UsageError(
-            "backend=deepspeed: DeepSpeed is not installed: DS_BUILD_OPS=0 pip install "
-            "'kfac-bench[deepspeed]'"
-        )
+        raise MissingPackageError("deepspeed", "backend=deepspeed")
 
     def make(ranks: Ranks) -> Backend:
         prepare(ranks.device)

@@ -1,12 +1,78 @@
 """Muon for the hidden weights of a model, and Adam for all its other parameters."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from pytorch_optimizer import Muon
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from kfac_bench.core.distributed.dtensor import full, is_sharded, shard_like
+from kfac_bench.core.kernels import linalg
 from kfac_bench.core.validation import check_is_model
+
+NEWTON_SCHULZ_STEPS = 5
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024) for groups with ``use_muon``, AdamW for the other groups.
+
+    A parameter [n, ...] of Muon counts as a matrix of n rows.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]]) -> None:
+        super().__init__(params, {"step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; return what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] += 1
+            alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    shape = p.shape if group["use_muon"] else None
+                    alike[is_sharded(p), p.device, p.dtype, shape].append(p)
+            for params in alike.values():
+                if group["weight_decay"]:
+                    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                grads = [p.grad for p in params if p.grad is not None]
+                (self._muon if group["use_muon"] else self._adam)(group, params, grads)
+        return loss
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        """Update parameters of one shape: their matrices are orthogonalized as one batch."""
+        momenta = self._moments(params, "momentum_buffer")
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        if group["nesterov"]:
+            momenta = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
+        matrices = torch.stack([full(each).flatten(1) for each in momenta])
+        updates = linalg.orthogonalize_bfloat16(matrices, NEWTON_SCHULZ_STEPS).to(matrices.dtype)
+        rate = group["lr"] * max(1.0, matrices.shape[1] / matrices.shape[2]) ** 0.5
+        parts = [shard_like(u.reshape(p.shape), p) for p, u in zip(params, updates, strict=True)]
+        torch._foreach_add_(params, parts, alpha=-rate)
+
+    def _adam(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        means, squares = (self._moments(params, name) for name in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, (1 - beta2 ** group["step"]) ** 0.5)
+        torch._foreach_add_(roots, group["eps"])
+        rate = group["lr"] / (1 - beta1 ** group["step"])
+        torch._foreach_addcdiv_(params, means, roots, value=-rate)
+
+    def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
+        for p in params:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(p)
+        return [self.state[p][name] for p in params]
 
 
 def muon(
@@ -41,7 +107,7 @@ def muon(
             default all trained parameters of the model are one group.
 
     Returns:
-        The optimizer of pytorch_optimizer.
+        The optimizer. It needs no package but torch.
 
     Raises:
         TypeError: ``model`` is no ``torch.nn.Module``.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import MissingPackageError
 from kfac_bench.record.events import Event, Predicted, PredictedItem, Resumed, RunStarted
 from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.record.sinks.view import FileView, ShownRun
@@ -25,9 +25,7 @@ class TensorboardSink(FileView):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UsageError(
-                "TensorBoard is not installed: pip install 'kfac-bench[tensorboard]'"
-            ) from None
+            raise MissingPackageError("tensorboard", "logger=tensorboard") from None
         self._new_writer: Callable[..., Any] = SummaryWriter
         self._directory = run.directory / "tensorboard"
         self._writer: Any = None

@@ -1,0 +1,188 @@
+"""Test the wheel with other versions of Python and torch, each in a new environment.
+
+`make test-light` runs the row `light` alone: torch and pytest are links to the packages of this
+environment, so that nothing is downloaded, and no other package is there. `make test-versions` runs
+all other rows, which install torch (about 5 GB each), and writes their outcomes into
+docs/reference/supported_versions.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "supported_versions.md"
+BEGIN, END = "<!-- versions: made by make test-versions -->", "<!-- end of versions -->"
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+
+SMOKE = """
+import importlib, subprocess, torch
+from kfac_bench import KFAC, eigen_adam, muon
+for make in (lambda m: torch.optim.SGD(m.parameters(), 0.1), eigen_adam, muon):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = make(model)
+    if isinstance(optimizer, torch.optim.SGD):
+        KFAC(model, optimizer).attach()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+for name in ("accelerate", "huggingface", "lightning"):
+    try:
+        importlib.import_module(f"kfac_bench.integrations.{name}")
+    except ImportError as error:
+        assert "pip install" in str(error), error
+    else:
+        raise AssertionError(f"{name} is here")
+for name in ("train", "bench", "plan", "data"):
+    done = subprocess.run([f"BIN/kfac-{name}"], capture_output=True, text=True)
+    assert done.returncode == 2, done
+    assert done.stderr.endswith("is not installed: pip install 'kfac-bench[train]'\\n"), done
+"""
+"""What must work with torch alone."""
+
+
+ROWS = {
+    "oldest": ("3.11", "torch==2.6.0"),
+    "3.13": ("3.13", "torch"),
+    "3.14": ("3.14", "torch"),
+}
+"""The Python of each environment, and the torch that pip installs."""
+
+
+def main() -> int:
+    """Return 0 if all tests passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", help=f"light, or some of {', '.join(ROWS)} (all)")
+    parser.add_argument("--workers", default="2", help="processes of pytest")
+    options = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        build = [sys.executable, "-m", "build", "-w", "-n", "-o", folder, str(ROOT)]
+        run(build, ROOT)
+        (wheel,) = Path(folder).glob("*.whl")
+        for name in options.rows or ROWS:
+            place = Path(folder) / name
+            if name == "light":
+                python = linked_environment(place, wheel)
+            elif (here := shutil.which(f"python{ROWS[name][0]}")) is None:
+                print(f"{name}: not tested, because there is no python{ROWS[name][0]}")
+                continue
+            else:
+                python = installed_environment(place, wheel, here, ROWS[name][1])
+            code = SMOKE.replace("BIN", str(python.parent))
+            run([python, "-W", "ignore", "-c", code], place)
+            results[name] = run_tests(python, place, options.workers)
+            shutil.rmtree(place)
+    write({name: result for name, result in results.items() if name in ROWS})
+    return int(any(result["failed"] for result in results.values()))
+
+
+def linked_environment(place: Path, wheel: Path) -> Path:
+    """Make an environment of links to torch, pytest and what they need; return its Python."""
+    venv.create(place, with_pip=False)
+    (site,) = place.glob("lib/python*/site-packages")
+    here = Path(sysconfig.get_paths()["purelib"])
+    for name in required(("torch", *TOOLS)):
+        tops = {Path(file).parts[0] for file in distribution(name).files or ()}
+        for top in tops - {"..", "__pycache__"}:
+            if not top.endswith(".pth") and not (site / top).exists():
+                (site / top).symlink_to(here / top)
+    python = place / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "-q", "--python", python, "install"]
+    run([*pip, "--no-deps", "--no-index", wheel], place)
+    return python
+
+
+def required(names: Iterable[str]) -> set[str]:
+    """Return the names of distributions, and of all distributions that they require here."""
+    todo, seen = [Requirement(name) for name in names], set()
+    while todo:
+        wanted = todo.pop()
+        for extra in ("", *wanted.extras):
+            if (wanted.name, extra) in seen:
+                continue
+            seen.add((wanted.name, extra))
+            for line in distribution(wanted.name).requires or ():
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                    todo.append(needed)
+    return {name for name, _ in seen}
+
+
+def installed_environment(place: Path, wheel: Path, interpreter: str, torch: str) -> Path:
+    """Install the wheel, a torch and pytest from the package index; return the Python."""
+    run([interpreter, "-m", "venv", place], ROOT)
+    python = place / "bin" / "python"
+    run([python, "-m", "pip", "-q", "install", "--no-cache-dir", torch, wheel, *TOOLS], place)
+    return python
+
+
+def run_tests(python: Path, place: Path, workers: str) -> dict[str, str | int]:
+    """Run the quick tests on the installed wheel, outside of the checkout; return the outcomes."""
+    for name in ("__init__.py", "conftest.py", "support", "core"):
+        copy = shutil.copytree if (ROOT / "tests" / name).is_dir() else shutil.copy
+        (place / "tests").mkdir(exist_ok=True)
+        copy(ROOT / "tests" / name, place / "tests" / name)
+    shutil.copy(ROOT / "pyproject.toml", place)
+    shutil.copytree(ROOT / "examples", place / "examples")
+    words = ["-q", "-n", workers, "-m", "not slow and not alone", "-p", "no:cacheprovider"]
+    words.append("--ignore=tests/core/test_architecture.py")  # reads the documentation
+    said = run([python, "-m", "pytest", *words, "tests/core"], place, check=False)
+    print(said[-3000:])
+    counts = dict.fromkeys(("passed", "skipped", "failed"), 0)
+    for count, outcome in re.findall(r"(\d+) (passed|skipped|failed|error)", said.splitlines()[-1]):
+        counts["failed" if outcome == "error" else outcome] += int(count)
+    if not counts["passed"]:
+        raise SystemExit("no test has passed")
+    code = "import platform, torch; print(platform.python_version(), torch.__version__)"
+    version, torch = run([python, "-W", "ignore", "-c", code], place).split()
+    date = datetime.now(UTC).date().isoformat()
+    return {"python": version, "torch": torch, **counts, "date": date}
+
+
+def run(command: Iterable[object], folder: Path, *, check: bool = True) -> str:
+    """Run a command in a folder; return what it prints, or end the script with it."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "KFAC"))}
+    done = subprocess.run(  # noqa: S603
+        [str(word) for word in command],
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if check and done.returncode:
+        raise SystemExit(done.stdout)
+    return done.stdout
+
+
+def write(results: dict[str, dict[str, str | int]]) -> None:
+    """Replace the rows of the page that were tested now."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    made, after = rest.split(END)
+    head, rule, *lines = made.strip().splitlines()
+    rows = {line.split("|")[1].strip(): line for line in lines}
+    for name, result in results.items():
+        rows[name] = f"| {' | '.join(map(str, (name, *result.values())))} |"
+    table = "\n".join([head, rule, *(rows[name] for name in ROWS if name in rows)])
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
