@@ -115,6 +115,7 @@ class Pool:
 
 OF_TORCH = {
     "Numpy is not available": "torch sends objects between ranks with NumPy",
+    "'Stream' object has no attribute 'record_event'": "FSDP2 of torch 2.6 needs a GPU",
 }
 """Errors of torch in functions that cannot work here, and why."""
 

@@ -123,11 +123,11 @@ def of_each_example(x: Tensor, node: Node, output: object, count: int) -> Call |
             continue
         visited.add(user)
         for used, _ in user.next_functions:
-            if used is not None and (used is node or used.name() in VIEWS):
+            if used is not None and (used is node or _is_view(used)):
                 users.setdefault(used, []).append(user)
             stack.append(used)
     used = node
-    while len(of := users.get(used, [])) == 1 and of[0].name() in VIEWS:
+    while len(of := users.get(used, [])) == 1 and _is_view(of[0]):
         used = of[0]
     if len(of) != 1 or of[0].name() != "AddBackward0" or of[0]._saved_alpha != 1:  # type: ignore[attr-defined]
         return None
@@ -148,6 +148,14 @@ def _nodes(output: Tensor | list[Tensor] | PackedSequence) -> Iterator[Node | No
     for x in [output] if isinstance(output, Tensor) else output:
         if isinstance(x, Tensor):  # a PackedSequence has no indices if it is sorted
             yield x.grad_fn
+
+
+def _is_view(node: Any) -> bool:
+    # Up to torch 2.6, positions[:, None] is a slice of the whole before it is a view.
+    if node.name() == "SliceBackward0":
+        whole = node._saved_self_sym_sizes
+        return bool(_shape(node) == tuple(whole))
+    return node.name() in VIEWS
 
 
 def _shape(node: Node) -> tuple[int, ...]:

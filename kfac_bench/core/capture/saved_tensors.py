@@ -11,7 +11,7 @@ from kfac_bench.core.capture.safe_hook import SafeHook
 
 
 def _same(saved: Tensor) -> Tensor:
-    return saved
+    return saved.detach()  # an output that is saved as it is would keep itself alive
 
 
 class SavedTensors:
@@ -31,7 +31,8 @@ class SavedTensors:
         yield module.register_forward_hook(SafeHook(self._release), always_call=True)
 
     def _hold(self, module: nn.Module, inputs: object) -> None:
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        hooked = top is None or top(True) is not None  # torch 2.6 cannot tell
         # A hook that returns the tensor itself hides the hooks of checkpointing from this module.
         if hooked and self._is_enabled() and module.training:
             self._holding.append(saved_tensors_hooks(_same, _same))

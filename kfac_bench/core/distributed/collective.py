@@ -59,7 +59,7 @@ class TorchCollective:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._global = dist.get_process_group_ranks(group)
+        self._global = dist.get_process_group_ranks(group or dist.group.WORLD)
         # Any: the type of new_group includes the number for "not a member", which is never used.
         self._groups: dict[tuple[int, ...], Any] = {
             tuple(range(self.world_size)): group or dist.group.WORLD

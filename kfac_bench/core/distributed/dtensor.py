@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Index = tuple[slice, ...]
@@ -55,8 +56,10 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     given: Any = like
+    # Torch 2.6 sends the tensor of the first rank.
+    no_message: Any = {"src_data_rank": None} if torch.__version__ >= "2.7" else {}
     return distribute_tensor(
-        whole.to(like.device), given.device_mesh, given.placements, src_data_rank=None
+        whole.to(like.device), given.device_mesh, given.placements, **no_message
     )
 
 

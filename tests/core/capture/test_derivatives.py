@@ -205,7 +205,7 @@ def on_a_rank(model, x):
     loss_of(force_and_value(model, part)).backward()
     for p in model.parameters():
         if dist.is_initialized():
-            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+            dist.all_reduce(p.grad.div_(dist.get_world_size()))
     kfac.step()
     return {"f": factors_of(kfac), "g": grads_of(model)}
 
