@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.queues import Queue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from kfac_bench import output
@@ -150,7 +150,7 @@ def _prepare_worker(worker: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _end_worker(error: BaseException) -> None:
+def _end_worker(error: BaseException) -> NoReturn:
     """End a worker whose threads cannot hand over a batch, because too many files are open, say.
 
     Otherwise they would only print a traceback, and the main process would wait for the batch.
@@ -171,3 +171,8 @@ def _collate(
     except UsageError as error:
         # An error that a worker raises arrives with a traceback in its message.
         return error, bad
+    except RuntimeError as error:
+        # Files may run out already where the batch gets its shared memory.
+        if shortage(error) is None or get_worker_info() is None:
+            raise
+        _end_worker(error)
