@@ -67,8 +67,20 @@ class UsageError(Exception):
 
 EXTRAS = {
     "train": (
-        *("PIL", "hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pytorch_optimizer"),
-        *("rich", "safetensors", "scipy", "sklearn", "torchvision", "wandb", "yaml"),
+        "PIL",
+        "hydra",
+        "jinja2",
+        "matplotlib",
+        "numpy",
+        "omegaconf",
+        "pytorch_optimizer",
+        "rich",
+        "safetensors",
+        "scipy",
+        "sklearn",
+        "torchvision",
+        "wandb",
+        "yaml",
     ),
     "dashboard": ("wandb_workspaces",),
     "deepspeed": ("deepspeed",),

@@ -53,7 +53,7 @@ for name in ("train", "bench", "plan", "data"):
     assert done.returncode == 2, done
     assert done.stderr.endswith("is not installed: pip install 'kfac-bench[train]'\\n"), done
 """
-"""What must work with torch alone."""
+"""A script that must run with torch alone."""
 
 
 ROWS = {

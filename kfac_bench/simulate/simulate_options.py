@@ -53,7 +53,7 @@ _OWN = {
     "svg": "",
 }
 _STRATEGIES = {"sc20": "sgd,layer_wise,comm_opt"}
-"""By conduct, the default of ``strategies=``: those that its code has."""
+"""The default of ``strategies=`` by conduct: the strategies of that code."""
 _ALL_STRATEGIES = "sgd,layer_wise,mem_opt,hybrid_opt,comm_opt"
 _CODE = {"ours": "this package", "sc20": "the paper's ResNets", "paper": "the paper"}
 _REPLACED = {

@@ -21,7 +21,7 @@ IS_ZERO = 1e-3
 LEAST_SCALE = 2.0**7
 """Smallest loss scale that is reported. GradScaler starts at 2^16."""
 SURE_SCALE = 2.0**12
-"""From this factor on it need not be a power of two: a clip is rarely as strong."""
+"""Factor from which on any number is reported as a loss scale. Clipping rarely shrinks as much."""
 PRECISION = 1e-5
 """Relative error of a norm in float32. Powers of two multiply a gradient without an error."""
 
