@@ -18,7 +18,11 @@ def end_service(patience_s=20):
     """End W&B's service of this process; kill it if it does not end by itself, which is rare."""
     import wandb
 
-    ends = threading.Thread(target=wandb.teardown, daemon=True)
+    def teardown():
+        with suppress(SystemExit, ConnectionError):  # what a killed service leaves
+            wandb.teardown()
+
+    ends = threading.Thread(target=teardown, daemon=True)
     ends.start()
     ends.join(patience_s)
     if ends.is_alive():
