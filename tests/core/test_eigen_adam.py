@@ -272,9 +272,9 @@ def test_large_updates_in_bfloat16_differ_by_rounding_only(g_dim, a_dim, is_rota
     assert 1e-4 < float((outs[0] - outs[1]).norm() / outs[1].norm()) < 0.02
 
 
-def weights_after_20_steps(rows, rank, change, **kfac):
+def weights_after_20_steps(rows, rank, change, seed=0, **kfac):
     """Of a perceptron whose inputs lie in a subspace, if there is a rank."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = (20, 32, 32)
     hidden = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
     model = nn.Sequential(*hidden, nn.Linear(32, 5))
@@ -282,7 +282,7 @@ def weights_after_20_steps(rows, rank, change, **kfac):
     ranks, rank_of = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     subspace, labels = torch.randn(rank or 20, 20), torch.randn(20, 5)
     for i in range(20):
-        generator = torch.Generator().manual_seed(100 + i)
+        generator = torch.Generator().manual_seed(100 + 1000 * seed + i)
         x = torch.randn(rows, rank or 20, generator=generator)
         x = x @ subspace if rank else x
         y = (x @ labels).argmax(1)
@@ -311,6 +311,21 @@ def test_rounding_errors_stay_small(rows, rank, change):
     """
     usual, other = (weights_after_20_steps(rows, rank, each) for each in ("", change))
     assert 0 < float((other - usual).norm() / usual.norm()) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [True, False])
+def test_few_seeds_miss_the_goal_and_none_by_much(spread):
+    """The goal is 0.1 % as above. Of 24 runs with other seeds 1 misses it, without spread 3."""
+    differences = []
+    for seed, (rows, rank) in itertools.product(range(8), [(64, None), (8, None), (64, 5)]):
+        usual, other = (
+            weights_after_20_steps(rows, rank, change, seed, spread=spread)
+            for change in ("", "order")
+        )
+        differences.append(float((other - usual).norm() / usual.norm()))
+    assert sum(d >= 1e-3 for d in differences) <= 4
+    assert max(differences) < 5e-3
 
 
 @pytest.mark.ranks
