@@ -29,9 +29,9 @@ def data(arguments: list[str]) -> int:
                 raise
             raise UsageError(f"{options.folder}: cannot be written ({error.strerror})") from None
     if options.command == "fetch":
-        from kfac_bench.data.images import fetch_fashion_mnist
+        from kfac_bench.data.images import fashion_mnist
 
-        fetch_fashion_mnist.fetch(options.folder, options.url, say)
+        fashion_mnist.fetch(options.folder, options.url, say)
         say(f"{options.folder}: complete")
         words = ["data=fashion_mnist", f"data.root={options.folder}"]
         say_next(command_line("kfac-train", words))

@@ -31,14 +31,9 @@ class CIFAR10Config(FilesConfig):
     @classmethod
     def is_at(cls, root: Path) -> bool:
         """See :meth:`FilesConfig.is_at`."""
-        from kfac_bench.data.images.cifar10 import FORMATS
+        from kfac_bench.data.images import cifar10
 
-        names = [name for _, _, files, _ in FORMATS for name in files]
-        return (
-            root.is_file()
-            or any(root.glob("cifar-10-*"))
-            or any((root / name).is_file() for name in names)
-        )
+        return cifar10.is_at(root)
 
     @classmethod
     def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:

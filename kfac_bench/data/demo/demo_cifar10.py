@@ -15,7 +15,7 @@ def make(root: Path) -> None:
     The split is the one of data=digits: 1347 images for training, in five files, and 450 for
     evaluation. Raise UsageError if the folder exists already.
     """
-    folder = root / cifar10.FORMATS[0][0]
+    folder = root / next(iter(cifar10.FOLDERS))
     if folder.exists():
         raise UsageError(f"{folder} exists already. Choose another folder")
     data = digits.load(32, normalize=False)

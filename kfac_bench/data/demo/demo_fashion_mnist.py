@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.images import digits, fashion_mnist, idx_files
+from kfac_bench.data.images import digits, fashion_mnist
 from kfac_bench.errors import UsageError
 
 
@@ -27,4 +27,4 @@ def make(root: Path) -> None:
         pixels = (grey[:, 0].clamp(0, 1) * 255).round().to(torch.uint8)
         arrays = {"images": pixels, "labels": labels.to(torch.uint8)}
         for kind, array in arrays.items():
-            idx_files.write(root / f"{begin}{fashion_mnist.ENDS[kind]}.gz", array.numpy())
+            fashion_mnist.write(root / f"{begin}{fashion_mnist.ENDS[kind]}.gz", array.numpy())

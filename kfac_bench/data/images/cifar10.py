@@ -1,10 +1,12 @@
-"""Reading CIFAR-10 from the published archives: packed or unpacked, binary or Python version."""
+"""CIFAR-10 from the published archives: packed or unpacked, binary or Python version.
 
-import gzip
-import io
+torchvision reads the Python version, which holds pickles. A pickle of somebody else could run code,
+so torchvision first compares the MD5 of each file with the published one. The binary version holds
+plain bytes, so its files may have any content: the demo has this layout.
+"""
+
 import tarfile
-import zlib
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kfac_bench.data.base.in_memory import LabelledImages
-from kfac_bench.data.images import cifar10_pickle
-from kfac_bench.data.unpacked import Unpacked
 from kfac_bench.errors import UsageError
 
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -34,9 +34,16 @@ CLASSES = (
 PIXELS = 3 * 32 * 32
 PADDING = 4
 MAX_FILE_BYTES = 64 * 2**20
-"""The published files have 31 MB. A much larger member of an archive is a decompression bomb."""
-MAX_ARCHIVE_BYTES = 256 * 2**20
-PUBLISHED = "and the published archives unpack to 185 MB"
+"""The published files have 31 MB."""
+PYTHON = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+"""Files of the Python version. The last one is for evaluation."""
+BINARY = tuple(f"{name}.bin" for name in PYTHON)
+FOLDERS = {"cifar-10-batches-bin": BINARY, "cifar-10-batches-py": PYTHON}
+ARCHIVES = {
+    "cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530",
+    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+}
+"""The published archives with their MD5. Another file of this name is not unpacked."""
 
 CifarPart = tuple[Tensor, Tensor]
 """uint8 images [n, 3, 32, 32] and int64 labels [n]."""
@@ -47,33 +54,34 @@ def load(root: Path, augment: bool = True) -> LabelledImages:
 
     `root` holds `cifar-10-batches-bin/` or `cifar-10-batches-py/`, or their archives
     `cifar-10-binary.tar.gz` or `cifar-10-python.tar.gz`. It may also be one of these four itself.
-    Archives are read in memory and not extracted. Pickles are read without executing anything.
+    An archive is unpacked into a temporary folder.
 
     Args:
         root: Where the dataset is.
         augment: Augment training images with `crop_and_flip`.
 
     Raises:
-        UsageError: A file is missing or damaged.
+        UsageError: A file is missing or damaged, or a pickle or archive is not the published one.
     """
-    files, names, decode = _open(root)
-    splits = []
-    for name in names:
-        if name not in files:
-            raise UsageError(f"CIFAR-10: {root} lacks the file {name}. Unpack the archive again")
-        try:
-            splits.append(decode(files[name]))
-        except ValueError as error:
-            raise UsageError(f"CIFAR-10: {name} in {root} is damaged: {error}") from error
+    train, evaluation = _read(root)
     return LabelledImages(
         "cifar10",
-        (torch.cat([s[0] for s in splits[:-1]]), torch.cat([s[1] for s in splits[:-1]])),
-        splits[-1],
+        train,
+        evaluation,
         num_classes=10,
         mean=MEAN,
         std=STD,
         classes=CLASSES,
         augment=crop_and_flip if augment else None,
+    )
+
+
+def is_at(root: Path) -> bool:
+    """Return whether the folder or file has one of the layouts that `load` reads."""
+    return (
+        root.is_file()
+        or any(root.glob("cifar-10-*"))
+        or any((root / name).is_file() for name in PYTHON + BINARY)
     )
 
 
@@ -110,53 +118,15 @@ def decode_binary(content: bytes) -> CifarPart:
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
 
-def decode_python(content: bytes) -> CifarPart:
-    """Decode a pickled dict of `data` (uint8 [n, 3072]) and `labels` (list of n integers).
-
-    Raises:
-        ValueError: The pickle is damaged, has other content, or would execute something.
-    """
-    batch = cifar10_pickle.loads(content)
-    if not isinstance(batch, dict):
-        raise ValueError("it is not a dictionary")
-    # Python 2 wrote the published files, so their keys are bytes. Python 3 writes strings.
-    data = cifar10_pickle.uint8_array(batch.get(b"data", batch.get("data")))
-    labels = batch.get(b"labels", batch.get("labels"))
-    if data.ndim != 2 or data.shape[1] != PIXELS:
-        raise ValueError(f"data has the shape {data.shape}, not (n, {PIXELS})")
-    if not isinstance(labels, list) or not all(label in range(10) for label in labels):
-        raise ValueError("labels is not a list of integers in 0..9")
-    if not 0 < len(data) == len(labels):
-        raise ValueError(f"{len(data)} images have {len(labels)} labels")
-    images = torch.from_numpy(np.ascontiguousarray(data).copy()).view(-1, 3, 32, 32)
-    return images, torch.tensor(labels, dtype=torch.int64)
-
-
-PYTHON = (
-    "data_batch_1",
-    "data_batch_2",
-    "data_batch_3",
-    "data_batch_4",
-    "data_batch_5",
-    "test_batch",
-)
-BINARY = tuple(f"{name}.bin" for name in PYTHON)
-FORMATS: tuple[tuple[str, str, tuple[str, ...], Callable[[bytes], CifarPart]], ...] = (
-    ("cifar-10-batches-bin", "cifar-10-binary.tar.gz", BINARY, decode_binary),
-    ("cifar-10-batches-py", "cifar-10-python.tar.gz", PYTHON, decode_python),
-)
-"""Of each version: folder, archive, file names (the last one is for evaluation) and decoder."""
-
-
-def _open(root: Path) -> tuple[dict[str, bytes], tuple[str, ...], Callable[[bytes], CifarPart]]:
-    """Find the data. Return the contents by file name, the names of all files, and the decoder."""
-    for folder, archive, names, decode in FORMATS:
+def _read(root: Path) -> tuple[CifarPart, CifarPart]:
+    """Return the training and the evaluation images of the first layout that `root` has."""
+    for (folder, names), archive in zip(FOLDERS.items(), ARCHIVES, strict=True):
         for place in (root / folder, root):
             if any((place / name).is_file() for name in names):
-                return _read_folder(place, names), names, decode
+                return _read_python(place) if names is PYTHON else _read_binary(place)
         for place in (root / archive, root):
             if place.name == archive and place.is_file():
-                return _read_archive(place, folder, names), names, decode
+                return _read_archive(place)
     raise UsageError(
         f"no CIFAR-10 in {root}: expected {root}/cifar-10-batches-bin/data_batch_1.bin (or "
         "cifar-10-batches-py/, cifar-10-binary.tar.gz, cifar-10-python.tar.gz); "
@@ -164,32 +134,57 @@ def _open(root: Path) -> tuple[dict[str, bytes], tuple[str, ...], Callable[[byte
     )
 
 
-def _read_folder(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    paths = [folder / name for name in names]
-    for path in paths:
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+def _read_binary(folder: Path) -> tuple[CifarPart, CifarPart]:
+    parts = []
+    for path in (folder / name for name in BINARY):
+        if not path.is_file():
+            raise UsageError(
+                f"CIFAR-10: {folder} lacks the file {path.name}. Unpack the archive again"
+            )
+        if path.stat().st_size > MAX_FILE_BYTES:
             raise UsageError(f"CIFAR-10: {path} is too large to be the published file")
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+        try:
+            parts.append(decode_binary(path.read_bytes()))
+        except ValueError as error:
+            raise UsageError(f"CIFAR-10: {path.name} in {folder} is damaged: {error}") from error
+    *train, evaluation = parts
+    images, labels = zip(*train, strict=True)
+    return (torch.cat(images), torch.cat(labels)), evaluation
 
 
-def _read_archive(archive: Path, folder: str, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Read the files of the dataset into memory. Nothing is written to disk."""
-    wanted = {f"{folder}/{name}": name for name in names}
-    files: dict[str, bytes] = {}
+def _read_python(folder: Path) -> tuple[CifarPart, CifarPart]:
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
+    class PublishedFiles(CIFAR10):  # type: ignore[misc]
+        base_folder = ""  # the folder may have any name
+
     try:
-        with (
-            gzip.open(archive) as packed,
-            io.BufferedReader(Unpacked(packed, MAX_ARCHIVE_BYTES, PUBLISHED)) as plain,
-            tarfile.open(fileobj=plain, mode="r|") as tar,
-        ):
-            for member in tar:
-                name = wanted.get(member.name.removeprefix("./"))
-                if name is None or not member.isreg():
-                    continue
-                if member.size > MAX_FILE_BYTES:
-                    raise UsageError(f"CIFAR-10: {archive} holds a {name} of {member.size} bytes")
-                content = tar.extractfile(member)
-                files[name] = content.read() if content else b""
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise UsageError(f"CIFAR-10: {archive} is damaged: {error}. Download it again") from error
-    return files
+        datasets = [PublishedFiles(folder, train) for train in (True, False)]
+    except RuntimeError:
+        meta = CIFAR10.meta
+        files = [*CIFAR10.train_list, *CIFAR10.test_list, (meta["filename"], meta["md5"])]
+        bad = next(name for name, md5 in files if not check_integrity(folder / name, md5))
+        what = (
+            "is not the published file: its MD5 is wrong"
+            if (folder / bad).exists()
+            else "is missing"
+        )
+        raise UsageError(f"CIFAR-10: {folder / bad} {what}. Unpack the archive again") from None
+    train, evaluation = (
+        (torch.from_numpy(d.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(d.targets))
+        for d in datasets
+    )
+    return train, evaluation
+
+
+def _read_archive(archive: Path) -> tuple[CifarPart, CifarPart]:
+    from torchvision.datasets.utils import check_integrity
+
+    if not check_integrity(archive, ARCHIVES[archive.name]):
+        raise UsageError(
+            f"CIFAR-10: {archive} is not the published archive: its MD5 is wrong. Download it again"
+        )
+    with tempfile.TemporaryDirectory() as unpacked, tarfile.open(archive) as tar:
+        tar.extractall(unpacked, filter="data")
+        return _read(Path(unpacked))

@@ -1,9 +1,22 @@
-"""Reading Fashion-MNIST: 70,000 grey images of 28 x 28 pixels, of ten kinds of clothing.
+"""Fashion-MNIST: 70,000 grey images of 28 x 28 pixels, of ten kinds of clothing.
 
 The data are four idx files, plain or with gzip, as published by Zalando. Debian's package
-dataset-fashion-mnist installs them.
+dataset-fashion-mnist installs them, and ``kfac-data fetch fashion_mnist`` downloads them. The demo
+has the same layout with other images. torchvision's reader accepts no packed file and reads a file
+of any size, so the short reader of idx files is here.
 """
 
+import gzip
+import hashlib
+import http.client
+import math
+import os
+import shutil
+import struct
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +26,6 @@ from torch import Tensor
 
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.unreadable import Unreadable
-from kfac_bench.data.images import idx_files
 from kfac_bench.errors import UsageError
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -39,6 +51,11 @@ SPLITS = {"train": "train", "eval": "t10k"}
 """How the names of a split's two files begin."""
 ENDS = {"images": "-images-idx3-ubyte", "labels": "-labels-idx1-ubyte"}
 NAMES = tuple(begin + end for begin in SPLITS.values() for end in ENDS.values())
+MAGIC = 0x800
+"""First number of an idx file of bytes, without the number of dimensions in its last byte."""
+MOST_DOWNLOAD_BYTES = 32 * 2**20
+"""More than the largest of the published files has."""
+TIMEOUT_S = 30
 
 
 def load(
@@ -125,14 +142,47 @@ def _read_split(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 def _read(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Return the array of an idx file, uint8 [n, *shape].
+
+    The header is checked first, and no more bytes are read than it announces, so a forged file
+    cannot fill the memory.
+    """
     if not path.is_file():
         raise _BadFileError(path, "is missing")
+    numbers = struct.Struct(f">{2 + len(shape)}I")
     try:
-        return idx_files.read(path, shape, MOST)
-    except ValueError as error:
-        raise _BadFileError(path, f"is damaged: {error}") from error
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(numbers.size)
+            if len(header) < numbers.size:
+                raise _BadFileError(path, f"is damaged: its header has only {len(header)} bytes")
+            magic, count, *sizes = numbers.unpack(header)
+            if magic != MAGIC + 1 + len(shape) or sizes != list(shape) or not 1 <= count <= MOST:
+                raise _BadFileError(
+                    path,
+                    f"is damaged: its header has the magic number {magic:#x} and announces {count} "
+                    f"items of the shape {sizes}; allowed are {MAGIC + 1 + len(shape):#x} and 1 to "
+                    f"{MOST} items of the shape {list(shape)}",
+                )
+            expected = count * math.prod(shape)
+            # One byte more than expected shows a file that is too long, and makes gzip read its
+            # checksum.
+            content = file.read(expected + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise _BadFileError(path, f"is damaged: it is not a whole gzip file: {error}") from error
     except OSError as error:
         raise _BadFileError(path, f"cannot be read: {error.strerror or error}") from error
+    if len(content) != expected:
+        found = "more" if len(content) > expected else f"only {len(content)}"
+        raise _BadFileError(
+            path, f"is damaged: its header announces {expected} bytes of data, but it has {found}"
+        )
+    return np.frombuffer(content, np.uint8).reshape(count, *shape)
+
+
+def write(path: Path, array: NDArray[np.uint8]) -> None:
+    """Write an array as an idx file with gzip. The same array makes the same file."""
+    header = struct.pack(f">{1 + array.ndim}I", MAGIC + array.ndim, *array.shape)
+    path.write_bytes(gzip.compress(header + array.tobytes(), mtime=0))
 
 
 def path_of(folder: Path, name: str) -> Path:
@@ -167,3 +217,70 @@ def _how_to_get(root: Path | None) -> str:
         f"fashion_mnist DIR gets them; Debian's package dataset-fashion-mnist installs them in "
         f"{DEBIAN}"
     )
+
+
+# ---- kfac-data fetch fashion_mnist ----
+
+
+def fetch(root: Path, url: str | None, say: Callable[[str], None]) -> None:
+    """Put the four files into `root`, which is made if it does not exist, and read them.
+
+    Args:
+        root: The folder. Files of these names that it has already are kept.
+        url: Address of a folder with the four .gz files. None: Debian's package if it is installed,
+            else the address of the authors.
+        say: Prints a line for each file.
+
+    Raises:
+        UsageError: A file cannot be had or is damaged, or `root` cannot be written.
+    """
+    from torchvision.datasets import FashionMNIST
+
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url}: must be an address that begins with http:// or https://")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for file, md5 in FashionMNIST.resources:
+            name = file.removesuffix(".gz")
+            installed = path_of(DEBIAN, name)
+            if path_of(root, name).exists():
+                say(f"{name}: was there already")
+            elif url is None and installed.is_file():
+                shutil.copyfile(installed, partial := root / f".{installed.name}.{os.getpid()}")
+                partial.replace(root / installed.name)
+                say(f"{name}: copied from {installed}")
+            else:
+                address = f"{(url or FashionMNIST.mirrors[0]).rstrip('/')}/{file}"
+                content = _download(address, md5)
+                (partial := root / f".{file}.{os.getpid()}").write_bytes(content)
+                partial.replace(root / file)
+                say(f"{name}: downloaded from {address}")
+    except OSError as error:
+        raise UsageError(f"{root}: cannot be written ({error.strerror or error})") from None
+    load(root)
+
+
+def _download(address: str, md5: str) -> bytes:
+    """Return a file of a web server.
+
+    Raises:
+        UsageError: The server cannot be reached, or the file is not the published one.
+    """
+    other_ways = "Use another --url, or install Debian's package dataset-fashion-mnist"
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as response:  # noqa: S310 (checked)
+            content: bytes = response.read(MOST_DOWNLOAD_BYTES)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise UsageError(
+            f"{address}: the server answers {error.code} {error.reason}. {other_ways}"
+        ) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UsageError(f"{address}: cannot be reached ({reason}). {other_ways}") from None
+    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+        raise UsageError(
+            f"{address}: is not the published file, or the connection broke: its MD5 is wrong. "
+            f"Run the same command again. {other_ways}"
+        )
+    return content

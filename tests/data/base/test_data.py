@@ -1,10 +1,9 @@
 """The order of examples, data in memory, CIFAR-10 and folders of images."""
 
-import io
+import hashlib
 import pickle
 import random
 import shutil
-import struct
 import tarfile
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional
-from torchvision.datasets import ImageFolder
+from torchvision.datasets import CIFAR10, ImageFolder
 
 from kfac_bench.data import verify
 from kfac_bench.data.base.in_memory import LabelledImages
@@ -246,41 +245,31 @@ def binary_file(pixels, labels):
     )
 
 
-def python2_file(pixels, labels):
-    """The opcodes of the published files, which Python 2 wrote with protocol 2."""
-    raw, count = pixels.tobytes(), struct.pack("<i", len(pixels))
-    array = (
-        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\x01b\x87R"
-        b"(K\x01J" + count + b"M\0\x0c\x86cnumpy\ndtype\nU\x02u1K\0K\x01\x87R"
-        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89"
-        b"T" + struct.pack("<i", len(raw)) + raw + b"tb"
-    )
-    numbers = b"".join(b"K" + bytes([label]) for label in labels)
-    return b"\x80\x02}(U\x04data" + array + b"U\x06labels](" + numbers + b"eu."
-
-
-def python3_file(protocol):
-    return lambda pixels, labels: pickle.dumps({"data": pixels, "labels": labels}, protocol)
+def python_file(pixels, labels):
+    return pickle.dumps({"data": pixels, "labels": labels}, 2)
 
 
 BINARY = ("cifar-10-batches-bin", "cifar-10-binary.tar.gz", binary_file)
-PYTHON = ("cifar-10-batches-py", "cifar-10-python.tar.gz", python2_file)
+PYTHON = ("cifar-10-batches-py", "cifar-10-python.tar.gz", python_file)
 
 
-def write_cifar(root, layout, packed=False):
-    folder, archive, encode = layout
+def write_cifar(root, layout):
+    folder, _, encode = layout
     end = ".bin" if folder.endswith("bin") else ""
     names = [f"data_batch_{i}{end}" for i in range(1, 6)] + [f"test_batch{end}"]
     (root / folder).mkdir(parents=True)
     for file, name in enumerate(names):
         (root / folder / name).write_bytes(encode(*cifar_content(file)))
-    if packed:
-        with tarfile.open(root / archive, "w:gz") as tar:
-            tar.add(root / folder, folder)
-        for name in names:
-            (root / folder / name).unlink()
-        (root / folder).rmdir()
     return root
+
+
+def pack(root, layout):
+    """Replace the folder by its archive, and return the archive."""
+    folder, archive, _ = layout
+    with tarfile.open(root / archive, "w:gz") as tar:
+        tar.add(root / folder, folder)
+    shutil.rmtree(root / folder)
+    return root / archive
 
 
 def check_cifar(data):
@@ -300,69 +289,61 @@ def check_cifar(data):
     assert labels.tolist() == torch.tensor([v for _, y in source for v in y])[order].tolist()
 
 
+def publish(monkeypatch, root, layout):
+    """Declare the files of a folder to be the published ones, whose MD5 torchvision knows."""
+    (root / layout[0] / "batches.meta").write_bytes(pickle.dumps({"label_names": ["x"] * 10}))
+
+    def md5(name):
+        path = root / layout[0] / name
+        return hashlib.md5(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+    for part in ("train_list", "test_list"):
+        files = [[name, md5(name)] for name, _ in getattr(CIFAR10, part)]
+        monkeypatch.setattr(CIFAR10, part, files)
+    monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": md5("batches.meta")})
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", [BINARY, PYTHON])
-def test_cifar10_is_read_from_every_published_layout(tmp_path, layout, packed):
-    root = write_cifar(tmp_path, layout, packed)
-    check_cifar(cifar10.load(root, augment=False))
-    check_cifar(cifar10.load(root / layout[1 if packed else 0], augment=False))
-    assert len(list(root.iterdir())) == 1  # nothing was extracted
-    for place in (root, root / layout[1 if packed else 0]):
-        assert verify.verify(place)[0].startswith(f"cifar10: {5 * COUNT} images")
-
-
-@pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_cifar10_repickled_with_this_numpy_is_read(tmp_path, protocol):
-    layout = (PYTHON[0], PYTHON[1], python3_file(protocol))
-    check_cifar(cifar10.load(write_cifar(tmp_path, layout), augment=False))
-
-
-@pytest.mark.parametrize(
-    ("layout", "keep"),
-    [(BINARY, -1), (BINARY, 0), (PYTHON, -1), (PYTHON, 0), (PYTHON, 500)],
-)
-def test_a_truncated_cifar10_file_is_named(tmp_path, layout, keep):
+def test_cifar10_is_read_from_every_published_layout(tmp_path, monkeypatch, layout, packed):
     root = write_cifar(tmp_path, layout)
+    publish(monkeypatch, root, layout)
+    if packed:
+        archive = pack(root, layout)
+        md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+        monkeypatch.setitem(cifar10.ARCHIVES, archive.name, md5)
+    for place in (root, root / layout[1 if packed else 0]):
+        check_cifar(cifar10.load(place, augment=False))
+        assert verify.verify(place)[0].startswith(f"cifar10: {5 * COUNT} images")
+    assert len(list(root.iterdir())) == 1  # nothing was extracted there
+
+
+@pytest.mark.parametrize("keep", [-1, 0])
+@pytest.mark.parametrize("layout", [BINARY, PYTHON])
+def test_a_truncated_cifar10_file_is_named(tmp_path, monkeypatch, layout, keep):
+    root = write_cifar(tmp_path, layout)
+    publish(monkeypatch, root, layout)
     path = next((root / layout[0]).glob("data_batch_3*"))
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UsageError, match=f"{path.name} in .* damaged") as caught:
+    with pytest.raises(UsageError, match=rf"{path.name} (in .* damaged|is not the published file)"):
         cifar10.load(root)
-    assert "\n" not in str(caught.value)
     path.unlink()
-    with pytest.raises(UsageError, match=f"lacks the file {path.name}"):
+    with pytest.raises(UsageError, match=f"(lacks the file {path.name}|{path.name} is missing)"):
         cifar10.load(root)
 
 
 @pytest.mark.parametrize("layout", [BINARY, PYTHON])
-def test_a_truncated_cifar10_archive_is_named(tmp_path, layout):
-    archive = write_cifar(tmp_path, layout, packed=True) / layout[1]
-    archive.write_bytes(archive.read_bytes()[:-3000])
-    with pytest.raises(UsageError, match=str(archive)):
+def test_another_cifar10_archive_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, layout):
+    archive = pack(write_cifar(tmp_path, layout), layout)
+    monkeypatch.setattr(tarfile, "open", None)
+    with pytest.raises(UsageError, match=f"{archive} is not the published archive"):
         cifar10.load(tmp_path)
 
 
 def test_cifar10_contents_are_checked(tmp_path):
     pixels, labels = cifar_content(0)
-    for decode, content in [
-        (cifar10.decode_binary, binary_file(pixels, [10, *labels[1:]])),
-        (cifar10.decode_python, python2_file(pixels, [10, *labels[1:]])),
-        (cifar10.decode_python, python2_file(pixels, labels[1:])),
-        (cifar10.decode_python, python3_file(5)(pixels[:, :3071], labels)),
-        (cifar10.decode_python, python3_file(4)(pixels.view(np.int8), labels)),
-        (cifar10.decode_python, python2_file(pixels, labels).replace(b"J\x04", b"J\x05", 1)),
-        (
-            cifar10.decode_python,
-            python2_file(pixels, labels).replace(b"J\4\0\0\0", b"J" + b"\xff" * 4),
-        ),
-        (
-            cifar10.decode_python,
-            python2_file(pixels, labels).replace(b"J\4\0\0\0", b"G" + b"\0" * 8),
-        ),
-        (cifar10.decode_python, pickle.dumps([1, 2])),
-        (cifar10.decode_python, pickle.dumps({"data": [1], "labels": labels})),
-    ]:
-        with pytest.raises(ValueError, match=r"label|shape|uint8|dictionary"):
-            decode(content)
+    with pytest.raises(ValueError, match="label"):
+        cifar10.decode_binary(binary_file(pixels, [10, *labels[1:]]))
     with pytest.raises(UsageError, match=r"cifar-10-batches-bin/data_batch_1\.bin") as caught:
         cifar10.load(tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in str(caught.value)
@@ -379,50 +360,18 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 5])
-def test_a_malicious_pickle_is_refused_and_executes_nothing(tmp_path, protocol):
+@pytest.mark.parametrize("name", ["data_batch_2", "test_batch", "batches.meta"])
+def test_a_malicious_pickle_is_refused_and_executes_nothing(tmp_path, monkeypatch, name):
     canary = tmp_path / "executed"
-    content = pickle.dumps({"data": Touch(canary)}, protocol)
+    content = pickle.dumps({"data": Touch(canary)})
     pickle.loads(content)
     assert canary.exists()  # the attack works on the ordinary unpickler
     canary.unlink()
-    write_cifar(tmp_path, PYTHON)
-    (tmp_path / PYTHON[0] / "data_batch_2").write_bytes(content)
-    with pytest.raises(UsageError, match=r"data_batch_2 .* not allowed"):
+    publish(monkeypatch, write_cifar(tmp_path, PYTHON), PYTHON)
+    (tmp_path / PYTHON[0] / name).write_bytes(content)
+    with pytest.raises(UsageError, match=f"{name} is not the published file: its MD5 is wrong"):
         cifar10.load(tmp_path)
     assert not canary.exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x80\x02cbuiltins\neval\nU\x011\x85R.",
-        b"\x80\x02cnumpy\nload\nU\x011\x85R.",
-        b"\x80\x02cnumpy\nndarray\n}U\x05stateK\x01sb.",  # a state for the class itself
-        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\nN}U\x05stateK\x01s\x86b.",
-        b"\x80\x02cnumpy\ndtype\n)R.",  # a type instead of data
-    ],
-)
-def test_hostile_opcodes_are_refused(content):
-    with pytest.raises(ValueError, match=r".") as caught:
-        cifar10.decode_python(content)
-    assert type(caught.value) is ValueError
-    pixels, labels = cifar_content(0)
-    assert cifar10.decode_python(python2_file(pixels, labels))[1].tolist() == labels
-
-
-def test_members_outside_the_archive_folder_are_ignored(tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_bytes(binary_file(*cifar_content(0)))
-    with tarfile.open(tmp_path / BINARY[1], "w:gz") as tar:
-        link = tarfile.TarInfo(f"{BINARY[0]}/data_batch_1.bin")
-        link.type, link.linkname = tarfile.SYMTYPE, str(secret)
-        tar.addfile(link)
-        outside = tarfile.TarInfo(f"../{BINARY[0]}/data_batch_2.bin")
-        tar.addfile(outside, io.BytesIO())
-    with pytest.raises(UsageError, match=r"lacks the file data_batch_1\.bin"):
-        cifar10.load(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [BINARY[1], "secret"]
 
 
 DRAWN = torch.rand(4000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

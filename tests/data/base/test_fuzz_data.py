@@ -1,10 +1,7 @@
 """Damaged files of image and text datasets: one clear error, or examples left out and counted."""
 
 import io
-import pickle
-import struct
 import tarfile
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kfac_bench.data.base.unreadable import Unreadable
-from kfac_bench.data.images import cifar10, cifar10_pickle, reading, tar_index
+from kfac_bench.data.images import cifar10, reading, tar_index
 from kfac_bench.data.language import text_shards
 from kfac_bench.training.predictions import read as read_picture
 from tests.support.fuzzing import damaged, fuzz, refused_or
@@ -76,48 +73,14 @@ def test_damaged_prediction_images_are_left_out(tmp_path_factory, content):
     assert read_picture(folder, "predictions/step-1/00.png") in (None, content)
 
 
-def cifar_archive(python):
-    """Return an archive of CIFAR-10 with two images per file."""
-    out = io.BytesIO()
-    names = cifar10.PYTHON if python else cifar10.BINARY
-    folder = f"cifar-10-batches-{'py' if python else 'bin'}"
-    with tarfile.open(fileobj=out, mode="w:gz") as tar:
-        for name in names:
-            content = b"".join(bytes([i]) + TWO[i].tobytes() for i in range(2))
-            if python:
-                content = pickle.dumps({b"data": TWO, b"labels": [0, 9]}, 4)
-            member = tarfile.TarInfo(f"{folder}/{name}")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return out.getvalue()
-
-
-ARCHIVES = {"python": cifar_archive(True), "binary": cifar_archive(False)}
-
-
-@pytest.mark.parametrize("kind", sorted(ARCHIVES))
-def test_an_intact_archive_is_read(tmp_path, kind):
-    (tmp_path / f"cifar-10-{kind}.tar.gz").write_bytes(ARCHIVES[kind])
-    assert cifar10.load(tmp_path).train_size == 10
-
-
-@fuzz(30)
-@given(kind=st.sampled_from(sorted(ARCHIVES)), data=st.data())
-def test_a_damaged_cifar10_archive_is_read_or_refused(tmp_path_factory, kind, data):
-    folder = tmp_path_factory.mktemp("cifar")
-    (folder / f"cifar-10-{kind}.tar.gz").write_bytes(data.draw(damaged(ARCHIVES[kind])))
-    refused_or(lambda: cifar10.load(folder))
-
-
 @fuzz(100)
 @given(data=st.data())
 def test_a_damaged_cifar10_file_is_read_or_refused(tmp_path_factory, data):
-    """Files in a folder have no checksum, unlike the members of a gzip archive."""
     folder = tmp_path_factory.mktemp("cifar")
-    good = pickle.dumps({"data": TWO, "labels": [0, 9]}, data.draw(st.integers(3, 5)))
-    for name in cifar10.PYTHON:
+    good = b"".join(bytes([i]) + TWO[i].tobytes() for i in range(2))
+    for name in cifar10.BINARY:
         (folder / name).write_bytes(good)
-    (folder / "data_batch_3").write_bytes(data.draw(damaged(good)))
+    (folder / "data_batch_3.bin").write_bytes(data.draw(damaged(good)))
     refused_or(lambda: cifar10.load(folder))
 
 
@@ -159,16 +122,3 @@ def test_damaged_text_shards_are_refused_and_listed(tmp_path_factory, data):
         assert found.shape == (4, 11)
         assert [text_shards.well_formed(row, manifest) for row in found]
     assert text_shards.faults(folder, manifest)
-
-
-# Opcodes LONG_BINPUT and PUT, each with the memo number 8,000,000: a table of 128 MB if obeyed.
-@pytest.mark.parametrize("put", [b"r" + struct.pack("<I", 8_000_000), b"p8000000\n"])
-def test_a_pickle_with_a_huge_memo_number_allocates_no_memory(put):
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="has the number"):
-            cifar10_pickle.loads(b"\x80\x04N" + put + b".")
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2_000_000
