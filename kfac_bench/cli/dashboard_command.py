@@ -54,7 +54,7 @@ def add_wandb(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench wandb upload``."""
     command = commands.add_parser("wandb", help="send event files to W&B")
     actions = command.add_subparsers(dest="action", required=True, parser_class=Parser)
-    upload = actions.add_parser("upload", help="send the points that W&B does not have yet")
+    upload = actions.add_parser("upload", help="send the points after the last one that W&B has")
     upload.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
     upload.add_argument("--project", help="W&B project (default: that of each run)")
     upload.add_argument("--entity", help="W&B user or team (default: that of each run)")

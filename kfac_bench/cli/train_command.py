@@ -136,10 +136,8 @@ def _train_one(config: "TrainConfig", by_layer: bool) -> int:
         from kfac_bench.training import run
 
     code = run.start(config)
-    if config.logger.wandb and slurm_rank.from_launcher("RANK", "0") == "0":
-        if code == 0:
-            _send_again(config)
-        _offer_upload(config)
+    if code == 0 and slurm_rank.from_launcher("RANK", "0") == "0":
+        _send_again(config)
     return code
 
 
@@ -151,13 +149,4 @@ def _send_again(config: "TrainConfig") -> None:
     from kfac_bench.training.run_directory import RunDirectory
 
     if line := upload.replay(RunDirectory(config).path, config.logger):
-        say(line)
-
-
-def _offer_upload(config: "TrainConfig") -> None:
-    """Say how to complete W&B's offline files, if they lack points."""
-    from kfac_bench.dashboard import upload
-    from kfac_bench.training.run_directory import RunDirectory
-
-    if line := upload.offer(RunDirectory(config).path):
         say(line)

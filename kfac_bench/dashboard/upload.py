@@ -1,18 +1,16 @@
-"""``kfac-bench wandb upload``: sends the points of event files that W&B does not have yet.
+"""``kfac-bench wandb upload``: replays event files into W&B.
 
-The upload first reads what W&B has, from its server or from the offline runs in the run's
-directory. It compares that with the event file by what a row measures and when. So an interrupted
-upload continues, and a complete one sends nothing. If W&B's process was killed during a run, only
-the lost points are sent, into the same W&B run.
+W&B's server says until when it has points of a run, and only later points are sent. So an
+interrupted upload continues, and a complete run is not sent twice. ``--offline`` writes an offline
+run for ``wandb sync`` where there is none.
 """
 
 import dataclasses
+import math
 import shlex
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kfac_bench.config import LoggerConfig
 from kfac_bench.config.compose import default_project
@@ -24,7 +22,6 @@ from kfac_bench.record.events import (
     Event,
     Predicted,
     PredictedItem,
-    Resumed,
     RunEnded,
     RunStarted,
     parse,
@@ -37,21 +34,19 @@ from kfac_bench.training import predictions
 
 PATIENCE_S = 600.0
 """How long W&B may take to accept what is sent."""
-_KINDS = ("train/", "eval/", "target/", "checkpoint/", "data/", "predict")
-"""Prefixes of a row's names, which show what kind of event the row was."""
 
 
 @dataclass(frozen=True)
 class HistoryPoint:
-    """An event that W&B shows: a row of numbers, or pictures and texts."""
+    """An event that W&B shows: a row of numbers, or pictures and texts without a row."""
 
     event: Event
     row: Mapping[str, float]
 
     @property
-    def identity(self) -> Hashable:
-        """The :func:`identity` of W&B's row of this event."""
-        return identity(self.row)
+    def train_s(self) -> float:
+        """Training seconds of the event."""
+        return number(self.event.train_s)
 
 
 def upload(
@@ -109,70 +104,16 @@ def points(events: Sequence[Event], directory: Path) -> list[HistoryPoint]:
     for event in events:
         if isinstance(event, Predicted):
             kept = _trusted(event, directory)
-            row = {"step": float(event.step), "train_s": event.train_s, "predictions": 0.0}
-            wanted += [HistoryPoint(kept, row)] if kept.items else []
+            wanted += [HistoryPoint(kept, {})] if kept.items else []
         elif row := _numbers(event):
             wanted.append(HistoryPoint(event, row))
     return wanted
 
 
-def missing(
-    wanted: Sequence[HistoryPoint], rows: Iterable[Mapping[str, Any]]
-) -> list[HistoryPoint]:
-    """Return the points that are not among W&B's ``rows``."""
-    # Counted, because two different points may measure the same at the same time.
-    there = Counter(identity(row) for row in rows)
-    lacking = []
-    for point in wanted:
-        if there[point.identity] > 0:
-            there[point.identity] -= 1
-        else:
-            lacking.append(point)
-    return lacking
-
-
-def identity(row: Mapping[str, Any]) -> Hashable:
-    """Return what a row measures and when, without W&B's own ``_step`` and time."""
-    kinds = frozenset(kind for kind in _KINDS if any(str(key).startswith(kind) for key in row))
-    return kinds, *(number(row.get(key, 0)) for key in ("step", "train_s", "data/skipped_files"))
-
-
-def offer(directory: Path) -> str | None:
-    """Return a line that offers the upload, if a killed process left points out; None otherwise.
-
-    Only offline files are read: they are here, and a server may be slow. A run that was never
-    started again has no such points, so its files are not read.
-
-    Args:
-        directory: The directory of a run that has ended.
-    """
-    from kfac_bench.record.sinks import wandb_history
-
-    is_online = any(directory.glob("wandb/run-*"))
-    # With logger.mode=disabled there are none.
-    has_files = any(directory.glob("wandb/offline-run-*"))
-    if is_online or not has_files:
-        return None
-    try:
-        events, _ = read(directory / EVENTS_FILE)
-        if not any(isinstance(event, Resumed) for event in events):
-            return None
-        wanted = points(events, directory)
-        lacking = len(missing(wanted, wandb_history.offline(directory)))
-    except UsageError as error:
-        return f"cannot tell whether W&B's offline files are complete: {error}"
-    if not lacking:
-        return None
-    return (
-        f"W&B's offline files lack {lacking} of {len(wanted)} points, because a process was "
-        f"killed; add them: kfac-bench wandb upload --offline {shlex.quote(str(directory))}"
-    )
-
-
 def _upload(
     directory: Path, project: str | None, entity: str | None, offline: bool
 ) -> Iterator[str]:
-    from kfac_bench.record.sinks import wandb_history
+    from kfac_bench.record.sinks.wandb import local_runs, sent
 
     if run_lock.is_held(directory):
         raise UsageError("still training; wait until the run has ended")
@@ -187,19 +128,23 @@ def _upload(
         yield "computed, not trained: nothing to send"
         return
     logger = _logger(events, project, entity)
+    logger.mode = "offline" if offline else "online"
+    run_id, until_s, state = logger.id or plain(started.run_id), -math.inf, ""
+    if offline and local_runs(directory, run_id, "offline-run"):
+        command = f"wandb sync {shlex.quote(str(directory / 'wandb'))}"
+        yield (
+            f"W&B's offline files are there: nothing to write. Send them with {command}, or remove "
+            "them to have them written again"
+        )
+        return
+    if not offline:
+        until_s, state = sent(run_id, str(logger.project), logger.entity)
     wanted = points(events, directory)
-    run_id, state = plain(started.run_id), ""
-    if offline:
-        there: Iterable[Mapping[str, Any]] = wandb_history.offline(directory)
-    else:
-        where = (logger.id or run_id, str(logger.project), logger.entity)
-        there, state = wandb_history.online(*where) or ([], "")
-    todo = missing(wanted, there)
+    todo = [point for point in wanted if point.train_s > until_s]
     # W&B calls a run crashed or running if it never heard of the end: then the end is sent again.
     if not todo and state in ("", "finished", "failed"):
-        yield f"W&B has all {len(wanted)} points: nothing to send"
+        yield f"W&B has the last of {len(wanted)} points: nothing to send"
         return
-    logger.mode = "offline" if offline else "online"
     line = _send(directory, logger, started, todo, events)
     yield f"{len(todo)} of {len(wanted)} points sent; {line}"
 
@@ -210,11 +155,9 @@ def replay(directory: Path, logger: LoggerConfig) -> str | None:
     An agent of a W&B sweep may draw a run that is complete already, and waits for its metrics. None
     if W&B is off, or if the W&B run was sent from this directory before.
     """
-    from kfac_bench.record.sinks.wandb import decide_mode, wandb_id
+    from kfac_bench.record.sinks.wandb import decide_mode, local_runs
 
-    if logger.id is None or any(
-        directory.glob(f"wandb/*run-????????_??????-{wandb_id(logger.id)}")
-    ):
+    if logger.id is None or local_runs(directory, logger.id):
         return None
     mode = decide_mode(logger.mode).mode
     events, _ = read(directory / EVENTS_FILE)
@@ -248,10 +191,10 @@ def _send(
     )
     sink = WandbSink(run, PATIENCE_S)
     for point in todo:
-        if isinstance(point.event, Predicted):
-            sink.write(point.event)
-        else:
+        if point.row:
             sink.log(point.row)
+        else:
+            sink.write(point.event)
     if (ended := next((e for e in reversed(events) if isinstance(e, RunEnded)), None)) is not None:
         sink.write(ended)
     sink.close()

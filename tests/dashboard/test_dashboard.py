@@ -30,10 +30,10 @@ from kfac_bench.record.events import (
     Trained,
 )
 from kfac_bench.record.runs import flatten, plain
-from kfac_bench.record.sinks import wandb_history
 from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink, wandb_id
 from kfac_bench.training import environment
+from tests.support import wandb_rows
 from tests.support.runs import train
 from tests.support.wandb_here import KEY
 from tests.support.written_runs import EVIL, write_run
@@ -95,7 +95,7 @@ def logged(directory):
     sink.write(RunEnded(1, 0.1, "finished"))
     sink.close()
     assert not sink.failed
-    rows = list(wandb_history.offline(directory))
+    rows = list(wandb_rows.offline(directory))
     assert len(rows) == len(events)
     media = {"predictions", "predicted_texts"}
     names = {re.sub(r"^(predict\w+)\..*", r"\1", name) for row in rows for name in row}

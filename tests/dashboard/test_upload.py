@@ -2,13 +2,10 @@
 
 import fcntl
 import json
-import math
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -23,16 +20,14 @@ from kfac_bench.record.events import (
     Resumed,
     RunEnded,
     RunStarted,
-    SampleSkipped,
     Trained,
     read,
 )
-from kfac_bench.record.sinks import wandb_history
 from kfac_bench.record.sinks.metrics import metrics_of
 from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.record.sinks.wandb import WandbSink
-from tests.support import ROOT
-from tests.support.runs import KFAC, SMALL, before_step, kill, train
+from tests.support import wandb_rows
+from tests.support.runs import KFAC, SMALL, train
 
 pytestmark = pytest.mark.usefixtures("fresh_wandb")
 
@@ -46,8 +41,7 @@ def call(*words):
 def rows_of(path):
     """Return what W&B's reader finds in all offline runs, without W&B's own fields."""
     return [
-        {k: v for k, v in row.items() if not k.startswith("_")}
-        for row in wandb_history.offline(path)
+        {k: v for k, v in row.items() if not k.startswith("_")} for row in wandb_rows.offline(path)
     ]
 
 
@@ -103,72 +97,11 @@ def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
     assert '"exit_code":0' in lines.replace(" ", "")
 
     assert call(tmp_path, "--offline") == 0
-    assert f"W&B has all {count} points" in capsys.readouterr().out
-    assert len(list(path.glob("wandb/offline-run-*"))) == 1
-
-
-KILLED = """
-import contextlib, os, pathlib, signal, sys, time
-from kfac_bench.record.events import read
-from kfac_bench.config import LoggerConfig
-from kfac_bench.record.sinks.view import ShownRun
-from kfac_bench.record.sinks.wandb import WandbSink
-path = pathlib.Path(sys.argv[1])
-logger = LoggerConfig(project="mine", mode="offline")
-sink = WandbSink(ShownRun(path, "killed", logger, {}, "accuracy", True))
-for number, event in enumerate(read(path)):
-    if number == 120:
-        time.sleep(1.0)  # what was sent is on disk
-        for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                pid, name, _, parent = stat.read_text().split()[:4]
-                if name == "(wandb-core)" and parent == str(os.getpid()):
-                    os.kill(int(pid), signal.SIGKILL)
-    sink.write(event)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_only_the_points_that_a_killed_wandb_lost_are_sent(tmp_path, capsys):
-    end = (Resumed(300, 150.0, "x"), RunEnded(300, 150.0, "reached"))
-    path = write(tmp_path / "killed", *map(trained, range(1, 301)), *end)
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), path], cwd=ROOT)
-    assert done.returncode == -9
-    there = len(rows_of(path))
-    assert 0 < there < 200
-    assert upload.offer(path) == (
-        f"W&B's offline files lack {300 - there} of 300 points, because a process was killed; "
-        f"add them: kfac-bench wandb upload --offline {path}"
+    assert (
+        f"nothing to write. Send them with wandb sync {path}/wandb, or remove"
+        in capsys.readouterr().out
     )
-    assert call(path, "--offline") == 0
-    assert upload.offer(path) is None
-    assert f"{300 - there} of 300 points sent" in capsys.readouterr().out
-    check_all_is_there(path)
-    assert {log.name for log in path.glob("wandb/offline-run-*/*.wandb")} == {
-        "run-killed.wandb"
-    }  # one id
-    assert len(list(path.glob("wandb/offline-run-*/*.wandb"))) == 2
-
-
-def test_a_resumed_run_without_files_of_wandb_offers_no_upload(tmp_path):
-    path = write(tmp_path / "disabled", trained(1), Resumed(1, 0.5, "x"), trained(2))
-    assert upload.offer(path) is None
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_offers_the_upload(tmp_path, capsys):
-    options = ("run_id=run", "logger=wandb", "logger.mode=offline", "trainer.max_steps=10")
-    with before_step(8, kill), pytest.raises(RuntimeError):
-        train(tmp_path, *options)
-    # A process that is killed takes with it what W&B had not written.
-    shutil.rmtree(tmp_path / "run/wandb")
-    own = [o for o in SMALL if o != "logger=none"]
-    with pytest.raises(SystemExit):
-        cli.train([*own, f"runs_dir={tmp_path}", *options])
-    assert "add them: kfac-bench wandb upload --offline" in capsys.readouterr().out
-    assert call(tmp_path / "run", "--offline") == 0
-    assert upload.offer(tmp_path / "run") is None
+    assert len(list(path.glob("wandb/offline-run-*"))) == 1
 
 
 def test_a_complete_run_that_a_sweep_draws_again_is_sent_again(tmp_path, monkeypatch, capsys):
@@ -247,21 +180,6 @@ def test_damage_in_another_line_fails_only_that_run(tmp_path, capsys):
 def test_events_that_a_resume_replaced_are_not_sent(tmp_path):
     path = write(tmp_path / "run", trained(1), trained(2), trained(3), Resumed(1, 0.5, "x"))
     assert [p.row["step"] for p in upload.points(read(path), path)] == [1]
-
-
-def test_rows_are_distinguished_and_counted():
-    """Two skipped files at one step, a metric and a checkpoint at one moment, and no number."""
-    skipped = [SampleSkipped(2, 1.0, "x", "y", 0, count) for count in (1, 2)]
-    same = [trained(2), Evaluated(2, 1.0, 0.2, {"accuracy": math.nan})]
-    wanted = upload.points([*skipped, *same], Path())
-    assert len(wanted) == 4
-    rows = [dict(point.row) | {"_step": i, "_timestamp": 1.0} for i, point in enumerate(wanted)]
-    for i in range(4):
-        assert upload.missing(wanted, rows[:i] + rows[i + 1 :]) == [wanted[i]]
-    assert upload.missing(wanted, rows) == []
-    assert upload.missing(wanted, []) == wanted
-    twice = upload.points([trained(2), trained(2)], Path())
-    assert upload.missing(twice, rows) == twice[1:]
 
 
 def test_a_foreign_event_file_cannot_upload_local_files(tmp_path, capsys):
@@ -380,17 +298,30 @@ def test_points_on_the_server_are_not_sent_again(tmp_path, stand_in, capsys):
     assert stand_in.runs["a"].state == "finished"
     stand_in.asked.clear()
     assert call(path) == 0
-    assert "W&B has all 40 points: nothing to send" in capsys.readouterr().out
+    assert "W&B has the last of 40 points: nothing to send" in capsys.readouterr().out
     assert "UpsertBucket" not in stand_in.asked
 
-    del stand_in.runs["a"].rows[10:25]  # as after a crash, and a resume that logged on
+    del stand_in.runs["a"].rows[25:]  # as after a crash
     stand_in.runs["a"].state = "crashed"
     assert call(path) == 0
     assert "15 of 40 points sent" in capsys.readouterr().out
-    assert sorted(r["step"] for r in stand_in.runs["a"].rows) == list(range(1, 41))
+    check_server_has_all(stand_in, path)
     steps = [r["_step"] for r in stand_in.runs["a"].rows]
     assert steps == sorted(set(steps))  # W&B's own counter never went back
     assert stand_in.runs["a"].state == "finished"
+
+
+def test_the_points_of_a_continued_run_are_sent(tmp_path, stand_in, capsys):
+    """The server calls the run finished, but it was resumed without W&B."""
+    end = RunEnded(2, 1.0, "finished")
+    path = write(tmp_path / "a", trained(1), trained(2), end)
+    assert call(path) == 0
+    write(tmp_path / "b", trained(1), trained(2), end, Resumed(2, 1.0, "x"), trained(3))
+    events = (tmp_path / "b" / "events.jsonl").read_text().replace('"run_id": "b"', '"run_id": "a"')
+    (path / "events.jsonl").write_text(events)
+    assert call(path) == 0
+    assert "1 of 3 points sent" in capsys.readouterr().out
+    check_server_has_all(stand_in, path)
 
 
 def test_a_run_that_the_server_calls_crashed_is_ended(tmp_path, stand_in):

@@ -11,6 +11,7 @@
 
 import hashlib
 import json
+import math
 import os
 import queue
 import re
@@ -23,15 +24,18 @@ from typing import Any, Literal, NamedTuple
 
 import wandb
 from PIL import Image
+from wandb.errors import CommError
 from wandb.sdk import wandb_setup
 from wandb.sdk.lib import wbauth
 
 from kfac_bench.errors import UsageError, one_line
 from kfac_bench.record.events import Event, Predicted, RunEnded
+from kfac_bench.record.runs import number
 from kfac_bench.record.sinks.metrics import AXES, metrics_of
 from kfac_bench.record.sinks.reachable import connect_problem, first_hop
 from kfac_bench.record.sinks.view import ShownRun
 
+ANSWER_S = 20
 CONNECT_S = 3.0
 INIT_S = 30.0
 FINISH_S = 30.0
@@ -105,6 +109,42 @@ def wandb_id(run_id: str) -> str:
     if clean == run_id and len(run_id) <= ID_LENGTH:
         return run_id
     return f"{clean[: ID_LENGTH - 9]}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
+
+
+def local_runs(directory: Path, run_id: str, kind: str = "*run") -> list[Path]:
+    """Return the folders that W&B has written for the run below its run directory.
+
+    Args:
+        directory: The run directory.
+        run_id: The run's id in W&B, or the run id.
+        kind: ``run`` or ``offline-run``; ``*run`` for both.
+    """
+    return sorted(directory.glob(f"wandb/{kind}-????????_??????-{wandb_id(run_id)}"))
+
+
+def sent(run_id: str, project: str, entity: str | None) -> tuple[float, str]:
+    """Return until when W&B's server has points of the run, and the state that W&B gives the run.
+
+    Returns:
+        The training seconds of the latest point, -inf without a point; and a state such as
+        ``finished`` or ``crashed``, empty if the server has no such run.
+
+    Raises:
+        UsageError: The server does not answer, or does not send its rows.
+    """
+    try:
+        api = wandb.Api(timeout=ANSWER_S)
+        run = api.run(f"{entity or api.default_entity}/{project}/{wandb_id(run_id)}")
+        last = run.lastHistoryStep
+        # The cache on disk may be older than the newest rows.
+        rows = list(run.scan_history(use_cache=False)) if last >= 0 else []
+        if last >= 0 and not rows:  # otherwise the caller would send all rows again
+            raise ValueError(f"it has rows up to {last}, but sends none")
+        return max((number(row.get("train_s", 0)) for row in rows), default=-math.inf), run.state
+    except (CommError, ValueError) as error:
+        if "could not find run" in str(error).lower():
+            return -math.inf, ""
+        raise UsageError(f"W&B does not say what it has of {run_id}: {error}") from None
 
 
 class WandbSink:

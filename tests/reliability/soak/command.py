@@ -121,9 +121,9 @@ def soak(asked: Soak, say: Callable[[str], None]) -> Verdict:
     trained = -(-steps // config.trainer.log_freq)
     verdict.record(events, trained, 1 + -(-steps // asked.look_freq))
     if config.logger.wandb:
-        from kfac_bench.record.sinks import wandb_history
+        from tests.support import wandb_rows
 
-        rows = sum("step" in row for row in wandb_history.offline(asked.path))
+        rows = sum("step" in row for row in wandb_rows.offline(asked.path))
         verdict.view(rows, sum(bool(metrics_of(e)) for e in events), finish_s)
     return verdict
 
