@@ -27,10 +27,9 @@ def add_export(commands: argparse._SubParsersAction[Parser]) -> None:
 def _export(options: argparse.Namespace) -> int:
     if not options.run.exists():  # before the import of torch
         raise UsageError(f"{options.run} does not exist; give a run directory or a checkpoint")
-    from kfac_bench.training import export
-    from kfac_bench.training.weights import SAFETENSORS
+    from kfac_bench.training.weights import SAFETENSORS, export
 
-    for line in export.export(options.run, options.out, best=options.best):
+    for line in export(options.run, options.out, best=options.best):
         say(line)
     code = "import sys, safetensors.torch as s; print(s.load_file(sys.argv[1]).keys())"
     file = options.out or (options.run if options.run.is_dir() else Path()) / SAFETENSORS

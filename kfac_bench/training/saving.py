@@ -10,13 +10,13 @@ from kfac_bench.config import TrainerConfig
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError, UsageError
 from kfac_bench.record import checkpoint_folder
-from kfac_bench.training.checkpoint import SavedCheckpoint, ValidationMetric, Writer
+from kfac_bench.training.checkpoint import ValidationMetric, Writer
 
 CHECKPOINT_INTERVAL_S = 60.0
 """Least time between checkpoints at epoch ends: an epoch of a demo lasts milliseconds."""
 
 
-class Saving:
+class Saving(Writer):
     """The checkpoints of a run in `directory`. Training goes on while one is being written.
 
     All ranks call `is_due`, `start` and `finish` together. If one rank cannot write, `start` and
@@ -31,9 +31,8 @@ class Saving:
         steps_per_epoch: int,
         before_commit: Callable[[], None],
     ) -> None:
-        self._directory, self._ranks = directory, ranks
+        super().__init__(directory, ranks, config.keep_last, config.keep_best, before_commit)
         self._freq, self._steps_per_epoch = config.checkpoint_freq, steps_per_epoch
-        self._writer = Writer(directory, ranks, config.keep_last, config.keep_best, before_commit)
         self.step = -1
         """Step of the newest checkpoint, complete or in flight."""
         self._started_s = time.monotonic()
@@ -59,30 +58,19 @@ class Saving:
         # Clocks of ranks differ, and a checkpoint needs all ranks: they decide together.
         return self._ranks.any(time.monotonic() - self._started_s > CHECKPOINT_INTERVAL_S)
 
-    def start(self, step: int, shard: dict[str, Any]) -> None:
+    def start(
+        self, step: int, shard: dict[str, Any], metric: ValidationMetric | None = None
+    ) -> None:
         """Begin a checkpoint with this rank's `shard`, once the previous one is complete."""
-        metric = self._metric[1] if self._metric and self._metric[0] == step else None
+        metric = metric or (self._metric[1] if self._metric and self._metric[0] == step else None)
         with _ending_the_run():
-            self._writer.start(step, shard, metric)
+            super().start(step, shard, metric)
         self.step, self._started_s = step, time.monotonic()
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight."""
         with _ending_the_run():
-            self._writer.finish()
-
-    def pop_saved(self) -> SavedCheckpoint | None:
-        """Return, on rank 0, the oldest complete checkpoint that no call has returned before."""
-        return self._writer.pop_saved()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank could not write. All ranks must learn of it and call `finish`."""
-        return self._writer.has_failed
-
-    def close(self) -> None:
-        """Complete what can be completed, after an error of this rank: other ranks may be gone."""
-        self._writer.close()
+            super().finish()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ training sends its own at the same time. Threads see each other's files instead.
 failures in `Writer.start` and `Writer.finish`, where all of them meet.
 """
 
+import copy
 import errno
 import hashlib
 import json
@@ -27,13 +28,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import first_line
 from kfac_bench.record import checkpoint_folder
 from kfac_bench.record.checkpoint_folder import MANIFEST, ValidationMetric
 from kfac_bench.record.own_files import sync_folder
-from kfac_bench.training.checkpoint.snapshot import nbytes, snapshot
 
 POLL_S = 0.02
 OTHERS_S = 5.0
@@ -111,8 +112,9 @@ class Writer:
         """
         self.finish()
         began = time.perf_counter()
-        final, copied = checkpoint_folder.path_of(self._directory, step), snapshot(shard)
-        self._check_space(final, nbytes(copied))
+        final = checkpoint_folder.path_of(self._directory, step)
+        copied, copied_bytes = snapshot(shard)
+        self._check_space(final, copied_bytes)
         if not self._start_name:
             self._start_name = self._ranks.gather(uuid.uuid4().hex[:8].encode())[0].decode()
         partial = self._directory / f".{final.name}.{self._start_name}.partial"
@@ -254,6 +256,37 @@ class Writer:
             checkpoint_folder.remove_old(
                 self._directory, saving.step, self._keep_last, self._keep_best
             )
+
+
+def snapshot(state: Any) -> tuple[Any, int]:
+    """Return a copy of `state` and the bytes of its tensors, each counted once.
+
+    The copy's tensors are on the CPU and share no memory with `state`, which training changes while
+    the copy is written. Two tensors that are the same view of one memory (tied weights) stay one
+    tensor.
+    """
+    seen: dict[tuple[Any, ...], Tensor] = {}
+    copied = _copy(state, seen)
+    return copied, sum(t.nbytes for t in seen.values())
+
+
+def _copy(x: Any, seen: dict[tuple[Any, ...], Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        view = (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype)
+        if view not in seen:
+            # A copy of the view alone: torch.save writes the whole memory behind a tensor, which
+            # may be much larger than the view.
+            seen[view] = x.detach().to("cpu", copy=True)
+        return seen[view]
+    if isinstance(x, dict):
+        # copy.copy keeps the dict's own type and attributes: state_dict() keeps versions there.
+        copied = copy.copy(x)
+        for k, v in x.items():
+            copied[k] = _copy(v, seen)
+        return copied
+    if isinstance(x, list | tuple):
+        return type(x)(_copy(v, seen) for v in x)
+    return copy.deepcopy(x)
 
 
 class _HashingFile:

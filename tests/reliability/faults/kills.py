@@ -47,7 +47,7 @@ def kill_before_event(step: int) -> None:
     original = Trainer._report_checkpoint
 
     def report(self: Trainer) -> None:
-        if update["step"] >= step and self._saving._writer._complete:
+        if update["step"] >= step and self._saving._complete:
             happens()
             os.kill(os.getpid(), signal.SIGKILL)
         original(self)

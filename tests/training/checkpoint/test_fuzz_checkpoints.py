@@ -18,7 +18,7 @@ from torch import nn
 from kfac_bench.data.images import cifar10
 from kfac_bench.errors import UsageError
 from kfac_bench.models.networks import maskrcnn
-from kfac_bench.training import checkpoint, export, weights
+from kfac_bench.training import checkpoint, weights
 from kfac_bench.training.assembly import build_trainer
 from kfac_bench.training.beginning import begin
 from kfac_bench.training.run_directory import RunDirectory
@@ -53,7 +53,7 @@ def read_everywhere(path):
     refused_or(lambda: checkpoint.find(path))
     refused_or(lambda: checkpoint.find(path.parent))
     refused_or(lambda: checkpoint.find_best(path.parent))
-    refused_or(lambda: export.export(path.parent, path.parent / "out.safetensors"))
+    refused_or(lambda: weights.export(path.parent, path.parent / "out.safetensors"))
     model = nn.Linear(2, 2)
     config = quick_load(["model=autoencoder", f"model.weights={path.parent}"]).model
     refused_or(lambda: weights.load(model, config))

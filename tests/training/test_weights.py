@@ -10,7 +10,7 @@ import torch
 from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated
-from kfac_bench.training import checkpoint, export, weights
+from kfac_bench.training import checkpoint, weights
 from kfac_bench.training.state import weights_sha256
 from tests.support.runs import METHODS, RESNET, config_of, end, of_kind, train, trainer_of
 
@@ -51,11 +51,11 @@ def test_export_takes_the_best_or_the_newest_checkpoint(tmp_path):
     errors = {e.step: e.metrics["squared_error"] for e in of_kind(path, Evaluated) if e.step}
     best = min(errors, key=errors.get)
     assert best != 12, "the last checkpoint is the best, so this test shows nothing"
-    assert f"from step {best}" in export.export(path, best=True)[-1]
+    assert f"from step {best}" in weights.export(path, best=True)[-1]
     with safetensors.safe_open(path / "model.safetensors", "pt") as opened:
         assert opened.metadata()["step"] == str(best)
         first = opened.get_tensor(next(iter(opened.keys())))
-    assert "from step 12" in export.export(path)[-1]
+    assert "from step 12" in weights.export(path)[-1]
     with safetensors.safe_open(path / "model.safetensors", "pt") as opened:
         assert not torch.equal(opened.get_tensor(next(iter(opened.keys()))), first)
 
@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path):
     _, path = train(tmp_path, *OPTIONS, "trainer.keep_last=9", "trainer.checkpoint_freq=4")
     newest = path / "checkpoints" / "step-00000012" / "rank0.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
-    said = export.export(path)
+    said = weights.export(path)
     assert "rank0.pt: damaged" in said[0]
     assert "from step 8" in said[1]
 
@@ -74,7 +74,7 @@ def test_both_tied_weights_are_exported(tmp_path):
     writer = checkpoint.Writer(tmp_path, trainer_of(tmp_path).ranks, 1)
     writer.start(1, {"model": {"a": tied, "b": tied, "c": tied.view(2, 3).T}})
     writer.finish()
-    export.export(tmp_path, tmp_path / "x.safetensors")
+    weights.export(tmp_path, tmp_path / "x.safetensors")
     back = safetensors.torch.load_file(tmp_path / "x.safetensors")
     assert [back[n].tolist() for n in "ab"] == [tied.tolist()] * 2
     assert torch.equal(back["c"], tied.view(2, 3).T)
