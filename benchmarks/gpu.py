@@ -51,7 +51,6 @@ ALL = list(dict.fromkeys([*FIRST, *_GRID]))
 NOT_TRIED = (
     ["several ranks", "tested with gloo", "not tried with NCCL"],
     ["Horovod", "tested", "not tried"],
-    ["Apex", "tested with a stand-in, because Apex needs a GPU", "not tried"],
     ["clusters of V100", "", "[simulated](simulation.md)"],
 )
 """Rows about what this command does not run, on a CPU and on a GPU. Edit them after such a run."""

@@ -21,7 +21,6 @@ BACKENDS = {
     "deepspeed zero 0": "ZeRO 0",
     "deepspeed zero 1": "ZeRO 1",
     "deepspeed zero 2": "ZeRO 2",
-    "apex": "Apex",
     "fsdp2": "FSDP2",
     "tensor parallel": "tensor parallel",
     "pipeline": "pipeline",
@@ -40,12 +39,9 @@ ROWS = (
     "kfac-train",
     "documented command",
 )
-_STAND_IN = "Apex needs a GPU; the ticks show our adapter on real ranks with a stand-in for Apex"
 _OTHER_STAGE = "same command as ZeRO 2, with another `backend.zero_stage`"
 _SCRIPTS = "for scripts only: kfac-train does not offer it"
 WHY: dict[tuple[str, str], str] = {
-    ("apex", "kfac-train"): _STAND_IN,
-    ("apex", "documented command"): _STAND_IN,
     ("deepspeed zero 0", "documented command"): _OTHER_STAGE,
     ("deepspeed zero 1", "documented command"): _OTHER_STAGE,
     ("tensor parallel", "kfac-train"): _SCRIPTS,

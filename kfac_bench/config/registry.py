@@ -86,7 +86,6 @@ SCHEDULES = {
 }
 
 BACKENDS = {
-    "apex": "kfac_bench.distributed.apex:ApexConfig",
     "ddp": "kfac_bench.distributed.ddp:DDPConfig",
     "deepspeed": "kfac_bench.distributed.deepspeed:DeepSpeedConfig",
     "fsdp2": "kfac_bench.distributed.fsdp2:FSDP2Config",

@@ -47,8 +47,20 @@ def no_such_option(name: str, known: Iterable[str] = ()) -> str:
     return f"{name}: no such option{meant}"
 
 
+_REMOVED = {
+    (
+        "backend",
+        "apex",
+    ): "NVIDIA has removed this wrapper after release 25.05 of Apex; use "
+    "backend=ddp, which averages the same gradients",
+}
+"""Choices of earlier versions, with the reason and the replacement."""
+
+
 def no_such_choice(group: str, word: str, choices: Sequence[str]) -> str:
     """Return the line about an unknown choice of a group, such as ``model=resnet51``."""
+    if reason := _REMOVED.get((group, word)):
+        return f"{group}={word}: {reason}"
     return f"{group}={word}: no such {group}{_instead(group, word, choices)}"
 
 

@@ -1,7 +1,7 @@
 """The backends: one file per way to connect the ranks of a run.
 
 This file imports no torch, and only the chosen backend's file is imported. So `kfac-train --help`
-stays fast, and Horovod, DeepSpeed and Apex must be installed only if they are chosen.
+stays fast, and Horovod and DeepSpeed must be installed only if they are chosen.
 """
 
 from __future__ import annotations

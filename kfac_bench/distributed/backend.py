@@ -1,7 +1,7 @@
 """The backend: what a training run asks of the library that connects its ranks.
 
-This file has the backend of a single process. The trainer calls the methods; DDP, FSDP2, Horovod,
-DeepSpeed and Apex override them.
+This file has the backend of a single process. The trainer calls the methods; DDP, FSDP2, Horovod
+and DeepSpeed override them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kfac_bench.config.optimizers import Group
 from kfac_bench.errors import UsageError
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
     from kfac_bench.config.train import TrainConfig
 
+_SOURCE = "git clone https://github.com/NVIDIA/apex, then build it as its README says"
+
 
 @dataclass
 class FusedLAMBConfig(MomentsConfig):
@@ -22,11 +27,8 @@ class FusedLAMBConfig(MomentsConfig):
 
     def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
         """See :meth:`OptimizerConfig.build`."""
-        from kfac_bench.distributed.backends import apex
-
-        fused_lamb = apex.find("apex.optimizers", "FusedLAMB")
         try:
-            optimizer: Optimizer = fused_lamb(groups, **self.settings())
+            optimizer: Optimizer = _fused_lamb()(groups, **self.settings())
         except RuntimeError as error:  # Apex is installed without its extensions
             raise UsageError(f"optimizer=fused_lamb: {error}") from None
         return optimizer
@@ -39,3 +41,25 @@ class FusedLAMBConfig(MomentsConfig):
                 "optimizer=fused_lamb does not fit backend=deepspeed, which copies the optimizer; "
                 "use backend=ddp or another optimizer"
             )
+
+
+def _fused_lamb() -> Any:
+    """Return Apex's class FusedLAMB.
+
+    Raises:
+        UsageError: Apex or the class is missing. The message says what is installed instead.
+    """
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        raise UsageError(f"NVIDIA Apex is not installed: {_SOURCE}")
+    # The package index has an unrelated project named apex. Only NVIDIA's has this folder.
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        raise UsageError(
+            "the apex that is installed is another project, which the package index has under "
+            f"that name: pip uninstall apex; {_SOURCE}"
+        )
+    try:
+        return importlib.import_module("apex.optimizers").FusedLAMB
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"this NVIDIA Apex has no FusedLAMB ({error}): {_SOURCE}") from None

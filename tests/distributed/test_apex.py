@@ -1,4 +1,4 @@
-"""The Apex backend on real ranks, with a stand-in for Apex. Real Apex needs GPUs."""
+"""NVIDIA Apex with K-FAC: a stand-in for its wrapper and its LAMB. Real Apex needs GPUs."""
 
 import contextlib
 import importlib.util
@@ -8,34 +8,21 @@ import textwrap
 import pytest
 import torch
 
-from kfac_bench import distributed
 from kfac_bench.config import compose
 from kfac_bench.core import KFAC
-from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.core.layers.coverage import unwrap
-from kfac_bench.core.planning.plan import STRATEGIES
-from kfac_bench.distributed.backends import apex
-from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Resumed, Trained
-from kfac_bench.training import run
 from kfac_bench.training.build import build_optimizer
 from tests.support.distributed import run_ranks
-from tests.support.quick import slow
-from tests.support.runs import CPU, SMALL, config_of, of_kind, steps_of, train
+from tests.support.runs import SMALL, of_kind, steps_of, train
 from tests.support.training import (
     OPTIONS,
-    assert_close,
     batch,
-    expected,
     loss_of,
-    make_kfac,
     my_part,
     sgd,
-    sha256,
     tiny_model,
-    update,
-    weights_of,
 )
 
 STAND_IN = {
@@ -145,155 +132,72 @@ def imports_from(folder):
             del sys.modules[name]
 
 
-@contextlib.contextmanager
-def apex_here(folder):
-    """Return this rank's backend."""
+# ---- a script with the wrapper of an old release ----
+
+
+def parts_on_rank(folder):
+    """Return names of layers, and the gradients of a batch in two parts after K-FAC's step."""
     with imports_from(folder):
-        yield apex.Apex(Ranks(CPU, TorchCollective()))
+        from apex.parallel import DistributedDataParallel
 
-
-# ---- data parallel ----
-
-
-def equal_on_rank(folder, strategy, options, parts):
-    """Compare with one process; return the hash of all bits and the messages of each update."""
-    with apex_here(folder) as backend:
-        model, bits, sent = tiny_model(), [], []
-        optimizer = sgd(model)
-        kfac = make_kfac(
-            model, optimizer, options, strategy=strategy, collective=backend.collective()
-        )
-        model, optimizer = backend.wrap(model, optimizer)
-        assert [*backend.bare(model).state_dict()] == [*tiny_model().state_dict()]
-        wanted = expected(tiny_model, batch, strategy, options)
-        for step, (want_grads, want_weights, _) in enumerate(wanted):
-            before = model.messages
-            grads = update(backend, model, optimizer, kfac, *my_part(*batch(step)), parts=parts)
-            assert_close(grads, want_grads)
-            assert_close(weights_of(model), want_weights)
-            bits.append(sha256(grads) + sha256(weights_of(model)))
-            sent.append(model.messages - before)
-        return bits, sent
-
-
-def check_equal(world, *args):
-    results = run_ranks(world, equal_on_rank, *args)
-    parameters = len([*tiny_model().parameters()])
-    assert all(bits == results[0][0] for bits, _ in results), "ranks differ"
-    assert all({*sent} == {parameters} for _, sent in results), "not averaged once an update"
+        with pytest.warns(FutureWarning):
+            model = DistributedDataParallel(tiny_model())
+        kfac = KFAC(model, sgd(model), **OPTIONS)
+        model.disable_allreduce()
+        for x, y in zip(*(whole.chunk(2) for whole in my_part(*batch(0))), strict=True):
+            (loss_of(model, x, y)[1] / 2).backward()
+            model.enable_allreduce()  # the second part is the last
+        kfac.step()
+        grads = [p.grad.clone() for p in model.parameters()]
+        return unwrap(model) is model.module, [*kfac.state_dict()["layers"]], grads
 
 
 @pytest.mark.ranks
-@pytest.mark.supports("apex", "{strategy}")
-@pytest.mark.parametrize("method", ["eigen", slow("inverse")])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_equals_one_process(stand_in, strategy, method):
-    options = {"method": method, "spread": False}
-    check_equal(4 if strategy == "hybrid_opt" else 2, stand_in, strategy, options, 1)
+def test_k_fac_sees_through_the_wrapper(stand_in):
+    model = tiny_model()
+    kfac = KFAC(model, sgd(model), **OPTIONS)
+    loss_of(model, *batch(0))[1].backward()
+    kfac.step()
+    for is_seen, names, grads in run_ranks(2, parts_on_rank, stand_in):
+        assert (is_seen, names) == (True, ["0", "2", "5", "7", "9"])
+        for ours, alone in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, alone.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.ranks
-@pytest.mark.supports("apex", "gradient accumulation")
-def test_a_batch_in_parts_equals_one_process(stand_in):
-    check_equal(2, stand_in, "comm_opt", {"spread": False}, 4)
-    check_equal(2, stand_in, "mem_opt", {"spread": False, "fisher": "type2"}, 2)
+# ---- fused LAMB ----
 
 
-def run_here(folder, runs_dir, options):
-    with apex_here(folder) as backend:
-        return run.train(config_of(runs_dir, *options, base=TRAINED), backend)[0]
-
-
-TRAINED = (
-    *SMALL,
-    "optimizer.lr=0.02",
-    "kfac.damping=0.1",
-    "kfac.update_freq=4",
-    "kfac.factor_update_freq=2",
-    "kfac.spread=false",
-    "trainer.log_freq=1",
-)
-"""Options with which small differences stay small."""
-
-
-@pytest.mark.ranks
-@pytest.mark.supports("apex", "bf16 autocast")
-@pytest.mark.supports("apex", "fp16 with GradScaler")
-def test_a_run_trains_in_half_precision(stand_in, tmp_path):
-    for precision in ("bf16", "fp16"):
-        options = (f"trainer.precision={precision}", "trainer.accumulate=2", "trainer.max_steps=6")
-        run_ranks(2, run_here, stand_in, tmp_path, (*options, f"run_id={precision}"))
-        _, alone = train(tmp_path, *options, f"run_id=alone_{precision}", base=TRAINED)
-        ours, theirs = (
-            [e.loss for e in of_kind(p, Trained)] for p in (tmp_path / precision, alone)
-        )
-        assert ours == pytest.approx(theirs, rel=5e-3)
-        assert ours[-1] < ours[0]
-
-
-@pytest.mark.ranks
-@pytest.mark.supports("apex", "resume on another world size")
-@pytest.mark.parametrize("optimizer", [slow("sgd"), "fused_lamb"])
-def test_a_run_continues_with_another_backend_and_back(stand_in, tmp_path, optimizer):
-    options = (f"optimizer={optimizer}", f"optimizer.lr={ {'sgd': 0.02}.get(optimizer, 0.002) }")
-    run_ranks(2, run_here, stand_in, tmp_path, (*options, "run_id=r", "trainer.max_steps=5"))
-    train(tmp_path, *options, "run_id=r", "trainer.max_steps=10", base=TRAINED)
-    run_ranks(2, run_here, stand_in, tmp_path, (*options, "run_id=r", "trainer.max_steps=15"))
-    _, alone = train(tmp_path, *options, "run_id=alone", "trainer.max_steps=15", base=TRAINED)
-    assert steps_of(tmp_path / "r", Resumed) == [5, 10]
-    ours, theirs = ([e.loss for e in of_kind(p, Trained)] for p in (tmp_path / "r", alone))
-    assert ours == pytest.approx(theirs, rel=1e-3)
-
-
-def names_on_rank(folder):
-    with apex_here(folder) as backend:
-        model = tiny_model()
-        wrapped, optimizer = backend.wrap(model, sgd(model))
-        kfac = KFAC(wrapped, optimizer, **OPTIONS)
-        return unwrap(wrapped) is wrapped.module, [*kfac.state_dict()["layers"]]
-
-
-@pytest.mark.ranks
-def test_k_fac_names_layers_without_the_wrapper(stand_in):
-    assert run_ranks(2, names_on_rank, stand_in) == [(True, ["0", "2", "5", "7", "9"])] * 2
-
-
-# ---- which Apex there is ----
-
-
-def test_apex_refuses_cpus(stand_in):
-    config = compose.load(["backend=apex"]).backend
-    with (
-        pytest.raises(UsageError, match="on GPUs only; use backend=ddp"),
-        distributed.join(config, "cpu"),
-    ):
-        pass
+def test_a_run_with_fused_lamb_continues(stand_in, tmp_path):
+    options = (*SMALL, "optimizer=fused_lamb", "optimizer.lr=0.002", "trainer.log_freq=1")
+    for name, steps in (("r", 5), ("r", 10), ("alone", 10)):
+        train(tmp_path, f"run_id={name}", f"trainer.max_steps={steps}", base=options)
+    assert steps_of(tmp_path / "r", Resumed) == [5]
+    ours, alone = ([e.loss for e in of_kind(tmp_path / n, Trained)] for n in ("r", "alone"))
+    assert ours == alone
 
 
 WRONG = {"apex/__init__.py": "raise RuntimeError('a web framework')"}
-NEW = {k: v for k, v in STAND_IN.items() if k != "apex/parallel/__init__.py"}
+OLD = {**STAND_IN, "apex/optimizers/__init__.py": ""}
 
 
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, r"NVIDIA Apex is not installed: git clone -b 25\.05"),
+        ({}, r"NVIDIA Apex is not installed: git clone"),
         (WRONG, r"another project, which the package index has.*pip uninstall apex"),
-        (NEW, r"no apex\.parallel\.DistributedDataParallel .* or use backend=ddp"),
+        (OLD, r"this NVIDIA Apex has no FusedLAMB"),
     ],
-    ids=["none", "wrong", "new"],
+    ids=["none", "wrong", "old"],
 )
 def test_a_missing_or_foreign_apex_is_reported(install, files, said):
     install(files)
-    with (
-        pytest.raises(UsageError, match=said),
-        distributed.join(compose.load(["backend=apex"]).backend),
-    ):
-        pass
-    if files is not NEW:
-        config = compose.load(["optimizer=fused_lamb"]).optimizer
-        with pytest.raises(UsageError, match=said):
-            build_optimizer(config, tiny_model())
+    with pytest.raises(UsageError, match=said):
+        build_optimizer(compose.load(["optimizer=fused_lamb"]).optimizer, tiny_model())
+
+
+def test_the_removed_backend_names_its_replacement():
+    with pytest.raises(UsageError, match=r"^backend=apex: NVIDIA has removed .* use backend=ddp"):
+        compose.load(["backend=apex"])
 
 
 # ---- the real one ----

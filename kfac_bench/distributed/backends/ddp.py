@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel, and the process group that DDP, FSDP2, DeepSpeed and Apex use.
+"""PyTorch's DistributedDataParallel, and the process group that DDP, FSDP2 and DeepSpeed use.
 
 torchrun or srun starts the ranks. Messages go through gloo on CPUs and through NCCL on GPUs.
 """
