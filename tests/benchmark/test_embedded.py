@@ -13,7 +13,7 @@ from kfac_bench.config import compose
 from kfac_bench.core.layers.coverage import find_layers
 from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.images import installed_file, pictures
+from kfac_bench.data.images import digits, pictures
 from kfac_bench.data.language import pydoc
 from kfac_bench.data.pydoc import PydocConfig
 from kfac_bench.errors import UsageError
@@ -110,7 +110,7 @@ def test_a_patch_larger_than_the_pictures_is_refused():
 
 
 def test_without_scikit_image_the_error_names_the_package(monkeypatch):
-    monkeypatch.setattr(installed_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'kfac-bench\[pictures\]'"):
         pictures.load()
 

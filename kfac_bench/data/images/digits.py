@@ -1,5 +1,8 @@
 """Reading scikit-learn's handwritten digits: real images on every machine, without a download."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.random import RandomState
@@ -7,7 +10,6 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from kfac_bench.data.base.in_memory import LabelledImages
-from kfac_bench.data.images.installed_file import installed_file
 from kfac_bench.errors import UsageError
 
 EVAL_SIZE = 450
@@ -88,3 +90,21 @@ def _draw_counts(
         (classes,) = np.where(remainders == remainder)
         result[generator.choice(classes, min(len(classes), missing), replace=False)] += 1
     return result
+
+
+def installed_file(package: str, path: str, install: str) -> Path:
+    """Return a file of a package. Importing the package would take seconds.
+
+    Args:
+        package: Name of the package as it is imported.
+        path: The file inside the package.
+        install: What the user installs to get the package, for the error message.
+
+    Raises:
+        UsageError: The package is not installed, or does not have the file.
+    """
+    spec = find_spec(package)
+    file = Path(spec.origin).parent / path if spec and spec.origin else None
+    if file is None or not file.is_file():
+        raise UsageError(f"there is no file {path} of {package}: pip install '{install}'")
+    return file

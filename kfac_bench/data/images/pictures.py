@@ -14,7 +14,7 @@ from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Looks
 from kfac_bench.data.base.in_memory import InMemory, LabelledImages
 from kfac_bench.data.base.order import keyed_generator
-from kfac_bench.data.images.installed_file import installed_file
+from kfac_bench.data.images.digits import installed_file
 from kfac_bench.errors import UsageError
 
 TRAIN = (

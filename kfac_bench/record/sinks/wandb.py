@@ -112,13 +112,7 @@ def wandb_id(run_id: str) -> str:
 
 
 def local_runs(directory: Path, run_id: str, kind: str = "*run") -> list[Path]:
-    """Return the folders that W&B has written for the run below its run directory.
-
-    Args:
-        directory: The run directory.
-        run_id: The run's id in W&B, or the run id.
-        kind: ``run`` or ``offline-run``; ``*run`` for both.
-    """
+    """Return W&B's folders of the run in its run directory: all, or those of a kind."""
     return sorted(directory.glob(f"wandb/{kind}-????????_??????-{wandb_id(run_id)}"))
 
 

@@ -8,7 +8,6 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from kfac_bench.data.images import digits, pictures
-from kfac_bench.data.images.installed_file import installed_file
 from kfac_bench.errors import UsageError
 
 
@@ -27,11 +26,11 @@ def test_digits_and_their_split_equal_those_of_scikit_learn():
 @pytest.mark.parametrize("name", pictures.TRAIN + pictures.HELD_OUT)
 def test_pictures_equal_those_of_scikit_image(name):
     function = {"ihc.png": "immunohistochemistry"}.get(name, name.partition(".")[0])
-    with Image.open(installed_file("skimage", f"data/{name}", "")) as image:
+    with Image.open(digits.installed_file("skimage", f"data/{name}", "")) as image:
         assert np.array_equal(np.asarray(image), getattr(skimage.data, function)())
 
 
 @pytest.mark.parametrize("package", ["no_such_package", "sklearn"])
 def test_a_missing_package_or_file_names_what_to_install(package):
     with pytest.raises(UsageError, match=rf"no file a/b of {package}: pip install 'x'"):
-        installed_file(package, "a/b", "x")
+        digits.installed_file(package, "a/b", "x")
