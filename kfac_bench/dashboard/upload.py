@@ -33,7 +33,7 @@ from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.training import predictions
 
 PATIENCE_S = 600.0
-"""How long W&B may take to accept what is sent."""
+"""Time that W&B may take to accept the points."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read(file: Path) -> tuple[list[Event], str]:
 
 
 def points(events: Sequence[Event], directory: Path) -> list[HistoryPoint]:
-    """Return what W&B must have, in order. Pictures from other folders are left out."""
+    """Return the points of a run, in order. Pictures from other folders are left out."""
     wanted = []
     for event in events:
         if isinstance(event, Predicted):
@@ -230,7 +230,7 @@ def _trusted(event: Predicted, directory: Path) -> Predicted:
 
 
 def _logger(events: Sequence[Event], project: str | None, entity: str | None) -> LoggerConfig:
-    """Return where the run is in W&B: as given, else as its last start says."""
+    """Return the place of the run in W&B: as given, else as its last start says."""
 
     def recorded(name: str) -> str | None:
         value = last_option(events, "logger", name)

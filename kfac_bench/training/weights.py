@@ -77,7 +77,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _read(path: Path) -> tuple[str, Mapping[str, Tensor]]:
-    """Return what `path` is, in words, and its tensors by name."""
+    """Return the source in words, and its tensors by name."""
     file = path if path.suffix == ".safetensors" else path / SAFETENSORS
     # In a run directory the file is an export, which may be older than the checkpoints.
     if file.is_file() and not (path / "checkpoints").is_dir():

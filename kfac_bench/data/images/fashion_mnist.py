@@ -48,7 +48,7 @@ CLASSES = (
     "ankle boot",
 )
 SPLITS = {"train": "train", "eval": "t10k"}
-"""How the names of a split's two files begin."""
+"""The beginning of the names of a split's two files."""
 ENDS = {"images": "-images-idx3-ubyte", "labels": "-labels-idx1-ubyte"}
 NAMES = tuple(begin + end for begin in SPLITS.values() for end in ENDS.values())
 MAGIC = 0x800
@@ -204,7 +204,7 @@ def _first(
 
 
 def _how_to_get(root: Path | None) -> str:
-    """Return what the user can do about a missing or damaged file."""
+    """Return the ways to get the files, for a message about a missing or damaged file."""
     names = ", ".join(NAMES)
     if root is None:
         return (

@@ -117,10 +117,10 @@ def local_runs(directory: Path, run_id: str, kind: str = "*run") -> list[Path]:
 
 
 def sent(run_id: str, project: str, entity: str | None) -> tuple[float, str]:
-    """Return until when W&B's server has points of the run, and the state that W&B gives the run.
+    """Return the time of the last point on W&B's server, and the run's state there.
 
     Returns:
-        The training seconds of the latest point, -inf without a point; and a state such as
+        The training time of the latest point in seconds, -inf without a point. And a state such as
         ``finished`` or ``crashed``, empty if the server has no such run.
 
     Raises:
@@ -254,7 +254,7 @@ class WandbSink:
             self._error = error
 
     def _row(self, event: Event | dict[str, float]) -> dict[str, Any]:
-        """Return what W&B logs: metrics, or predictions as pictures and a table of texts."""
+        """Return the row for W&B: metrics, or predictions as pictures and a table of texts."""
         if isinstance(event, dict):
             return event
         if not isinstance(event, Predicted):

@@ -38,7 +38,7 @@ from kfac_bench.record.own_files import sync_folder
 
 POLL_S = 0.02
 OTHERS_S = 5.0
-"""How long a rank that ends by an error waits for the files of other ranks, which may be gone."""
+"""Time that a rank that ends by an error waits for the files of other ranks, which may be gone."""
 OVERHEAD_BYTES = 1 << 16
 """Approximate size of a file beyond its tensors: names, headers, alignment."""
 
