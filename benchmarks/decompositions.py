@@ -1,4 +1,4 @@
-"""Measure the time of decomposing one factor, by its size, for `core/planning/cost.py`.
+"""Measure the time of decomposing one factor, by its size, for `core/planning/planner.py`.
 
 `python benchmarks/decompositions.py` measures the CPU time of one thread, on which other programs
 have little influence. With `--device cuda` it measures wall time on the GPU. The factors come from

@@ -29,8 +29,7 @@ from kfac_bench.core.kernels.conventions import CONVENTIONS
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule, find_layers, unwrap
-from kfac_bench.core.planning.ops import ComputeFactor, ReduceFactors
-from kfac_bench.core.planning.plan import Plan
+from kfac_bench.core.planning.plan import ComputeFactor, Plan, ReduceFactors
 from kfac_bench.core.schedule import Schedules
 
 

@@ -16,10 +16,9 @@ from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import MAX_DIM, SkippedModule, find_layers
 from kfac_bench.core.planning.budget import Choice, Rates, Seen, choose
-from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
-from kfac_bench.core.planning.planner import BATCH_NUMEL, make_plan
+from kfac_bench.core.planning.planner import BATCH_NUMEL, make_plan, measured_cost
 from kfac_bench.core.schedule import Schedules
 
 SMALL_NUMEL = 1 << 16

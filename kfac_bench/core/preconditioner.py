@@ -130,7 +130,7 @@ class KFAC:
             ``local_factors`` to one. Set True if an option needs both factors on one rank; K-FAC
             raises an error that says so.
         balance: What ranks get equal shares of: ``compute`` (default) is the measured time of
-            the decompositions (core/planning/cost.py), ``memory`` is bytes.
+            the decompositions (core/planning/planner.py), ``memory`` is bytes.
         overlap: Whether to send statistics while backward still runs. Default False. Results are
             the same, bit by bit. Try True if messages take long. With gradient accumulation, run
             all backwards of a step but the last inside :meth:`accumulate` (or inside

@@ -15,9 +15,9 @@ from kfac_bench.core.execution.background_slices import factors_of
 from kfac_bench.core.execution.decomposition import Decomposition, Eigen, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.estimate import has_second_moment
 from kfac_bench.core.planning.layer_spec import FACTORS, side_of
 from kfac_bench.core.planning.plan import EIGEN_ADAM
-from kfac_bench.core.planning.sizes import has_second_moment
 from kfac_bench.core.schedule import first_step
 
 LayersState = dict[str, dict[str, Any]]

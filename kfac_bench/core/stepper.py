@@ -16,8 +16,7 @@ from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.construction import KFACParts
 from kfac_bench.core.damping import LevenbergMarquardt, Trial
 from kfac_bench.core.execution.executor import Request
-from kfac_bench.core.planning.ops import Decompose
-from kfac_bench.core.planning.plan import Stage
+from kfac_bench.core.planning.plan import Decompose, Stage
 from kfac_bench.core.schedule import Settings
 
 

@@ -7,13 +7,9 @@ first and sends afterwards.
 
 from collections.abc import Iterable, Sequence
 
-from kfac_bench.core.planning.cost import cubic_cost
 from kfac_bench.core.planning.layer_spec import LayerSpec
-from kfac_bench.core.planning.ops import Message, Op
-from kfac_bench.core.planning.placement import place_in_turn
-from kfac_bench.core.planning.plan import STRATEGY_TABLE, Placement, Plan
-from kfac_bench.core.planning.planner import BUCKET_NUMEL
-from kfac_bench.core.planning.slices import divide
+from kfac_bench.core.planning.plan import STRATEGY_TABLE, Message, Op, Placement, Plan
+from kfac_bench.core.planning.planner import BUCKET_NUMEL, cubic_cost, divide, place_in_turn
 from kfac_bench.core.planning.stage_ops import StageOps
 from kfac_bench.errors import UsageError
 

@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 
 from kfac_bench.core.planning.estimate import flops
 from kfac_bench.core.planning.layer_spec import LayerSpec
-from kfac_bench.core.planning.ops import (
+from kfac_bench.core.planning.plan import (
     Decompose,
     Message,
     Op,
+    Plan,
     Precondition,
     ReduceFactors,
     ShareDecompositions,
     ShareGradients,
+    Stage,
 )
-from kfac_bench.core.planning.plan import Plan, Stage
 from kfac_bench.simulate.conduct import OURS, Conduct
 from kfac_bench.simulate.hardware import Hardware
 

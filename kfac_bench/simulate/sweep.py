@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kfac_bench.core.planning.cost import measured_cost
 from kfac_bench.core.planning.plan import STRATEGY_TABLE, Plan
-from kfac_bench.core.planning.planner import BATCH_NUMEL, make_plan
+from kfac_bench.core.planning.planner import BATCH_NUMEL, make_plan, measured_cost
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.conduct import SC20_CALLS, Conduct, conduct_of
 from kfac_bench.simulate.hardware import Hardware

@@ -22,7 +22,7 @@ from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import SingleProcess
 from kfac_bench.core.layers.base import Call, Layer
 from kfac_bench.core.planning.estimate import RankCost, flops, rank_costs
-from kfac_bench.core.planning.ops import Op
+from kfac_bench.core.planning.plan import Op
 from kfac_bench.errors import UsageError
 from kfac_bench.training import build
 from kfac_bench.training.blueprint import Blueprint

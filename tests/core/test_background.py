@@ -25,7 +25,7 @@ from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.background_moments import MAX_WAITING, BackgroundMoments
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.linear import LinearLayer
-from kfac_bench.core.planning.ops import ShareDecompositions
+from kfac_bench.core.planning.plan import ShareDecompositions
 from tests.core.test_strategies import SMALL, planned, train_on_ranks
 from tests.support import forks, oracle
 from tests.support.distributed import run_ranks

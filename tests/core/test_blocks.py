@@ -11,7 +11,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.layers.convolution import ConvLayer
 from kfac_bench.core.layers.linear import LinearLayer
 from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
-from kfac_bench.core.planning.ops import Decompose
+from kfac_bench.core.planning.plan import Decompose
 from kfac_bench.core.planning.planner import make_plan
 from tests.core.test_strategies import (
     LARGE,

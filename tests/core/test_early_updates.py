@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kfac_bench.core import KFAC
-from kfac_bench.core.planning.ops import ShareDecompositions
+from kfac_bench.core.planning.plan import ShareDecompositions
 from tests.core.test_strategies import SMALL, train_on_ranks
 from tests.support import oracle
 from tests.support.layer_checks import assert_close

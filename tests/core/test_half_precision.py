@@ -13,8 +13,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.execution import messages
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
 from kfac_bench.core.planning.layer_spec import LayerSpec
-from kfac_bench.core.planning.ops import Message, ReduceFactors, ReduceScales
-from kfac_bench.core.planning.plan import STRATEGIES, Stage
+from kfac_bench.core.planning.plan import STRATEGIES, Message, ReduceFactors, ReduceScales, Stage
 from tests.core.test_preconditioner import backward, batch, layers_of, matrix_grad, sgd, tiny_model
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if

@@ -19,14 +19,16 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
 from kfac_bench.core.planning.layer_spec import FACTORS
-from kfac_bench.core.planning.ops import (
+from kfac_bench.core.planning.plan import (
+    METHODS,
+    STRATEGIES,
     Decompose,
     Message,
     Precondition,
     ReduceFactors,
     ReduceSecondMoments,
+    Stage,
 )
-from kfac_bench.core.planning.plan import METHODS, STRATEGIES, Stage
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.core.schedule import Schedules
 from tests.support import oracle

@@ -14,7 +14,7 @@ from PIL import Image
 from kfac_bench import cli
 from kfac_bench.benchmark.scaling.measured import STAGES as FIG7
 from kfac_bench.config import LoggerConfig, compose
-from kfac_bench.core.planning import ops
+from kfac_bench.core.planning import plan as ops
 from kfac_bench.dashboard import scope, views
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.errors import UsageError

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.simulation_folds import BEGIN, END, folds, main, time_errors
 from kfac_bench.config import compose
-from kfac_bench.core.planning.ops import Message
-from kfac_bench.core.planning.plan import Stage
+from kfac_bench.core.planning.plan import Message, Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.calibration import Constants, Observation, fit, predict, split_epoch_s
 from kfac_bench.simulate.conduct import SC20_CODE

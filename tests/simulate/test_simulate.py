@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from kfac_bench import cli
 from kfac_bench.config import compose
 from kfac_bench.core.planning.layer_spec import LayerSpec
-from kfac_bench.core.planning.ops import Decompose, Message
-from kfac_bench.core.planning.plan import Stage
+from kfac_bench.core.planning.plan import Decompose, Message, Stage
 from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload

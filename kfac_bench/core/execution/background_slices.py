@@ -6,8 +6,7 @@ from functools import partial
 from kfac_bench.core.execution.background import Background
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey
 from kfac_bench.core.execution.solver import Solver
-from kfac_bench.core.planning.ops import Decompose, Op
-from kfac_bench.core.planning.plan import Plan
+from kfac_bench.core.planning.plan import Decompose, Op, Plan
 
 Made = Mapping[FactorKey, Decomposition]
 """Decompositions by factor. Those that failed are missing."""

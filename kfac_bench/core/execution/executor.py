@@ -29,19 +29,19 @@ from kfac_bench.core.execution.store import Store
 from kfac_bench.core.kernels.conventions import Scale
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
-from kfac_bench.core.planning.ops import (
+from kfac_bench.core.planning.plan import (
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
     GatherGradients,
     Message,
     Op,
+    Plan,
     Precondition,
     ReduceFactors,
     ReduceProducts,
     ReduceScales,
 )
-from kfac_bench.core.planning.plan import Plan
 
 MAX_IN_FLIGHT = 4
 """Messages in flight at most if gradients are sharded, so that whole gradients of few layers are in

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey, type_of
 from kfac_bench.core.kernels.linalg import pack_triangle, unpack_triangle
+from kfac_bench.core.planning.estimate import decomposition_parts, packed_numel
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
-from kfac_bench.core.planning.ops import (
+from kfac_bench.core.planning.plan import (
     GatherGradients,
     ReduceFactors,
     ReduceScales,
@@ -21,7 +22,6 @@ from kfac_bench.core.planning.ops import (
     ShareDecompositions,
     ShareGradients,
 )
-from kfac_bench.core.planning.sizes import decomposition_parts, packed_numel
 
 Member = TypeVar("Member")
 

@@ -13,9 +13,10 @@ from kfac_bench.core.execution.gradients import Gradients
 from kfac_bench.core.execution.sharded_gradients import ShardedGradients
 from kfac_bench.core.execution.store import Store
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.planning.ops import (
+from kfac_bench.core.planning.plan import (
     GatherGradients,
     Message,
+    Plan,
     ReduceFactors,
     ReduceProducts,
     ReduceScales,
@@ -23,7 +24,6 @@ from kfac_bench.core.planning.ops import (
     ShareDecompositions,
     ShareGradients,
 )
-from kfac_bench.core.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from kfac_bench.core.execution.decomposition import (
 )
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.kernels.blocks import Blocks
+from kfac_bench.core.planning.estimate import has_second_moment
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec, side_of
-from kfac_bench.core.planning.sizes import has_second_moment
 
 Pair = tuple[Whole, Whole]
 """Of A and of G."""

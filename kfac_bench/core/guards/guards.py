@@ -24,8 +24,7 @@ from kfac_bench.core.guards.statistics import StatisticsCheck
 from kfac_bench.core.guards.steps import MissingStep, StepOrder
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.estimate import flops
-from kfac_bench.core.planning.ops import Precondition
-from kfac_bench.core.planning.plan import Plan
+from kfac_bench.core.planning.plan import Plan, Precondition
 
 INSIDE = (
     str(Path(__file__).parents[2]),

@@ -9,11 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from kfac_bench.core.planning.estimate import flops, wire_bytes_of
+from kfac_bench.core.planning.estimate import factor_numel, flops, wire_bytes_of
 from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
-from kfac_bench.core.planning.ops import ComputeFactor, Decompose, Message, Op, Precondition
-from kfac_bench.core.planning.plan import Plan, Stage
-from kfac_bench.core.planning.sizes import factor_numel
+from kfac_bench.core.planning.plan import (
+    ComputeFactor,
+    Decompose,
+    Message,
+    Op,
+    Plan,
+    Precondition,
+    Stage,
+)
 
 SIZES = (16, 64, 256, 1024)
 """Rows of the matrices whose products and decompositions are timed."""

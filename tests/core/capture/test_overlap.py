@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kfac_bench.core.distributed.collective import TorchCollective
-from kfac_bench.core.planning.ops import ReduceFactors
+from kfac_bench.core.planning.plan import ReduceFactors
 from tests.core.test_strategies import SMALL, Branched, planned
 from tests.support.distributed import RankFailed, run_ranks
 from tests.support.training import batch, make_kfac, my_part, sgd, sha256, tiny_model, weights_of

@@ -19,8 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
 from kfac_bench.core.distributed.dtensor import full, local, shard_like
-from kfac_bench.core.planning.ops import GatherGradients
-from kfac_bench.core.planning.plan import METHODS, STRATEGIES
+from kfac_bench.core.planning.plan import METHODS, STRATEGIES, GatherGradients
 from tests.support.distributed import run_ranks
 from tests.support.quick import quick_if, slow
 from tests.support.training import (

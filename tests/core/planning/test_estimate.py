@@ -15,7 +15,10 @@ from kfac_bench.core.planning.estimate import (
     wire_bytes_of,
 )
 from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
-from kfac_bench.core.planning.ops import (
+from kfac_bench.core.planning.plan import (
+    METHODS,
+    STRATEGIES,
+    STRATEGY_TABLE,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
@@ -23,8 +26,8 @@ from kfac_bench.core.planning.ops import (
     Precondition,
     ReduceFactors,
     ReduceSecondMoments,
+    Stage,
 )
-from kfac_bench.core.planning.plan import METHODS, STRATEGIES, STRATEGY_TABLE, Stage
 from kfac_bench.core.planning.planner import make_plan
 
 DIMS = st.one_of(st.sampled_from([1, 2, 3, 8]), st.integers(1, 60))

@@ -11,10 +11,21 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kfac_bench.core.planning.cost import SECONDS, cubic_cost, measured_cost
-from kfac_bench.core.planning.estimate import memory_bytes
+from kfac_bench.core.planning.estimate import (
+    decomposition_numel,
+    factor_numel,
+    has_second_moment,
+    kept_bytes,
+    memory_bytes,
+    moments_bytes,
+    packed_numel,
+)
 from kfac_bench.core.planning.layer_spec import FACTORS, LayerSpec
-from kfac_bench.core.planning.ops import (
+from kfac_bench.core.planning.plan import (
+    BALANCES,
+    METHODS,
+    STRATEGIES,
+    STRATEGY_TABLE,
     ComputeFactor,
     ComputeSecondMoment,
     Decompose,
@@ -24,17 +35,9 @@ from kfac_bench.core.planning.ops import (
     ReduceSecondMoments,
     ShareDecompositions,
     ShareGradients,
+    Stage,
 )
-from kfac_bench.core.planning.plan import BALANCES, METHODS, STRATEGIES, STRATEGY_TABLE, Stage
-from kfac_bench.core.planning.planner import make_plan
-from kfac_bench.core.planning.sizes import (
-    decomposition_numel,
-    factor_numel,
-    has_second_moment,
-    kept_bytes,
-    moments_bytes,
-    packed_numel,
-)
+from kfac_bench.core.planning.planner import SECONDS, cubic_cost, make_plan, measured_cost
 
 DIMS = st.one_of(st.sampled_from([1, 2, 3, 8]), st.integers(1, 60))
 SHAPES = st.tuples(
