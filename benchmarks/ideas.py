@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
 from kfac_bench.core.kernels.gram import gram
-from kfac_bench.core.kernels.patches import pad_input, patch_moment
+from kfac_bench.core.kernels.patches import autocorrelation_moment_3x3, pad_input, patch_moment
 from kfac_bench.core.kernels.transposed_patches import Geometry, transposed_moment, transposed_rows
 from kfac_bench.core.layers.unrolled import UnrolledForward
 

@@ -25,7 +25,7 @@ from kfac_bench.core.execution.background_moments import BackgroundMoments
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.guards.guards import Guards
-from kfac_bench.core.kernels.conventions import CONVENTIONS
+from kfac_bench.core.kernels.gram import CONVENTIONS
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule, find_layers, unwrap

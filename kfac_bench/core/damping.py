@@ -6,9 +6,9 @@ compared with the change that the quadratic model predicts:
     rho = (h(w + delta) - h(w)) / (grad^T delta + 1/2 delta^T (F + damping I) delta)
 
 F is the Fisher matrix of K-FAC. If the loss is a mean over s terms of each example (tokens), F is
-1/s of the Gauss-Newton matrix (see :mod:`.conventions`), so the predicted change is too large and
-rho too small. If rho is above 3/4, the model is good and the damping is
-multiplied by ``decay ** interval``. If rho is below 1/4, the damping is divided by it.
+1/s of the Gauss-Newton matrix (see :data:`.gram.CONVENTIONS`), so the predicted change is too large
+and rho too small. If rho is above 3/4, the model is good and the damping is multiplied by
+``decay ** interval``. If rho is below 1/4, the damping is divided by it.
 """
 
 import math

@@ -219,7 +219,7 @@ class KFAC:
         factor_convention: How batch statistics are scaled: ``kfc`` (default), ``sc20`` or
             ``kaisa``. Papers scale differently, so the same damping means another algorithm. If
             you copy a damping from a paper, set the paper's convention; see
-            :data:`~kfac_bench.core.kernels.conventions.CONVENTIONS`.
+            :data:`~kfac_bench.core.kernels.gram.CONVENTIONS`.
         fisher: Which gradients make G. ``empirical`` (default) takes the gradients of the loss and
             costs nothing extra. ``mc`` samples labels from the model's output. ``type2`` takes
             the exact expectation over these labels, with one backward per class, or per output of

@@ -27,7 +27,7 @@ from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
 from kfac_bench.core.capture import fisher
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
-from kfac_bench.core.kernels import conventions
+from kfac_bench.core.kernels.gram import CONVENTIONS
 from kfac_bench.core.layers import coverage
 from kfac_bench.errors import UsageError
 from kfac_bench.training import build, update
@@ -56,7 +56,7 @@ def test_kfac_defaults_are_equal_to_those_of_the_core():
 
 
 def test_choices_are_equal_to_those_of_the_core():
-    assert list(config.CONVENTIONS) == list(conventions.CONVENTIONS)
+    assert list(config.CONVENTIONS) == list(CONVENTIONS)
     assert config.FISHERS == fisher.FISHERS
     assert validation.CHOICES["weight_sharing"] == config.WEIGHT_SHARING
     assert validation.CHOICES["factor_init"] == config.FACTOR_INITS

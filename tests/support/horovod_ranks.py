@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kfac_bench.core.distributed.horovod_collective import HorovodCollective
+from kfac_bench.core.distributed.collective import HorovodCollective
 from kfac_bench.distributed.backends.horovod import Horovod
 from kfac_bench.distributed.ranks import Ranks
 from tests.support import forks

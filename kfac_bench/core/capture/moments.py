@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kfac_bench.core.capture.derivatives import Family
-from kfac_bench.core.kernels.blocks import Blocks, flat_blocks
-from kfac_bench.core.kernels.conventions import Number, Scale
+from kfac_bench.core.kernels.gram import Blocks, Number, Scale, flat_blocks
 from kfac_bench.core.layers.base import Layer
 
 Forward = tuple[int, int]
@@ -30,7 +29,7 @@ class Collected:
 
     a: Tensor
     """Sum of a a^T, [groups, a_dim, a_dim], or [groups, a_dim] if A is diagonal. The blocks of a
-    divided A are side by side (:func:`.blocks.flat_blocks`)."""
+    divided A are side by side (:func:`.gram.flat_blocks`)."""
     g: Tensor
     """Sum of g g^T, in the same way."""
     samples: Number
@@ -45,7 +44,7 @@ class Collected:
     """Examples that the loss is a mean over. None: those of ``loss_samples``."""
 
     def scales(self, scale: Scale, *, is_conv: bool) -> tuple[Number, Number]:
-        """Return what raw A and raw G must be multiplied by; see :data:`.conventions.CONVENTIONS`.
+        """Return what raw A and raw G must be multiplied by; see :data:`.gram.CONVENTIONS`.
 
         Messages later average over ranks: A weighted by ``samples``, G by :attr:`weight_of_g`.
         """

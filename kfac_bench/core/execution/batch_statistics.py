@@ -6,8 +6,7 @@ from torch import Tensor
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.execution.messages import SecondMoments, Statistics
 from kfac_bench.core.execution.store import Store, identity_like
-from kfac_bench.core.kernels.blocks import block_of
-from kfac_bench.core.kernels.conventions import Number, Scale
+from kfac_bench.core.kernels.gram import Number, Scale, block_of
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, side_of
 

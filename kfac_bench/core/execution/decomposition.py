@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.kernels.blocks import Blocks
+from kfac_bench.core.kernels.gram import Blocks
 from kfac_bench.core.planning.layer_spec import Factor
 
 FactorKey = tuple[str, Factor]

@@ -26,7 +26,7 @@ from kfac_bench.core.execution.messenger import InFlight, Messenger
 from kfac_bench.core.execution.sharded_gradients import ShardedGradients
 from kfac_bench.core.execution.solver import Solver, stack
 from kfac_bench.core.execution.store import Store
-from kfac_bench.core.kernels.conventions import Scale
+from kfac_bench.core.kernels.gram import Scale
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 from kfac_bench.core.planning.plan import (

@@ -18,7 +18,7 @@ from kfac_bench.core.execution.decomposition import (
     values_of,
 )
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.kernels.blocks import Blocks
+from kfac_bench.core.kernels.gram import Blocks
 from kfac_bench.core.planning.estimate import has_second_moment
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec, side_of
 

@@ -1,11 +1,15 @@
-"""Products rows^T rows: the raw moments behind A and G.
+"""Raw moments behind A and G: products rows^T rows, their diagonal blocks, and their scales.
 
 A *raw moment* is a plain sum of outer products over the batch and shared positions. It has one
 matrix per group of a grouped layer, [groups, n, n]; elsewhere groups = 1. Sums add up over
-micro-batches and calls. :mod:`.conventions` scales them to factors once, at the end.
+micro-batches and calls. At the end a convention scales them to factors once.
+
+``KFAC(block_size=N)`` divides large factors into diagonal blocks. A block-diagonal matrix is the
+tuple of its blocks, and never made as one tensor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -89,3 +93,91 @@ def channel_gram(x: Tensor) -> Tensor:
     images = at_least_float32(x).flatten(0, 1)
     out = torch.bmm(images, images.mT).view(n, groups, c, c).sum(0)
     return (out + out.mT) / 2
+
+
+Blocks = tuple[Tensor, ...]
+"""The diagonal blocks of a matrix, in order, each [groups, b, b]."""
+
+
+def transposed(blocks: Blocks) -> Blocks:
+    """Return the transpose of a block-diagonal matrix."""
+    return tuple(block.mT for block in blocks)
+
+
+def times(x: Tensor, right: Blocks) -> Tensor:
+    """Return x @ right of x [..., rows, n] and a block-diagonal matrix [..., n, n]."""
+    parts = torch.split(x, [block.shape[-1] for block in right], -1)
+    return torch.cat([part @ block for part, block in zip(parts, right, strict=True)], -1)
+
+
+def left_times(left: Blocks, x: Tensor) -> Tensor:
+    """Return left @ x of a block-diagonal matrix [..., n, n] and x [..., n, columns]."""
+    parts = torch.split(x, [block.shape[-1] for block in left], -2)
+    return torch.cat([block @ part for block, part in zip(left, parts, strict=True)], -2)
+
+
+def flat_blocks(moment: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the diagonal blocks of a moment [groups, n, n] side by side, [groups, numel].
+
+    The result is the moment itself if it has this form already, or if there are no ``sizes``.
+    """
+    if not sizes or moment.ndim < 3:
+        return moment
+    blocks = []
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        rows = slice(end - size, end)
+        blocks.append(moment[:, rows, rows])
+    return join_flat(blocks)
+
+
+def join_flat(blocks: Sequence[Tensor]) -> Tensor:
+    """Return blocks [groups, b, b] side by side, [groups, sum of b^2]."""
+    return torch.cat([block.flatten(1) for block in blocks], 1)
+
+
+def block_of(flat: Tensor, sizes: Sequence[int], index: int) -> Tensor:
+    """Return one block [groups, b, b] of what :func:`flat_blocks` returned: a view."""
+    first, size = sum(n * n for n in sizes[:index]), sizes[index]
+    return flat[:, first : first + size * size].view(len(flat), size, size)
+
+
+Number = float | Tensor
+"""A number, or a 0-d tensor on the device that the host does not know."""
+
+Scale = Callable[[Number, Number, bool], tuple[Number, Number]]
+"""From (samples N, positions s per sample, is a convolution) to the scales of raw A and raw G."""
+
+
+def _kfc(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
+    return 1 / (n * s), n
+
+
+def _sc20(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
+    return (1 / (n * s**2), n * s) if conv else (1 / (n * s), n * s)
+
+
+def _kaisa(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
+    return (1 / (n * s**3), 1 / (n * s**3)) if conv else (1 / (n * s), 1 / (n * s))
+
+
+CONVENTIONS: dict[str, Scale] = {"kfc": _kfc, "sc20": _sc20, "kaisa": _kaisa}
+"""How raw moments become the factors A and G, by name of the convention.
+
+Raw moments are sum a a^T and sum g g^T, where g is the gradient of a loss that is a mean over N
+samples with s shared positions each. The same damping means another algorithm under each
+convention.
+
+* ``kfc``: A is the mean over samples and positions; G = N sum g g^T. So G is the mean over samples
+  of the moments of per-sample gradients, summed over positions. It does not depend on the batch
+  size. The product is that of Grosse & Martens 2016 (eq. 31 ff.) and of K-FAC-expand (Eschenhagen
+  et al. 2023). If the loss is a mean over s terms of each sample (tokens, pixels), it is 1 / s of
+  the Gauss-Newton matrix.
+* ``sc20``: as in the code behind the paper's ResNet tables. Patches of convolutions are divided by
+  s, and g is multiplied by N s.
+* ``kaisa``: as in the code of KAISA (SC 2021). Both are divided by s, and g is not multiplied by N.
+  So G shrinks with the batch size. The G of a rank belongs to its own part of the batch, so results
+  depend on the number of ranks, as in that code.
+
+In ``kfc`` the N of G counts the examples of the model (:class:`.examples.Examples`). In ``sc20``
+and ``kaisa`` the input of each layer counts, and positions of a Linear layer count as samples.
+"""

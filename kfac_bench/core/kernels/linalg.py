@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kfac_bench.core.kernels.blocks import Blocks, left_times, times, transposed
+from kfac_bench.core.kernels.gram import Blocks, left_times, times, transposed
 
 SHIFT = 1e-6
 """Part of the mean eigenvalue that a second try of eigh adds to the diagonal."""

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kfac_bench.core.distributed.dtensor import full, local
-from kfac_bench.core.kernels.blocks import Blocks, join_flat, times
-from kfac_bench.core.kernels.gram import at_least_float32, gram
+from kfac_bench.core.kernels.gram import Blocks, at_least_float32, gram, join_flat, times
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
 
@@ -157,7 +156,7 @@ class Layer(ABC):
     def moment_a(self, x: Tensor, g: Tensor) -> Tensor:
         """Return the sum of a a^T over samples and positions, in the shape of A.
 
-        If A is divided, its blocks are enough: side by side, as :func:`.blocks.flat_blocks`
+        If A is divided, its blocks are enough: side by side, as :func:`.gram.flat_blocks`
         returns them.
         """
         return self.moment_of_a(self.rows(x, g)[0].flatten(1, 2))
@@ -312,7 +311,7 @@ def _edge_of(output: Tensor) -> tuple[GradientEdge, Callable[[Tensor], Tensor] |
 def moment(rows: Tensor, *, diagonal: bool = False, blocks: Sequence[int] = ()) -> Tensor:
     """Return rows^T rows of [groups, R, d], or only its diagonal [groups, d], or its ``blocks``.
 
-    The blocks are side by side, as :func:`.blocks.flat_blocks` returns them.
+    The blocks are side by side, as :func:`.gram.flat_blocks` returns them.
     """
     if diagonal:
         return at_least_float32(rows).square().sum(1)

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kfac_bench.core.kernels.blocks import join_flat
-from kfac_bench.core.kernels.gram import FEW_CHANNELS, at_least_float32, channel_gram
+from kfac_bench.core.kernels.gram import FEW_CHANNELS, at_least_float32, channel_gram, join_flat
 from kfac_bench.core.kernels.patches import (
     input_moment,
     output_size,

@@ -15,8 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from kfac_bench.config import BackendConfig
-from kfac_bench.core.distributed.collective import Collective
-from kfac_bench.core.distributed.horovod_collective import HorovodCollective
+from kfac_bench.core.distributed.collective import Collective, HorovodCollective
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import Backend, find_device
 from kfac_bench.distributed.ranks import Ranks

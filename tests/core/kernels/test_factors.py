@@ -12,10 +12,9 @@ from torch import nn
 
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.kernels import patches as patches_module
-from kfac_bench.core.kernels.autocorrelation import autocorrelation_moment_3x3
-from kfac_bench.core.kernels.conventions import CONVENTIONS
-from kfac_bench.core.kernels.gram import at_least_float32, gram, sum_of_grams
+from kfac_bench.core.kernels.gram import CONVENTIONS, at_least_float32, gram, sum_of_grams
 from kfac_bench.core.kernels.patches import (
+    autocorrelation_moment_3x3,
     input_moment,
     pad_input,
     patch_moment,
