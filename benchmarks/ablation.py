@@ -30,7 +30,7 @@ from benchmarks import rates, tables
 from kfac_bench import eigen_adam
 from kfac_bench.core.execution.decomposition import Decomposition, Eigen, FactorKey
 from kfac_bench.core.execution.executor import Executor
-from kfac_bench.core.execution.solver import Problem, Solver
+from kfac_bench.core.execution.solver import FactorBatch, Solver
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
@@ -70,18 +70,18 @@ class AblatedSolver(Solver):
         self._executor, self._variant = executor, variant
         self._running: dict[FactorKey, Tensor] = {}
 
-    def problem(
+    def batch(
         self,
         members: Sequence[tuple[LayerSpec, Factor]],
         damping: float | None,
         *,
         copy: bool = False,
-    ) -> Problem:
+    ) -> FactorBatch:
         """Return the factors to decompose; for Shampoo those of the gradients."""
-        problem = super().problem(members, damping, copy=copy)
+        batch = super().batch(members, damping, copy=copy)
         if self._variant.basis != "shampoo":
-            return problem
-        return replace(problem, matrices=tuple(self._of_gradient(*each) for each in members))
+            return batch
+        return replace(batch, matrices=tuple(self._of_gradient(*each) for each in members))
 
     def _of_gradient(self, spec: LayerSpec, factor: Factor) -> Tensor:
         """Return the running average of W^T W (for A) or W W^T (for G) of the gradients W."""
@@ -93,9 +93,9 @@ class AblatedSolver(Solver):
         self._running[spec.name, factor] = new if old is None else torch.lerp(new, old, DECAY)
         return self._running[spec.name, factor]
 
-    def solve(self, problem: Problem) -> dict[FactorKey, Decomposition]:
+    def solve(self, batch: FactorBatch) -> dict[FactorKey, Decomposition]:
         """Return decompositions; the identity for a side without eigenvectors."""
-        made, basis = super().solve(problem), self._variant.basis
+        made, basis = super().solve(batch), self._variant.basis
         for (name, factor), each in made.items():
             if isinstance(each, Eigen) and basis not in ("kfac", "shampoo", factor):
                 eye = torch.eye(each.vectors.shape[-1]).expand_as(each.vectors).contiguous()

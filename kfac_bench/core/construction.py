@@ -20,8 +20,7 @@ from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
 from kfac_bench.core.eigen_adam_optimizer import Coverage, EigenAdam, find_eigen_adam
 from kfac_bench.core.execution.adam import AdamRule
-from kfac_bench.core.execution.background import Background
-from kfac_bench.core.execution.background_moments import BackgroundMoments
+from kfac_bench.core.execution.background import Background, BackgroundMoments
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.guards.guards import Guards

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kfac_bench.core.execution.adam import AdamRule
-from kfac_bench.core.execution.sharded_gradients import any_sharded
+from kfac_bench.core.execution.gradients import any_sharded
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer

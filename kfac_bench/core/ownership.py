@@ -69,14 +69,10 @@ def _first_taken(layers: Sequence[Layer]) -> Layer | None:
 def _owners_of(layer: Layer) -> Iterator[Owner]:
     """Yield the owners of the modules of a layer, and those of its parameters."""
     yield from owners(layer.modules)
-    for parameter in _parameters(layer):
+    for parameter in layer.params:
         reference = _owner_of_parameter.get(parameter)
         if reference is not None and (owner := reference()) is not None:
             yield owner
-
-
-def _parameters(layer: Layer) -> list[Tensor]:
-    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
 
 
 def take(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> None:
@@ -93,7 +89,7 @@ def take(owner: Owner, layers: Sequence[Layer], hooks: Sequence[Removable]) -> N
     for layer in layers:
         for module in layer.modules:
             _owner_of[module] = ref(owner)
-        for parameter in _parameters(layer):
+        for parameter in layer.params:
             _owner_of_parameter[parameter] = ref(owner)
 
 
@@ -103,7 +99,7 @@ def release(owner: Owner, layers: Sequence[Layer]) -> None:
         for module in layer.modules:
             if any(other is owner for other in owners([module])):
                 del _owner_of[module]
-        for parameter in _parameters(layer):
+        for parameter in layer.params:
             reference = _owner_of_parameter.get(parameter)
             if reference is not None and reference() is owner:
                 del _owner_of_parameter[parameter]

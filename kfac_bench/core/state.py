@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfac_bench.core.execution.adam import AdamMoments
-from kfac_bench.core.execution.background_slices import factors_of
+from kfac_bench.core.execution.background import factors_of
 from kfac_bench.core.execution.decomposition import Decomposition, Eigen, FactorKey, type_of
 from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.layers.base import Layer

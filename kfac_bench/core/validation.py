@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from kfac_bench.core.capture.fisher import FISHERS
 from kfac_bench.core.distributed.dtensor import any_tensor_parallel
 from kfac_bench.core.execution.adam import AdamRule
-from kfac_bench.core.execution.sharded_gradients import any_sharded
+from kfac_bench.core.execution.gradients import any_sharded
 from kfac_bench.core.kernels.gram import CONVENTIONS
 from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.layers.base import Layer

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_bench.core import KFAC
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
-from kfac_bench.core.execution.background import Background
-from kfac_bench.core.execution.background_moments import MAX_WAITING, BackgroundMoments
+from kfac_bench.core.execution.background import MAX_WAITING, Background, BackgroundMoments
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.linear import LinearLayer
 from kfac_bench.core.planning.plan import ShareDecompositions

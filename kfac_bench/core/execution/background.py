@@ -1,18 +1,27 @@
 """A thread beside training, on which ``KFAC(background=True)`` computes.
 
-:class:`BackgroundMoments` and :class:`BackgroundSlices` say what the thread computes. Only the
-number of the step decides when a result is used. So results are equal bit by bit, on a slow and on
-a fast thread.
+:class:`BackgroundMoments` sums moments on the thread, and :class:`BackgroundSlices` decomposes.
+Only the number of the step decides when a result is used. So results are equal bit by bit, on a
+slow and on a fast thread.
 """
 
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from kfac_bench.core.capture.derivatives import Family
+from kfac_bench.core.capture.moments import Collected, Forward, Moments
+from kfac_bench.core.execution.decomposition import Decomposition, FactorKey
+from kfac_bench.core.execution.solver import Solver
+from kfac_bench.core.layers.base import Layer
+from kfac_bench.core.planning.plan import Decompose, Op, Plan
 
 T = TypeVar("T")
 
@@ -119,3 +128,177 @@ def _forget_threads() -> None:
 
 # A fork copies results but no threads. So all jobs end before a fork, as for DataLoader's workers.
 os.register_at_fork(before=_wait_for_all, after_in_child=_forget_threads)
+
+
+MAX_WAITING = 8
+"""Calls of layers whose x and g the thread has not read yet, at most: they take memory."""
+
+
+class BackgroundMoments(Moments):
+    """Moments that are summed on the thread, in the order in which the calls arrive.
+
+    :meth:`pop` waits for the sums. So they have the same bits as without the thread, and no x and
+    no g is kept beyond a step.
+    """
+
+    def __init__(self, background: Background, moments: Moments) -> None:
+        self._background, self._moments = background, moments
+        self._pending: list[Pending[None]] = []
+
+    def add(self, layer: Layer, x: Any, g: Tensor, forward: Forward, **options: Any) -> None:
+        """See :meth:`Moments.add`."""
+        add = partial(self._moments.add, layer, x, g, forward, **options)
+        reads = (x.data if isinstance(x, PackedSequence) else x, g)
+        self._submit(partial(_check_unchanged, add, layer.name, reads, _versions(reads)), reads)
+
+    def add_use(self, number: int, use: tuple[bool, Tensor, Tensor], family: Family) -> None:
+        """See :meth:`Moments.add_use`."""
+        self._submit(partial(self._moments.add_use, number, use, family), use[1:])
+
+    def _submit(self, job: Callable[[], None], reads: Iterable[Tensor] = ()) -> None:
+        if len(self._pending) >= MAX_WAITING:
+            wait([self._pending[-MAX_WAITING].future])
+        self._pending.append(self._background.submit(job, reads))
+
+    def end_backward(self, *, first: bool) -> None:
+        """See :meth:`Moments.end_backward`."""
+        self._submit(partial(self._moments.end_backward, first=first))
+
+    def count_loss_samples(self, layer: Layer, g: Tensor, forward: Forward) -> None:
+        """See :meth:`Moments.count_loss_samples`."""
+        self._submit(partial(self._moments.count_loss_samples, layer, g, forward))
+
+    def forget(self, name: str) -> None:
+        """See :meth:`Moments.forget`."""
+        self._submit(partial(self._moments.forget, name))
+
+    def forget_where(self, name: str, is_discarded: Tensor) -> None:
+        """See :meth:`Moments.forget_where`."""
+        job = partial(self._moments.forget_where, name, is_discarded)
+        self._submit(job, (is_discarded,))
+
+    def take(self, name: str) -> Collected | None:
+        """Refuse: ``overlap`` takes the sums of a layer early, and is off beside a thread."""
+        raise NotImplementedError
+
+    def pop(self) -> dict[str, Collected]:
+        """See :meth:`Moments.pop`. Raise what the thread raised since the last call."""
+        popped = self._background.submit(self._moments.pop)
+        pending, self._pending = self._pending, []
+        wait([popped.future])
+        for job in pending:
+            job.result()
+        collected = popped.result()
+        for new in collected.values():
+            made = (getattr(new, name) for name in Collected.__slots__)
+            self._background.take_over(x for x in made if isinstance(x, Tensor))
+        return collected
+
+
+def _check_unchanged(
+    add: Callable[[], None], name: str, reads: Iterable[Tensor], versions: list[int]
+) -> None:
+    add()
+    if _versions(reads) != versions:
+        raise RuntimeError(
+            f"background=True: the input of {name}, or the gradient of its output, was changed in "
+            "place between its backward and step(); change a copy, or set background=False"
+        )
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often tensors were changed in place, where torch counts it."""
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+Made = Mapping[FactorKey, Decomposition]
+"""Decompositions by factor. Those that failed are missing."""
+
+
+class BackgroundSlices:
+    """The slices that have begun and are not in use yet.
+
+    All ranks begin and use the same slices at the same steps, also slices that they have no work
+    in. A rank decomposes copies of the running factors, because these change at the next update.
+
+    Attributes:
+        due: By slice, the step in which its decompositions come into use.
+    """
+
+    def __init__(self, plan: Plan, rank: int, solver: Solver, background: Background) -> None:
+        self.due: dict[int, int] = {}
+        self._plan, self._rank = plan, rank
+        self._solver, self._background = solver, background
+        self._results: dict[Decompose, Callable[[], Made]] = {}
+
+    def begin(self, slices: Mapping[int, int], damping: float | None) -> None:
+        """Begin slices with the factors as they are now.
+
+        Args:
+            slices: By slice, the step in which its decompositions come into use. A slice that has
+                begun before and is not in use yet does not begin again.
+            damping: The damping of this step, for the inverse method.
+        """
+        for i, step in slices.items():
+            if i in self.due:
+                continue
+            self.due[i] = step
+            for op in self._my_ops(i):
+                batch = self._solver.batch(op.members, damping, copy=True)
+                job = partial(self._solver.solve, batch)
+                reads = (*batch.matrices, *batch.dampings)
+                self._results[op] = self._background.submit(job, reads).result
+
+    def _my_ops(self, index: int) -> Iterator[Decompose]:
+        for op in self._plan.slices[index]:
+            if isinstance(op, Decompose) and self._rank in op.ranks:
+                yield op
+
+    def pop_due(self, step: int) -> list[int]:
+        """Return the slices that come into use in this step. They may begin again from now on."""
+        due = [i for i, at in self.due.items() if at == step]
+        for i in due:
+            del self.due[i]
+        return due
+
+    def take(self, op: Decompose) -> Made | None:
+        """Wait for the decompositions of an op, and return them; None if it has not begun."""
+        result = self._results.pop(op, None)
+        if result is None:
+            return None
+        made = result()
+        self._background.take_over(x for part in made.values() for x in part.tensors)
+        return made
+
+    def clear(self) -> None:
+        """Forget all slices that have begun."""
+        self.due.clear()
+        self._results.clear()
+
+    def pending(self) -> Iterator[tuple[FactorKey, int, Decomposition | None]]:
+        """Wait for this rank's decompositions; yield them with the step in which they are used."""
+        for i, step in self.due.items():
+            for op in self._my_ops(i):
+                made = self._results[op]()
+                for spec, factor in op.members:
+                    key = (spec.name, factor)
+                    yield key, step, made.get(key)
+
+    def restore(self, due: Mapping[int, int], made: Made) -> None:
+        """Take over slices that had begun in a saved run, with all decompositions of them."""
+        self.due = dict(due)
+        for i in due:
+            for op in self._my_ops(i):
+                keys = [(spec.name, factor) for spec, factor in op.members]
+                mine = {key: made[key] for key in keys if key in made}
+                self._results[op] = partial(dict, mine)
+
+
+def factors_of(ops: Sequence[Op]) -> list[FactorKey]:
+    """Return the factors that a slice decomposes."""
+    return [
+        (spec.name, factor)
+        for op in ops
+        if isinstance(op, Decompose)
+        for spec, factor in op.members
+    ]

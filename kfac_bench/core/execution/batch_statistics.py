@@ -1,14 +1,22 @@
 """The statistics of one batch: from raw moments of this rank to the running averages."""
 
+from collections.abc import MutableMapping
+
 import torch
 from torch import Tensor
 
 from kfac_bench.core.capture.moments import Collected
-from kfac_bench.core.execution.messages import SecondMoments, Statistics
+from kfac_bench.core.execution.decomposition import FactorKey
 from kfac_bench.core.execution.store import Store, identity_like
 from kfac_bench.core.kernels.gram import Number, Scale, block_of
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, side_of
+
+Statistics = MutableMapping[FactorKey, tuple[Tensor, Tensor]]
+"""A statistic of this batch and its weight: the number of samples, a 0-d tensor."""
+
+SecondMoments = MutableMapping[str, tuple[Tensor, Tensor]]
+"""By layer: second moments [groups, g_dim, a_dim] of this batch, and their weight."""
 
 
 class BatchStatistics:
@@ -36,7 +44,7 @@ class BatchStatistics:
         self.loss_weight = 1.0
 
     def compute_factor(self, layer: Layer, factor: Factor, new: Collected | None) -> None:
-        """Make a statistic of a raw moment; ``new`` is None if the layer was not used.
+        """Turn a raw moment into a statistic; ``new`` is None if the layer was not used.
 
         The loss scale stays in it until :meth:`fold`.
         """
@@ -56,7 +64,7 @@ class BatchStatistics:
         self.factors[layer.name, factor] = self._only_finite(moment, weight)
 
     def compute_second_moment(self, layer: Layer, new: Collected | None) -> None:
-        """Make a statistic of raw second moments, None if the layer was not used.
+        """Turn raw second moments into a statistic; ``new`` is None if the layer was not used.
 
         If a and g are independent, it is the product of the eigenvalues of A and G.
         """

@@ -1,9 +1,8 @@
-"""Decompositions of one factor: how they are kept, stacked, sent and saved.
+"""Decompositions of factors: how they are kept, sent and saved, and how they work on a gradient.
 
 A factor becomes an :class:`Eigen` or an :class:`Inverse`, or if the factor is a diagonal a
 :class:`DiagonalEigen` or a :class:`DiagonalInverse`. The solver makes decompositions, the store
-keeps them, and messages carry them. How those of A and G precondition a gradient is in
-``curvature.py``.
+keeps them, and messages carry them.
 
 In half precision, matrices are kept and sent in two bytes per element; eigenvalues, diagonals and
 scales stay in fp32.
@@ -24,7 +23,7 @@ FactorKey = tuple[str, Factor]
 """A layer's name, and which of its factors."""
 
 
-class Parts:
+class TensorRecord:
     """A frozen dataclass of tensors [groups, ...], None where a tensor is not needed."""
 
     __slots__ = ()
@@ -41,7 +40,7 @@ class Parts:
         return [type(self)(*tensors) for tensors in zip(*each, strict=True)]
 
 
-P = TypeVar("P", bound=Parts)
+P = TypeVar("P", bound=TensorRecord)
 
 
 def cat(each: Sequence[P]) -> P:
@@ -50,7 +49,7 @@ def cat(each: Sequence[P]) -> P:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledMatrix(Parts):
+class ScaledMatrix(TensorRecord):
     """A factor as a rank keeps it: [groups, n, n], or a diagonal [groups, n].
 
     Elements of factors are tiny and those of inverses huge, so in half precision a matrix is
@@ -76,7 +75,7 @@ class ScaledMatrix(Parts):
 
 
 @dataclass(frozen=True, slots=True)
-class Eigen(Parts):
+class Eigen(TensorRecord):
     """A factor as Q diag(values) Q^T: values [groups, n], vectors Q [groups, n, n] in columns."""
 
     values: Tensor
@@ -92,7 +91,7 @@ class Eigen(Parts):
         return self if half is None else type(self)(self.values, self.vectors.to(half))
 
     def saved(self) -> list[Tensor]:
-        """Return its tensors on disk."""
+        """Return the tensors that a saved state has of it."""
         return [self.values, self.basis]
 
     def pack(self, numbers: Tensor, matrix: Tensor) -> None:
@@ -115,7 +114,7 @@ class Inverse(ScaledMatrix):
         return type(self).keep(self.matrix, half)
 
     def saved(self) -> list[Tensor]:
-        """Return its tensor on disk."""
+        """Return the tensor that a saved state has of it."""
         return [self.dense()]
 
     def pack(self, numbers: Tensor, matrix: Tensor) -> None:
@@ -134,7 +133,7 @@ class Inverse(ScaledMatrix):
 
 
 @dataclass(frozen=True, slots=True)
-class Diagonal(Parts):
+class Diagonal(TensorRecord):
     """What becomes of a diagonal factor: values [groups, n], always in fp32 or fp64."""
 
     values: Tensor
@@ -144,7 +143,7 @@ class Diagonal(Parts):
         return self
 
     def saved(self) -> list[Tensor]:
-        """Return its tensor on disk."""
+        """Return the tensor that a saved state has of it."""
         return [self.values]
 
     def pack(self, numbers: Tensor, matrix: Tensor) -> None:
@@ -179,32 +178,32 @@ class DiagonalInverse(Diagonal):
 AnyEigen = Eigen | DiagonalEigen
 AnyInverse = Inverse | DiagonalInverse
 Decomposition = AnyEigen | AnyInverse
-Whole = Decomposition | tuple[Decomposition, ...]
+SideDecomposition = Decomposition | tuple[Decomposition, ...]
 """The decomposition of A or of G; of a divided factor those of its blocks, in order."""
 
 
-def values_of(whole: Whole) -> Tensor:
+def values_of(side: SideDecomposition) -> Tensor:
     """Return the eigenvalues of A or G, [groups, n]."""
-    if isinstance(whole, tuple):
-        return torch.cat([values_of(block) for block in whole], -1)
-    assert isinstance(whole, AnyEigen)
-    return whole.values
+    if isinstance(side, tuple):
+        return torch.cat([values_of(block) for block in side], -1)
+    assert isinstance(side, AnyEigen)
+    return side.values
 
 
-def basis_of(whole: Whole) -> Tensor | Blocks | None:
+def basis_of(side: SideDecomposition) -> Tensor | Blocks | None:
     """Return the eigenvectors of A or G; None if it is a diagonal."""
-    if isinstance(whole, tuple):
-        return tuple(block.basis for block in whole if isinstance(block, Eigen))
-    assert isinstance(whole, AnyEigen)
-    return whole.basis
+    if isinstance(side, tuple):
+        return tuple(block.basis for block in side if isinstance(block, Eigen))
+    assert isinstance(side, AnyEigen)
+    return side.basis
 
 
-def inverse_of(whole: Whole) -> Tensor | Blocks:
+def inverse_of(side: SideDecomposition) -> Tensor | Blocks:
     """Return the inverse of A or G, [groups, n, n]; of a diagonal [groups, n]."""
-    if isinstance(whole, tuple):
-        return tuple(block.dense() for block in whole if isinstance(block, Inverse))
-    assert isinstance(whole, AnyInverse)
-    return whole.dense()
+    if isinstance(side, tuple):
+        return tuple(block.dense() for block in side if isinstance(block, Inverse))
+    assert isinstance(side, AnyInverse)
+    return side.dense()
 
 
 def type_of(method: str, *, is_diagonal: bool) -> type[Decomposition]:
@@ -212,3 +211,36 @@ def type_of(method: str, *, is_diagonal: bool) -> type[Decomposition]:
     if method == "inverse":
         return DiagonalInverse if is_diagonal else Inverse
     return DiagonalEigen if is_diagonal else Eigen
+
+
+def precondition(
+    grad: Tensor,
+    a: SideDecomposition,
+    g: SideDecomposition,
+    damping: float | None,
+    *,
+    second_moments: Tensor | None = None,
+    has_factored_damping: bool = False,
+) -> Tensor:
+    """Multiply a gradient by the damped inverse of the curvature G kron A of its layer.
+
+    Args:
+        grad: The gradient, [groups, g_dim, a_dim].
+        a: The decomposition of A.
+        g: The decomposition of G. Inverses (eq. 9-10) contain the damping of the step in which
+            they were made. Eigendecompositions (eq. 11-13) get the damping here.
+        damping: The damping; None: relative to the mean eigenvalue.
+        second_moments: EKFAC's second moments in the eigenbasis, [groups, g_dim, a_dim], which
+            replace the eigenvalues (George et al. 2018).
+        has_factored_damping: Whether the damping is split between A and G.
+    """
+    first = a[0] if isinstance(a, tuple) else a
+    if isinstance(first, AnyInverse):
+        return linalg.precondition_inverse(grad, inverse_of(a), inverse_of(g))
+    if second_moments is None:
+        values = linalg.damped_eigenvalues(
+            values_of(a), values_of(g), damping, factored=has_factored_damping
+        )
+    else:
+        values = linalg.damped_second_moments(second_moments, damping)
+    return linalg.precondition_eigen(grad, basis_of(a), basis_of(g), values)

@@ -1,7 +1,7 @@
 """Runs the plan's ops on real tensors: the part of a K-FAC step that is the same every time.
 
 :class:`KFAC` decides which stages are due and calls :meth:`Executor.run`. The executor walks their
-ops in the plan's order. The linear algebra is in ``solver.py``, messages are in ``messenger.py``,
+ops in the plan's order. The linear algebra is in ``solver.py``, messages are in ``messages.py``,
 and what lasts between steps is in ``store.py``.
 """
 
@@ -17,13 +17,11 @@ from torch import Tensor
 from kfac_bench.core.capture.moments import Collected
 from kfac_bench.core.distributed.collective import Collective
 from kfac_bench.core.execution.adam import AdamRule
-from kfac_bench.core.execution.background import Background
-from kfac_bench.core.execution.background_slices import BackgroundSlices
+from kfac_bench.core.execution.background import Background, BackgroundSlices
 from kfac_bench.core.execution.batch_statistics import BatchStatistics
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey
-from kfac_bench.core.execution.gradients import Gradients, WholeGradients
-from kfac_bench.core.execution.messenger import InFlight, Messenger
-from kfac_bench.core.execution.sharded_gradients import ShardedGradients
+from kfac_bench.core.execution.gradients import Gradients, ShardedGradients, WholeGradients
+from kfac_bench.core.execution.messages import InFlight, Messenger
 from kfac_bench.core.execution.solver import Solver, stack
 from kfac_bench.core.execution.store import Store
 from kfac_bench.core.kernels.gram import Scale
@@ -263,7 +261,7 @@ class Executor:
         """Return decompositions that were begun beside training, or make them now."""
         made = None if self.background_slices is None else self.background_slices.take(op)
         if made is None:
-            made = self.solver.solve(self.solver.problem(op.members, damping))
+            made = self.solver.solve(self.solver.batch(op.members, damping))
         return made
 
     def _precondition(self, specs: Sequence[LayerSpec], request: Request) -> None:

@@ -1,18 +1,18 @@
 """The gradients of one step, before and after preconditioning, wherever they are.
 
 There are two kinds. :class:`WholeGradients` are complete on every rank, as DistributedDataParallel
-leaves them. ``ShardedGradients`` (``sharded_gradients.py``) are in parts, as FSDP2 and tensor
-parallelism leave them; a gradient is then whole on its gradient workers alone, while they work on
-it. The executor, its messages and the write-back use both in the same way.
+leaves them. :class:`ShardedGradients` are in parts, as FSDP2 and tensor parallelism leave them; a
+gradient is then whole on its gradient workers alone, while they work on it. The executor, its
+messages and the write-back use both in the same way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kfac_bench.core.execution.sharded_gradients import ShardedGradients, unique_params
+from kfac_bench.core.distributed.dtensor import Part, is_sharded, lay_out_grad, local, part_of
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import LayerSpec
 
@@ -100,4 +100,134 @@ class WholeGradients:
         self.whole, self.preconditioned = {}, {}
 
 
+def any_sharded(layers: Sequence[Layer]) -> bool:
+    """Return whether ranks hold parts of some layer's parameters."""
+    return any(is_sharded(layer.weight) for layer in layers)
+
+
+class ShardedGradients:
+    """The parts of the gradients that this rank holds; see :class:`WholeGradients`.
+
+    A gradient becomes ``whole`` on its gradient workers when their message has arrived. As soon as
+    the preconditioned gradient is needed no more, only this rank's part of it is kept.
+    """
+
+    def __init__(self, layers: Sequence[Layer], world_size: int) -> None:
+        self._layers = {layer.name: layer for layer in layers}
+        self._params = list(unique_params(layers))
+        self._parts = {id(p): part_of(p, world_size) for p in self._params}
+        self.left: set[str] = set()
+        self._kept: dict[str, list[Tensor]] = {}
+        """By layer, this rank's parts of the preconditioned weight and bias gradients."""
+        self._products = torch.empty(0)
+        """[names, 4]: <p, g>, <p, p>, <g, g>, <w, w>; p is a preconditioned
+        gradient, g the gradient, w the weight."""
+        self.whole: dict[str, Tensor] = {}
+        self.preconditioned: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Start a step with what backward left; all ranks call it."""
+        self._forget()
+        for param in self._params:
+            lay_out_grad(param)
+
+    def leave(self, names: set[str]) -> None:
+        """Leave layers to the optimizer, from this step on."""
+        self.left |= names
+
+    def _forget(self) -> None:
+        self.whole, self.preconditioned, self._kept = {}, {}, {}
+
+    @property
+    def names(self) -> list[str]:
+        """The layers that backward reached, in the model's order."""
+        reached = (n for n, layer in self._layers.items() if layer.weight.grad is not None)
+        return [name for name in reached if name not in self.left]
+
+    def add_part(self, name: str, matrix: Tensor) -> None:
+        """Add this rank's part to a gradient [groups, g_dim, a_dim], which is 0 before.
+
+        Where several ranks hold one block, each adds a share of its value, so that the sum over
+        ranks is right.
+        """
+        for whole, held, part in self._blocks(name, matrix):
+            # The part is written through ``whole``, which must therefore be a view of the matrix.
+            assert whole.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
+            if held.grad is not None:
+                there, here = part.within(self._layers[name].part)
+                whole[there] = local(held.grad)[here] * part.share
+
+    def keep(self, specs: Sequence[LayerSpec]) -> None:
+        """Reduce whole preconditioned gradients to this rank's parts, which frees their memory."""
+        for name in (spec.name for spec in specs):
+            if name in self.preconditioned:
+                self.whole.pop(name, None)
+                rows, matrix = self._layers[name].part, self.preconditioned.pop(name)
+                self._kept[name] = [
+                    whole[part.within(rows)[0]].clone()
+                    for whole, _, part in self._blocks(name, matrix)
+                ]
+
+    def sum_products(self, out: Tensor) -> None:
+        """Write what this rank's parts add to the products into ``out``, [4 * layers]."""
+        sums = out.zero_().view(len(self._layers), 4)
+        for i, name in enumerate(self._layers):
+            for new, old, weight, part in self._parts_of(name):
+                old, weight = old.to(new.dtype), weight.to(new.dtype)
+                products = [new * old, new.square(), old.square(), weight.square()]
+                sums[i] += part.share * torch.stack([product.sum() for product in products])
+
+    def keep_products(self, summed: Tensor) -> None:
+        """Store the products, summed over ranks, [4 * layers]."""
+        names = set(self.names)
+        reached = [i for i, name in enumerate(self._layers) if name in names]
+        self._products = summed.view(-1, 4)[reached]
+
+    def products(self) -> Tensor:
+        """Return <p, g>, <p, p> and <g, g> of each of :attr:`names`, [names, 3]."""
+        return self._products[:, :3]
+
+    def weight_square(self) -> Tensor:
+        """Return the square of the norm of all weights whose gradients are :attr:`names`."""
+        return self._products[:, 3].sum()
+
+    def cosines(self) -> Tensor:
+        """Return the cosine between both, of each of :attr:`names`."""
+        dots, new, old, _ = self._products.unbind(1)
+        return dots / (new * old).sqrt().clamp_min(1e-8)
+
+    def write(
+        self, scales: Sequence[Tensor] | None, of_old: Sequence[Tensor] | None = None
+    ) -> None:
+        """See :meth:`WholeGradients.write`."""
+        for i, name in enumerate(self.names):
+            for new, old, _, _ in self._parts_of(name):
+                scaled = new if scales is None else new * scales[i]
+                old.copy_(scaled if of_old is None else scaled + old * of_old[i])
+        self._forget()
+
+    def _parts_of(self, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor, Part]]:
+        """Yield this rank's part of each parameter: preconditioned gradient, gradient, weight."""
+        layer = self._layers[name]
+        # Not strict: nothing is kept of a layer that backward did not reach.
+        for param, new in zip(layer.params, self._kept.get(name, ()), strict=False):
+            if param.grad is not None:
+                part = self._parts[id(param)]
+                here = part.within(layer.part)[1]
+                yield new, local(param.grad)[here], local(param.detach())[here], part
+
+    def _blocks(self, name: str, matrix: Tensor) -> Iterator[tuple[Tensor, Tensor, Part]]:
+        """Yield each parameter with its block of ``matrix`` before it, and this rank's part."""
+        layer = self._layers[name]
+        # Not strict: from_matrix returns (weight, None) for a layer without a bias.
+        for param, whole in zip(layer.params, layer.from_matrix(matrix), strict=False):
+            assert whole is not None
+            yield whole, param, self._parts[id(param)]
+
+
 Gradients = WholeGradients | ShardedGradients
+
+
+def unique_params(layers: Iterable[Layer]) -> Iterable[Tensor]:
+    """Return the weights and biases of layers, each tensor once."""
+    return {id(p): p for layer in layers for p in layer.params}.values()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kfac_bench.core.execution import adam, curvature
+from kfac_bench.core.execution import adam
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.decomposition import (
     Decomposition,
@@ -18,6 +18,7 @@ from kfac_bench.core.execution.decomposition import (
     FactorKey,
     Inverse,
     basis_of,
+    precondition,
 )
 from kfac_bench.core.execution.store import Store, identity_like
 from kfac_bench.core.kernels import linalg
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FactorBatch:
     """Factors of one shape that are decomposed together, with all that the result depends on."""
 
     keys: tuple[FactorKey, ...]
@@ -41,8 +42,8 @@ class Problem:
     none if eigh is due."""
     is_diagonal: bool
 
-    def singles(self) -> Iterator["Problem"]:
-        """Yield a problem for each factor."""
+    def singles(self) -> Iterator["FactorBatch"]:
+        """Yield a batch for each factor."""
         for i, key in enumerate(self.keys):
             part = slice(i, i + 1)
             yield replace(
@@ -74,21 +75,21 @@ class Solver:
         # Failures so far; also the thread of background=True counts.
         self._failures = itertools.count(1)
 
-    def problem(
+    def batch(
         self,
         members: Sequence[tuple[LayerSpec, Factor]],
         damping: float | None,
         *,
         copy: bool = False,
-    ) -> Problem:
-        """Return running factors of one shape as a problem for :meth:`solve`.
+    ) -> FactorBatch:
+        """Return running factors of one shape as a batch for :meth:`solve`.
 
-        With ``copy`` the problem does not change when the running factors do.
+        With ``copy`` the batch does not change when the running factors do.
         """
         keys = tuple((spec.name, factor) for spec, factor in members)
         matrices = tuple(self._store.factor(key) for key in keys)
         spec, factor = members[0]
-        return Problem(
+        return FactorBatch(
             keys,
             tuple(matrix.clone() for matrix in matrices) if copy else matrices,
             tuple(
@@ -108,23 +109,23 @@ class Solver:
         eigen = [each for each in old if isinstance(each, Eigen)]
         return tuple(each.basis for each in eigen) if len(eigen) == len(old) else ()
 
-    def solve(self, problem: Problem) -> dict[FactorKey, Decomposition]:
+    def solve(self, batch: FactorBatch) -> dict[FactorKey, Decomposition]:
         """Return decompositions by factor, without those of factors that cannot be decomposed.
 
-        The result depends on the problem alone, so any thread may call this method.
+        The result depends on the batch alone, so any thread may call this method.
         """
-        if problem.is_diagonal:
-            return dict(zip(problem.keys, self._solve_diagonal(problem), strict=True))
+        if batch.is_diagonal:
+            return dict(zip(batch.keys, self._solve_diagonal(batch), strict=True))
         try:
-            made = self._solve_dense(problem)
+            made = self._solve_dense(batch)
         except linalg.DecompositionError as error:
             # One bad matrix fails its whole batch, so the members are decomposed one by one.
-            if len(problem.keys) > 1:
-                each = [self.solve(single) for single in problem.singles()]
+            if len(batch.keys) > 1:
+                each = [self.solve(single) for single in batch.singles()]
                 return {key: made for part in each for key, made in part.items()}
-            self._warn(problem.keys[0], error)
+            self._warn(batch.keys[0], error)
             return {}
-        return dict(zip(problem.keys, made, strict=True))
+        return dict(zip(batch.keys, made, strict=True))
 
     def _warn(self, key: FactorKey, error: linalg.DecompositionError) -> None:
         """Report failures 1, 10, 100 and so on: a model may have hundreds in each interval."""
@@ -134,25 +135,25 @@ class Solver:
         elif count == 10 ** (len(str(count)) - 1):
             log.warning("%d decompositions have failed; their last good ones stay", count)
 
-    def _solve_dense(self, problem: Problem) -> Sequence[Eigen | Inverse]:
-        sizes = [len(matrix) for matrix in problem.matrices]
-        stacked = stack(problem.matrices)
+    def _solve_dense(self, batch: FactorBatch) -> Sequence[Eigen | Inverse]:
+        sizes = [len(matrix) for matrix in batch.matrices]
+        stacked = stack(batch.matrices)
         if self._method == "inverse":
-            inverse = linalg.damped_inverse(stacked, torch.cat(problem.dampings))
+            inverse = linalg.damped_inverse(stacked, torch.cat(batch.dampings))
             return Inverse(inverse).split(sizes)
         if self._adam is not None:
             stacked = adam.separated(stacked)
-        if problem.bases:
-            return Eigen(*linalg.orthogonal_iteration(stacked, stack(problem.bases))).split(sizes)
+        if batch.bases:
+            return Eigen(*linalg.orthogonal_iteration(stacked, stack(batch.bases))).split(sizes)
         return Eigen(*linalg.eigendecompose(stacked)).split(sizes)
 
-    def _solve_diagonal(self, problem: Problem) -> Sequence[DiagonalEigen | DiagonalInverse]:
+    def _solve_diagonal(self, batch: FactorBatch) -> Sequence[DiagonalEigen | DiagonalInverse]:
         if self._method == "inverse":
             return [
                 DiagonalInverse(1 / (diagonal + damping.unsqueeze(-1)))
-                for diagonal, damping in zip(problem.matrices, problem.dampings, strict=True)
+                for diagonal, damping in zip(batch.matrices, batch.dampings, strict=True)
             ]
-        return [DiagonalEigen(diagonal.clone()) for diagonal in problem.matrices]
+        return [DiagonalEigen(diagonal.clone()) for diagonal in batch.matrices]
 
     def keep(
         self,
@@ -179,7 +180,7 @@ class Solver:
         return Eigen(torch.ones_like(eye[..., 0]), eye)
 
     def _damping(self, key: FactorKey, damping: float | None) -> Tensor:
-        """Return what the inverse method adds to a factor, [groups] or []."""
+        """Return the damping that the inverse method adds to a factor, [groups] or []."""
         name, factor = key
         if damping is None:
             # Added to both factors, these are also the two parts of a factored relative damping.
@@ -220,12 +221,13 @@ class Solver:
             return grad
         moments = self._store.second_moments
         has_moments = specs[0].name in moments
-        layers = curvature.join(
+        return precondition(
+            grad,
             *self._store.stacked(specs),
-            stack([moments[spec.name] for spec in specs]) if has_moments else None,
+            damping,
+            second_moments=stack([moments[s.name] for s in specs]) if has_moments else None,
             has_factored_damping=self._has_factored_damping,
         )
-        return layers.precondition(grad, damping)
 
     def _adam_step(
         self,
@@ -262,7 +264,7 @@ class Solver:
         """Return the eigenvectors of A and G; None stands for the identity."""
         if not self._store.is_decomposed(specs[0]):
             return None, None
-        a, g = (basis_of(whole) for whole in self._store.stacked(specs))
+        a, g = (basis_of(side) for side in self._store.stacked(specs))
         # Method eigen_adam refuses divided factors.
         assert not isinstance(a, tuple)
         assert not isinstance(g, tuple)

@@ -11,7 +11,7 @@ from kfac_bench.core.execution.decomposition import (
     Eigen,
     FactorKey,
     ScaledMatrix,
-    Whole,
+    SideDecomposition,
     basis_of,
     cat,
     type_of,
@@ -22,7 +22,7 @@ from kfac_bench.core.kernels.gram import Blocks
 from kfac_bench.core.planning.estimate import has_second_moment
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec, side_of
 
-Pair = tuple[Whole, Whole]
+Pair = tuple[SideDecomposition, SideDecomposition]
 """Of A and of G."""
 
 
@@ -212,14 +212,14 @@ class Store:
 
     def _products_of_eigenvalues(self, spec: LayerSpec) -> Tensor:
         """Return what second moments are where a and g are independent."""
-        a, g = (values_of(self.whole(spec, side)) for side in FACTORS)
+        a, g = (values_of(self.decomposition_of(spec, side)) for side in FACTORS)
         return linalg.damped_eigenvalues(a, g, 0.0)
 
     def is_decomposed(self, spec: LayerSpec) -> bool:
         """Return whether there are decompositions of A and of G."""
         return all((spec.name, factor) in self.decompositions for factor in spec.factors)
 
-    def whole(self, spec: LayerSpec, side: Factor) -> Whole:
+    def decomposition_of(self, spec: LayerSpec, side: Factor) -> SideDecomposition:
         """Return the decomposition of A or of G, or those of all its blocks."""
         blocks = tuple(self.decompositions[spec.name, f] for f in spec.factors_of(side))
         return blocks if len(blocks) > 1 else blocks[0]
@@ -228,7 +228,7 @@ class Store:
         """Return the eigenvectors of A and G, or None if the layer has no second moments."""
         if name not in self.second_moments:
             return None
-        a, g = (basis_of(self.whole(self._specs[name], side)) for side in FACTORS)
+        a, g = (basis_of(self.decomposition_of(self._specs[name], side)) for side in FACTORS)
         assert a is not None
         assert g is not None
         return a, g
@@ -241,7 +241,7 @@ class Store:
         """
         names = tuple(spec.name for spec in specs)
         if len(names) == 1 and not self._stacks:
-            return self.whole(specs[0], "A"), self.whole(specs[0], "G")
+            return self.decomposition_of(specs[0], "A"), self.decomposition_of(specs[0], "G")
         # If there are batches, a single layer is copied as well: it may be a view of what was
         # decomposed or sent together with others, and would keep all of their memory.
         if names not in self._stacks:
@@ -252,7 +252,7 @@ class Store:
             self._stacks[names] = a, g
         return self._stacks[names]
 
-    def _stack(self, specs: Sequence[LayerSpec], side: Factor) -> Whole:
+    def _stack(self, specs: Sequence[LayerSpec], side: Factor) -> SideDecomposition:
         blocks = []
         for factor in specs[0].factors_of(side):
             keys = [(spec.name, factor) for spec in specs]

@@ -92,6 +92,11 @@ class Layer(ABC):
         """Return why this module cannot be covered, or None if it can."""
         return None
 
+    @property
+    def params(self) -> list[Tensor]:
+        """The weight, and the bias if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
     def is_same_map(self, other: "Layer") -> bool:
         """Return whether ``other`` multiplies by the same weight and bias in the same way.
 
@@ -121,7 +126,7 @@ class Layer(ABC):
             x = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
             if not (isinstance(x, Tensor) and x.layout == torch.strided and self.fits(x, output)):
                 raise OtherForwardError
-            yield Call(as_used(x, output), *_edge_of(output))
+            yield Call(input_as_computed(x, output), *_edge_of(output))
 
     def fits(self, x: Tensor, output: Tensor) -> bool:
         """Return whether :meth:`rows` and the moments can read this input and this output.
@@ -283,7 +288,7 @@ class Layer(ABC):
                     old.mul_(of_old).add_(new * scale)
 
 
-def as_used(x: Tensor, output: Tensor) -> Tensor:
+def input_as_computed(x: Tensor, output: Tensor) -> Tensor:
     """Return the input of a layer as the layer has used it, detached.
 
     Under autocast a layer computes with a copy of its input in half precision. A script may change

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kfac_bench.core.layers.attention import ProjectionLayer, reason_to_skip_attention
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.convolution import ConvLayer
-from kfac_bench.core.layers.embedding import EmbeddingLayer
-from kfac_bench.core.layers.linear import Conv1DLayer, LinearLayer
-from kfac_bench.core.layers.norms import NORMS, NormLayer
-from kfac_bench.core.layers.recurrent import RECURRENT, RecurrentLayer, map_names
-from kfac_bench.core.layers.transposed_convolution import TransposedConvLayer
+from kfac_bench.core.layers.convolution import ConvLayer, TransposedConvLayer
+from kfac_bench.core.layers.linear import NORMS, Conv1DLayer, EmbeddingLayer, LinearLayer, NormLayer
+from kfac_bench.core.layers.sequence import (
+    RECURRENT,
+    ProjectionLayer,
+    RecurrentLayer,
+    map_names,
+    reason_to_skip_attention,
+)
 from kfac_bench.core.layers.unrolled import UnrolledForward
 
 LayerTypes = Mapping[type[nn.Module], type[Layer]]

@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from kfac_bench.core.layers.base import Call, as_used
+from kfac_bench.core.layers.base import Call, input_as_computed
 
 State = tuple[Tensor, ...]
 """The hidden state h [N, d], and for an LSTM the cell state c."""
@@ -135,7 +135,7 @@ class UnrolledForward(TorchFunctionMode):
         calls = self.calls[name + suffix]
         if output.requires_grad:
             batch_sizes = torch.tensor(sizes, device="cpu")
-            packed = PackedSequence(as_used(x, output), batch_sizes)
+            packed = PackedSequence(input_as_computed(x, output), batch_sizes)
             calls.append(Call(packed, get_gradient_edge(output)))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_bench.core.layers.transposed_convolution import TransposedConvLayer
+from kfac_bench.core.layers.convolution import TransposedConvLayer
 from tests.support import oracle
 from tests.support.layer_checks import (
     BOTH,
