@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench.core import layer_plan, ownership, validation
-from kfac_bench.core.capture.assigned import AssignedGradients
-from kfac_bench.core.capture.handover import Handover
+from kfac_bench.core.capture.counted_passes import EarlySender
 from kfac_bench.core.capture.hooks import Capture
+from kfac_bench.core.capture.identity import AssignedGradients
 from kfac_bench.core.capture.moments import Moments
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
 from kfac_bench.core.eigen_adam_optimizer import Coverage, EigenAdam, find_eigen_adam
@@ -191,9 +191,9 @@ def _connect_layers(
         moments = BackgroundMoments(executor.background, moments)
     # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
     wrapper = ref(wrapped)
-    handover = None
+    sender = None
     if options.overlap and sends:
-        handover = Handover(
+        sender = EarlySender(
             moments,
             executor.begin_factors,
             executor.void_factors,
@@ -205,7 +205,7 @@ def _connect_layers(
         [layer for name, layer in executor.layers.items() if name in computed],
         moments=moments,
         sampled=options.fisher != "empirical",
-        handover=handover,
+        sender=sender,
         assigned=assigned,
         # The other conventions repeat codes that count samples by the input of each layer.
         counts_examples=options.factor_convention == "kfc",

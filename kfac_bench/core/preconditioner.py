@@ -605,14 +605,14 @@ class KFAC:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Wrap each backward of a step but the last one; only ``overlap=True`` needs it."""
-        handover = None if self._capture is None else self._capture.handover
-        if handover is not None:
-            handover.accumulating = True
+        sender = None if self._capture is None else self._capture.sender
+        if sender is not None:
+            sender.accumulating = True
         try:
             yield
         finally:
-            if handover is not None:
-                handover.accumulating = False
+            if sender is not None:
+                sender.accumulating = False
 
     @contextmanager
     def pause(self) -> Iterator[None]:

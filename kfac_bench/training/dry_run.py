@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench.config import TrainConfig
-from kfac_bench.core.capture.forward_context import context_hooks
+from kfac_bench.core.capture.safe_hooks import context_hooks
 from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import SingleProcess
 from kfac_bench.core.layers.base import Call, Layer

@@ -1,15 +1,239 @@
-"""Which backward passes count; statistics of other passes are not computed, or are discarded."""
+"""The backward passes that count; statistics of other passes are not computed, or are discarded.
 
-from collections.abc import Iterable, Iterator, Mapping
+A statistic belongs to the gradient of the same pass. :class:`GradientWatch` says whether a running
+backward reaches ``.grad``, and whether the gradient of an earlier pass still exists. With
+``KFAC(overlap=True)`` an :class:`EarlySender` sends statistics while backward still runs; what it
+has sent cannot be discarded on this rank alone. Nothing here reads from the device.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from weakref import finalize
 
-from torch import Tensor
-from torch.autograd.graph import Node
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.weak import TensorWeakRef
 
-from kfac_bench.core.capture.gradient_watch import GradientWatch, will_run
-from kfac_bench.core.capture.handover import Handover
-from kfac_bench.core.capture.moments import Moments
+from kfac_bench.core.capture.moments import Collected, Moments
+from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
+from kfac_bench.core.distributed.dtensor import local
 from kfac_bench.core.layers.base import Layer
+
+
+def weight_getter(layer: Layer, module: nn.Module) -> Callable[[nn.Module], Tensor]:
+    """Return a function from ``module`` to the weight that ``module`` uses at that moment.
+
+    FSDP2 and ``torch.func.functional_call`` replace the weight while the module runs. So the weight
+    is found by its name.
+    """
+    names = [name for name, p in module.named_parameters() if p is layer.weight]
+    return attrgetter(names[0]) if names else lambda module: layer.weight
+
+
+def node_of(weight: Tensor) -> Node:
+    """Return the node of autograd's graph that adds to ``.grad`` of ``weight``."""
+    return get_gradient_edge(weight).node
+
+
+def will_run(node: Node) -> bool:
+    """Return whether the running backward will add to ``.grad`` at ``node``."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # torch.autograd.grad with respect to this weight returns the gradient instead.
+        return False
+
+
+def is_returned(node: Node) -> bool:
+    """Return whether the running ``torch.autograd.grad`` returns the gradient of a weight."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What ``.grad`` was when a backward had ended."""
+
+    grad: TensorWeakRef
+    version: int
+
+
+class GradientWatch:
+    """Remembers ``.grad`` of layers at the end of a backward, and compares it later.
+
+    ``zero_grad()`` removes ``.grad``, or fills it with zeros. Both discard the gradient. Clipping,
+    unscaling and averaging over ranks change ``.grad`` in place and keep it. The gradient of a
+    backward that raised an exception counts as discarded.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, _Mark] = {}
+        self._failed: set[str] = set()  # layers that a backward had reached when it failed
+        self._reached: dict[int, dict[str, Layer]] = {}  # by graph task, while it runs
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether gradients are remembered."""
+        return bool(self._marks)
+
+    def expect(self, layer: Layer) -> None:
+        """Note that the running backward adds to ``.grad`` of the layer."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._reached:
+            self._reached[task] = {}
+            # Wrappers queue callbacks too, which average gradients. Queueing twice waits for them.
+            queue = Variable._execution_engine.queue_callback
+            mark = partial(self._mark, task)
+            queue(partial(queue, mark))
+            # A backward that fails runs no callback. It only frees the callbacks.
+            finalize(mark, self._fail, task).atexit = False
+        self._reached[task][layer.name] = layer
+
+    def _mark(self, task: int) -> None:
+        for layer in self._reached.pop(task, {}).values():
+            self._remember(layer)
+
+    def _fail(self, task: int) -> None:
+        self._failed.update(self._reached.pop(task, {}))
+
+    def _remember(self, layer: Layer) -> None:
+        # Without a .grad, a framework keeps the gradient elsewhere: FSDP2 between micro-batches.
+        self._marks.pop(layer.name, None)
+        if layer.weight.grad is not None and not takes_gradient(layer.weight):
+            grad = layer.weight.grad
+            self._marks[layer.name] = _Mark(TensorWeakRef(grad), _version(grad))
+
+    def is_removed(self, layer: Layer) -> bool:
+        """Return whether the gradient of the last backward is no longer in ``.grad``."""
+        if layer.name in self._failed:
+            return True
+        return layer.name in self._marks and layer.weight.grad is None
+
+    def zeroed(self, layer: Layer) -> Tensor | None:
+        """Return whether ``.grad`` was filled with zeros, as a bool on the device.
+
+        None if ``.grad`` is as it was, so that it cannot have been.
+        """
+        mark, grad = self._marks.get(layer.name), layer.weight.grad
+        if mark is None or grad is None:
+            return None
+        # Another tensor may have the same gradient: DDP moves gradients to other buckets.
+        if mark.grad() is grad and mark.version == _version(grad):
+            return None
+        self._remember(layer)
+        part = local(grad)
+        return ~part.any() if part.numel() else None
+
+    def forget(self, layer: Layer) -> None:
+        """Forget the gradient of one layer: its statistics are discarded."""
+        self._marks.pop(layer.name, None)
+        self._failed.discard(layer.name)
+
+    def clear(self) -> None:
+        """Forget all gradients: their statistics are used."""
+        self._marks.clear()
+        self._failed.clear()
+        self._reached.clear()
+
+
+def _version(grad: Tensor) -> int:
+    """Return a number that grows with each change in place."""
+    with torch.no_grad():
+        # Of a DTensor, operations count at the DTensor, and FSDP2's sums at the rank's part.
+        return grad._version + local(grad)._version
+
+
+class EarlySender:
+    """Sends the moments of layers that have received the gradients of all their uses.
+
+    Layers that never become complete (the loss did not need their output) stay in ``moments``.
+
+    Args:
+        moments: The sums of all layers.
+        on_complete: Called during backward each time a layer is complete. Its argument holds the
+            moments of all complete layers. It is not called while ``accumulating`` or ``is_last``
+            say that more backwards will follow.
+        on_void: Called if gradients are discarded although their moments may have been sent,
+            on this rank or on another one.
+        is_last: Returns whether the running backward is the last one of the step.
+    """
+
+    def __init__(
+        self,
+        moments: Moments,
+        on_complete: Callable[[Mapping[str, Collected | None]], None],
+        on_void: Callable[[], None],
+        is_last: Callable[[], bool],
+    ) -> None:
+        self.accumulating = False
+        """Whether more backwards will follow. The owner sets it."""
+        self._moments = moments
+        self._on_complete, self._on_void, self._is_last = on_complete, on_void, is_last
+        self._pending: Counter[str] = Counter()  # uses without gradient yet, by layer
+        self._complete: dict[str, Collected | None] = {}
+        self._has_begun = self._is_void = False
+
+    def expect(self, name: str) -> None:
+        """Wait for the gradient of a further use of a layer."""
+        self._pending[name] += 1
+
+    def arrived(self, name: str) -> None:
+        """Count a gradient that :meth:`expect` announced. Send the layer if it is complete."""
+        self._pending[name] -= 1
+        self.finish([] if self._pending[name] else [name])
+
+    def finish(self, names: Iterable[str]) -> None:
+        """Send complete layers, unless more backwards will follow."""
+        if self.accumulating or self._is_void or not self._is_last():
+            return
+        # Also without complete layers: all ranks must agree, and others may have complete layers.
+        self._has_begun = True
+        with torch.no_grad():
+            complete = {name: self._moments.take(name) for name in names}
+            if complete:
+                self._complete |= complete
+                self._on_complete(self._complete)
+
+    def check_not_sent(self, name: str) -> None:
+        """Check that nothing of a layer was sent before its next gradient.
+
+        Raises:
+            RuntimeError: The layer was sent.
+        """
+        if name in self._complete:
+            raise RuntimeError(
+                f"overlap=True: {name} got a gradient after its statistics were sent; "
+                "run all backwards of a step but the last inside accumulate(), or use overlap=False"
+            )
+
+    def is_sent(self, name: str) -> bool:
+        """Return whether the layer was sent."""
+        return name in self._complete
+
+    def discard(self) -> None:
+        """Take back everything: gradients of some layers were discarded."""
+        if self._has_begun and not self._is_void:
+            self._is_void = True
+            for name in self._complete:
+                self._moments.forget(name)
+            self._complete.clear()
+            self._on_void()
+
+    def pop(self) -> dict[str, Collected | None]:
+        """Return the moments that were sent since the last call, and start again."""
+        complete, self._complete = self._complete, {}
+        self._pending.clear()
+        self._has_begun = self._is_void = False
+        return complete
 
 
 class CountedPasses:
@@ -18,13 +242,13 @@ class CountedPasses:
     Args:
         layers: All layers, by name.
         moments: Their sums.
-        handover: What has left during backward already, or None.
+        sender: What has left during backward already, or None.
     """
 
     def __init__(
-        self, layers: Mapping[str, Layer], moments: Moments, handover: Handover | None
+        self, layers: Mapping[str, Layer], moments: Moments, sender: EarlySender | None
     ) -> None:
-        self._layers, self._moments, self._handover = layers, moments, handover
+        self._layers, self._moments, self._sender = layers, moments, sender
         self._watch = GradientWatch()
         self._pauses = 0
         self._has_paused = False
@@ -86,10 +310,10 @@ class CountedPasses:
         self.had_pause, self._has_paused = self._has_paused, False
 
     def _is_sent(self, layer: Layer) -> bool:
-        return self._handover is not None and self._handover.is_sent(layer.name)
+        return self._sender is not None and self._sender.is_sent(layer.name)
 
     def _forget(self, layer: Layer) -> None:
         self._moments.forget(layer.name)
         self._watch.forget(layer)
-        if self._handover is not None:
-            self._handover.discard()
+        if self._sender is not None:
+            self._sender.discard()

@@ -10,13 +10,18 @@ over labels of the model's own distribution. There are two ways:
 
 A sample may have several classified positions (tokens, pixels). ``type2`` then sends a column back
 from all positions at once, with random signs. That is exact for layers that do not mix positions,
-and unbiased for others.
+and unbiased for others. The calls of layers wait in :class:`WaitingCalls` for these gradients.
 """
 
 from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from kfac_bench.core.capture.calls import SeenCall
 
 FISHERS = ("empirical", "mc", "type2")
 LIKELIHOODS = ("categorical", "gaussian", "bernoulli")
@@ -112,3 +117,80 @@ def _one_by_one(root: Tensor) -> Iterator[Tensor]:
         column = torch.zeros_like(flat)
         column[:, i] = flat[:, i]
         yield column.view_as(root)
+
+
+class WaitingCalls:
+    """The calls that wait for :meth:`KFAC.fisher_backward`. They are gone with their graph.
+
+    A forward whose output is dropped, for example a rollout, thus leaves nothing in memory.
+    """
+
+    def __init__(self) -> None:
+        self._calls: WeakSet[SeenCall] = WeakSet()
+        self._key = f"kfac_bench {id(self)}"
+        self._sent: list[tuple[GradientEdge, str]] = []  # calls of this forward that got labels
+
+    def add(self, edge: GradientEdge, call: SeenCall) -> None:
+        """Let the node of the graph hold the call."""
+        _metadata(edge.node).setdefault(self._key, []).append((edge.output_nr, call))
+        self._calls.add(call)
+
+    def forget(self, call: SeenCall) -> None:
+        """Forget one call."""
+        self._calls.discard(call)
+
+    def pop(self, output: Tensor) -> list[tuple[GradientEdge, SeenCall]]:
+        """Return and forget the calls that lead to ``output``, in their order."""
+        stack, visited, taken = [output.grad_fn], set(), []
+        while stack:  # a walk without recursion, as graphs can be deeper than Python's stack
+            node = stack.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            for output_nr, call in _metadata(node).pop(self._key, ()):
+                if call in self._calls:  # else it belongs to an earlier step
+                    taken.append((GradientEdge(node, output_nr), call))
+                    self._calls.discard(call)
+            stack += [following for following, _ in node.next_functions]
+        return sorted(taken, key=lambda each: each[1].number)
+
+    def note_sent(self, edge: GradientEdge, name: str) -> None:
+        """Note that labels were sent through a call of a layer."""
+        self._sent.append((edge, name))
+
+    def check_not_sent(self, output: Tensor) -> None:
+        """Check that no layer of this forward gets labels twice: A would count once, G partly.
+
+        Raises:
+            RuntimeError: A layer would.
+        """
+        if not self._sent:
+            return
+        edges = [edge for edge, _ in self._sent]
+        grads = torch.autograd.grad(
+            output, edges, torch.zeros_like(output), retain_graph=True, allow_unused=True
+        )
+        twice = [name for (_, name), g in zip(self._sent, grads, strict=True) if g is not None]
+        if twice:
+            raise RuntimeError(
+                f"fisher_backward() has reached layer {twice[0]!r} twice in one forward: join the "
+                "outputs into one tensor and call it once, or use fisher=empirical"
+            )
+
+    def begin_forward(self) -> None:
+        """Forget the calls of the forward before that got labels."""
+        self._sent.clear()
+
+    def layers(self) -> set[str]:
+        """Return the names of layers whose calls wait: they feed another output."""
+        return {call.layer.name for call in self._calls}
+
+    def clear(self) -> None:
+        """Forget all calls: a step has ended."""
+        self._calls.clear()
+        self._sent.clear()
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    metadata: Any = node.metadata  # a property, which torch's types call a method
+    return metadata  # type: ignore[no-any-return]

@@ -19,19 +19,29 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from kfac_bench.core.capture.assigned import AssignedGradients
-from kfac_bench.core.capture.counted_passes import CountedPasses
-from kfac_bench.core.capture.derivatives import Family, RowsLayer, next_use, product_of, rows
+from kfac_bench.core.capture.calls import (
+    OUTSIDE,
+    Family,
+    RepeatedForwards,
+    RowsLayer,
+    SeenCall,
+    Use,
+    next_use,
+    product_of,
+    rows,
+)
+from kfac_bench.core.capture.counted_passes import (
+    CountedPasses,
+    EarlySender,
+    is_returned,
+    node_of,
+    weight_getter,
+)
 from kfac_bench.core.capture.examples import Examples, of_each_example
-from kfac_bench.core.capture.forward_context import context_hooks
-from kfac_bench.core.capture.gradient_watch import is_returned, node_of, weight_getter
-from kfac_bench.core.capture.handover import Handover
-from kfac_bench.core.capture.identity import GradientIdentity
+from kfac_bench.core.capture.fisher import WaitingCalls
+from kfac_bench.core.capture.identity import AssignedGradients, GradientIdentity
 from kfac_bench.core.capture.moments import Collected, Forward, Moments
-from kfac_bench.core.capture.repeated_forwards import OUTSIDE, RepeatedForwards
-from kfac_bench.core.capture.safe_hook import EagerForwards, SafeHook
-from kfac_bench.core.capture.saved_tensors import SavedTensors
-from kfac_bench.core.capture.waiting_calls import SeenCall, Use, WaitingCalls
+from kfac_bench.core.capture.safe_hooks import EagerForwards, SafeHook, SavedTensors, context_hooks
 from kfac_bench.core.distributed.dtensor import is_sharded, own_samples
 from kfac_bench.core.layers.base import Layer, OtherForwardError
 
@@ -79,7 +89,7 @@ class Capture:
         moments: What sums the statistics.
         sampled: Whether to ignore the backward of the training loss. Only :meth:`backward` counts
             then.
-        handover: Takes moments of complete layers while backward runs. None if all wait for
+        sender: Takes moments of complete layers while backward runs. None if all wait for
             :meth:`pop`.
         assigned: Collects statistics of passes of ``torch.autograd.grad``, or None.
         counts_examples: Whether the examples are those of the model, not of each layer's input.
@@ -96,7 +106,7 @@ class Capture:
         *,
         moments: Moments,
         sampled: bool = False,
-        handover: Handover | None = None,
+        sender: EarlySender | None = None,
         assigned: AssignedGradients | None = None,
         counts_examples: bool = True,
     ) -> None:
@@ -107,9 +117,9 @@ class Capture:
         self.wrapper: ref[nn.Module] | None = None
         """The DistributedDataParallel that called the model last, perhaps made after K-FAC."""
         self._sampled = sampled
-        self._moments, self.handover = moments, handover
+        self._moments, self.sender = moments, sender
         by_name = {layer.name: layer for layer in layers}
-        self.passes = CountedPasses(by_name, self._moments, self.handover)
+        self.passes = CountedPasses(by_name, self._moments, self.sender)
         self.identity = None if sampled else GradientIdentity(layers)
         self.left: set[str] = set()
         self.computed = frozenset(by_name)
@@ -244,8 +254,8 @@ class Capture:
             if repeated_in == OUTSIDE:
                 self._count_use(layer.name, forward)
             undo = self._watch(seen, call.edge)
-            if self.handover is not None and not self._sampled:
-                self.handover.expect(layer.name)
+            if self.sender is not None and not self._sampled:
+                self.sender.expect(layer.name)
             if examples is not None and examples.count is not None:
                 if layer.is_single(call.x):
                     examples.note_single(call.x)
@@ -286,8 +296,8 @@ class Capture:
         if use is not None:
             self._derived.add(seen.family)
             self._watch(use, get_gradient_edge(with_graph[0]))
-            if self.handover is not None and not self._sampled:
-                self.handover.expect(seen.layer.name)
+            if self.sender is not None and not self._sampled:
+                self.sender.expect(seen.layer.name)
 
     def _leave_out(self, layer: Layer, why: str, remedy: str) -> None:
         if self.identity is not None:
@@ -318,8 +328,8 @@ class Capture:
             if self._assigned is not None:
                 self._assigned.ignore(seen.layer)
             self._add(seen, g, (seen.forward, backward))
-            if self.handover is not None:
-                self.handover.arrived(seen.layer.name)
+            if self.sender is not None:
+                self.sender.arrived(seen.layer.name)
         elif (
             self._assigned is not None
             and seen.use is Use.CALL
@@ -342,7 +352,7 @@ class Capture:
         """
         with self.passes.pause():
             self._waiting.check_not_sent(output)
-        seen = self._waiting.take(output)
+        seen = self._waiting.pop(output)
         edges = [edge for edge, _ in seen]
         if not edges:
             return
@@ -364,9 +374,9 @@ class Capture:
                         self._waiting.note_sent(edge, s.layer.name)
                         edge.node.register_prehook(_training_hook(self, edge, s))
                 self._moments.end_backward(first=i == 0)
-        if self.handover is not None:
+        if self.sender is not None:
             later = self._waiting.layers()
-            self.handover.finish({s.layer.name for _, s in seen}.difference(later))
+            self.sender.finish({s.layer.name for _, s in seen}.difference(later))
 
     def _add(
         self,
@@ -382,8 +392,8 @@ class Capture:
 
         If ``magnitude`` is not 0, g comes from a seed, which :meth:`Moments.add` scales.
         """
-        if self.handover is not None:
-            self.handover.check_not_sent(seen.layer.name)
+        if self.sender is not None:
+            self.sender.check_not_sent(seen.layer.name)
         if not g.numel():
             return
         start = time.perf_counter()
@@ -449,8 +459,8 @@ class Capture:
         start = time.perf_counter()
         collected = self._moments.pop()
         self.seconds += time.perf_counter() - start
-        if self.handover is not None:
-            collected |= {k: v for k, v in self.handover.pop().items() if v is not None}
+        if self.sender is not None:
+            collected |= {k: v for k, v in self.sender.pop().items() if v is not None}
         if self._assigned is not None:
             collected = self._assigned.pop() | collected
         return collected

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_bench.core.capture.derivatives import Family
+from kfac_bench.core.capture.calls import Family
 from kfac_bench.core.kernels.gram import Blocks, Number, Scale, flat_blocks
 from kfac_bench.core.layers.base import Layer
 

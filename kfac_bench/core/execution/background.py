@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from kfac_bench.core.capture.derivatives import Family
+from kfac_bench.core.capture.calls import Family
 from kfac_bench.core.capture.moments import Collected, Forward, Moments
 from kfac_bench.core.execution.decomposition import Decomposition, FactorKey
 from kfac_bench.core.execution.solver import Solver

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from kfac_bench.core.capture.safe_hook import SafeHook
+from kfac_bench.core.capture.safe_hooks import SafeHook
 from kfac_bench.core.distributed.dtensor import is_sharded, local
 from kfac_bench.core.layers.base import Layer
 

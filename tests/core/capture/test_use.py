@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kfac_bench.core.capture.waiting_calls import SeenCall
+from kfac_bench.core.capture.calls import SeenCall
 from tests.support import oracle
 from tests.support.layer_checks import (
     BOTH,
@@ -314,7 +314,7 @@ def test_copies_and_saved_models_have_no_active_hook():
         loss_of(copied(x), 6).backward()
         assert not kfac._capture._moments._collected
         for hook in copied.first._forward_hooks.values():
-            assert "kfac_bench.core.capture.safe_hook" in hook.__module__
+            assert "kfac_bench.core.capture.safe_hooks" in hook.__module__
             assert hook.__name__ == "no_hook"
         again = kfac_of(copied)  # a preconditioner of its own
         copied.zero_grad()

@@ -1,14 +1,19 @@
-"""Hooks that disturb no copies, pickles, torch.compile and torch.func; :mod:`.hooks` uses them."""
+"""Hooks that disturb no copies, pickles, checkpoints, torch.compile and torch.func.
 
-from collections.abc import Callable, Iterator, Sequence
+:mod:`.hooks` uses them. Two kinds run the forward of a module inside a context, at steps that
+collect statistics: :func:`context_hooks` and :class:`SavedTensors`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from kfac_bench.core.layers.base import Layer
@@ -162,3 +167,83 @@ class _Leave(_Enter):
             callback = self.forwards.leave(module)
             if callback is not None:
                 eval_frame.set_eval_frame(callback)
+
+
+def context_hooks(layers: Iterable[Layer], is_enabled: Callable[[], bool]) -> list[RemovableHandle]:
+    """Put hooks on modules so that each runs inside the ``forward_context`` of its layers.
+
+    The context ends when the earlier forward hooks of the module have run.
+
+    Args:
+        layers: The layers. Those of one module share one context.
+        is_enabled: Returns whether statistics are collected. Passes without them, in eval mode or
+            without gradients, run outside the context.
+    """
+    contexts = {m: x.forward_context for x in layers for m in x.modules}
+    return [
+        handle
+        for module, context in contexts.items()
+        if context is not None
+        for handle in _ContextHooks(context, is_enabled).put_on(module)
+    ]
+
+
+class _ContextHooks:
+    def __init__(
+        self, context: AbstractContextManager[Any], is_enabled: Callable[[], bool]
+    ) -> None:
+        self._context, self._is_enabled = context, is_enabled
+        self._is_inside = False
+
+    def put_on(self, module: nn.Module) -> list[RemovableHandle]:
+        leave = SafeHook(self._leave)
+        return [
+            module.register_forward_pre_hook(SafeHook(self._enter)),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, inputs: object) -> None:
+        # Not left out inside pause(): checkpointing must repeat the same operations there.
+        if self._is_enabled() and module.training and torch.is_grad_enabled():
+            # Ctrl-C in a forward calls no hook, so the context of that forward may still be there.
+            if not self._is_inside:
+                self._context.__enter__()
+            self._is_inside = True
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self._is_inside:
+            self._is_inside = False
+            self._context.__exit__(None, None, None)
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved.detach()  # an output that is saved as it is would keep itself alive
+
+
+class SavedTensors:
+    """Hooks that let layers read what autograd saves: checkpointing would allow one read only.
+
+    Args:
+        is_enabled: Returns whether layers will read.
+    """
+
+    def __init__(self, is_enabled: Callable[[], bool]) -> None:
+        self._is_enabled = is_enabled
+        self._holding: list[saved_tensors_hooks] = []
+
+    def hooks(self, module: nn.Module) -> Iterator[RemovableHandle]:
+        """Put hooks on a module whose layers read saved tensors; yield their handles."""
+        yield module.register_forward_pre_hook(SafeHook(self._hold))
+        yield module.register_forward_hook(SafeHook(self._release), always_call=True)
+
+    def _hold(self, module: nn.Module, inputs: object) -> None:
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        hooked = top is None or top(True) is not None  # torch 2.6 cannot tell
+        # A hook that returns the tensor itself hides the hooks of checkpointing from this module.
+        if hooked and self._is_enabled() and module.training:
+            self._holding.append(saved_tensors_hooks(_same, _same))
+            self._holding[-1].__enter__()
+
+    def _release(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self._holding:
+            self._holding.pop().__exit__()

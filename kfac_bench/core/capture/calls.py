@@ -1,9 +1,15 @@
-"""Uses of a layer in derivatives of the model: losses on forces, Laplacians, gradient penalties.
+"""The uses of layers in a forward and in derivatives, seen and waiting for their gradients.
 
-With ``create_graph=True`` the backward of y = W a belongs to the graph of the loss. It maps g to
-W^T g, which is a second use of W. If the loss has the gradient v with respect to W^T g, this use
-adds g v^T to the gradient of W. The derivative of W^T g with respect to g applies W to v, which is
-a third use, and so on. The gradient of W is the sum over all uses of one call, its *family*.
+Reentrant checkpointing: ``checkpoint(..., use_reentrant=True)`` first runs a segment without a
+graph. Inside the backward of the loss it runs the segment again and starts a backward of its own.
+:class:`RepeatedForwards` finds the forward that such a call repeats. Without it, calls of one layer
+in several segments would count as calls of several batches.
+
+Derivatives (losses on forces, Laplacians, gradient penalties): with ``create_graph=True`` the
+backward of y = W a belongs to the graph of the loss. It maps g to W^T g, which is a second use of
+W. If the loss has the gradient v with respect to W^T g, this use adds g v^T to the gradient of W.
+The derivative of W^T g with respect to g applies W to v, which is a third use, and so on. The
+gradient of W is the sum over all uses of one call, its *family*.
 
 In a backward use, v belongs to the loss and g to the model. Everywhere else the g belongs to the
 loss. So each sample of a backward use is scaled to (s v, g / s). Its v then has the length that the
@@ -16,21 +22,91 @@ such uses here. :mod:`.identity` notices other layers, because their sums lack a
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from kfac_bench.core.capture.waiting_calls import SeenCall, Use
+from kfac_bench.core.capture.examples import Examples
 from kfac_bench.core.kernels.gram import at_least_float32
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.convolution import ConvLayer
 from kfac_bench.core.layers.linear import LinearLayer
 
+OUTSIDE = -1
+"""The number of the running backward if there is none."""
+
 _CHAIN = 6
 """Most nodes, such as transposes and views, between a product and the weight."""
+
+
+class Use(Enum):
+    """How a layer's W is used."""
+
+    CALL = "W a + b"
+    BACKWARD = "W^T g"
+    FORWARD = "W v"
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class SeenCall:
+    """A use of a layer in a forward, whose gradient has not come yet.
+
+    Only the node in autograd's graph refers to this object, so it is gone with the graph. A
+    reference back would be a cycle, which holds all activations until Python's garbage collection
+    runs.
+    """
+
+    layer: Layer
+    x: Any
+    prepare: Callable[[Tensor], Tensor] | None
+    forward: int
+    examples: Examples | None
+    """The examples of the forward of the model; None if K-FAC does not know them."""
+    repeated_in: int
+    """The backward in which checkpointing repeats the forward; OUTSIDE if it does not."""
+    weight_node: Node
+    """Adds to ``.grad`` of the weight."""
+    number: int
+    """Calls are numbered in their order."""
+    use: Use = Use.CALL
+    family: int = 0
+    """The number of the call whose derivatives use the layer."""
+
+
+class RepeatedForwards:
+    """The calls without a graph, which may be repeated later: the last segment comes first."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[str, list[int]] = {}  # by layer, in the order of the calls
+
+    def note(self, name: str, forward: int) -> None:
+        """Note a call of a layer without a graph, in the forward with this number."""
+        self._forwards.setdefault(name, []).append(forward)
+
+    def origin(self, name: str, forward: int) -> tuple[int, int]:
+        """Return the forward that a call with a graph belongs to, and the backward that repeats it.
+
+        Args:
+            name: The layer.
+            forward: The number of the newest forward.
+
+        Returns:
+            The forward, and the number of the backward; :data:`OUTSIDE` if nothing is repeated.
+        """
+        backward, noted = torch._C._current_graph_task_id(), self._forwards.get(name)
+        if backward == OUTSIDE or not noted:
+            return forward, OUTSIDE
+        return noted.pop(), backward
+
+    def clear(self) -> None:
+        """Forget all calls: a step has ended."""
+        self._forwards.clear()
 
 
 class RowsLayer(Layer):
