@@ -20,10 +20,10 @@ if not __package__:
 from benchmarks import intervals, tables
 from benchmarks.measure import Case, Variant, time_kinds
 from benchmarks.models import NAMES, Size
-from kfac_bench.core.first_steps import WITH_STATISTICS, WITHOUT
 from kfac_bench.core.planning.budget import BudgetError, Choice
 from kfac_bench.core.planning.layer_spec import FACTORS
 from kfac_bench.core.planning.plan import Plan
+from kfac_bench.core.stepper import WITH_STATISTICS, WITHOUT
 from kfac_bench.training import environment
 
 CASES = (

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import layer_plan, ownership, validation
+from kfac_bench.core import layer_plan, validation
+from kfac_bench.core.attachment import check_free
 from kfac_bench.core.capture.counted_passes import EarlySender
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.identity import AssignedGradients
@@ -74,7 +75,7 @@ def build(
     bare = unwrap(model)
     layers, skipped = layer_plan.covered_layers(bare, options)
     validation.check_layers(layers, skipped, bare, collective.world_size, options)
-    ownership.check_free(layers)
+    check_free(layers)
     write_back = WriteBack(
         layers,
         optimizer,

@@ -15,23 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.core import construction, ownership, state, state_check
-from kfac_bench.core.attachment import Attachment, LossScale, Scaler
+from kfac_bench.core import construction, state, state_check
+from kfac_bench.core.attachment import (
+    Attachment,
+    LossScale,
+    Removable,
+    Scaler,
+    claim,
+    owners,
+    release,
+)
 from kfac_bench.core.capture import fisher as fishers
 from kfac_bench.core.capture.hooks import Capture
-from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.eigen_adam_optimizer import Coverage, find_eigen_adam
-from kfac_bench.core.first_steps import FirstSteps, measure
 from kfac_bench.core.kfac_options import KFACOptions
-from kfac_bench.core.layer_plan import choose_within_budget
+from kfac_bench.core.layer_plan import Report, choose_within_budget
 from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, SkippedModule
 from kfac_bench.core.optimizer_state import OptimizerState
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import Schedule
-from kfac_bench.core.stepper import Stepper
+from kfac_bench.core.stepper import FirstSteps, Stepper, measure
 
 P = ParamSpec("P")
 
@@ -384,10 +390,10 @@ class KFAC:
         self._guards = parts.guards
         self._capture: Capture | None = parts.capture
         self._stepper = Stepper(parts, self.fisher, self._adaptive)
-        hooks: list[ownership.Removable] = [parts.capture, parts.guards]
+        hooks: list[Removable] = [parts.capture, parts.guards]
         if parts.coverage is not None:
             hooks.append(parts.coverage)
-        ownership.take(self, self._layers, hooks)
+        claim(self, self._layers, hooks)
         if self._attachment is not None:
             self._guards.release_optimizer()
 
@@ -741,7 +747,7 @@ class KFAC:
         if self._coverage is not None:
             self._coverage.remove()
         self._guards.remove()
-        ownership.release(self, self._layers)
+        release(self, self._layers)
 
     @staticmethod
     def detach_all(model: nn.Module) -> None:
@@ -749,7 +755,7 @@ class KFAC:
 
         In a notebook this removes a KFAC that no variable holds any more.
         """
-        for owner in [*ownership.owners(model.modules())]:
+        for owner in [*owners(model.modules())]:
             owner.detach()
 
     def state_dict(self, *, shard: bool = False) -> dict[str, Any]:
@@ -804,7 +810,7 @@ class KFAC:
         steps = state_check.check(merged, states, self._executor)
         if not steps:
             merged = {}
-        complete = state.take(merged, self._executor, steps)
+        complete = state.load_layers(merged, self._executor, steps)
         self.steps = steps
         self._guards.statistics.leave(states[0].get("left", ()))
         if steps > 0:

@@ -164,7 +164,7 @@ def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
     return value
 
 
-def take(merged: LayersState, run: Executor, steps: int) -> bool:
+def load_layers(merged: LayersState, run: Executor, steps: int) -> bool:
     """Replace what the executor holds by copies.
 
     Returns:

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kfac_bench.config import TrainConfig
 from kfac_bench.core.capture.safe_hooks import context_hooks
-from kfac_bench.core.coverage_report import Report
 from kfac_bench.core.distributed.collective import SingleProcess
+from kfac_bench.core.layer_plan import Report
 from kfac_bench.core.layers.base import Call, Layer
 from kfac_bench.core.planning.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.planning.plan import Op

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_bench.core import KFAC, first_steps, preconditioner
+from kfac_bench.core import KFAC, preconditioner, stepper
 from kfac_bench.core.distributed.collective import SingleProcess, TorchCollective
-from kfac_bench.core.first_steps import WITH_STATISTICS, WITHOUT, measure
 from kfac_bench.core.planning.budget import SIZES, BudgetError, Choice, Rates
+from kfac_bench.core.stepper import WITH_STATISTICS, WITHOUT, measure
 from tests.support.distributed import run_ranks
 
 WATCHED = WITH_STATISTICS + WITHOUT
@@ -29,7 +29,7 @@ def clock(monkeypatch):
     """Let each step take 1 ms, and products take the time of RATES."""
     ticks = itertools.count()
     ticking = SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks))
-    monkeypatch.setattr(first_steps, "time", ticking)
+    monkeypatch.setattr(stepper, "time", ticking)
     monkeypatch.setattr(preconditioner, "measure", lambda *_: RATES)
 
 

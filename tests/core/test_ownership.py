@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_bench import KFAC
-from kfac_bench.core import ownership
+from kfac_bench.core import attachment
 
 
 def network():
@@ -151,10 +151,10 @@ def test_a_failed_attach_leaves_nothing():
 
 
 def test_the_registry_keeps_no_model_alive():
-    before = len(ownership._owner_of)
+    before = len(attachment._owner_of)
     model = network()
     kfac = KFAC(model, sgd(model))
-    assert len(ownership._owner_of) == before + 2
+    assert len(attachment._owner_of) == before + 2
     del model, kfac
     gc.collect()
-    assert len(ownership._owner_of) == before
+    assert len(attachment._owner_of) == before

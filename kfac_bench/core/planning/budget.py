@@ -43,7 +43,7 @@ STRETCHES = (1, 2, 5, 10)
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank computes and sends (:func:`kfac_bench.core.first_steps.measure`)."""
+    """How fast a rank computes and sends (:func:`kfac_bench.core.stepper.measure`)."""
 
     call_s: float
     """Seconds of an operation on a few elements."""
