@@ -10,10 +10,6 @@ from kfac_bench.config.backends import BackendConfig
 from kfac_bench.config.checks import check
 from kfac_bench.config.data import DataConfig
 from kfac_bench.config.kfac import (
-    CONVENTIONS,
-    FACTOR_INITS,
-    FISHERS,
-    WEIGHT_SHARING,
     KFACConfig,
 )
 from kfac_bench.config.models import ModelConfig
@@ -24,14 +20,10 @@ from kfac_bench.config.tasks import TaskConfig
 from kfac_bench.config.train import PRECISIONS, LoggerConfig, TrainConfig, TrainerConfig
 
 __all__ = [
-    "CONVENTIONS",
-    "FACTOR_INITS",
-    "FISHERS",
     "PLACE",
     "PRECISIONS",
     "RECORD",
     "RESULT",
-    "WEIGHT_SHARING",
     "BackendConfig",
     "DataConfig",
     "KFACConfig",

@@ -1,22 +1,35 @@
 """The options of the preconditioner."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from omegaconf import MISSING
+
 from kfac_bench.config.options import RESULT, Section, check_patterns, option
-from kfac_bench.core.planning.plan import BALANCES, EIGEN_ADAM, IDENTITY, METHODS, STRATEGIES
+from kfac_bench.core.kfac_options import OPTIONS, unused_by_eigen_adam
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.errors import UsageError
 
-# The core defines these names in files that need torch, so they are repeated here.
-# tests/config/test_config_schema.py compares them with the core.
-CONVENTIONS = ("kfc", "sc20", "kaisa")
-FISHERS = ("empirical", "mc", "type2")
-FACTOR_INITS = ("debiased", "identity")
-WEIGHT_SHARING = ("expand", "reduce")
-STATE_DTYPES = ("fp32", "bf16", "fp16")
+
+def option_of_core(name: str, *, original: Any = MISSING, resumable: bool = False) -> Any:
+    """Return the field of an option of KFAC, with the default, meaning and range of the core."""
+    core = OPTIONS[name]
+    return option(
+        [*core.default] if isinstance(core.default, tuple) else core.default,
+        re.sub(r"\bNone\b", "null", core.meaning),
+        RESULT,
+        original=original,
+        resumable=resumable,
+        at_least=core.at_least,
+        above=core.above,
+        at_most=core.at_most,
+        below=core.below,
+        choices=core.choices,
+    )
 
 
 def _epochs(epochs: Sequence[float]) -> str:
@@ -29,55 +42,14 @@ class KFACConfig(Section):
     """K-FAC preconditioning; kfac=none turns it off."""
 
     enabled: bool = option(True, "precondition gradients", RESULT)
-    strategy: str = option(
-        "comm_opt",
-        "who computes what on several ranks: comm_opt sends least in ordinary steps, mem_opt keeps "
-        "fewer decompositions, owner_reduce needs least memory, hybrid_opt lies between comm_opt "
-        "and mem_opt",
-        RESULT,
-        resumable=True,
-        choices=STRATEGIES,
-    )
-    grad_worker_fraction: float | None = option(
-        None,
-        "share of the ranks that precondition a layer; null: 0.5 in hybrid_opt, one rank in "
-        "owner_reduce and local_factors",
-        RESULT,
-        resumable=True,
-        above=0,
-        at_most=1,
-    )
-    colocate_factors: bool | None = option(
-        None,
-        "let one rank decompose both factors of a layer; null: yes, except in comm_opt and for "
-        "factors that block_size divides",
-        RESULT,
-        resumable=True,
-    )
-    balance: str = option(
-        "compute",
-        "what ranks get about equal shares of: compute (time) or memory (bytes)",
-        RESULT,
-        resumable=True,
-        choices=BALANCES,
-    )
-    overlap: bool = option(
-        False,
-        "send statistics while backward runs; this does not change the results",
-        RESULT,
-        resumable=True,
-    )
-    method: str = option(
-        "inverse",
-        "inverse: damped Cholesky inverses; eigen: eigendecompositions, as in the paper; ekfac: "
-        "eigen with second moments of gradients (George et al.); eigen_adam: Adam in the "
-        "eigenbasis, for optimizer=eigen_adam; identity: only the KL clip",
-        RESULT,
-        original="eigen",
-        choices=(*METHODS, IDENTITY),
-    )
-    update_freq: int = option(100, "steps between decompositions", RESULT, at_least=1)
-    factor_update_freq: int = option(10, "steps between factor updates", RESULT, at_least=1)
+    strategy: str = option_of_core("strategy", resumable=True)
+    grad_worker_fraction: float | None = option_of_core("grad_worker_fraction", resumable=True)
+    colocate_factors: bool | None = option_of_core("colocate_factors", resumable=True)
+    balance: str = option_of_core("balance", resumable=True)
+    overlap: bool = option_of_core("overlap", resumable=True)
+    method: str = option_of_core("method", original="eigen")
+    update_freq: int = option_of_core("update_freq")
+    factor_update_freq: int = option_of_core("factor_update_freq")
     interval_growth_epochs: list[float] = option(
         [],
         "epochs after which update_freq and factor_update_freq are multiplied by interval_growth; "
@@ -87,39 +59,15 @@ class KFACConfig(Section):
     interval_growth: int = option(
         10, "factor of both intervals at each of interval_growth_epochs", RESULT, at_least=1
     )
-    early_updates: bool = option(
-        True,
-        "before step update_freq, also decompose at a tenth of it, and at 2, 4 and 8 times this "
-        "step",
-        RESULT,
-        original=False,
-    )
-    spread: bool | None = option(
-        None,
-        "decompose in slices at different steps, so that no step is long; null: only if there is "
-        "one rank, or with background",
-        RESULT,
-    )
-    background: bool = option(
-        False,
-        "compute statistics and decompositions on a second core during training; K-FAC uses the "
-        "decompositions some steps later",
-        RESULT,
-    )
-    damping: float | None = option(
-        None,
-        "Tikhonov damping gamma, usually 1e-4 to 1e-1; with adaptive_damping: the first gamma; "
-        "null: for each layer the mean eigenvalue of its curvature",
-        RESULT,
-        original=1e-3,
-        above=0,
-    )
-    factored_damping: bool = option(
-        False, "split gamma between A and G in the ratio of their mean eigenvalues", RESULT
-    )
+    early_updates: bool = option_of_core("early_updates", original=False)
+    spread: bool | None = option_of_core("spread")
+    background: bool = option_of_core("background")
+    damping: float | None = option_of_core("damping", original=0.001)
+    factored_damping: bool = option_of_core("factored_damping")
     adaptive_damping: bool = option(
         False,
-        "adapt gamma by the rule of Levenberg and Marquardt; damping=null starts at 0.01",
+        "adapt gamma by the rule of Levenberg and Marquardt; damping is the first gamma, null: "
+        "0.01",
         RESULT,
     )
     damping_freq: int = option(5, "steps between changes of an adaptive gamma", RESULT, at_least=1)
@@ -129,89 +77,19 @@ class KFACConfig(Section):
     damping_decay: float = option(
         0.5, "factor of damping at each of damping_decay_epochs", RESULT, above=0
     )
-    kl_clip: float | None = option(
-        None,
-        "KL clip, kappa of eq. 16 of the paper, where 0.001 is usual; null: no clip",
-        RESULT,
-        original=1e-3,
-        above=0,
-    )
-    trust_ratio: float | None = option(
-        0.005,
-        "largest step of the layers with K-FAC, as a share of the norm of their weights; null: no "
-        "limit",
-        RESULT,
-        original=None,
-        above=0,
-    )
-    grafting: bool = option(
-        True,
-        "scale each layer's preconditioned gradient so that its part along the gradient is the "
-        "gradient, and limit the length of the rest",
-        RESULT,
-        original=False,
-    )
-    factor_decay: float = option(
-        0.95, "weight of the old factor in the running average", RESULT, at_least=0, below=1
-    )
-    factor_init: str = option(
-        "debiased",
-        "start of the running averages: the first statistic (debiased), or the identity as in the "
-        "released code of the paper",
-        RESULT,
-        choices=FACTOR_INITS,
-    )
-    factor_convention: str = option(
-        "kfc",
-        "how factors are scaled; if you copy a damping from a paper, set the paper's convention",
-        RESULT,
-        choices=CONVENTIONS,
-    )
-    fisher: str = option(
-        "empirical",
-        "what G is made of: gradients of the loss (empirical), or gradients for labels from the "
-        "model: one sample (mc) or all labels (type2)",
-        RESULT,
-        choices=FISHERS,
-    )
-    weight_sharing: str = option(
-        "expand",
-        "how positions that share a weight count: as samples (expand), or combined first (reduce)",
-        RESULT,
-        choices=WEIGHT_SHARING,
-    )
-    state_dtype: str = option(
-        "fp32",
-        "dtype in which factors and decompositions are kept and sent",
-        RESULT,
-        choices=STATE_DTYPES,
-    )
-    skip: list[str] = option(
-        ["Norm", "Embedding"],
-        "regular expressions of layers that K-FAC leaves out, by name or class; []: none",
-        RESULT,
-    )
-    max_dim: int = option(
-        8192,
-        "largest factor, in rows; K-FAC keeps only the diagonal of a larger one",
-        RESULT,
-        at_least=1,
-    )
-    block_size: int | None = option(
-        None,
-        "divide larger factors into diagonal blocks of at most this number of rows, which ranks "
-        "decompose in parallel; null: never",
-        RESULT,
-        at_least=1,
-    )
-    max_overhead: float | None = option(
-        None,
-        "most time per step that K-FAC may take, as a share of a step without it (0.25: a quarter "
-        "more); K-FAC measures the first steps, then makes max_dim and block_size smaller and "
-        "intervals longer if it must; null: no limit",
-        RESULT,
-        above=0,
-    )
+    kl_clip: float | None = option_of_core("kl_clip", original=0.001)
+    trust_ratio: float | None = option_of_core("trust_ratio", original=None)
+    grafting: bool = option_of_core("grafting", original=False)
+    factor_decay: float = option_of_core("factor_decay")
+    factor_init: str = option_of_core("factor_init")
+    factor_convention: str = option_of_core("factor_convention")
+    fisher: str = option_of_core("fisher")
+    weight_sharing: str = option_of_core("weight_sharing")
+    state_dtype: str = option_of_core("state_dtype")
+    skip: list[str] = option_of_core("skip")
+    max_dim: int = option_of_core("max_dim")
+    block_size: int | None = option_of_core("block_size")
+    max_overhead: float | None = option_of_core("max_overhead")
 
     def check(self, config: Any) -> None:
         """See :meth:`Section.check`."""
@@ -271,18 +149,9 @@ class KFACConfig(Section):
                 "needs whole eigenvectors; write kfac.block_size=null, and limit factors by "
                 "kfac.max_dim"
             )
-        unused = [
-            name
-            for name in (
-                "damping",
-                "kl_clip",
-                "trust_ratio",
-                "grafting",
-                "factored_damping",
-                "adaptive_damping",
-            )
-            if getattr(self, name)
-        ]
+        unused = unused_by_eigen_adam(vars(self))
+        if self.adaptive_damping:
+            unused.append("adaptive_damping")
         if unused:
             raise UsageError(
                 f"kfac.{unused[0]}={getattr(self, unused[0])} does not fit kfac.method=eigen_adam: "

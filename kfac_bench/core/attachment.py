@@ -25,10 +25,10 @@ LossScale = float | Tensor | Callable[[], float | Tensor]
 
 
 class Scaler(Protocol):
-    """What :meth:`KFAC.attach` needs of a GradScaler."""
+    """The part of a GradScaler that :meth:`KFAC.attach` needs."""
 
     def get_scale(self) -> float:
-        """Return what multiplies the loss."""
+        """Return the factor that multiplies the loss."""
         ...
 
 
@@ -149,7 +149,7 @@ class Removable(Protocol):
 
 
 class Owner(Protocol):
-    """What owns modules: a :class:`KFAC`."""
+    """The owner of modules: a :class:`KFAC`."""
 
     def detach(self) -> None:
         """Remove all hooks and give up the modules."""

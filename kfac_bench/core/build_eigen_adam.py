@@ -6,11 +6,12 @@ from typing import Any
 from torch import nn
 
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
+from kfac_bench.core.kfac_options import KFACOptions
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.preconditioner import KFAC
 from kfac_bench.core.validation import check_is_model
 
-KFAC_DEFAULTS: dict[str, Any] = {
+KFAC_DEFAULTS: KFACOptions = {
     "method": EIGEN_ADAM,
     "trust_ratio": None,
     "grafting": False,

@@ -1,9 +1,9 @@
-"""How a :class:`KFAC` is built, in three steps: validate, plan, connect.
+"""The construction of a :class:`KFAC` in three steps: validate, plan, connect.
 
 ``KFAC.__init__`` calls :func:`build`. Nothing here decides anything about the algorithm itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from weakref import ref
@@ -18,6 +18,7 @@ from kfac_bench.core.capture.counted_passes import EarlySender
 from kfac_bench.core.capture.hooks import Capture
 from kfac_bench.core.capture.identity import AssignedGradients
 from kfac_bench.core.capture.moments import Moments
+from kfac_bench.core.damping import adaptive
 from kfac_bench.core.distributed.collective import Collective, check_same_on_all_ranks
 from kfac_bench.core.eigen_adam_optimizer import Coverage, EigenAdam, find_eigen_adam
 from kfac_bench.core.execution.adam import AdamRule
@@ -26,16 +27,16 @@ from kfac_bench.core.execution.executor import Executor
 from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.guards.guards import Guards
 from kfac_bench.core.kernels.gram import CONVENTIONS
-from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.kfac_options import OPTIONS, KFACOptions, schedules_of
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.coverage import SkippedModule, find_layers, unwrap
+from kfac_bench.core.layers.coverage import LayerTypes, SkippedModule, find_layers, unwrap
 from kfac_bench.core.planning.plan import ComputeFactor, Plan, ReduceFactors
 from kfac_bench.core.schedule import Schedules
 
 
 @dataclass(frozen=True)
 class KFACParts:
-    """What a :class:`KFAC` consists of. No part refers to the KFAC."""
+    """The parts of a :class:`KFAC`. No part refers to the KFAC."""
 
     model: nn.Module
     """The model without its wrappers."""
@@ -57,6 +58,7 @@ def build(
     model: nn.Module,
     optimizer: Optimizer,
     options: KFACOptions,
+    layer_types: LayerTypes | None,
     collective: Collective,
     model_parallel: Collective | None,
 ) -> KFACParts:
@@ -65,7 +67,7 @@ def build(
     validation.check_model(model)
     validation.check_optimizer(optimizer)
     validation.check_options(options)
-    if options.max_overhead is not None and model_parallel is not None:
+    if options["max_overhead"] is not None and model_parallel is not None:
         raise ValueError(
             "max_overhead with model_parallel: stages would choose different intervals; set "
             "block_size and the intervals instead"
@@ -73,43 +75,62 @@ def build(
     adam = find_eigen_adam(optimizer)
     validation.check_eigen_adam(options, None if adam is None else adam.rule)
     bare = unwrap(model)
-    layers, skipped = layer_plan.covered_layers(bare, options)
+    layers, skipped = layer_plan.covered_layers(bare, options, layer_types)
     validation.check_layers(layers, skipped, bare, collective.world_size, options)
     check_free(layers)
     write_back = WriteBack(
         layers,
         optimizer,
         model_parallel,
-        grafting=options.grafting,
-        trust_ratio=options.trust_ratio,
+        grafting=options["grafting"],
+        trust_ratio=options["trust_ratio"],
     )
 
     # Step 2, plan: who computes and who sends what. Every rank makes the same plan.
     rule = _mark_hidden(layers, adam, model_parallel)
-    schedules = options.schedules(is_eigen_adam=adam is not None)
+    schedules = schedules_of(options, is_eigen_adam=adam is not None)
     plan = layer_plan.plan_for(layers, collective.world_size, schedules, options)
     validation.check_damping(plan, options, is_pipeline=model_parallel is not None)
 
     # Step 3, connect: to the other ranks, to the tensors, and to the model.
     device = layers[0].weight.device
     what = _what_ranks_share(plan, schedules, options, rule)
-    _connect_ranks(plan, collective, model_parallel, what, device, overlap=options.overlap)
+    _connect_ranks(plan, collective, model_parallel, what, device, overlap=options["overlap"])
     executor = Executor(
         plan,
         collective,
         layers,
-        CONVENTIONS[options.factor_convention],
-        of_sums=options.fisher != "empirical",
-        from_identity=options.factor_init == "identity",
-        factored_damping=options.factored_damping,
-        state_dtype=options.state_dtype,
-        background=Background(device) if options.background else None,
+        CONVENTIONS[options["factor_convention"]],
+        of_sums=options["fisher"] != "empirical",
+        from_identity=options["factor_init"] == "identity",
+        factored_damping=options["factored_damping"],
+        state_dtype=options["state_dtype"],
+        background=Background(device) if options["background"] else None,
         adam=rule,
     )
     capture = _connect_layers(model, bare, executor, options)
     coverage = None if adam is None else Coverage((x.weight, x.bias) for x in layers)
     leave = partial(_leave, executor, capture, coverage)
-    guards = _guards(bare, layers, plan, optimizer, options, capture, collective, leave)
+    # Not the options as a whole: a schedule may refer to the KFAC, which no guard must keep alive.
+    find = partial(
+        find_layers,
+        bare,
+        options["skip"],
+        layer_types=layer_types,
+        max_dim=options["max_dim"],
+    )
+    guards = Guards(
+        bare,
+        layers,
+        plan,
+        optimizer,
+        find,
+        capture,
+        collective,
+        leave,
+        sees_moments=not options["overlap"],
+        sees_rows=options["weight_sharing"] == "expand",
+    )
     return KFACParts(
         bare,
         ref(model),
@@ -140,12 +161,9 @@ def _what_ranks_share(
     plan: Plan, schedules: Schedules, options: KFACOptions, rule: AdamRule | None
 ) -> str:
     """Return the plan, and all options that it does not contain, as one text to compare."""
-    return (
-        f"{plan.digest()} {schedules.at(0)} {options.adaptive_damping} {options.factored_damping} "
-        f"{options.factor_convention} {options.fisher} {options.weight_sharing} {options.overlap} "
-        f"{options.background} {options.grafting} {options.early_updates} {options.factor_init} "
-        f"{options.trust_ratio} {options.state_dtype} {options.max_overhead} {rule}"
-    )
+    values: Mapping[str, object] = options
+    others = [values[name] for name, option in OPTIONS.items() if option.is_compared]
+    return f"{plan.digest()} {schedules.at(0)} {adaptive(options['damping'])} {others} {rule}"
 
 
 def _connect_ranks(
@@ -182,10 +200,10 @@ def _connect_layers(
     }
     # local_factors sends no statistics, so there is nothing to overlap.
     sends = any(isinstance(op, ReduceFactors) for op in plan.factors)
-    reduce = options.weight_sharing == "reduce"
+    reduce = options["weight_sharing"] == "reduce"
     moments = Moments(reduce=reduce, eigenbasis=executor.store.eigenbasis)
     assigned = None
-    if options.fisher == "empirical" and executor.collective.world_size == 1:
+    if options["fisher"] == "empirical" and executor.collective.world_size == 1:
         # On several ranks a gradient is an average, which no rank can compare with its own sums.
         assigned = AssignedGradients(Moments(reduce=reduce, eigenbasis=executor.store.eigenbasis))
     if executor.background is not None:
@@ -193,7 +211,7 @@ def _connect_layers(
     # A weak reference: the hooks on a model must not keep the wrapper of that model alive.
     wrapper = ref(wrapped)
     sender = None
-    if options.overlap and sends:
+    if options["overlap"] and sends:
         sender = EarlySender(
             moments,
             executor.begin_factors,
@@ -205,11 +223,11 @@ def _connect_layers(
         model,
         [layer for name, layer in executor.layers.items() if name in computed],
         moments=moments,
-        sampled=options.fisher != "empirical",
+        sampled=options["fisher"] != "empirical",
         sender=sender,
         assigned=assigned,
         # The other conventions repeat codes that count samples by the input of each layer.
-        counts_examples=options.factor_convention == "kfc",
+        counts_examples=options["factor_convention"] == "kfc",
     )
 
 
@@ -222,31 +240,3 @@ def _leave(
     if coverage is not None:
         layers = [executor.layers[name] for name in names]
         coverage.leave(p for layer in layers for p in (layer.weight, layer.bias))
-
-
-def _guards(
-    model: nn.Module,
-    layers: list[Layer],
-    plan: Plan,
-    optimizer: Optimizer,
-    options: KFACOptions,
-    capture: Capture,
-    collective: Collective,
-    leave: Callable[[set[str]], None],
-) -> Guards:
-    # Not the options as a whole: a schedule may refer to the KFAC, which no guard must keep alive.
-    find = partial(
-        find_layers, model, options.skip, layer_types=options.layer_types, max_dim=options.max_dim
-    )
-    return Guards(
-        model,
-        layers,
-        plan,
-        optimizer,
-        find,
-        capture,
-        collective,
-        leave,
-        sees_moments=not options.overlap,
-        sees_rows=options.weight_sharing == "expand",
-    )

@@ -24,6 +24,7 @@ from kfac_bench.core.distributed.dtensor import full
 from kfac_bench.core.kernels import linalg
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor
+from kfac_bench.core.schedule import Schedule
 
 
 @dataclass
@@ -164,3 +165,8 @@ class Trial:
             for p, grad in grads.items():
                 p.grad = grad
         return total
+
+
+def adaptive(damping: Schedule | None) -> LevenbergMarquardt | None:
+    """Return the damping if it adapts itself."""
+    return damping if isinstance(damping, LevenbergMarquardt) else None

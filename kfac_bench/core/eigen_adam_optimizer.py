@@ -29,7 +29,7 @@ Horovod and DeepSpeed step a copy of the optimizer, so this cannot be an attribu
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """Which coverage a parameter belongs to. Weak references: an entry must not keep its key."""
+    """The coverage that a parameter belongs to. Weak references: an entry must not keep its key."""
 
     owner: "Coverage"
     weight: TensorWeakRef
@@ -37,7 +37,7 @@ class _Cover:
 
 
 class StateOfKFAC(Protocol):
-    """What an optimizer needs of a KFAC for its own state; see :class:`.OptimizerState`."""
+    """The part of a KFAC that an optimizer's state needs; see :class:`.OptimizerState`."""
 
     @property
     def steps(self) -> int:

@@ -1,4 +1,4 @@
-"""From a model and options to the covered layers, to the plan of their work, and to its report.
+"""The covered layers of a model, the plan of their work, and the report on both.
 
 :mod:`.construction` calls these functions. They send nothing and put no hooks on the model.
 """
@@ -12,9 +12,9 @@ from torch import nn
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.gradients import any_sharded
 from kfac_bench.core.kernels import linalg
-from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.kfac_options import MAX_DIM, KFACOptions, schedules_of
 from kfac_bench.core.layers.base import Layer
-from kfac_bench.core.layers.coverage import MAX_DIM, SkippedModule, find_layers
+from kfac_bench.core.layers.coverage import LayerTypes, SkippedModule, find_layers
 from kfac_bench.core.planning.budget import Choice, Rates, Seen, choose
 from kfac_bench.core.planning.estimate import memory_bytes, payload_bytes
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec
@@ -28,14 +28,14 @@ operations on small layers take more time to start than to run."""
 
 
 def covered_layers(
-    model: nn.Module, options: KFACOptions
+    model: nn.Module, options: KFACOptions, layer_types: LayerTypes | None
 ) -> tuple[list[Layer], list[SkippedModule]]:
     """Return the layers that K-FAC covers, and the modules that it leaves to the optimizer."""
     layers, skipped = find_layers(
-        model, options.skip, layer_types=options.layer_types, max_dim=options.max_dim
+        model, options["skip"], layer_types=layer_types, max_dim=options["max_dim"]
     )
     for layer in layers:
-        layer.spec = _within(layer, options.max_dim, options.block_size)
+        layer.spec = _within(layer, options["max_dim"], options["block_size"])
     return layers, skipped
 
 
@@ -57,13 +57,13 @@ def choose_within_budget(
     seen: Seen,
     rates: Rates,
 ) -> Choice:
-    """Return the most faithful options that keep ``options.max_overhead``.
+    """Return the most faithful options that keep ``options["max_overhead"]``.
 
     Raises:
         BudgetError: The cheapest options take more than the budget.
     """
-    assert options.max_overhead is not None
-    schedules = options.schedules(is_eigen_adam=False)
+    assert options["max_overhead"] is not None
+    schedules = schedules_of(options, is_eigen_adam=False)
     first = schedules.at(0)
 
     def plan_of(max_dim: int, block_size: int | None) -> Plan:
@@ -71,15 +71,21 @@ def choose_within_budget(
         return plan_for(layers, world_size, schedules, options, specs)
 
     return choose(
-        options.max_overhead,
+        options["max_overhead"],
         Choice(
-            options.max_dim, options.block_size, first.factor_update_freq, first.update_freq, 0.0
+            options["max_dim"],
+            options["block_size"],
+            first.factor_update_freq,
+            first.update_freq,
+            0.0,
         ),
         plan_of,
         seen,
         rates,
         # A function of the step already says how long intervals are.
-        may_stretch=not (callable(options.update_freq) or callable(options.factor_update_freq)),
+        may_stretch=not (
+            callable(options["update_freq"]) or callable(options["factor_update_freq"])
+        ),
     )
 
 
@@ -126,22 +132,22 @@ def plan_for(
     Raises:
         ValueError: an option has an unknown value, or options do not fit together.
     """
-    method, spread = options.method, options.spread
+    method, spread = options["method"], options["spread"]
     if spread is None:
         # One process wants short steps. Several ranks want a long step whose work they can share.
         # Beside training, work takes no time of a step, and each slice should end before the next.
-        spread = world_size == 1 or options.background
+        spread = world_size == 1 or options["background"]
     plan = make_plan(
         [layer.spec for layer in layers] if specs is None else specs,
         world_size,
-        strategy=options.strategy,
-        grad_worker_fraction=options.grad_worker_fraction,
-        colocate_factors=options.colocate_factors,
-        balance=options.balance,
+        strategy=options["strategy"],
+        grad_worker_fraction=options["grad_worker_fraction"],
+        colocate_factors=options["colocate_factors"],
+        balance=options["balance"],
         method="inverse" if method == IDENTITY else method,
         cost=measured_cost(method),
         spread=schedules.most_slices(len(layers)) if spread else 1,
-        itemsize=options.state_dtype.itemsize,
+        itemsize=options["state_dtype"].itemsize,
         batch_numel=_batch_numel(layers, method),
         sharded=world_size > 1 and any_sharded(layers),
     )
@@ -204,7 +210,7 @@ class Report:
         return "\n".join([self.coverage(), *self._cost(), *chosen])
 
     def coverage(self, *, by_layer: bool = True) -> str:
-        """Return what is covered and what is not, as text.
+        """Return the covered and the skipped modules as text.
 
         Args:
             by_layer: Whether to write a line for each layer and each skipped module. Otherwise the

@@ -21,7 +21,7 @@ Entries = dict[str, Any]
 
 
 class Preconditioner(Protocol):
-    """What this file needs of a KFAC."""
+    """The part of a KFAC that this file needs."""
 
     steps: int
     in_optimizer_state: bool

@@ -5,13 +5,11 @@ and :mod:`.stepper` runs a step with them. docs/explanation/architecture.md foll
 through these files.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from functools import wraps
-from typing import Any, ParamSpec, Self
+from typing import Any, Self, Unpack
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,32 +25,27 @@ from kfac_bench.core.attachment import (
 )
 from kfac_bench.core.capture import fisher as fishers
 from kfac_bench.core.capture.hooks import Capture
+from kfac_bench.core.damping import adaptive
 from kfac_bench.core.distributed.collective import Collective, default_collective
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.eigen_adam_optimizer import Coverage, find_eigen_adam
-from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.kfac_options import (
+    KFACOptions,
+    check_names,
+    defaults,
+    takes_options,
+    with_preset,
+    within,
+)
 from kfac_bench.core.layer_plan import Report, choose_within_budget
-from kfac_bench.core.layers.coverage import DEFAULT_SKIP, MAX_DIM, LayerTypes, SkippedModule
+from kfac_bench.core.layers.coverage import LayerTypes, SkippedModule
 from kfac_bench.core.optimizer_state import OptimizerState
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
-from kfac_bench.core.schedule import Schedule
 from kfac_bench.core.stepper import FirstSteps, Stepper, measure
 
-P = ParamSpec("P")
 
-
-def _remembers_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """Let the object know which keywords the user gave: they win over those of a preset."""
-
-    @wraps(init)
-    def remembering(*arguments: P.args, **given: P.kwargs) -> None:
-        arguments[0]._given = given.keys()  # type: ignore[attr-defined]
-        init(*arguments, **given)
-
-    return remembering
-
-
+@takes_options
 class KFAC:
     """Kronecker-factored approximate curvature (K-FAC) as a preconditioner of gradients.
 
@@ -113,153 +106,6 @@ class KFAC:
             ``kl_clip=0.001``, no trust ratio, no grafting, running averages that start at the
             identity, all decompositions in one step, and the scaling ``sc20`` of the released
             code. Other keywords win. None (default): the defaults below.
-        strategy: Which rank computes what. One process does not need this option. The page
-            docs/explanation/strategies.md compares the strategies in time, memory and messages.
-
-            * ``comm_opt`` (default): every rank preconditions every layer. It sends least per
-              step and needs most memory.
-            * ``mem_opt``: one rank preconditions a layer and sends the result to the others. It
-              needs least memory of those that keep all factors.
-            * ``layer_wise``: like ``mem_opt``, but layers go to ranks in turn, whatever their
-              size (Osawa et al. 2019).
-            * ``hybrid_opt``: some ranks precondition a layer (KAISA). It lies between
-              ``comm_opt`` and ``mem_opt``; see ``grad_worker_fraction``.
-            * ``owner_reduce``: a factor is kept only on the rank that decomposes it.
-            * ``local_factors``: factors are not sent at all. A rank computes the factors of its
-              layers from its own part of the batch, so results depend on the number of ranks.
-        grad_worker_fraction: Share of the ranks that precondition a layer, in (0, 1]. Only
-            ``hybrid_opt`` (default 0.5), ``owner_reduce`` and ``local_factors`` (default: one
-            rank) use it. A larger share sends fewer gradients and needs more memory.
-        colocate_factors: Whether one rank decomposes both factors of a layer. By default
-            ``comm_opt`` gives them to two ranks, and the other strategies to one. The blocks of
-            ``block_size`` go to several ranks, but with ``inverse`` in ``owner_reduce`` and
-            ``local_factors`` to one. Set True if an option needs both factors on one rank; K-FAC
-            raises an error that says so.
-        balance: What ranks get equal shares of: ``compute`` (default) is the measured time of
-            the decompositions (core/planning/planner.py), ``memory`` is bytes.
-        overlap: Whether to send statistics while backward still runs. Default False. Results are
-            the same, bit by bit. Try True if messages take long. With gradient accumulation, run
-            all backwards of a step but the last inside :meth:`accumulate` (or inside
-            DistributedDataParallel's ``no_sync``, if ``model`` is its wrapper).
-        method: How the damped inverse is computed.
-
-            * ``inverse`` (default): Cholesky inverses of A and G (eq. 9-10). The damping is added
-              to each factor.
-            * ``eigen``: eigendecompositions of A and G (eq. 11-13). They take several times
-              longer, and preconditioning takes twice as many operations; the damping is added to
-              the product of the factors.
-            * ``ekfac``: like ``eigen``, with eigenvalues replaced by second moments of the
-              gradients in the eigenbasis (George et al. 2018). They change at each factor update.
-            * ``eigen_adam``: Adam in the eigenbasis of A and G, without damping and limits; only
-              with the optimizer :class:`~kfac_bench.core.eigen_adam_optimizer.EigenAdam`. Build
-              both with :func:`kfac_bench.eigen_adam`. With ``early_updates`` the first intervals
-              are shorter: with both intervals of 40 steps, statistics are due at steps 0, 5, 10,
-              20, 40, 80 and so on. Decompositions follow at once, or in slices (see ``spread``).
-            * ``identity``: a control for experiments. A and G are identities, so only the limits
-              of the step remain.
-        damping: How much is added to the eigenvalues of G kron A (Tikhonov damping).
-
-            * None (default): for each layer the mean of these eigenvalues. So the damping follows
-              the scale of the loss and of the layer. ``inverse`` adds the mean eigenvalue of A
-              to A, and that of G to G. ``ekfac`` adds the mean of the second moments.
-            * A schedule of gamma > 0, the same for all layers, as in the papers.
-            * A :class:`~kfac_bench.core.damping.LevenbergMarquardt`, which adapts gamma itself
-              (see :meth:`adapt_damping`).
-
-            If you set gamma, it is the most important option: larger values are safer and
-            make K-FAC more like the plain optimizer. Try powers of 10 from 1e-4 to 1e-1.
-        factored_damping: Whether to split gamma between A and G by their mean eigenvalues (the pi
-            of Martens & Grosse 2015, section 6.3). A gets pi sqrt(gamma), G gets
-            sqrt(gamma) / pi. Default False. ``ekfac`` ignores it.
-        trust_ratio: Limit of a step (default 0.005). If the preconditioned gradients times the
-            learning rate have a norm of more than this share of the norm of the weights, over all
-            layers that K-FAC covers, all of them are shrunk to it. The step of SGD thus stays in
-            the neighbourhood that the curvature describes. Momentum may add up to longer steps.
-            With Adam the limit has hardly an effect. None turns it off.
-        kl_clip: A schedule of kappa > 0 in eq. 16 (default None: no clip; the paper has 1e-3). The
-            KL clip shrinks all preconditioned gradients if the step would change the model's
-            predictions too much. With ``grafting`` the sum of eq. 16 is no change of predictions
-            any more, and it grows with the model: set ``grafting=False`` too.
-        grafting: Whether each layer's preconditioned gradient is scaled so that its part along the
-            layer's gradient is the gradient itself. The part across it is shortened to at most 3
-            times the norm of the gradient; before optimizers that divide each element by its size,
-            such as Adam, to half of this norm. A step then lowers the loss, to first order, as much
-            as a step of the optimizer alone, and the usual learning rate stays right. Default True.
-            Grafting to the *norm* of the gradient (Agarwal et al. 2020; Anil et al. 2020) makes
-            shorter steps, which are slow at small rates. The limits of the step come after
-            grafting. Set False to repeat a paper on K-FAC.
-        update_freq: A schedule: steps between two decompositions of a factor (default 100). Fewer
-            steps follow the curvature better and cost more time.
-        factor_update_freq: A schedule: steps between two updates of A and G (default 10).
-            ``update_freq`` should be a multiple of it.
-        early_updates: Whether to decompose more often before step ``update_freq``: additionally at
-            a tenth of it, rounded up to a step that updates factors, and at 2, 4 and 8 times that
-            step. By default these are steps 10, 20, 40 and 80. With slices (see ``spread``) each
-            slice follows within the steps until the next of these. Default True. The first
-            decomposition has seen one batch only. In a model whose head starts at zero, that batch
-            says nothing about the other layers.
-        spread: Whether to decompose in slices, at different steps of an interval, so that no
-            single step is long. Each factor is still decomposed every ``update_freq`` steps.
-            False decomposes everything in one step, as the papers do; ranks then share the work.
-            By default a single process spreads, and several ranks do not.
-        background: Whether to compute statistics and decompositions on a thread during training.
-            Default False. Try True if a CPU core is free: steps become shorter, and none of them
-            is long. On a GPU the thread uses a stream of its own (not tested yet).
-
-            * Statistics enter A and G in the same step as without the thread, with the same bits.
-            * Decompositions come into use late by a fixed number of steps, about the distance of
-              two slices (see ``spread``; all ranks spread). So results do not depend on the speed
-              of the thread: if a result is late, the step waits.
-            * Until both factors of a layer have a decomposition, its gradient stays as it is,
-              except for the limits. The first decompositions come into use in steps 1 to 5.
-            * The thread needs memory for copies of the factors of one slice. Inputs and gradients
-              of up to 8 calls of layers stay in memory until it has read them.
-            * ``overlap`` and ``spread=False`` cannot be combined with it.
-        factor_decay: A schedule in [0, 1): the weight of the *old* factor in the running average
-            (default 0.95, as in the released code of the paper). The paper's equations 14-15 write
-            xi for the weight of the new factor, that is 1 - ``factor_decay``, and print no value.
-        factor_init: How the running averages start. ``debiased`` (default) weighs the statistics
-            only, so the first average is the first statistic. ``identity`` starts at the identity
-            without debiasing, as the released code of the paper: after k updates the identity
-            still has the weight ``factor_decay ** k``. Set it to repeat a paper.
-        factor_convention: How batch statistics are scaled: ``kfc`` (default), ``sc20`` or
-            ``kaisa``. Papers scale differently, so the same damping means another algorithm. If
-            you copy a damping from a paper, set the paper's convention; see
-            :data:`~kfac_bench.core.kernels.gram.CONVENTIONS`.
-        fisher: Which gradients make G. ``empirical`` (default) takes the gradients of the loss and
-            costs nothing extra. ``mc`` samples labels from the model's output. ``type2`` takes
-            the exact expectation over these labels, with one backward per class, or per output of
-            a ``gaussian`` or ``bernoulli`` likelihood. ``mc`` and ``type2`` need a call of
-            :meth:`fisher_backward` in each step.
-        weight_sharing: What to do with positions that share a weight (pixels, tokens). ``expand``
-            (default) counts each position as a further sample. ``reduce`` first averages a and
-            sums g over the positions, which is faster (Eschenhagen et al. 2023).
-        state_dtype: ``torch.float32`` (default), ``torch.bfloat16`` or ``torch.float16``. The
-            latter two keep and send factors and decompositions in half the bytes. Sums,
-            eigenvalues, damping and gradients stay in float32.
-        skip: Regular expressions. A module whose name or class name matches one is left to the
-            optimizer. The default skips normalization and embedding layers, as the papers do;
-            ``[]`` covers them too.
-        max_dim: Largest number of rows of a factor (default 8192). Of a larger factor only the
-            diagonal is kept. The G of a vocabulary head would need gigabytes otherwise.
-        block_size: Divide a larger dense factor into diagonal blocks of at most this number of rows
-            (default None: never). The fewest blocks are taken, of about equal size. A block of A
-            has all kernel taps of its input channels, if ``block_size`` allows one channel. The
-            rest of the factor counts as zero, and is neither computed nor kept nor sent. n/N blocks
-            of N rows take about (N/n)^2 of the time of n rows, and the gradient workers of a layer
-            share them. So try 512 to 2048 if ``report()`` or ``kfac-plan`` says that one factor
-            bounds the decompositions. The step has another direction then, and training may need
-            more steps. ``max_dim`` still makes a diagonal of what it limits.
-            ``eigen_adam`` cannot be combined with it.
-        max_overhead: Most time per step that K-FAC may take, as a share of a step of the optimizer
-            alone: 0.25 allows a quarter more, on average over an interval. None (default): no
-            limit. In the first 6 steps the optimizer works alone, while K-FAC measures it and the
-            device. Then K-FAC makes the options ``max_dim``, ``block_size``, ``update_freq`` and
-            ``factor_update_freq`` only as much coarser as the budget demands; :attr:`choice` and
-            :meth:`report` say what it chose. A choice follows from times, so a second run may
-            choose differently; set these four options instead, to repeat a run. A resumed run
-            keeps the choice of its state. Time that training waits for other ranks' messages
-            counts only as their measured latency and bandwidth predict.
         layer_types: Classes for module types of your own; see :mod:`kfac_bench.core.layers.base`.
         collective: The communication backend. By default it is torch.distributed or Horovod if
             one of them is initialized, else this process alone. It spans the ranks that hold the
@@ -267,6 +113,7 @@ class KFAC:
         model_parallel: A backend over the ranks that hold the *other* layers of the model, one
             per pipeline stage. The limits of the step then sum over all layers. Every stage
             must pass it and must cover at least one layer.
+        options: The options in ``kfac_options.py``, where each has its type, default and meaning.
 
     Attributes:
         plan: Who computes and sends what (:class:`~kfac_bench.core.planning.plan.Plan`), equal on
@@ -292,89 +139,33 @@ class KFAC:
         RuntimeError: Ranks made different plans, or another KFAC is on a layer of the model.
     """
 
-    _given: Collection[str] = ()
-    """The keywords that the user gave."""
-
-    @_remembers_keywords
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
         preset: str | None = None,
-        strategy: str = "comm_opt",
-        grad_worker_fraction: float | None = None,
-        colocate_factors: bool | None = None,
-        balance: str = "compute",
-        overlap: bool = False,
-        method: str = "inverse",
-        damping: Schedule | None = None,
-        factored_damping: bool = False,
-        trust_ratio: float | None = 0.005,
-        kl_clip: Schedule | None = None,
-        grafting: bool = True,
-        update_freq: Schedule = 100,
-        factor_update_freq: Schedule = 10,
-        early_updates: bool = True,
-        spread: bool | None = None,
-        background: bool = False,
-        factor_decay: Schedule = 0.95,
-        factor_init: str = "debiased",
-        factor_convention: str = "kfc",
-        fisher: str = "empirical",
-        weight_sharing: str = "expand",
-        state_dtype: torch.dtype = torch.float32,
-        skip: Sequence[str] = DEFAULT_SKIP,
-        max_dim: int = MAX_DIM,
-        block_size: int | None = None,
-        max_overhead: float | None = None,
         layer_types: LayerTypes | None = None,
         collective: Collective | None = None,
         model_parallel: Collective | None = None,
+        **options: Unpack[KFACOptions],
     ) -> None:
-        options = KFACOptions(
-            strategy=strategy,
-            grad_worker_fraction=grad_worker_fraction,
-            colocate_factors=colocate_factors,
-            balance=balance,
-            overlap=overlap,
-            method=method,
-            damping=damping,
-            factored_damping=factored_damping,
-            trust_ratio=trust_ratio,
-            kl_clip=kl_clip,
-            grafting=grafting,
-            update_freq=update_freq,
-            factor_update_freq=factor_update_freq,
-            early_updates=early_updates,
-            spread=spread,
-            background=background,
-            factor_decay=factor_decay,
-            factor_init=factor_init,
-            factor_convention=factor_convention,
-            fisher=fisher,
-            weight_sharing=weight_sharing,
-            state_dtype=state_dtype,
-            skip=skip,
-            max_dim=max_dim,
-            block_size=block_size,
-            max_overhead=max_overhead,
-            layer_types=layer_types,
-        ).with_preset(preset, self._given)
-        self.fisher, self.background = fisher, background
+        check_names(options)
+        self._options = defaults() | with_preset(options, preset)
+        self.fisher, self.background = self._options["fisher"], self._options["background"]
         self.collective = collective or default_collective()
-        self._options, self._optimizer, self._others = options, optimizer, model_parallel
+        self._optimizer, self._others, self._layer_types = optimizer, model_parallel, layer_types
         self._attachment: Attachment | None = None
         self.steps = 0
         self.track_cosine = False
         self.time_stages = False
         self.in_optimizer_state = True
         self.choice: Choice | None = None
-        self._build(model, options)
+        self._build(model, self._options)
         if self._coverage is not None:
             self._take_waiting_state(self._coverage)
         self._first_steps: FirstSteps | None = None
-        if max_overhead is not None:
+        if self._options["max_overhead"] is not None:
             names = [layer.name for layer in self._layers]
             self._first_steps = FirstSteps(names, self.collective, self._layers[0].weight.device)
             if self._capture is not None and self._capture.identity is not None:
@@ -382,10 +173,17 @@ class KFAC:
 
     def _build(self, model: nn.Module, options: KFACOptions) -> None:
         """Make all parts and connect them to the model."""
-        parts = construction.build(model, self._optimizer, options, self.collective, self._others)
+        parts = construction.build(
+            model,
+            self._optimizer,
+            options,
+            self._layer_types,
+            self.collective,
+            self._others,
+        )
         self.plan = parts.plan
         self._layers, self._skipped, self._coverage = parts.layers, parts.skipped, parts.coverage
-        self._schedules, self._adaptive = parts.schedules, options.adaptive_damping
+        self._schedules, self._adaptive = parts.schedules, adaptive(options["damping"])
         self._executor, self._write_back = parts.executor, parts.write_back
         self._guards = parts.guards
         self._capture: Capture | None = parts.capture
@@ -540,15 +338,15 @@ class KFAC:
         self._guards.see_gradients()
         if seen is not None:
             device, options = self._layers[0].weight.device, self._options
-            rates = measure(self.collective, device, options.method)
+            rates = measure(self.collective, device, options["method"])
             ranks = self.collective.world_size
-            self._take(choose_within_budget(self._layers, ranks, options, seen, rates))
+            self._rebuild(choose_within_budget(self._layers, ranks, options, seen, rates))
 
-    def _take(self, choice: Choice) -> None:
+    def _rebuild(self, choice: Choice) -> None:
         """Build K-FAC again with the options of a choice."""
         loss_weight, model = self.loss_weight, self._stepper.wrapped() or self._stepper.model
         self._disconnect()
-        self._build(model, self._options.within(choice))
+        self._build(model, within(self._options, choice))
         self.loss_weight, self.choice, self._first_steps = loss_weight, choice, None
 
     def fisher_backward(
@@ -690,7 +488,7 @@ class KFAC:
 
     @property
     def decomposed(self) -> tuple[int, int]:
-        """The factors that this rank has decomposed in the current step, and all of its factors.
+        """Two counts: factors that this rank has decomposed in this step, and all of its factors.
 
         Another thread may read it while :meth:`step` runs, to show progress.
         """
@@ -712,7 +510,7 @@ class KFAC:
         return {"K-FAC plan": self.plan.digest(), "damping": repr(self.damping)}
 
     def report(self) -> Report:
-        """Return what is covered, what is not and why, and what it costs on this rank.
+        """Return the report on covered layers, skipped modules, and the cost on this rank.
 
         ``print`` it, or read its fields.
         """
@@ -803,10 +601,10 @@ class KFAC:
                 The running averages have not changed then.
         """
         merged = state.merge(states)
-        if self._options.max_overhead is not None:
+        if self._options["max_overhead"] is not None:
             choice = state_check.choice(states)
             if choice is not None and choice != self.choice:
-                self._take(choice)
+                self._rebuild(choice)
         steps = state_check.check(merged, states, self._executor)
         if not steps:
             merged = {}

@@ -61,7 +61,7 @@ class Schedules:
         return self._part("factor_update_freq", step).start == step
 
     def slices_due(self, step: int, count: int) -> list[int]:
-        """Return which of ``count`` slices of the decompositions are due; all of them at step 0."""
+        """Return the slices, of ``count``, that are due in this step; all of them at step 0."""
         # The first step needs every decomposition: before it there is none.
         if step == 0:
             return list(range(count))
@@ -100,7 +100,7 @@ class Schedules:
         return self.early_updates and step < first > self._freq("factor_update_freq", 0)
 
     def slices_to_begin(self, step: int, count: int) -> dict[int, int]:
-        """Return which of ``count`` slices begin beside training, and at which step each is used.
+        """Return the slices, of ``count``, that begin beside training, with the step of their use.
 
         The first time, slices are used in the next step. Later each slice begins in the steps in
         which it is due. It has the time until the next slice begins: the length of the interval

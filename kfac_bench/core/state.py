@@ -75,7 +75,7 @@ def empty_layers(run: Executor) -> LayersState:
 
 
 def layers_state(run: Executor, *, shard: bool) -> LayersState:
-    """Return what this rank holds, or with ``shard`` only what it decomposes.
+    """Return the state that this rank holds, or with ``shard`` only of what it decomposes.
 
     The rank that decomposes A, or its first block, has the layer's second moments in its shard.
     """

@@ -1,4 +1,4 @@
-"""One step of K-FAC: which stages are due, and in which order the parts run.
+"""One step of K-FAC: the stages that are due, and the order in which the parts run.
 
 :class:`KFAC` calls :meth:`Stepper.run` in each of its steps. What a stage does is in
 :mod:`.execution`. With ``KFAC(max_overhead=...)`` the optimizer makes the first steps alone:
@@ -155,7 +155,7 @@ class Stepper:
         return bool(self._schedules.slices_due(step, 1))
 
     def decomposed(self) -> tuple[int, int]:
-        """Return the factors that this rank has decomposed in the current step, and all of its."""
+        """Return two counts: factors that this rank has decomposed in this step, and all of its."""
         rank = self._executor.collective.rank
         mine = (op for op in self._plan.ops(Stage.DECOMPOSE) if rank in op.ranks)
         total = sum(len(op.members) for op in mine if isinstance(op, Decompose))

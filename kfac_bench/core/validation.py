@@ -1,4 +1,4 @@
-"""What :class:`KFAC` refuses, each time with one line that says why and what to do.
+"""Checks of options, models and optimizers. An error says in one line why, and what to do.
 
 An object of another kind than a model or an optimizer is a ``TypeError``. All other errors are a
 ``ValueError``.
@@ -7,29 +7,20 @@ An object of another kind than a model or an optimizer is a ``TypeError``. All o
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kfac_bench.core.capture.fisher import FISHERS
+from kfac_bench.core.damping import adaptive
 from kfac_bench.core.distributed.dtensor import any_tensor_parallel
 from kfac_bench.core.execution.adam import AdamRule
 from kfac_bench.core.execution.gradients import any_sharded
-from kfac_bench.core.kernels.gram import CONVENTIONS
-from kfac_bench.core.kfac_options import KFACOptions
+from kfac_bench.core.kfac_options import OPTIONS, KFACOptions, state_dtypes, unused_by_eigen_adam
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.coverage import SkippedModule
 from kfac_bench.core.planning.plan import EIGEN_ADAM, IDENTITY, Plan
-
-CHOICES: dict[str, tuple[object, ...]] = {
-    "factor_init": ("debiased", "identity"),
-    "factor_convention": tuple(CONVENTIONS),
-    "fisher": FISHERS,
-    "weight_sharing": ("expand", "reduce"),
-    "state_dtype": (torch.float32, torch.bfloat16, torch.float16),
-}
 
 MOST_ROWS = 10
 """Most kinds of skipped modules that a message lists."""
@@ -37,15 +28,18 @@ MOST_ROWS = 10
 
 def check_options(options: KFACOptions) -> None:
     """Check all options that need neither the model nor the optimizer."""
-    for name, choices in CHOICES.items():
-        value = getattr(options, name)
-        if value not in choices:
+    values: Mapping[str, object] = options
+    for name in ("factor_init", "factor_convention", "fisher", "weight_sharing", "state_dtype"):
+        choices: Sequence[object] = OPTIONS[name].choices
+        if name == "state_dtype":
+            choices = [*state_dtypes().values()]
+        if (value := values[name]) not in choices:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
-    _check_coverage(options.skip, options.max_dim)
-    _check_block_size(options.block_size, options.method)
+    _check_coverage(options["skip"], options["max_dim"])
+    _check_block_size(options["block_size"], options["method"])
     _check_background(options)
     _check_budget(options)
-    ratio = options.trust_ratio
+    ratio = options["trust_ratio"]
     if ratio is not None and not 0 < ratio < math.inf:
         raise ValueError(f"trust_ratio={ratio}: must be above 0 and finite, or None")
 
@@ -114,10 +108,10 @@ def check_eigen_adam(options: KFACOptions, rule: AdamRule | None) -> None:
 
     ``rule`` is that of the optimizer, None if it is no EigenAdam.
     """
-    if options.method != EIGEN_ADAM:
+    if options["method"] != EIGEN_ADAM:
         if rule is not None:
             raise ValueError(
-                f"method={options.method} with the optimizer EigenAdam, which needs "
+                f"method={options['method']} with the optimizer EigenAdam, which needs "
                 "method=eigen_adam: choose another optimizer, or this method"
             )
         return
@@ -126,11 +120,11 @@ def check_eigen_adam(options: KFACOptions, rule: AdamRule | None) -> None:
             "method=eigen_adam needs the optimizer EigenAdam: another optimizer would apply a "
             "second momentum or a second scale; kfac_bench.eigen_adam(model) builds both"
         )
-    unused = [name for name in ("grafting", "factored_damping") if getattr(options, name)]
-    unused += [f"damping={options.damping}"] * (options.damping is not None)
-    for name in ("kl_clip", "trust_ratio"):
-        value = getattr(options, name)
-        unused += [f"{name}={value}"] * (value is not None)
+    values: Mapping[str, object] = options
+    unused = [
+        name if values[name] is True else f"{name}={values[name]}"
+        for name in unused_by_eigen_adam(options)
+    ]
     if unused:
         raise ValueError(
             f"method=eigen_adam has no use for {' and '.join(unused)}: Adam's second moment sets "
@@ -169,12 +163,12 @@ def _check_block_size(block_size: object, method: str) -> None:
 
 def _check_background(options: KFACOptions) -> None:
     """Check that work beside training fits the other options."""
-    if options.background and options.overlap:
+    if options["background"] and options["overlap"]:
         raise ValueError(
             "overlap=True sends statistics during backward, background=True sends them in step(): "
             "choose one of them"
         )
-    if options.background and options.spread is False:
+    if options["background"] and options["spread"] is False:
         raise ValueError(
             "spread=False makes all decompositions at once, background=True one slice after the "
             "other: leave spread unset"
@@ -183,7 +177,7 @@ def _check_background(options: KFACOptions) -> None:
 
 def _check_budget(options: KFACOptions) -> None:
     """Check the price that the user sets."""
-    budget = options.max_overhead
+    budget = options["max_overhead"]
     if budget is None:
         return
     if not 0 < budget < math.inf:
@@ -191,12 +185,12 @@ def _check_budget(options: KFACOptions) -> None:
             f"max_overhead={budget}: must be above 0 and finite, for example 0.25 for a quarter "
             "more time per step, or None"
         )
-    if options.method in (EIGEN_ADAM, IDENTITY):
+    if options["method"] in (EIGEN_ADAM, IDENTITY):
         raise ValueError(
-            f"max_overhead={budget} with method={options.method}, whose work cannot be divided "
+            f"max_overhead={budget} with method={options['method']}, whose work cannot be divided "
             "into blocks: choose inverse, eigen or ekfac, or max_overhead=None"
         )
-    if options.background:
+    if options["background"]:
         raise ValueError(
             f"max_overhead={budget} with background=True, whose work takes no time of a step: "
             "choose one of them"
@@ -221,19 +215,19 @@ def check_layers(
             "use model.float()"
         )
     devices = sorted({str(layer.weight.device) for layer in layers})
-    if len(devices) > 1 and (world_size > 1 or options.background):
+    if len(devices) > 1 and (world_size > 1 or options["background"]):
         raise ValueError(
             f"layers are on {' and '.join(devices)}: several ranks, and background=True, need all "
             "layers of a process on one device"
         )
     if not any_sharded(layers):
         return
-    if options.overlap:
+    if options["overlap"]:
         raise ValueError(
             "overlap=True needs whole gradients, but ranks hold parts of the parameters; "
             "use overlap=False"
         )
-    if options.strategy == "local_factors" and any_tensor_parallel(model):
+    if options["strategy"] == "local_factors" and any_tensor_parallel(model):
         raise ValueError(
             "strategy=local_factors: ranks that share a tensor-parallel layer must all see it; "
             "choose owner_reduce"
@@ -241,7 +235,7 @@ def check_layers(
 
 
 def _why(skipped: Sequence[SkippedModule]) -> str:
-    """Return what was skipped, and why: one line for all modules of one kind."""
+    """Return the skipped modules with reasons: one line for all modules of one kind."""
     if not skipped:
         return "no module of it has parameters"
     names: dict[str, list[str]] = {}
@@ -258,19 +252,19 @@ def check_damping(plan: Plan, options: KFACOptions, *, is_pipeline: bool) -> Non
 
     ``is_pipeline`` says that other ranks hold further layers of the model.
     """
-    is_adaptive = options.adaptive_damping is not None
+    is_adaptive = adaptive(options["damping"]) is not None
     if is_pipeline and is_adaptive:
         raise ValueError(
             "damping=LevenbergMarquardt(...) needs all layers of the model on each rank: "
             "with model_parallel give a number or a function of the step"
         )
-    splits = options.factored_damping and plan.method == "inverse"
+    splits = options["factored_damping"] and plan.method == "inverse"
     if not plan.colocated and (splits or is_adaptive):
         name = "factored_damping" if splits else "an adaptive damping"
         raise ValueError(
             f"{name} needs both factors of a layer on one rank: set colocate_factors=True"
         )
-    is_relative = options.damping is None and plan.method == "inverse"
+    is_relative = options["damping"] is None and plan.method == "inverse"
     is_divided = any(p.layer.is_divided for p in plan.placements)
     if not plan.colocated and is_relative and is_divided:
         raise ValueError(

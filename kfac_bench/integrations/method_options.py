@@ -1,12 +1,11 @@
 """The options of KFAC in frameworks: what a script's optimizer needs, and their types."""
 
-import inspect
 from collections.abc import Mapping
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, TypedDict
 
 from torch.optim import Optimizer
 
-from kfac_bench.core import KFAC
+from kfac_bench.core import kfac_options
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
 from kfac_bench.core.eigen_adam_optimizer import find_eigen_adam
 
@@ -20,12 +19,8 @@ def options_for(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, A
 def keywords_type() -> type:
     """Return the keywords of KFAC as a TypedDict, for programs that read types (LightningCLI).
 
-    Communication backends are objects, which no configuration file can hold.
+    It lacks communication backends and layer types: no configuration file can hold objects.
     """
-    hints = get_type_hints(KFAC.__init__)
-    parameters = inspect.signature(KFAC.__init__).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    left_out = ("collective", "model_parallel", "layer_types")
-    fields = {name: hints[name] for name in names if name not in left_out}
+    fields = {"preset": str | None, **kfac_options.types()}
     made: type = TypedDict("KFACKeywords", fields, total=False)  # type: ignore[misc]
     return made

@@ -22,13 +22,12 @@ from kfac_bench.config import (
     roles,
 )
 from kfac_bench.config.options import Role
-from kfac_bench.core import KFAC, validation
+from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
-from kfac_bench.core.capture import fisher
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.kernels.gram import CONVENTIONS
-from kfac_bench.core.layers import coverage
+from kfac_bench.core.kfac_options import OPTIONS, state_dtypes
 from kfac_bench.errors import UsageError
 from kfac_bench.training import build, update
 from tests.support.configs import DEFAULT, GROUPS
@@ -56,14 +55,10 @@ def test_kfac_defaults_are_equal_to_those_of_the_core():
 
 
 def test_choices_are_equal_to_those_of_the_core():
-    assert list(config.CONVENTIONS) == list(CONVENTIONS)
-    assert config.FISHERS == fisher.FISHERS
-    assert validation.CHOICES["weight_sharing"] == config.WEIGHT_SHARING
-    assert validation.CHOICES["factor_init"] == config.FACTOR_INITS
-    assert tuple(DEFAULT.kfac.skip) == coverage.DEFAULT_SKIP
+    assert OPTIONS["factor_convention"].choices == tuple(CONVENTIONS)
+    assert state_dtypes() == build.TORCH_DTYPES
     assert list(config.PRECISIONS) == list(update.AUTOCAST_DTYPES)
     assert list(config.PRECISIONS) == list(build.TORCH_DTYPES)
-    assert tuple(build.TORCH_DTYPES.values()) == validation.CHOICES["state_dtype"]
 
 
 @pytest.mark.parametrize(

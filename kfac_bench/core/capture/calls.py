@@ -46,7 +46,7 @@ _CHAIN = 6
 
 
 class Use(Enum):
-    """How a layer's W is used."""
+    """The ways in which a layer uses its W."""
 
     CALL = "W a + b"
     BACKWARD = "W^T g"

@@ -61,7 +61,7 @@ def is_returned(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What ``.grad`` was when a backward had ended."""
+    """A reference to ``.grad`` at the end of a backward."""
 
     grad: TensorWeakRef
     version: int
@@ -198,7 +198,7 @@ class EarlySender:
         # Also without complete layers: all ranks must agree, and others may have complete layers.
         self._has_begun = True
         with torch.no_grad():
-            complete = {name: self._moments.take(name) for name in names}
+            complete = {name: self._moments.pop_layer(name) for name in names}
             if complete:
                 self._complete |= complete
                 self._on_complete(self._complete)

@@ -1,4 +1,4 @@
-"""How many examples a forward of the model has, and which rows of a layer belong to which example.
+"""The number of examples in a forward of the model, and the rows of a layer that belong to each.
 
 The hooks of :mod:`.hooks` note what the model gets. A layer may get other rows than one per
 example: the tokens of an expert, boxes of pictures, time steps first, positions without a batch.

@@ -1,4 +1,4 @@
-"""Which gradients to send backward so that G belongs to the true Fisher matrix.
+"""Gradients that are sent backward so that G belongs to the true Fisher matrix.
 
 The *empirical* Fisher uses the gradient of the training loss. The true Fisher takes the expectation
 over labels of the model's own distribution. There are two ways:
@@ -23,7 +23,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from kfac_bench.core.capture.calls import SeenCall
 
-FISHERS = ("empirical", "mc", "type2")
 LIKELIHOODS = ("categorical", "gaussian", "bernoulli")
 
 

@@ -443,7 +443,7 @@ class Capture:
         self._moments.add_use(seen.family, use, family)
 
     def pop(self) -> dict[str, Collected]:
-        """Return what was collected since the last call, by layer, and start again.
+        """Return the moments since the last call, by layer, and start again.
 
         Layers that were not used are missing.
         """

@@ -25,7 +25,7 @@ Eigenbasis = Callable[[str], tuple[Tensor | Blocks, Tensor | Blocks] | None]
 
 @dataclass(slots=True)
 class Collected:
-    """What one layer collected since the last :meth:`Moments.pop`."""
+    """The moments of one layer since the last :meth:`Moments.pop`."""
 
     a: Tensor
     """Sum of a a^T, [groups, a_dim, a_dim], or [groups, a_dim] if A is diagonal. The blocks of a
@@ -44,7 +44,7 @@ class Collected:
     """Examples that the loss is a mean over. None: those of ``loss_samples``."""
 
     def scales(self, scale: Scale, *, is_conv: bool) -> tuple[Number, Number]:
-        """Return what raw A and raw G must be multiplied by; see :data:`.gram.CONVENTIONS`.
+        """Return the factors of raw A and raw G; see :data:`.gram.CONVENTIONS`.
 
         Messages later average over ranks: A weighted by ``samples``, G by :attr:`weight_of_g`.
         """
@@ -244,7 +244,7 @@ class Moments:
         g = layer.moment_of_g(sums.g)
         self._count(layer, a, g, sums.samples, sums.samples, sums.forward)
 
-    def take(self, name: str) -> Collected | None:
+    def pop_layer(self, name: str) -> Collected | None:
         """Return and forget the sums of one layer, for which nothing more will come.
 
         None if all calls of the layer had no samples.
@@ -325,7 +325,7 @@ class Moments:
     def pop(self) -> dict[str, Collected]:
         """Return the sums since the last call, by layer; layers that were not used are missing."""
         self.end_backward(first=True)
-        collected = {name: self.take(name) for name in list(self._collected)}
+        collected = {name: self.pop_layer(name) for name in list(self._collected)}
         for counts in (self._samples, self._loss_samples, self._examples):
             counts.clear()
         return {name: taken for name, taken in collected.items() if taken is not None}

@@ -1,1 +1,1 @@
-"""How ranks exchange tensors: torch.distributed, Horovod, DTensor, and gradients under ZeRO."""
+"""The exchange of tensors between ranks: torch.distributed, Horovod, DTensor, and ZeRO."""

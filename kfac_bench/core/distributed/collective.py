@@ -1,4 +1,4 @@
-"""What K-FAC needs of a communication backend, and the backends that provide it.
+"""The interface of a communication backend, and the backends that K-FAC has.
 
 The executor sends the messages of the plan through a :class:`Collective`. Ranks in these methods
 are ranks of the plan, from 0 to ``world_size - 1``. Only making a :class:`HorovodCollective`

@@ -137,7 +137,7 @@ def direction(
     limit: float | None = None,
     is_scaled: bool = False,
 ) -> Tensor:
-    """Return what the learning rate multiplies, [layers * groups, g_dim, a_dim].
+    """Return the direction that the learning rate multiplies, [layers * groups, g_dim, a_dim].
 
     The tensors of ``moments`` take up the gradients; the caller counts the step.
 

@@ -177,7 +177,7 @@ class BackgroundMoments(Moments):
         job = partial(self._moments.forget_where, name, is_discarded)
         self._submit(job, (is_discarded,))
 
-    def take(self, name: str) -> Collected | None:
+    def pop_layer(self, name: str) -> Collected | None:
         """Refuse: ``overlap`` takes the sums of a layer early, and is off beside a thread."""
         raise NotImplementedError
 
@@ -207,7 +207,7 @@ def _check_unchanged(
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how often tensors were changed in place, where torch counts it."""
+    """Return the number of changes in place of each tensor, where torch counts them."""
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
@@ -261,7 +261,7 @@ class BackgroundSlices:
             del self.due[i]
         return due
 
-    def take(self, op: Decompose) -> Made | None:
+    def pop(self, op: Decompose) -> Made | None:
         """Wait for the decompositions of an op, and return them; None if it has not begun."""
         result = self._results.pop(op, None)
         if result is None:

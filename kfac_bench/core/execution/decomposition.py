@@ -87,7 +87,7 @@ class Eigen(TensorRecord):
         return self.vectors.to(self.values.dtype)
 
     def compact(self, half: torch.dtype | None) -> Self:
-        """Return what a rank keeps of it."""
+        """Return it in the precision in which a rank keeps it."""
         return self if half is None else type(self)(self.values, self.vectors.to(half))
 
     def saved(self) -> list[Tensor]:
@@ -110,7 +110,7 @@ class Inverse(ScaledMatrix):
     """The damped inverse of a factor, (factor + damping I)^-1 [groups, n, n]."""
 
     def compact(self, half: torch.dtype | None) -> Self:
-        """Return what a rank keeps of it."""
+        """Return it in the precision in which a rank keeps it."""
         return type(self).keep(self.matrix, half)
 
     def saved(self) -> list[Tensor]:
@@ -134,12 +134,12 @@ class Inverse(ScaledMatrix):
 
 @dataclass(frozen=True, slots=True)
 class Diagonal(TensorRecord):
-    """What becomes of a diagonal factor: values [groups, n], always in fp32 or fp64."""
+    """The values of a decomposed diagonal factor, [groups, n], always in fp32 or fp64."""
 
     values: Tensor
 
     def compact(self, half: torch.dtype | None) -> Self:
-        """Return what a rank keeps of it: everything, because a diagonal is small."""
+        """Return it as it is, because a diagonal is small."""
         return self
 
     def saved(self) -> list[Tensor]:

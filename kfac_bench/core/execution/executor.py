@@ -48,7 +48,7 @@ memory at once."""
 
 @dataclass(frozen=True)
 class Request:
-    """What one step asks for: due ops, values of the schedules, what the hooks collected."""
+    """The work of one step: due ops, values of the schedules, moments from the hooks."""
 
     stages: Sequence[Sequence[Op]]
     """The due ones of factors, slices of decompositions, and preconditioning, in this order."""
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass
 class _Begun:
-    """How far the factors stage got while backward ran."""
+    """The progress of the factors stage while backward runs."""
 
     ops: int = 0
     in_flight: list[InFlight] = field(default_factory=list)
@@ -259,7 +259,7 @@ class Executor:
 
     def _solve(self, op: Decompose, damping: float | None) -> Mapping[FactorKey, Decomposition]:
         """Return decompositions that were begun beside training, or make them now."""
-        made = None if self.background_slices is None else self.background_slices.take(op)
+        made = None if self.background_slices is None else self.background_slices.pop(op)
         if made is None:
             made = self.solver.solve(self.solver.batch(op.members, damping))
         return made

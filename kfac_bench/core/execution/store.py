@@ -1,4 +1,4 @@
-"""What a rank keeps between steps: running factors, decompositions, moments of gradients."""
+"""The tensors of a rank between steps: running factors, decompositions, moments of gradients."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,7 +27,7 @@ Pair = tuple[SideDecomposition, SideDecomposition]
 
 
 class Store:
-    """What one rank holds, by layer and factor.
+    """The tensors that one rank holds, by layer and factor.
 
     The rank holds the running ``factors`` that the plan assigns to it, with their ``weights``: the
     sum of the decayed weights in the running average, 0 before the first statistic. It holds the
@@ -211,7 +211,7 @@ class Store:
                 self.moment_weights[name] = self.second_moments[name].new_zeros(())
 
     def _products_of_eigenvalues(self, spec: LayerSpec) -> Tensor:
-        """Return what second moments are where a and g are independent."""
+        """Return the second moments that gradients have if a and g are independent."""
         a, g = (values_of(self.decomposition_of(spec, side)) for side in FACTORS)
         return linalg.damped_eigenvalues(a, g, 0.0)
 

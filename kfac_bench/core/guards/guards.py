@@ -39,7 +39,7 @@ MIN_FLOPS = 1e9
 
 
 class Guards:
-    """What notices misuse while training runs.
+    """The checks that notice misuse while training runs.
 
     Args:
         model: The model, without wrapper.
@@ -265,7 +265,7 @@ class StepOrder:
             )
 
     def _changes(self) -> set[int | None]:
-        """Return how many operations have changed the gradients; None for another tensor."""
+        """Return the numbers of operations that changed the gradients; None for another tensor."""
         changes: set[int | None] = set()
         for layer, written, version in self._written:
             grad = layer.weight.grad

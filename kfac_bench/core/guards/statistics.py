@@ -151,7 +151,7 @@ class StatisticsCheck:
             self.leave(wrong)
 
     def _summed_rows(self) -> list[list[float]]:
-        """Return what all ranks saw since the last call, by layer; nothing if there is nothing."""
+        """Return the sums over all ranks since the last call, by layer; [] if there are none."""
         results = {} if self._identity is None else self._identity.results
         world_size = self._collective.world_size
         rows: list[list[float]] = []

@@ -47,7 +47,7 @@ def eigendecompose(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nonzero_rows(factor: Tensor, algorithm: str) -> Tensor:
-    """Return which rows of a factor have an element that is not 0, [..., n].
+    """Return a mask of the rows of a factor that have an element other than 0, [..., n].
 
     Raises:
         DecompositionError: An element is not finite.
@@ -58,7 +58,7 @@ def _nonzero_rows(factor: Tensor, algorithm: str) -> Tensor:
 
 
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what :func:`eigendecompose` returns, of a factor without rows of zeros.
+    """Return the result of :func:`eigendecompose` for a factor without rows of zeros.
 
     eigh may raise an error, or return NaN without an error. A shift of the eigenvalues, which is
     subtracted afterwards, helps in both cases: its error is of the size of float32's rounding.
@@ -252,7 +252,7 @@ def orthogonalizer(gram: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize_bfloat16(x: Tensor, steps: int) -> Tensor:
-    """Return what :func:`orthogonalizer` makes of x [batch, m, n], in bfloat16.
+    """Return :func:`orthogonalizer` times x [batch, m, n], computed in bfloat16.
 
     It applies the polynomials to X itself, as Muon does: the polynomials of x x^T would lose more
     digits in bfloat16. The result has a relative error of about 1 %.
@@ -331,7 +331,7 @@ MOST_ACROSS_ELEMENTWISE = 0.5
 def graft(
     dot: Tensor, new_square: Tensor, old_square: Tensor, most_across: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what multiplies p and what multiplies g, so that their sum is the grafted gradient.
+    """Return the factors of p and of g, so that their sum is the grafted gradient.
 
     p is the preconditioned gradient, g the gradient. The grafted gradient is g plus a part across
     g: that of the p whose part along g is g, or in its direction ``most_across`` times the norm of

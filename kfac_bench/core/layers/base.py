@@ -1,4 +1,4 @@
-"""What K-FAC needs to know about a layer: how it is a linear map y = W a, and its rows of a and g.
+"""A layer as K-FAC sees it: a linear map y = W a, with its rows of a and g.
 
 To cover a layer type of your own, derive from :class:`Layer` and define ``rows``. If ``weight`` is
 not [outputs, inputs...], also define ``make_spec``, ``to_matrix`` and ``from_matrix``. Then pass

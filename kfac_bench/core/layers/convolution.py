@@ -110,7 +110,7 @@ class ConvLayer(Layer):
         )
 
     def _channels_of_blocks(self) -> list[int]:
-        """Return how many input channels each block of A has; [] if A has no such blocks."""
+        """Return the number of input channels of each block of A; [] if A has no such blocks."""
         blocks = list(self.spec.a_blocks)
         if not blocks or self.spec.groups > 1:
             return []

@@ -1,4 +1,4 @@
-"""Which modules of a model are covered, by which :class:`Layer`, and why the others are not."""
+"""The modules that K-FAC covers, each with its :class:`Layer`, and the reasons to skip others."""
 
 import re
 import sys
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from kfac_bench.core.kfac_options import DEFAULT_SKIP, MAX_DIM
 from kfac_bench.core.layers.base import Layer
 from kfac_bench.core.layers.convolution import ConvLayer, TransposedConvLayer
 from kfac_bench.core.layers.linear import NORMS, Conv1DLayer, EmbeddingLayer, LinearLayer, NormLayer
@@ -34,15 +35,9 @@ LAYER_TYPES: LayerTypes = {
 }
 """From the type of a module to its layer class. Subclasses are covered like their parent."""
 
-DEFAULT_SKIP = ("Norm", "Embedding")
-"""The papers skip these layers too. ``skip=[]`` covers all."""
-
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 """Words that torch.compile, checkpoint_wrapper and Lightning's Fabric add to names. Names here
 leave them out."""
-
-MAX_DIM = 8192
-"""A factor with more rows is kept as a diagonal: the G of a vocabulary head needs gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)

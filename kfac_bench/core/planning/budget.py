@@ -43,7 +43,7 @@ STRETCHES = (1, 2, 5, 10)
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank computes and sends (:func:`kfac_bench.core.stepper.measure`)."""
+    """The speed of a rank (:func:`kfac_bench.core.stepper.measure`)."""
 
     call_s: float
     """Seconds of an operation on a few elements."""
@@ -84,7 +84,7 @@ def _interpolated(values: Sequence[float], n: int, power: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a budget makes of the options of the same names, and what it costs."""
+    """The options of the same names as a budget has changed them, with their predicted cost."""
 
     max_dim: int
     block_size: int | None
@@ -166,7 +166,7 @@ def _product_seconds(spec: LayerSpec, rates: Rates) -> float:
 
 @dataclass(frozen=True)
 class Seen:
-    """What rank 0 saw in the first steps."""
+    """The measurements of rank 0 in the first steps."""
 
     rows: Mapping[str, float]
     """By layer, the rows of a and g of one step. Layers that were not used are missing."""

@@ -1,4 +1,4 @@
-"""What a plan costs, without running it: elements and bytes kept and sent, and FLOPs of each op.
+"""The cost of a plan, without running it: elements and bytes kept and sent, FLOPs of each op.
 
 ``kfac-plan``, the report of a preconditioner and the simulator call these functions. The planner
 and the messages use the sizes of single factors.
@@ -230,7 +230,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class RankCost:
-    """What one rank keeps, and what it computes and sends each time that a stage runs."""
+    """The memory of one rank, and its work and messages each time that a stage runs."""
 
     memory_bytes: dict[str, int]
     """As :func:`memory_bytes`."""

@@ -197,7 +197,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the work of one layer is done."""
+    """The ranks that do the work of one layer."""
 
     layer: LayerSpec
     workers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""From layer shapes, world size and strategy to a :class:`Plan`: a pure function, no torch.
+"""The planner: a pure function of layer shapes, world size and strategy. It needs no torch.
 
 :func:`make_plan` places layers on the grid of ranks so that the load is balanced, divides their
 decompositions into slices, and lets :class:`.StageOps` list the ops.
@@ -74,7 +74,7 @@ FactorWeight = Callable[[LayerSpec, Factor], float]
 
 
 def gradient_workers(row: Strategy, fraction: float | None, world_size: int) -> int:
-    """Return how many of the ranks precondition a layer: the fraction must give a divisor."""
+    """Return the number of ranks that precondition a layer: the fraction must give a divisor."""
     if fraction is None or not row.adjustable:
         fraction = row.fraction
     if not 0 <= fraction <= 1:
