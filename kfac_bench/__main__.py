@@ -2,4 +2,5 @@
 
 from kfac_bench.cli import train
 
-train()
+if __name__ == "__main__":  # the documentation site imports all modules
+    train()
