@@ -579,6 +579,8 @@ def takes_options(kfac: type[T]) -> type[T]:
         for (name, hint), value in zip(hints.items(), values.values(), strict=True)
     ]
     init.__signature__ = signature.replace(parameters=[*explicit, *keywords])
+    explicit_hints = {p.name: p.annotation for p in explicit if p.annotation is not p.empty}
+    init.__annotations__ = explicit_hints | hints | {"return": None}
     each = (option.entry(name, values[name]) for name, option in OPTIONS.items())
     entries = textwrap.indent("".join(f"{entry}\n" for entry in each), " " * 8)
     if kfac.__doc__ is not None:  # python -OO removes it

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ def test_the_signature_and_the_docstring_have_each_option():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].annotation == kind
         assert f"\n        {name}: " in KFAC.__doc__
+        assert typing.get_type_hints(KFAC.__init__)[name] == kind
     assert parameters["state_dtype"].default is torch.float32
     assert parameters["update_freq"].default == OPTIONS["update_freq"].default
     assert "**options" not in str(inspect.signature(KFAC))
