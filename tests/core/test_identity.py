@@ -19,7 +19,8 @@ def gradients(model):
 @pytest.mark.parametrize("strategy", ["comm_opt", "mem_opt", "owner_reduce", "local_factors"])
 def test_identity_gives_the_gradient_times_the_kl_clip(strategy):
     model = tiny_model()
-    kfac = KFAC(model, sgd(model, LR), method="identity", kl_clip=KAPPA, strategy=strategy)
+    options = {"kl_clip": KAPPA, "trust_ratio": None, "strategy": strategy}
+    kfac = KFAC(model, sgd(model, LR), method="identity", **options)
     for seed in range(3):
         backward(model, *batch(seed=seed))
         before = gradients(model)
@@ -33,8 +34,10 @@ def test_identity_gives_the_gradient_times_the_kl_clip(strategy):
 
 
 @pytest.mark.parametrize("kl_clip", [None, 1e9])
-def test_identity_without_clip_keeps_the_gradient_bit_by_bit(kl_clip):
-    model = tiny_model()
+@pytest.mark.parametrize("bias", [True, False])
+def test_identity_without_clip_keeps_the_gradient_bit_by_bit(kl_clip, bias):
+    """Without a bias, the preconditioned gradient is the memory of the gradient."""
+    model = tiny_model(bias=bias)
     kfac = KFAC(model, sgd(model), method="identity", trust_ratio=None, kl_clip=kl_clip)
     backward(model, *batch())
     before = gradients(model)

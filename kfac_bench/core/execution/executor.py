@@ -273,9 +273,11 @@ class Executor:
         done = self.solver.precondition(
             reached, batch, request.damping, lrs=request.lrs, is_scaled=request.is_scaled
         )
-        for spec, grad in zip(
-            reached, torch.split(done, [spec.groups for spec in reached]), strict=True
-        ):
+        if done is batch:  # a layer without a decomposition keeps its gradient
+            parts: Sequence[Tensor] = [grads[spec.name] for spec in reached]
+        else:
+            parts = torch.split(done, [spec.groups for spec in reached])
+        for spec, grad in zip(reached, parts, strict=True):
             self.gradients.preconditioned[spec.name] = grad
 
 

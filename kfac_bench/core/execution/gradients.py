@@ -68,14 +68,24 @@ class WholeGradients:
             rows.append(torch.stack(products).to(self._device))
         return torch.stack(rows)
 
-    def weight_square(self) -> Tensor:
-        """Return the square of the norm of all weights whose gradients are :attr:`names`."""
-        reached = (layer for layer in self._layers if layer.name in self.whole)
-        # Layers may share a tensor: the projections of attention are parts of one weight.
-        norms = torch._foreach_norm(list(unique_params(reached)))
+    def weight_squares(self) -> Tensor:
+        """Return the square of the norm of the weights of each of :attr:`names`, [names]."""
+        reached = [layer for layer in self._layers if layer.name in self.whole]
+        # The projections of attention are parts of one weight.
+        weights = [layer.weight.detach()[layer.part] for layer in reached]
+        biases = [layer.bias.detach()[layer.part] for layer in reached if layer.bias is not None]
+        norms = torch._foreach_norm(weights + biases)
         # The square of a norm in float16 soon overflows.
-        wide = [n.to(self._device, torch.promote_types(n.dtype, torch.float32)) for n in norms]
-        return torch.stack(wide).square().sum()
+        squares = iter(
+            n.to(self._device, torch.promote_types(n.dtype, torch.float32)).square() for n in norms
+        )
+        of_weights = [next(squares) for _ in reached]
+        return torch.stack(
+            [
+                x if layer.bias is None else x + next(squares)
+                for x, layer in zip(of_weights, reached, strict=True)
+            ]
+        )
 
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""
@@ -95,7 +105,11 @@ class WholeGradients:
         for i, layer in enumerate(reached):
             grad = self.preconditioned[layer.name]
             scale = None if scales is None else scales[i].to(grad.device)
-            layer.set_grad(grad, scale, None if of_old is None else of_old[i].to(grad.device))
+            old_scale = None if of_old is None else of_old[i].to(grad.device)
+            if grad is self.whole[layer.name] and scale is not None and old_scale is not None:
+                # Nothing has preconditioned it, and writing changes what it would be added to.
+                scale, old_scale = scale + old_scale, None
+            layer.set_grad(grad, scale, old_scale)
         # If they stayed until the next step, they would take the memory of two more gradients.
         self.whole, self.preconditioned = {}, {}
 
@@ -187,9 +201,9 @@ class ShardedGradients:
         """Return <p, g>, <p, p> and <g, g> of each of :attr:`names`, [names, 3]."""
         return self._products[:, :3]
 
-    def weight_square(self) -> Tensor:
-        """Return the square of the norm of all weights whose gradients are :attr:`names`."""
-        return self._products[:, 3].sum()
+    def weight_squares(self) -> Tensor:
+        """Return the square of the norm of the weights of each of :attr:`names`, [names]."""
+        return self._products[:, 3]
 
     def cosines(self) -> Tensor:
         """Return the cosine between both, of each of :attr:`names`."""

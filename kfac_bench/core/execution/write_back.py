@@ -43,6 +43,7 @@ class WriteBack:
         )
         self._group_of = _find_param_groups(layers, optimizer)
         self._nu: Tensor | None = None
+        self._rows_of: tuple[list[str], Tensor] | None = None
         self._cosine: Tensor | None = None
         self._cosine_of: list[str] = []
 
@@ -66,6 +67,7 @@ class WriteBack:
         names, has_limit = gradients.names, kl_clip is not None or self._trust_ratio is not None
         self._nu, products = None, None
         scales: tuple[Tensor, Tensor] | None = None
+        limits: Tensor | None = None
         if names and (has_limit or self._has_grafting):
             products = gradients.products()
         if products is not None and self._has_grafting:
@@ -76,27 +78,36 @@ class WriteBack:
             square = p.square() * new + 2 * p * g * dot + g.square() * old
             products = torch.stack([p * dot + g * old, square, old], 1)
         if has_limit:
-            self._nu = self._limit(gradients, products, kl_clip)
+            limits = self._limit(gradients, products, kl_clip)
         self._cosine_of = names if track_cosine else []
         if self._cosine_of:
             self._cosine = gradients.cosines()
         if scales is not None:
-            nu = 1.0 if self._nu is None else self._nu
-            gradients.write((scales[0] * nu).unbind(), (scales[1] * nu).unbind())
+            shrunk = scales if limits is None else (scales[0] * limits, scales[1] * limits)
+            gradients.write(shrunk[0].unbind(), shrunk[1].unbind())
         else:
-            gradients.write(None if self._nu is None else [self._nu] * len(names))
+            gradients.write(None if limits is None else limits.unbind())
 
     def _limit(
         self, gradients: Gradients, products: Tensor | None, kl_clip: float | None
     ) -> Tensor | None:
-        """Return the smaller factor of the KL clip and of the trust ratio, over the whole model.
+        """Return the factor of each layer: its trust ratio, times the KL clip of the whole model.
 
         ``products`` are those of :meth:`WholeGradients.products`, None if backward reached no
         layer. The result is None then.
         """
-        others = self._others
+        others, limits = self._others, None
         if products is not None:
-            sums = self._sums(gradients, products, has_clip=kl_clip is not None)
+            rates = self.learning_rates()
+            dots, squares = linalg.times_rates_squared(
+                products[:, :2].T, [rates[name] for name in gradients.names]
+            )
+            limits = torch.ones_like(squares)
+            if self._trust_ratio is not None:
+                weights = gradients.weight_squares().to(squares.dtype)
+                size = torch.maximum(weights, self._rows(gradients.names, squares))
+                limits = linalg.trust_scale(squares, size, self._trust_ratio)
+            sums = torch.stack([(limits * dots).abs(), limits.square() * squares, squares]).sum(1)
         elif others is None:
             return None
         else:
@@ -105,29 +116,24 @@ class WriteBack:
         if others is not None and others.world_size > 1:
             ranks = tuple(range(others.world_size))
             others.all_reduce(sums, ranks, "model_parallel/limit").wait()
-        change, step_square, weight_square = sums.unbind()
-        limits = []
+        change, shrunk, square = sums.unbind()
+        # Without a step the quotient is not a number, and nothing was shrunk.
+        self._nu = (shrunk / square).sqrt().nan_to_num(1.0)
         if kl_clip is not None:
-            limits.append(linalg.kl_clip_scale(change, kl_clip))
-        if self._trust_ratio is not None:
-            limits.append(linalg.trust_scale(step_square, weight_square, self._trust_ratio))
-        return limits[0] if len(limits) == 1 else torch.minimum(*limits)
+            clip = linalg.kl_clip_scale(change, kl_clip)
+            self._nu = self._nu * clip
+            limits = None if limits is None else limits * clip
+        return limits
 
-    def _sums(self, gradients: Gradients, products: Tensor, *, has_clip: bool) -> Tensor:
-        """Return the sums over layers of eq. 16, ||step||^2 and ||weights||^2, [3].
+    def _rows(self, names: Sequence[str], like: Tensor) -> Tensor:
+        """Return the rows of each layer's weights, [names], on the device of ``like``.
 
-        Sums that no limit needs are 0.
+        The tensor is kept: to make it in each step would copy numbers to the device.
         """
-        rates = self.learning_rates()
-        lrs = [rates[name] for name in gradients.names]
-        dots, squares, _ = products.unbind(1)
-        step_square = linalg.rate_weighted_sum(squares, lrs)
-        change = weight_square = torch.zeros_like(step_square)
-        if has_clip:
-            change = linalg.rate_weighted_sum(dots.abs(), lrs)
-        if self._trust_ratio is not None:
-            weight_square = gradients.weight_square().to(change.dtype)
-        return torch.stack([change, step_square, weight_square])
+        if self._rows_of is None or self._rows_of[0] != names:
+            rows = {l.name: l.spec.groups * l.spec.g_dim for l in self._layers}
+            self._rows_of = [*names], like.new_tensor([rows[name] for name in names])
+        return self._rows_of[1]
 
     def statistics(self) -> dict[str, Any]:
         """Return ``nu`` and ``cosine`` of :meth:`KFAC.statistics`, on the host."""

@@ -347,17 +347,16 @@ def graft(
     return torch.where(has_direction, share * old_square / dot, share), 1 - share
 
 
-def rate_weighted_sum(values: Tensor, lrs: Sequence[float]) -> Tensor:
-    """Return the sum over layers of lr^2 times the value of the layer.
+def times_rates_squared(values: Tensor, lrs: Sequence[float]) -> Tensor:
+    """Return lr^2 times the value of each layer, [..., layers].
 
-    The result is a 0-d tensor on the device, so that nothing waits for it. ``lrs`` are the learning
-    rates of the layers.
+    ``lrs`` are the learning rates of the layers.
     """
     if len(set(lrs)) == 1:
-        return values.sum() * lrs[0] ** 2
+        return values * lrs[0] ** 2
     # Numbers times tensors: a tensor of the rates would be copied to the device.
-    each = zip(values.unbind(), lrs, strict=True)
-    return torch.stack([value * lr**2 for value, lr in each]).sum()
+    each = zip(values.unbind(-1), lrs, strict=True)
+    return torch.stack([value * lr**2 for value, lr in each], -1)
 
 
 def kl_clip_scale(change: Tensor, kl_clip: float) -> Tensor:
@@ -369,13 +368,12 @@ def kl_clip_scale(change: Tensor, kl_clip: float) -> Tensor:
     return (kl_clip / change).sqrt().clamp_max(1.0)
 
 
-def trust_scale(step_square: Tensor, weight_square: Tensor, trust_ratio: float) -> Tensor:
-    """Return min(1, trust_ratio ||weights|| / ||step||); 1 if all weights are 0.
+def trust_scale(step_square: Tensor, size_square: Tensor, trust_ratio: float) -> Tensor:
+    """Return min(1, trust_ratio size / ||step||) of each layer, of the squares of both lengths.
 
-    The arguments are squares of norms over all layers of the model.
+    The size is above 0, so a step of 0 makes the quotient inf, and the factor 1.
     """
-    scale = trust_ratio * (weight_square / step_square).sqrt()
-    return torch.where(weight_square > 0, scale, torch.ones_like(scale)).clamp_max(1.0)
+    return (trust_ratio * (size_square / step_square).sqrt()).clamp_max(1.0)
 
 
 def pack_triangle(x: Tensor, out: Tensor) -> None:

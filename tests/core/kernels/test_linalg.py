@@ -546,7 +546,7 @@ def test_rotations_are_transposes_of_each_other():
 
 def kl_clip(new, old, lrs, kappa):
     dots = torch.stack([(p * g).sum().abs() for p, g in zip(new, old, strict=True)])
-    return linalg.kl_clip_scale(linalg.rate_weighted_sum(dots, lrs), kappa)
+    return linalg.kl_clip_scale(linalg.times_rates_squared(dots, lrs).sum(), kappa)
 
 
 def test_kl_clip_scale_is_equation_16():
