@@ -207,13 +207,14 @@ class KFACOptions(TypedDict, total=False):
             default=0.005,
             is_compared=True,
             above=0,
-            meaning="largest step of the layers with K-FAC, as a share of the norm of their "
-            "weights; None: no limit",
+            meaning="largest step of a layer with K-FAC, as a share of the norm of its weights; "
+            "None: no limit",
             details="""
-                If the preconditioned gradients times the learning rate have a norm of more than
-                this share, over all layers that K-FAC covers, all of them are shrunk to it. The
-                step of SGD thus stays in the neighbourhood that the curvature describes. Momentum
-                may add up to longer steps. With Adam the limit has hardly an effect.
+                If the preconditioned gradient of a layer times the learning rate has a norm of more
+                than this share, it is shrunk to it. The step of SGD thus stays in the neighbourhood
+                that the curvature describes. The norm of the weights counts as at least the square
+                root of their rows, so that weights of 0 can move. Momentum may add up to longer
+                steps. Adam rescales the gradient, so with Adam the limit has little effect.
                 """,
         ),
     ]

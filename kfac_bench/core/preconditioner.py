@@ -446,8 +446,8 @@ class KFAC:
         """Return metrics of the last step. The call waits for the device.
 
         Returns:
-            ``nu``: the factor by which the limits shrank the step (nu of eq. 16), from 0 to 1; None
-            without ``trust_ratio`` and ``kl_clip``.
+            ``nu``: the factor by which the limits shrank the norm of the step, from 0 to 1; None
+            without ``trust_ratio`` and ``kl_clip``. With ``kl_clip`` alone it is nu of eq. 16.
             ``cosine``: by layer, the cosine between the gradient and the preconditioned gradient;
             empty unless :attr:`track_cosine` was set.
             ``stage_s``: as :attr:`stage_s`.

@@ -96,7 +96,7 @@ SECTIONS = (
     ),
     ChartSection(
         "Clip and angles",
-        "nu is the KL clip factor (1: no clipping). The cosine is taken between a layer's gradient "
+        "nu is the factor by which the limits shrink a step (1: not at all). The cosine is taken between a layer's gradient "
         "and its preconditioned gradient (1: K-FAC changes nothing in this layer).",
         (
             Chart("nu", "line", ("kfac/nu",), x="step", log=True),

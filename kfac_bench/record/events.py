@@ -122,7 +122,7 @@ class Trained(Event):
 
     The other fields are about K-FAC and empty without it:
 
-    * ``nu``: the factor of the KL clip (eq. 16).
+    * ``nu``: the factor by which the limits of the step shrank it (nu of eq. 16).
     * ``cosine``: the cosine between gradient and preconditioned gradient, by layer.
     * ``stage_s``: seconds of each K-FAC stage in this step.
     * ``stage_mean_s``: means over all ranks and all steps since the previous event.

@@ -131,7 +131,8 @@ class WriteBack:
         The tensor is kept: to make it in each step would copy numbers to the device.
         """
         if self._rows_of is None or self._rows_of[0] != names:
-            rows = {l.name: l.spec.groups * l.spec.g_dim for l in self._layers}
+            specs = [layer.spec for layer in self._layers]
+            rows = {spec.name: spec.groups * spec.g_dim for spec in specs}
             self._rows_of = [*names], like.new_tensor([rows[name] for name in names])
         return self._rows_of[1]
 

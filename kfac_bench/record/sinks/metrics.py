@@ -13,7 +13,7 @@ name                            event          meaning
 ``train/examples_per_s``        Trained        throughput since the previous Trained
 ``train/epoch``                 Trained        epochs done
 ``train/data_wait_share``       Trained        time spent waiting for batches, of training time
-``kfac/nu``                     Trained        KL clip factor (1: no clipping)
+``kfac/nu``                     Trained        factor of the limits of the step (1: none)
 ``kfac/damping``                Trained        damping of the next step
 ``kfac/failed_decompositions``  Trained        decompositions that failed, on all ranks
 ``kfac/dropped_statistics``     Trained        statistics left out: not finite, on all ranks
