@@ -127,9 +127,9 @@ def _train_one(config: "TrainConfig", by_layer: bool) -> int:
 
         say(plan_report.describe(dry_run.trace(config), by_layer=by_layer))
         return 0
-    from kfac_bench.training import early_answer
+    from kfac_bench.training import run_directory
 
-    if early_answer.answer(config):
+    if run_directory.stop_if_complete(config):
         _send_again(config)
         return 0
     with progress.task("loading PyTorch"):

@@ -215,7 +215,7 @@ def updated(folder, task, options, backend=None):
         losses = []
         for _, b in batches:
             trainer._train_step(b)
-            trainer._read_outcome()
+            trainer._read_result()
             losses.append(trainer.loss)
         return losses, before, {n: p.detach().clone() for n, p in trainer._bare.named_parameters()}
     finally:

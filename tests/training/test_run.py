@@ -37,7 +37,7 @@ from kfac_bench.record.events import (
 from kfac_bench.tasks.objectives.classification import Classification
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
 from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving
-from kfac_bench.training.course import Course
+from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.run_directory import RunDirectory, run_id
 from kfac_bench.training.state import weights_sha256
 from kfac_bench.training.trainer import Trainer
@@ -156,14 +156,14 @@ def test_no_more_steps_than_max_steps(tmp_path, limit):
     ],
 )
 def test_the_lower_limit_counts(tmp_path, limits, steps):
-    assert trainer_of(tmp_path, *limits).course.max_steps == steps
+    assert trainer_of(tmp_path, *limits).length.max_steps == steps
 
 
 @pytest.mark.parametrize(
     ("drop_last", "seen", "last"), [(True, 2 * 1280 + 256, 256), (False, 2 * 1347 + 256, 67)]
 )
 def test_examples_are_counted_with_and_without_a_smaller_last_batch(drop_last, seen, last):
-    course = Course.of(TrainerConfig(batch_size=256, drop_last=drop_last), 1347)
+    course = RunLength.of(TrainerConfig(batch_size=256, drop_last=drop_last), 1347)
     assert course.examples_seen(2 * course.steps_per_epoch + 1) == seen
     assert course.next_batch_size(course.steps_per_epoch - 1) == last
 

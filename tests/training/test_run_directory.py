@@ -19,7 +19,7 @@ from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Checkpointed, Resumed, read
 from kfac_bench.record.own_files import sync_folder
-from kfac_bench.training import checkpoint, early_answer, run
+from kfac_bench.training import checkpoint, run, run_directory
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.runs import ALONE, before_step, config_of, end, kill, of_kind, steps_of, train
 
@@ -203,7 +203,7 @@ def test_a_finished_run_says_that_events_are_missing(tmp_path, capsys):
     assert "are missing" not in capsys.readouterr().out
     (path / "events.jsonl").write_bytes(b"".join(lines[:3] + lines[5:]))
     said = "events before step 10 are missing (its first"
-    assert early_answer.answer(config_of(tmp_path, *STEPS, "trainer.max_steps=10"))
+    assert run_directory.stop_if_complete(config_of(tmp_path, *STEPS, "trainer.max_steps=10"))
     assert said in capsys.readouterr().out
     assert continued(tmp_path)[0] == "finished"
     assert said in capsys.readouterr().out
