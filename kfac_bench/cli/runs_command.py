@@ -85,9 +85,9 @@ def _age(seconds: float) -> str:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from kfac_bench.record import prune
+    from kfac_bench.record import run_list
 
-    done = prune.prune(
+    done = run_list.prune(
         options.runs_dir, options.keep, options.older_than, say, dry_run=options.dry_run
     )
     verb = "would free" if options.dry_run else "freed"

@@ -93,8 +93,8 @@ BACKENDS = {
 }
 
 LOGGERS = {
-    "csv": "kfac_bench.record.sinks.csv:CsvSink",
-    "tensorboard": "kfac_bench.record.sinks.tensorboard:TensorboardSink",
+    "csv": "kfac_bench.record.sinks.file_views:CsvSink",
+    "tensorboard": "kfac_bench.record.sinks.file_views:TensorboardSink",
     "wandb": "kfac_bench.record.sinks.wandb:WandbSink",
 }
 """The views of a run by the names of ``logger=[wandb,csv]``. Each has an option of its name."""

@@ -23,7 +23,6 @@ from typing import Any
 from kfac_bench.config.options import RESULT
 from kfac_bench.config.roles import declared
 from kfac_bench.errors import UsageError, one_line
-from kfac_bench.record.event_fields import checked
 from kfac_bench.record.events import (
     Evaluated,
     Event,
@@ -31,6 +30,7 @@ from kfac_bench.record.events import (
     RunEnded,
     RunStarted,
     TargetReached,
+    checked,
     event_of,
 )
 from kfac_bench.record.runs import flatten, option

@@ -27,9 +27,9 @@ from kfac_bench.data.problem import ProblemDataConfig
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import UsageError, first_line
 from kfac_bench.output import say
-from kfac_bench.record import checkpoint_folder, run_lock
+from kfac_bench.record import checkpoint_folder, own_files
+from kfac_bench.record.event_log import lost_events
 from kfac_bench.record.events import EVENTS_FILE, Resumed, RunEnded, RunStarted, read
-from kfac_bench.record.lost_events import lost_events
 from kfac_bench.record.own_files import read_own, refuse_links, write_own
 
 _PATIENCE_S = 10.0
@@ -94,7 +94,7 @@ class RunDirectory:
         is_new = not os.path.exists(self.path)
         may_be_restart = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
         patience_s = _RESTART_PATIENCE_S if may_be_restart else _PATIENCE_S
-        with run_lock.locked(self.path, patience_s, say):
+        with own_files.locked(self.path, patience_s, say):
             refuse_links(self.path)
             self._check_same_run(config)
             record = {"run_id": self.run_id, **environment}
@@ -128,7 +128,7 @@ class RunDirectory:
 
     def _remove_unless_begun(self) -> None:
         """Remove the directory if it has no event and no file of anybody else."""
-        ours = {_CONFIG, "run.json", run_lock.LOCK_FILE, EVENTS_FILE}
+        ours = {_CONFIG, "run.json", own_files.LOCK_FILE, EVENTS_FILE}
         with suppress(OSError):
             files = list(self.path.iterdir())
             if {path.name for path in files} <= ours and not any(

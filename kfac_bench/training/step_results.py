@@ -4,8 +4,10 @@
 :class:`Trained` event records besides the loss: rates and means since the last event.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,6 @@ from torch import Tensor
 from kfac_bench.core import KFAC
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.record.events import Clock
 from kfac_bench.training import environment
 
 
@@ -115,6 +116,50 @@ class StageTimes:
         mean = torch.tensor(each, dtype=torch.float64, device=self._ranks.device)
         mean = self._ranks.sum(mean) / self._ranks.world_size
         return dict(zip(self._kinds, mean.tolist(), strict=True))
+
+
+class Clock:
+    """The training clock: a stopwatch that is paused during everything but training.
+
+    Its kind is ``wall`` (the time of day) or ``cpu`` (the processor time of this process).
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._elapsed_s = 0.0
+        self._since: float | None = None
+        self._kind = kind
+
+    def set(self, elapsed_s: float) -> None:
+        """Stop the clock and set its reading."""
+        self._elapsed_s, self._since = elapsed_s, None
+
+    def _now(self) -> float:
+        # perf_counter() does not jump when the system time is set.
+        return time.process_time() if self._kind == "cpu" else time.perf_counter()
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._since = self._now()
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        self._elapsed_s, self._since = self.train_s(), None
+
+    def train_s(self) -> float:
+        """Return the seconds so far."""
+        running = 0.0 if self._since is None else self._now() - self._since
+        return self._elapsed_s + running
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause the clock inside the block; a clock that was stopped before stays stopped."""
+        was_running = self._since is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if was_running:
+                self.start()
 
 
 class Meter:

@@ -26,7 +26,6 @@ from kfac_bench.errors import RunFailedError, shortage
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import (
     Checkpointed,
-    Clock,
     Evaluated,
     PlanChosen,
     Predicted,
@@ -41,7 +40,7 @@ from kfac_bench.training.checkpoint import Checkpoint, ValidationMetric
 from kfac_bench.training.rank_batches import RankBatches, RunLength, SkippedExamples
 from kfac_bench.training.saving import Saving
 from kfac_bench.training.state import State, weights_sha256
-from kfac_bench.training.step_results import Meter, PendingStepResults
+from kfac_bench.training.step_results import Clock, Meter, PendingStepResults
 from kfac_bench.training.stop import Stop, Watchdog
 from kfac_bench.training.update import Update, has_batch_norm
 

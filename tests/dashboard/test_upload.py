@@ -23,8 +23,7 @@ from kfac_bench.record.events import (
     Trained,
     read,
 )
-from kfac_bench.record.sinks.metrics import metrics_of
-from kfac_bench.record.sinks.view import ShownRun
+from kfac_bench.record.sinks.view import ShownRun, metrics_of
 from kfac_bench.record.sinks.wandb import WandbSink
 from tests.support import wandb_rows
 from tests.support.runs import KFAC, SMALL, train

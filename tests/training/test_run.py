@@ -364,7 +364,7 @@ def test_seeds_that_differ_in_place_and_record_are_one_row(tmp_path):
     _, part = train(tmp_path / "part", *KFAC, "trainer.max_steps=2")
     for options in (("seed=0",), ("seed=1", "trainer.predictions=0"), ("seed=2", f"resume={part}")):
         train(tmp_path / "whole", *short, *options)
-    [setting] = score.group(score.load(file) for file in runs.find(tmp_path / "whole"))
+    [setting] = runs.group(runs.load(file) for file in runs.find(tmp_path / "whole"))
     assert score.row(setting).seeds == 3
 
 

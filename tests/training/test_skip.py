@@ -14,7 +14,7 @@ from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, SampleSkipped, Trained
 from kfac_bench.record.sinks.console import ConsoleSink
-from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import metrics_of
 from tests.support.distributed import run_ranks
 from tests.support.runs import CPU, end, of_kind, train, train_here, trainer_of
 from tests.training.test_unequal_batches import outcome_of
