@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kfac_bench.cli.entry import Parser
 from kfac_bench.output import say
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 
 def add_dashboard(commands: argparse._SubParsersAction[Parser]) -> None:

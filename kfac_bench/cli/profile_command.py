@@ -10,7 +10,7 @@ from kfac_bench.cli.entry import Parser
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 from kfac_bench.record.runs import refuse_missing
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 
 def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:

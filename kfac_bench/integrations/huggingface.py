@@ -5,7 +5,6 @@ and what is not supported.
 """
 
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kfac_bench.integrations.accelerate import check_engine
 from kfac_bench.integrations.huggingface_labels import send_labels
 from kfac_bench.integrations.method_options import options_for
 from kfac_bench.integrations.whole_state import load_whole_state, whole_state
+from kfac_bench.whole_files import whole_file
 
 try:
     from accelerate.state import AcceleratorState
@@ -105,10 +105,8 @@ class KFACCallback(TrainerCallback):
         saved = whole_state(self.preconditioner)  # all ranks take part
         if saved is None or not args.should_save:
             return
-        path = _folder(args, state) / FILE
-        temporary = path.with_suffix(".tmp")
-        torch.save(saved, temporary)
-        os.replace(temporary, path)
+        with whole_file(_folder(args, state) / FILE) as temporary:
+            torch.save(saved, temporary)
 
     def on_train_end(
         self,

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
+from kfac_bench.whole_files import whole_file
 
 MOST_TEXT_BYTES = 16 << 20
 """Limit of a small file, such as a manifest: real ones have some kilobytes."""
@@ -90,17 +91,10 @@ def write_own(path: Path, content: bytes) -> None:
     Raises:
         OSError: The file cannot be written. The old file is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as temporary, temporary.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     sync_folder(path.parent)
 
 

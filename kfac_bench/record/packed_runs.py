@@ -11,11 +11,9 @@ the type of each value is checked.
 import gzip
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from kfac_bench.record.events import (
     event_of,
 )
 from kfac_bench.record.runs import flatten, option
+from kfac_bench.whole_files import whole_file
 
 MOST_FILE_BYTES = 8_000_000
 MOST_BYTES = 100_000_000
@@ -156,14 +155,11 @@ def write(path: Path, runs: Iterable[PackedRun]) -> None:
     ordered = sorted(runs, key=lambda run: run.key)
     lines = [json.dumps(_fields(run), separators=(",", ":")) + "\n" for run in ordered]
     packed = gzip.compress("".join(lines).encode(), mtime=0)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(packed)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(packed)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
 
 

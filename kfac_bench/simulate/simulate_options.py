@@ -7,11 +7,11 @@ from pathlib import Path
 from kfac_bench.config import TrainConfig, compose, registry
 from kfac_bench.config.command_options import real_number, split_words, whole_number
 from kfac_bench.errors import UsageError
-from kfac_bench.record.text_file import write_text
 from kfac_bench.simulate import hardware, simulation_figure, simulation_report, workload
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.simulation_report import Training
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, Variant, sweep, variant
+from kfac_bench.whole_files import write_text
 
 USAGE = """\
 usage: kfac-plan simulate hardware=NAME [world_size=N,N...] [GROUP=NAME | OPTION=VALUE]...

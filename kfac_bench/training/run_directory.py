@@ -31,6 +31,7 @@ from kfac_bench.record import checkpoint_folder, own_files
 from kfac_bench.record.event_log import lost_events
 from kfac_bench.record.events import EVENTS_FILE, Resumed, RunEnded, RunStarted, read
 from kfac_bench.record.own_files import read_own, refuse_links, write_own
+from kfac_bench.whole_files import whole_file
 
 _PATIENCE_S = 10.0
 """How long to wait for the lock: the process of an earlier start may be about to end."""
@@ -149,14 +150,9 @@ class RunDirectory:
         for file in (self.path / "state", os.environ.get("KFAC_STATE_FILE")):
             if not file:
                 continue
-            # A reader sees the old line or the new line, never a part, because of the rename.
-            partial = Path(f"{file}.partial")
-            with suppress(OSError):
-                # Never through a link that somebody has put there.
-                partial.unlink(missing_ok=True)
+            with suppress(OSError), whole_file(Path(file)) as temporary:
                 # The name of a folder need not be UTF-8.
-                partial.write_bytes(os.fsencode(f"{status} {step} {self.path.absolute()}\n"))
-                partial.replace(file)
+                temporary.write_bytes(os.fsencode(f"{status} {step} {self.path.absolute()}\n"))
 
     def check_is_here(self) -> None:
         """Raise :class:`UsageError` if this rank does not see the directory that rank 0 made."""

@@ -19,7 +19,7 @@ from kfac_bench.output import say
 from kfac_bench.record import own_files
 from kfac_bench.record.events import checked
 from kfac_bench.record.own_files import read_own, refuse_links
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 PLAN_FILE = "try.json"
 _FIRST_PHASES = ("speed", "reference")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.data.images.opening import KINDS
 from kfac_bench.data.regular_file import regular
+from kfac_bench.whole_files import whole_file
 
 LABEL = "cls"
 KEY_LENGTH = 1000
@@ -82,15 +83,11 @@ def _keep(path: Path, index: ShardIndex) -> None:
         offsets=index.offsets,
         sizes=index.sizes,
     )
-    # Several ranks may write the same index. Each writes its own file and then renames it.
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    # Several ranks may write the same index.
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content.getvalue())
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
+        with whole_file(path) as temporary:
+            temporary.write_bytes(content.getvalue())
 
 
 def read_index(shard: Path) -> ShardIndex:

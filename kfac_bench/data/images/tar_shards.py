@@ -8,7 +8,6 @@ import io
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from kfac_bench.data.images import imagefolder, reading
 from kfac_bench.data.images.opening import check_file_size
 from kfac_bench.data.images.tar_index import LABEL, index_of
 from kfac_bench.errors import UsageError
+from kfac_bench.whole_files import whole_file
 
 LAYOUT = "train-<number>.tar and val-<number>.tar of <key>.jpg and <key>.cls"
 PER_SHARD = 1000
@@ -146,17 +146,16 @@ def write(root: Path, source: Path, per_shard: int = PER_SHARD) -> Iterator[str]
 
 
 def _write_shard(path: Path, source: reading.Source, indices: Sequence[int], start: int) -> None:
-    """Write one shard, under another name until it is complete."""
-    partial = path.with_suffix(".tmp")
-    with ExitStack() as stack:
-        stack.callback(partial.unlink, missing_ok=True)
-        with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for number, index in enumerate(indices, start):
-                kind = source.name(index).rpartition(".")[2].lower()
-                content = _encoded(source, index)
-                _add(tar, f"{number:08d}.{'jpg' if kind == 'jpeg' else kind}", content)
-                _add(tar, f"{number:08d}.{LABEL}", str(source.labels[index]).encode())
-        partial.replace(path)
+    """Write one shard as a whole."""
+    with (
+        whole_file(path) as temporary,
+        tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
+        for number, index in enumerate(indices, start):
+            kind = source.name(index).rpartition(".")[2].lower()
+            content = _encoded(source, index)
+            _add(tar, f"{number:08d}.{'jpg' if kind == 'jpeg' else kind}", content)
+            _add(tar, f"{number:08d}.{LABEL}", str(source.labels[index]).encode())
 
 
 def _encoded(source: reading.Source, index: int) -> bytes:

@@ -20,6 +20,7 @@ from kfac_bench.data.language.documents import Document
 from kfac_bench.data.language.sentence_pairs import SentencePair, pairs
 from kfac_bench.data.language.text_shards import Manifest, TextShard
 from kfac_bench.errors import UsageError, printable
+from kfac_bench.whole_files import whole_file
 
 BLOCK_CHARACTERS = 32_000_000
 """Characters of a block, the documents that are in memory at a time.
@@ -108,9 +109,8 @@ def _vocabulary(
             raise UsageError(f"{final} is another vocabulary than {file}. Choose another folder")
         if not final.exists():
             # A file that is cut by a full disk would be the vocabulary of the next attempt.
-            partial = final.with_suffix(".partial")
-            shutil.copyfile(file, partial)
-            partial.rename(final)
+            with whole_file(final) as temporary:
+                shutil.copyfile(file, temporary)
         return given
     if final.exists():
         say(f"using the vocabulary {final}")
@@ -192,11 +192,10 @@ class _Writer:
         if not rows:
             return
         name = f"text-{self.length}-{split}-{len(self._shards[split]):05d}.npy"
-        partial = self._root / f"{name}.partial"
-        with partial.open("wb") as file:
-            np.save(file, np.stack(rows), allow_pickle=False)
-        digest = text_shards.sha256(partial)
-        partial.rename(self._root / name)
+        with whole_file(self._root / name) as temporary:
+            with temporary.open("wb") as file:
+                np.save(file, np.stack(rows), allow_pickle=False)
+            digest = text_shards.sha256(temporary)
         self._shards[split].append(TextShard(name, len(rows), digest))
         self.count += len(rows)
 

@@ -1,14 +1,56 @@
-"""Text files: written as a whole, and the marks between which a command writes."""
+"""Files that are written as a whole, and folders in which one process at a time writes.
 
+Every file that replaces another file is written with :func:`whole_file`.
+"""
+
+import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to. At the end of the block, the file there becomes `path`.
+
+    At any time, a reader sees the whole old file or the whole new file. If the block raises an
+    error, `path` stays as it is. Several processes may write the same file: the last one wins.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # Never through a link that somebody has put there.
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder inside the block. The lock needs no file of its own.
+
+    A network file system may have no locks of folders. Then the block runs without the lock.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = False) -> None:
-    """Write `text` to `path`. At any time, a reader sees the whole old file or the whole new file.
+    """Write `text` to `path` as a :func:`whole_file`.
 
     Args:
         path: The file to write.
@@ -21,7 +63,6 @@ def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = Fal
     """
     if not path.name:  # "." or "/", or an empty word, which is "." as a path
         raise UsageError(f"{name or path}: cannot be written (it is a folder). Name a file")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,11 +70,9 @@ def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = Fal
             # A device such as /dev/stdout takes the text itself. A rename would replace the device.
             path.write_text(text, encoding="utf-8")
             return
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UsageError(f"{name or path}: cannot be written ({error.strerror})") from None
 
 
