@@ -5,9 +5,8 @@ from pathlib import Path
 
 from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
-from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, printable, shortage
-from kfac_bench.output import say
+from kfac_bench.output import counted, say
 
 _WORDS = {
     "coco": ("model=maskrcnn_resnet50_fpn",),

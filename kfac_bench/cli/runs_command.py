@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
-from kfac_bench.counted import counted, size_text
-from kfac_bench.output import say
+from kfac_bench.output import counted, duration_text, say, size_text
 
 if TYPE_CHECKING:
     from kfac_bench.record.run_list import ListedRun
@@ -70,18 +69,11 @@ def _cells(run: ListedRun, root: Path) -> tuple[str, ...]:
     return (
         run.state,
         str(run.step),
-        _age(run.age_s),
+        duration_text(run.age_s, units=1),
         size_text(run.size_bytes),
         str(run.checkpoints),
         str(run.path.relative_to(root)),
     )
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _prune(options: argparse.Namespace) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kfac_bench.config.data import DataConfig
-from kfac_bench.counted import counted
 from kfac_bench.data.demo import demo_folder
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
 
 if TYPE_CHECKING:
     from kfac_bench.data.base.unreadable import Unreadable

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kfac_bench.config.options import RESULT, option
-from kfac_bench.counted import counted
 from kfac_bench.data.files import FilesConfig
+from kfac_bench.output import counted
 
 if TYPE_CHECKING:
     from kfac_bench.data.base.dataset import Data

@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfac_bench.counted import counted, size_text
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted, size_text
 from kfac_bench.record import checkpoint_folder, own_files, runs
 from kfac_bench.record.events import EVENTS_FILE, RunEnded
 from kfac_bench.record.own_files import refuse_special

@@ -15,7 +15,7 @@ from typing import Any
 from kfac_bench.config import problem_file
 from kfac_bench.config.options import RESULT
 from kfac_bench.config.roles import declared, original_results
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, printable
 from kfac_bench.record.events import EVENTS_FILE, Event, Resumed, RunStarted, read
 
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
@@ -94,8 +94,8 @@ def number(value: object) -> float:
 
 
 def plain(value: object) -> str:
-    """Return ``value`` as printable text on one line, without control characters."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in str(value))
+    """Return ``value`` as printable text on one line."""
+    return printable(str(value))
 
 
 def flatten(options: Mapping[str, Any]) -> dict[str, str]:

@@ -141,7 +141,7 @@ def test_each_solved_task_has_a_best_optimizer(found):
 def test_the_figure_draws_each_profile_and_escapes_names():
     times = {"a": {"<b>$x": 1.0, "_B": 2.0, "C\n": INF}, "b": {"<b>$x": 1.0, "_B": 3.0}}
     svg = profile_svg(times, "seconds")
-    assert {"<b>$x 1.00", "B 0.50", "C\ufffd 0.00", "share of 2 tasks solved"} <= set(texts(svg))
+    assert {"<b>$x 1.00", "B 0.50", "C\\n 0.00", "share of 2 tasks solved"} <= set(texts(svg))
     assert "<b>$x has the best score (1.00), B the second best (0.50)" in texts(svg)
     assert svg == profile_svg(times, "seconds"), "not the same bytes"
     drawing = svg.partition("</style>")[2]

@@ -71,7 +71,7 @@ def test_list_shows_each_run(runs, capsys):
     os.utime(runs / "whole/events.jsonl", (0, 0))
     header, first, second, total, after = call(capsys, "list", "--runs-dir", runs).splitlines()
     assert header.split() == ["state", "step", "age", "size", "saved", "run"]
-    assert re.fullmatch(r"killed +\d+ +\d+ s +\d+\.\d kB +1 +killed", first)
+    assert re.fullmatch(r"killed +\d+ +[\d.]+ s +\d+\.\d kB +1 +killed", first)
     assert re.fullmatch(r"finished +12 +20\d\d\d d +\d+\.\d kB +4 +whole", second)
     assert total.startswith(f"2 runs in {runs}, ")
     assert after.startswith(f"next: kfac-bench runs prune --dry-run --runs-dir {runs} ")

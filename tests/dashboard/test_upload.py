@@ -203,7 +203,7 @@ def test_a_foreign_event_file_cannot_upload_local_files(tmp_path, capsys):
     assert [r["eval/other"] for r in rows if "eval/other" in r] == [1.0]
     assert not any("eval/accuracy" in row for row in rows)
     [table] = path.rglob("files/media/table/*.json")
-    assert json.loads(table.read_text())["data"] == [["b", "shown\ufffd[31m"]]
+    assert json.loads(table.read_text())["data"] == [["b", "shown\\x1b[31m"]]
 
 
 def test_a_run_that_still_trains_is_not_sent(tmp_path, capsys):

@@ -267,7 +267,7 @@ def test_notes_name_dead_runs_repeated_seeds_and_unequal_machines(tmp_path: Path
     task = "digits resnet8, accuracy ≥ 0.97"
     assert notes(settings) == [
         f"{task}, SGD: a has not ended (last event at step 7): counts as not reached",
-        f"{task}, SGD: b ended as failed (out of\ufffdmemory): counts as not reached",
+        f"{task}, SGD: b ended as failed (out of\\nmemory): counts as not reached",
         f"{task}, SGD: seed 0 was run 2 times",
         f"{task}: the runs' environments differ in git.commit",
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_bench import report
@@ -210,6 +210,7 @@ def test_a_thinned_curve_keeps_its_ends_and_every_peak() -> None:
         assert score.thin(points[:few], 100) == points[:few]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(4, 60), st.randoms(use_true_random=False))
 def test_thinning_keeps_at_most_the_requested_points(count: int, most: int, random: Random) -> None:
     points = [(float(i), 0.0, random.choice((0.0, 1.0, random.random()))) for i in range(count)]

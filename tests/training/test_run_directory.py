@@ -87,7 +87,7 @@ def test_a_start_that_differs_says_so(tmp_path, capsys):
     (path / "events.jsonl").write_text("\n".join([json.dumps(first), *lines[1:], ""]))
     assert continued(tmp_path)[0] == "finished"
     said = capsys.readouterr().out
-    assert "this start differs from the one before: versions.torch 1.\ufffd0 -> " in said
+    assert "this start differs from the one before: versions.torch 1.\\x1b0 -> " in said
     assert of_kind(path, Resumed)[0].environment["versions"]["torch"] in said
 
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, one_line
+from kfac_bench.output import counted
 
 KINDS = 3
 """Kinds of faults that an error lists."""

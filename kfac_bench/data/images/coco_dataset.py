@@ -16,7 +16,6 @@ from torch import Generator, Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from kfac_bench.counted import counted
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data, Looks
 from kfac_bench.data.base.fingerprint import of_files
@@ -28,6 +27,7 @@ from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
 from kfac_bench.data.images.opening import open_image, rgb, upright
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
 
 Target = dict[str, Tensor]
 """What is in one image: `image_id`, and in training the n objects.

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from kfac_bench.counted import counted
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.fingerprint import of_files
 from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import reading
 from kfac_bench.data.images.opening import KINDS, read_file
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
 
 
 class Folder:

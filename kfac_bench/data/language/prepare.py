@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kfac_bench.counted import counted
 from kfac_bench.data.base.unreadable import Unreadable, left_out
 from kfac_bench.data.language import documents, text_shards, wordpiece
 from kfac_bench.data.language.documents import Document
 from kfac_bench.data.language.sentence_pairs import SentencePair, pairs
 from kfac_bench.data.language.text_shards import Manifest, TextShard
 from kfac_bench.errors import UsageError, printable
+from kfac_bench.output import counted
 from kfac_bench.whole_files import whole_file
 
 BLOCK_CHARACTERS = 32_000_000
