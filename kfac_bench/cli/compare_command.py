@@ -6,8 +6,7 @@ import argparse
 import itertools
 from pathlib import Path
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.output import say
 from kfac_bench.record.runs import refuse_missing
 from kfac_bench.whole_files import write_text

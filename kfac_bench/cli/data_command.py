@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.errors import UsageError, printable, shortage
 from kfac_bench.output import counted, say
 

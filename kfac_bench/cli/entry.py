@@ -1,9 +1,10 @@
-"""What the commands share: errors as one line and an exit code, the parser, and printing."""
+"""The common parts of all commands: errors as one line and an exit code, the parser, last lines."""
 
 import argparse
 import atexit
 import io
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -101,6 +102,16 @@ def say_once(text: str) -> None:
     else:
         # Launchers kill all ranks as soon as one ends, so give rank 0 time to print the line.
         time.sleep(RANK_0_SPEAKS_S)
+
+
+def command_line(command: str, words: Sequence[object]) -> str:
+    """Return a command with its words quoted for a shell."""
+    return " ".join([command, *(shlex.quote(str(word)) for word in words)])
+
+
+def say_next(command: str, why: str = "") -> None:
+    """Print the command that the user may want next, as the last line."""
+    output.say(f"next: {command}{f'   ({why})' if why else ''}")
 
 
 if TYPE_CHECKING:

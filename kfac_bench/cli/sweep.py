@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import say_once
+from kfac_bench.cli.entry import command_line, say_next, say_once
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.output import say

@@ -1,19 +1,22 @@
-"""``kfac-bench completion``: a function for the shell that completes all commands.
+"""The subcommands of ``kfac-bench`` that set up a machine: ``completion`` and ``slurm``.
 
-The function gives the line up to the cursor to ``kfac-bench completion --line``, which prints one
-candidate per line. Groups, choices and options come from the files and dataclasses themselves, so
-the function needs no update. Only the words of :data:`OWN_WORDS` are written here. Nothing here
-imports torch.
+``completion`` prints a function for the shell, which completes all commands. The function gives
+the line up to the cursor to ``kfac-bench completion --line``, which prints one candidate per line.
+Groups, choices and options come from the files and dataclasses themselves, so the function needs
+no update. Only the words of :data:`OWN_WORDS` are written here. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfac_bench.cli import data_command
 from kfac_bench.cli.entry import Parser
+from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
 if TYPE_CHECKING:
@@ -101,8 +104,10 @@ WITH_OVERRIDES = ("run", "report")
 WITH_BENCHMARK = ("run", "report", "tune", "self-tune", "contest")
 
 
-def add_completion(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add ``kfac-bench completion``."""
+def add_completion(
+    commands: argparse._SubParsersAction[Parser], bench_parser: Callable[[], Parser]
+) -> None:
+    """Add ``kfac-bench completion``; ``bench_parser`` returns the parser of ``kfac-bench``."""
     command = commands.add_parser(
         "completion",
         help="print the completion for bash, zsh or fish: kfac-bench completion >> ~/.bashrc",
@@ -113,20 +118,20 @@ def add_completion(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("shell", nargs="?", choices=SCRIPTS, default="bash", help="default: bash")
     # The function of the shell passes --line; users do not need it.
     command.add_argument("--line", help=argparse.SUPPRESS)
-    command.set_defaults(run_command=_completion)
+    command.set_defaults(run_command=partial(_completion, bench_parser))
 
 
-def _completion(options: argparse.Namespace) -> int:
+def _completion(bench_parser: Callable[[], Parser], options: argparse.Namespace) -> int:
     if options.line is None:
         say(SCRIPTS[options.shell], end="")
     else:
-        for candidate in candidates(options.line):
+        for candidate in candidates(options.line, bench_parser):
             say(candidate)
     return 0
 
 
-def candidates(line: str) -> list[str]:
-    """Return what the last word of a command line may be completed to."""
+def candidates(line: str, bench_parser: Callable[[], Parser]) -> list[str]:
+    """Return the words to which the last word of a command line may be completed."""
     *before, word = line.split(" ")
     before = [part for part in before if part]
     if not before:
@@ -140,7 +145,9 @@ def candidates(line: str) -> list[str]:
             words += ["simulate"] * (len(before) == 1)
         words += ["job"] * (before[-1] in ("--cfg", "-c"))
     else:
-        words = _of_parser(command, before[1:], word)
+        # Only kfac-data and kfac-bench print their own help.
+        parser = data_command.build_parser() if command == "kfac-data" else bench_parser()
+        words = _of_parser(parser, before[1:], word)
     return sorted({found for found in words if found.startswith(word)})
 
 
@@ -169,13 +176,9 @@ def _own_values(own: Sequence[str], word: str) -> Iterable[str]:
     return []
 
 
-def _of_parser(command: str, before: Sequence[str], word: str) -> list[str]:
+def _of_parser(parser: argparse.ArgumentParser, before: Sequence[str], word: str) -> list[str]:
     """Return the subcommands of a command, or the words that a subcommand takes."""
-    # Imported here: kfac-bench's parser has this file's command too.
-    from kfac_bench.cli import bench_command, data_command
-
-    module = data_command if command == "kfac-data" else bench_command
-    parser: argparse.ArgumentParser = module.build_parser()
+    is_bench = parser.prog == "kfac-bench"
     path: list[str] = []
     for part in before:
         inner = _subparsers(parser)
@@ -187,7 +190,7 @@ def _of_parser(command: str, before: Sequence[str], word: str) -> list[str]:
         if action.help != argparse.SUPPRESS:
             words += action.option_strings
             words += [] if action.option_strings else [str(c) for c in action.choices or ()]
-    if command == "kfac-bench" and path:
+    if is_bench and path:
         words += _benchmarks() if path[0] in WITH_BENCHMARK and len(before) == 1 else []
         words += _overrides(word) if path[0] in WITH_OVERRIDES else []
     return words
@@ -237,3 +240,50 @@ def _values(known: Mapping[str, Owners], name: str) -> Iterable[str]:
             yield from ("true", "false")
         if option.default is None:
             yield "null"
+
+
+DEFAULT_FOLDER = Path("slurm")
+"""Folder below the current one in which a batch script looks for common.sh."""
+
+
+def add_slurm(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench slurm``."""
+    command = commands.add_parser("slurm", help="copy the batch scripts for Slurm into a folder")
+    command.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the scripts, such as slurm",
+    )
+    command.set_defaults(run_command=lambda o: copy_scripts(o.to))
+
+
+def copy_scripts(folder: Path) -> int:
+    """Copy the batch scripts and say how to submit one. Files that are there stay as they are.
+
+    Raises:
+        UsageError: A file of the folder differs from the script of its name, or the folder cannot
+            be written. Nothing is copied if a file differs.
+    """
+    from kfac_bench.benchmark.slurm_submit import SCRIPTS
+
+    # site.sh has the settings of one cluster, so it belongs to no other folder.
+    scripts = {p.name: p.read_bytes() for p in SCRIPTS.iterdir() if p.name != "site.sh"}
+    try:
+        for name, content in scripts.items():
+            path = folder / name
+            if path.exists() and path.read_bytes() != content:
+                raise UsageError(
+                    f"{path} is there and differs: move it away, or name another folder"
+                )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in scripts.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"--to {folder}: cannot be written ({error.strerror})") from None
+    say(f"{len(scripts)} batch scripts are in {folder}")
+    if folder.absolute() != DEFAULT_FOLDER.absolute():
+        say(f"first: export KFAC_SLURM={folder.absolute()}")
+    say(f"test the cluster: sbatch {folder / 'smoke.sbatch'} experiment=kaisa_unet_lgg")
+    return 0
