@@ -180,9 +180,9 @@ def add_dashboard(commands: argparse._SubParsersAction[Parser]) -> None:
 def _dashboard(options: argparse.Namespace) -> int:
     import json
 
-    from kfac_bench.dashboard import scope, views
+    from kfac_bench.dashboard import views
 
-    shown = scope.of_runs(options.runs, options.project, options.entity)
+    shown = views.scope_of_runs(options.runs, options.project, options.entity)
     if options.what == "push":
         for line in views.push(shown):
             say(line)

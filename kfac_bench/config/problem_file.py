@@ -248,7 +248,7 @@ def _seeded(path: str, function: Callable[[], T]) -> T:
     from kfac_bench import randomness
 
     try:
-        with randomness.kept():
+        with randomness.preserve_rng():
             randomness.seed_all(0)
             return function()
     except (Exception, SystemExit) as error:

@@ -33,7 +33,7 @@ class ProblemModelConfig(ModelConfig):
         from kfac_bench import randomness
 
         file = problem_file.named(self.file, "model.file", self.arguments)
-        with randomness.kept():
+        with randomness.preserve_rng():
             # The caller has seeded torch; a model may also draw from NumPy and Python.
             randomness.seed_all(torch.initial_seed() & (2**63 - 1))
             model = file.call("the model cannot be built", file.problem.model)

@@ -240,25 +240,14 @@ class RunEnded(Event):
 
 
 REPEATED = (Evaluated, TargetReached, Predicted)
-"""What a run may emit again at the step of its checkpoint, if it was killed soon afterwards."""
+"""Events that a run may emit again at the step of its checkpoint, if it was killed afterwards."""
 
 EVENTS: dict[str, type[Event]] = {
-    cls.__name__: cls
-    for cls in (
-        RunStarted,
-        Resumed,
-        DataChanged,
-        RecordGap,
-        PlanChosen,
-        Trained,
-        Evaluated,
-        SampleSkipped,
-        TargetReached,
-        Predicted,
-        Checkpointed,
-        RunEnded,
-    )
+    name: cls
+    for name, cls in list(globals().items())
+    if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
 }
+"""The kinds of events, by name."""
 
 
 def read(path: Path) -> list[Event]:

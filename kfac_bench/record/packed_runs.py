@@ -64,7 +64,7 @@ class PackedRun:
 
     @property
     def key(self) -> tuple[str, str, int, str]:
-        """What the run is a result of. A later run with the same key replaces it."""
+        """The identity of the result. A later run with the same key replaces this run."""
         own = self.name if self.kind == "baseline" else json.dumps(self.settings, sort_keys=True)
         return self.kind, self.optimizer, self.seed, own
 

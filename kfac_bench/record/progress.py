@@ -36,7 +36,7 @@ class Task:
     name: str
     count: Count | None
     ends: str
-    """What the process does after this task if a signal has asked it to stop."""
+    """The end of the process after this task, in words, if a signal has asked it to stop."""
     started_s: float = field(default_factory=lambda: time.monotonic())
     first: tuple[float, float] | None = None
     """Time, and what was done by then, when the first part was done."""

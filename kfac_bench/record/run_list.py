@@ -62,7 +62,7 @@ def listed(root: Path) -> list[ListedRun]:
 
 
 def _listed(path: Path) -> ListedRun | None:
-    """Return what is shown of a run; None if nothing trained, or the run was removed meanwhile."""
+    """Return the line of a run; None if nothing trained, or the run was removed meanwhile."""
     state, step = UNREADABLE, 0
     try:
         is_running = own_files.is_locked(path)
@@ -102,7 +102,7 @@ def age_of(path: Path) -> float:
 
 @dataclass
 class Pruned:
-    """What `prune` removed, or would remove, over all runs."""
+    """Counts of the things that `prune` removed, or would remove, over all runs."""
 
     runs: int = 0
     checkpoints: int = 0

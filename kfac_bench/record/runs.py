@@ -185,12 +185,12 @@ def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def has_kfac(run: Run) -> bool:
-    """Whether the run trained with K-FAC."""
+    """Return whether the run trained with K-FAC."""
     return bool(option(run.started.config, "kfac", "enabled"))
 
 
 def _identity(run: Run) -> dict[str, str]:
-    """Return what makes the setting of a run: its RESULT options and its number of ranks.
+    """Return the identity of a run's setting: its RESULT options and its number of ranks.
 
     Options that the version of the run did not have are at their original values. The seed makes
     no setting, nor do K-FAC's options where K-FAC is off.

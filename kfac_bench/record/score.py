@@ -289,7 +289,7 @@ OWN_TO_A_RUN = frozenset({"command", "slurm_job_id"})
 
 
 def notes(settings: Sequence[Setting]) -> list[str]:
-    """Return what a reader of the table must know: failed runs, repeated seeds, other machines."""
+    """Return notes for readers of the table: failed runs, repeated seeds, other machines."""
     found = []
     for setting in settings:
         name = f"{setting.task}, {setting.optimizer}"

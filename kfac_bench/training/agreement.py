@@ -19,7 +19,7 @@ from kfac_bench.errors import RunFailedError
 CHUNK = 1 << 16
 """Elements that are summed at a time; they stay in the cache of a CPU."""
 BITS = {1: torch.uint8, 2: torch.int16}
-"""From bytes of an element to an integer dtype. Larger elements count as pieces of 32 bits."""
+"""Integer dtypes by the bytes of an element. Larger elements count as pieces of 32 bits."""
 ODD = 0x1F3D_5B79_9B77_3D25
 """A multiplier that is 5 modulo 8: the powers of such numbers have the longest period."""
 

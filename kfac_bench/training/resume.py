@@ -1,4 +1,4 @@
-"""How a run starts: with its first event, or from the newest good checkpoint.
+"""The start of a run: its first event, or the newest good checkpoint.
 
 :mod:`.run` calls :func:`start_or_resume` when the trainer is built and the log is open. A run
 continues from its own checkpoint, on the data that it began with. With ``resume=PATH`` a new run
@@ -192,11 +192,11 @@ def _check_data(
 
 _PROVENANCE = ("git_commit", "versions", "hardware", "world_size", "device")
 _SHOWN = 6
-"""How many differences a line shows."""
+"""Number of differences in a line."""
 
 
 class RecordCheck:
-    """What the record lacks before a run continues from `saved`; only rank 0 makes one."""
+    """The comparison of the record with the checkpoint `saved`, on rank 0 only."""
 
     def __init__(self, path: Path, record: JsonlSink, saved: Checkpoint) -> None:
         self._path, self._saved = path, saved

@@ -34,9 +34,9 @@ from kfac_bench.record.own_files import read_own, refuse_links, write_own
 from kfac_bench.whole_files import whole_file
 
 _PATIENCE_S = 10.0
-"""How long to wait for the lock: the process of an earlier start may be about to end."""
+"""Seconds to wait for the lock: the process of an earlier start may be about to end."""
 _RESTART_PATIENCE_S = 20.0
-"""How long to wait if torchrun or Slurm restarts the run. Ranks of the earlier start may still
+"""Seconds to wait if torchrun or Slurm restarts the run. Ranks of the earlier start may still
 live: they notice a lost agent or node only when their next message fails."""
 
 _CONFIG = "config.yaml"

@@ -46,7 +46,7 @@ class State:
         return not self._ranks.any(not finite)
 
     def shard(self, train_s: float, owes_evaluation: bool) -> dict[str, Any]:
-        """Return what this rank adds to a checkpoint.
+        """Return this rank's part of a checkpoint.
 
         :meth:`load` gives both arguments back to the trainer.
         """

@@ -1,4 +1,4 @@
-"""How a rank stops early: a signal asks it to save and end, or the watchdog ends it."""
+"""The early end of a rank: a signal asks it to save and end, or the watchdog ends it."""
 
 import faulthandler
 import os

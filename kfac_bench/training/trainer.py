@@ -71,9 +71,9 @@ class Trainer:
     loss: float = math.nan
     """Mean loss over all ranks, of the newest step whose result has been read."""
     fingerprint: Fingerprint = field(default_factory=dict)
-    """What identifies the data, on rank 0 only; each checkpoint holds it."""
+    """The identity of the data, on rank 0 only; each checkpoint holds it."""
     timeout_s: float = 600.0
-    """How long a rank waits for the others (backend.timeout_s)."""
+    """Seconds that a rank waits for the others (backend.timeout_s)."""
     clock: Clock = field(init=False)
     stop: Stop = field(default_factory=Stop)
 

@@ -65,7 +65,8 @@ class Update:
         self._task, self._model, self._optimizer, self._kfac = task, model, optimizer, kfac
         ranks, self._backend, self._stand_in = backend.ranks, backend, stand_in
         self._world_size, self._batch_size = ranks.world_size, config.batch_size
-        self._weight = 1.0  # of this rank's mean loss in the mean loss of the last batch
+        # The share of this rank's mean loss in the mean loss over all ranks, for the last batch.
+        self._weight = 1.0
         self._device, self._dtype = ranks.device, AUTOCAST_DTYPES[config.precision]
         self.scaler = GradScaler(self._device.type, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate

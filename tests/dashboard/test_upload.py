@@ -12,7 +12,7 @@ from PIL import Image
 
 from kfac_bench import cli
 from kfac_bench.config import LoggerConfig
-from kfac_bench.dashboard import scope, upload
+from kfac_bench.dashboard import upload, views
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import (
     Evaluated,
@@ -136,7 +136,7 @@ def test_a_complete_run_that_a_sweep_draws_again_is_sent_again(tmp_path, monkeyp
     lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     [run] = [r["run"] for r in map(json.loads, lines.splitlines()) if r["type"] == "run"]
     assert run["project"] == "mine"
-    assert scope.of_runs([path], None, None).run_ids == ["first"]
+    assert views.scope_of_runs([path], None, None).run_ids == ["first"]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])

@@ -166,7 +166,7 @@ class _Samples(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Return several examples, which torch's loader asks for. Global random state is kept."""
-        with randomness.kept():
+        with randomness.preserve_rng():
             return [self._read(index) for index in indices]
 
     def _read(self, index: int) -> Any:
@@ -189,7 +189,7 @@ def _stack(file: ProblemFile, name: str, key: tuple[int, ...], samples: list[Any
 
 def _collate(collate: Any, key: tuple[int, ...], samples: list[Any]) -> Any:
     """Call the collate function, whose random numbers depend on the first index of the batch."""
-    with randomness.kept():
+    with randomness.preserve_rng():
         randomness.seed_all(mixed_seed(*key, COLLATION, samples[0][0]))
         return (collate or default_collate)([sample for _, sample in samples])
 

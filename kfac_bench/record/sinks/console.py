@@ -34,7 +34,7 @@ from kfac_bench.record.progress import progress
 
 REDRAW_S = 0.1
 NAMED = 20
-"""How many unreadable files are shown one by one."""
+"""Number of unreadable files that are shown one by one."""
 
 
 class ConsoleSink:

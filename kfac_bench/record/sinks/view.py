@@ -1,4 +1,4 @@
-"""What all loggers share: the run that they show, the names of metrics, and views in files.
+"""The common parts of all loggers: the run that they show, names of metrics, and file views.
 
 The names of metrics do not change between versions, because dashboards are built on them.
 

@@ -23,7 +23,7 @@ def try_out(model: nn.Module, data: ProblemData) -> None:
     # In evaluation mode batch norm keeps its averages.
     model.eval()
     try:
-        with randomness.kept():
+        with randomness.preserve_rng():
             _try_loss(task, model, data, device)
             _try_metric(task, model, data, device)
     finally:
