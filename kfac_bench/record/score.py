@@ -16,13 +16,13 @@ import numpy as np
 from kfac_bench.record.event_log import lost_events
 from kfac_bench.record.events import (
     Evaluated,
-    Event,
     RecordGap,
     RunEnded,
     RunStarted,
     TargetReached,
     Trained,
 )
+from kfac_bench.record.packed_runs import PackedRun
 from kfac_bench.record.runs import (
     Run,
     Setting,
@@ -67,18 +67,14 @@ class Row:
     final: float
 
 
-def target_reached(run: Run) -> TargetReached | None:
-    """Return the event of the moment when the target was met; None if it was missed."""
-    return _target_event(run.events)
+def target_reached(run: Run | PackedRun) -> TargetReached | None:
+    """Return the event of the moment when the target was met; None if it was missed.
 
-
-def _target_event(events: Iterable[Event]) -> TargetReached | None:
-    """Return the first event of a target that is as hard as that of the run's first start.
-
-    A later start may have had another ``trainer.target``, but tables name the first one.
+    This is the first event of a target that is as hard as that of the run's first start. A later
+    start may have had another ``trainer.target``, but tables name the first one.
     """
     goal, sign = math.nan, 1.0
-    for event in events:
+    for event in run.events:
         if isinstance(event, RunStarted):
             goal = number(option(event.config, "trainer", "target"))
             sign = 1.0 if event.higher_is_better else -1.0
@@ -87,26 +83,16 @@ def _target_event(events: Iterable[Event]) -> TargetReached | None:
     return None
 
 
-def time_to_target_s(run: Run) -> float:
+def time_to_target_s(run: Run | PackedRun) -> float:
     """Return the training seconds until the target was met; infinite if it was missed."""
-    return time_to_target_of(run.events)
-
-
-def time_to_target_of(events: Iterable[Event]) -> float:
-    """Return the training seconds to target of a run with these events; infinite if missed."""
-    event = _target_event(events)
+    event = target_reached(run)
     seconds = math.inf if event is None else number(event.train_s)
     return math.inf if math.isnan(seconds) else seconds
 
 
-def steps_to_target(run: Run) -> float:
+def steps_to_target(run: Run | PackedRun) -> float:
     """Return the optimizer steps until the target was met; infinite if it was missed."""
-    return steps_to_target_of(run.events)
-
-
-def steps_to_target_of(events: Iterable[Event]) -> float:
-    """Return the optimizer steps to target of a run with these events; infinite if missed."""
-    event = _target_event(events)
+    event = target_reached(run)
     steps = math.inf if event is None else number(event.step)
     return math.inf if math.isnan(steps) else steps
 

@@ -26,6 +26,7 @@ from kfac_bench.core.planning.plan import Op
 from kfac_bench.errors import UsageError
 from kfac_bench.training import build
 from kfac_bench.training.build import Builders
+from kfac_bench.training.update import check_parts
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,8 @@ def _examples_of_a_rank(config: TrainConfig, world_size: int) -> tuple[int, int]
             f"trainer.batch_size={batch} leaves some of world_size={world_size} ranks without an "
             "example: it is the batch of all ranks"
         )
-    least = batch // world_size
-    if parts > least:
-        raise UsageError(
-            f"trainer.accumulate={parts} is more than the {least} examples of a rank: "
-            f"trainer.batch_size={batch} over {world_size} ranks"
-        )
-    return least // parts, -(-batch // world_size)
+    check_parts(config.trainer, world_size)
+    return batch // world_size // parts, -(-batch // world_size)
 
 
 def _seeds(config: TrainConfig, likelihood: str, outputs: torch.Size) -> int:

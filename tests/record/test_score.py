@@ -104,9 +104,9 @@ def test_a_target_that_a_later_start_made_easier_does_not_count(
     assert score.row(runs.group([run])[0]).reached == (time_s < INF)
 
 
-def test_a_time_that_is_no_number_counts_as_missed() -> None:
+def test_a_time_that_is_no_number_counts_as_missed(tmp_path: Path) -> None:
     event = TargetReached(1, math.nan, "accuracy", 0.98, 0.97)
-    assert score.time_to_target_of([event]) == INF
+    assert score.time_to_target_s(runs.load(write_run(tmp_path / "a", event))) == INF
 
 
 def test_best_metric_of_an_error_is_the_smallest(tmp_path: Path) -> None:

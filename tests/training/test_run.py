@@ -41,7 +41,6 @@ from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.run_directory import RunDirectory, run_id
 from kfac_bench.training.state import weights_sha256
 from kfac_bench.training.trainer import Trainer
-from tests.support.distributed import run_ranks
 from tests.support.quick import slow
 from tests.support.runs import (
     ALONE,
@@ -53,7 +52,6 @@ from tests.support.runs import (
     before_step,
     config_of,
     end,
-    here,
     kill,
     loss_is,
     of_kind,
@@ -713,20 +711,11 @@ def test_the_cpu_clock_needs_one_processor(tmp_path, override, fragment):
         train(tmp_path, *CPU_CLOCK, override)
 
 
-def clocked_here(folder):
-    with pytest.raises(UsageError, match=r"trainer.clock=cpu does not fit 2 rank\(s\) on cpu"):
-        train(folder, *CPU_CLOCK, backend=here())
-
-
-@pytest.mark.ranks
-def test_the_cpu_clock_needs_one_rank(tmp_path):
-    run_ranks(2, clocked_here, tmp_path)
-
-
-def test_the_cpu_clock_refuses_gpus(tmp_path):
-    gpu = Backend(Ranks(torch.device("cuda")))
-    with pytest.raises(UsageError, match=r"does not fit 1 rank\(s\) on cuda"):
-        train(tmp_path, *CPU_CLOCK, backend=gpu)
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cuda", 1)])
+def test_the_cpu_clock_needs_one_rank_on_a_cpu(tmp_path, device, world_size):
+    ranks = Ranks(torch.device(device), SimpleNamespace(rank=0, world_size=world_size))
+    with pytest.raises(UsageError, match=rf"does not fit {world_size} rank\(s\) on {device}"):
+        train(tmp_path, *CPU_CLOCK, backend=Backend(ranks))
 
 
 # ---- numbers that are none ----
