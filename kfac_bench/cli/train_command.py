@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli import sweep
 from kfac_bench.cli.entry import Parser, check_config_dir, command_line, say_next
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError
@@ -77,6 +76,8 @@ def _parse_and_run(arguments: list[str]) -> int:
         raise UsageError("--layers lists the layers of one dry run: use it without --multirun")
     ranks = int(slurm_rank.from_launcher("WORLD_SIZE", "1"))
     if options.multirun:
+        from kfac_bench.cli import sweep
+
         return sweep.run(options.overrides, options.config_dir, train_one)
     problem_file.run_named(options.overrides)
     config = compose.load(options.overrides, options.config_dir, ranks)

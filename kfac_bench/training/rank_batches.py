@@ -143,7 +143,10 @@ class RankBatches:
 
 @dataclass
 class SkippedExamples:
-    """The examples that `data.on_error=skip` left out. All ranks call every method together."""
+    """The examples that `data.on_error=skip` left out. All ranks call every method together.
+
+    With `data.on_error=fatal` no method sends a message or changes anything.
+    """
 
     ranks: Ranks
     faults: Faults
@@ -152,13 +155,15 @@ class SkippedExamples:
     _reported: set[str] = field(default_factory=set)
     """Paths with an event: one event is enough if several ranks meet the same file."""
 
-    def count(self, batch: Batch, step: int) -> tuple[int, bool, str]:
-        """Count the examples of one update over all ranks.
+    def count(self, batch: Batch, step: int, expected: int) -> tuple[int, bool, str]:
+        """Count the examples of one update over all ranks; `expected` if none may be left out.
 
         Returns:
             The number of examples, whether `report` has something to report, and why the update
             `step` is impossible (empty if it is possible).
         """
+        if not self.faults.skip:
+            return expected, False, ""
         too_few = 0 < size(batch) < self.least
         mine = [size(batch), len(self.faults.new), int(too_few)]
         examples, new, ranks = self.ranks.sum_numbers(mine)
@@ -182,6 +187,8 @@ class SkippedExamples:
         Raises:
             RunFailedError: If no rank could read any example.
         """
+        if not self.faults.skip:
+            return 0
         if not self.ranks.any(has_examples):
             raise RunFailedError(
                 "no example of the evaluation set can be read, on any rank; repair the files"
@@ -190,6 +197,8 @@ class SkippedExamples:
 
     def report(self, log: EventLog, step: int, train_s: float) -> None:
         """Emit an event for each unreadable file that a rank has met since the last call."""
+        if not self.faults.skip:
+            return
         mine = [(fault.path, fault.reason) for fault in self.faults.take()]
         for rank, content in enumerate(self.ranks.gather(json.dumps(mine).encode())):
             for path, reason in json.loads(content):

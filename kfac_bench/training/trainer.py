@@ -35,11 +35,11 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.progress import progress
 from kfac_bench.tasks.task import Task, reached
-from kfac_bench.training import agreement, predictions
+from kfac_bench.training import predictions
 from kfac_bench.training.checkpoint import Checkpoint, ValidationMetric
 from kfac_bench.training.rank_batches import RankBatches, RunLength, SkippedExamples
 from kfac_bench.training.saving import Saving
-from kfac_bench.training.state import State, weights_sha256
+from kfac_bench.training.state import State, check_same_model, weights_sha256
 from kfac_bench.training.step_results import Clock, Meter, PendingStepResults
 from kfac_bench.training.stop import Stop, Watchdog
 from kfac_bench.training.update import Update, has_batch_norm
@@ -245,14 +245,12 @@ class Trainer:
 
     def report_faults(self) -> None:
         """Emit an event for each new file that cannot be read. All ranks call this."""
-        if self.data.faults.skip:
-            self._skipped.report(self.log, self.step, self.clock.train_s())
+        self._skipped.report(self.log, self.step, self.clock.train_s())
 
     def _count_examples(self, batch: Batch) -> int:
         """Return the examples of the next update on all ranks; unreadable ones do not count."""
-        if not self.data.faults.skip:
-            return self.length.next_batch_size(self.step)
-        examples, has_new_faults, problem = self._skipped.count(batch, self.step + 1)
+        expected = self.length.next_batch_size(self.step)
+        examples, has_new_faults, problem = self._skipped.count(batch, self.step + 1, expected)
         if has_new_faults:
             self.report_faults()
         if problem:
@@ -377,7 +375,7 @@ class Trainer:
         with self._outside_training(), progress.task("evaluation", self._rank_batches.evaluated):
             train_s = self._slowest_train_s()
             if self.config.check_ranks:
-                agreement.check(self._bare, self.kfac, self.ranks, self.step)
+                check_same_model(self._bare, self.kfac, self.ranks, self.step)
             self.ranks.share_buffers(self._bare)
             self.model.eval()
             # Ranks run equally many forwards. Batches that only fill up do not count.
@@ -391,7 +389,8 @@ class Trainer:
                 self._stopping = True
                 return False
             self._owes_evaluation = False
-            left_out = self._left_out(before, has_examples)
+            self.report_faults()
+            left_out = self._skipped.left_out(before, has_examples)
             metrics = evaluation.metrics(self.ranks)
             epoch = self.length.epoch(self.step)
             self.log.emit(Evaluated(self.step, train_s, epoch, metrics, left_out))
@@ -402,13 +401,6 @@ class Trainer:
                 return False
             self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
             return True
-
-    def _left_out(self, before: int, has_examples: bool) -> int:
-        """Report unreadable files; return how many examples all ranks left out since ``before``."""
-        if not self.data.faults.skip:
-            return 0
-        self.report_faults()
-        return self._skipped.left_out(before, has_examples)
 
     def _predict(self) -> None:
         """Save some examples with the predictions of the model. It takes no training time."""
