@@ -6,10 +6,8 @@ import math
 import shutil
 import signal
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from kfac_bench import cli
 from kfac_bench.errors import UsageError
@@ -31,6 +29,7 @@ from tests.support.runs import (
     terminate,
     train,
     train_here,
+    write_pictures,
 )
 
 LONG = ("trainer.max_steps=15", "trainer.log_freq=1", "trainer.eval_freq=6")
@@ -227,13 +226,7 @@ BASE_OF_FILES = (
 
 @pytest.fixture
 def root(tmp_path):
-    generator = np.random.default_rng(0)
-    for split, count in (("train", 33), ("val", 6)):
-        for i in range(count):
-            path = tmp_path / "data" / split / f"class{i % 2}" / f"{i:02}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(generator.integers(0, 256, (6, 5, 3), dtype=np.uint8)).save(path)
-    return tmp_path / "data"
+    return write_pictures(tmp_path / "data", train=33, val=6)
 
 
 def begun(tmp_path, root):

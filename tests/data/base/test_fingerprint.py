@@ -2,7 +2,6 @@
 
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from kfac_bench.data.images import imagefolder
 from kfac_bench.data.language import squad
 from tests.support.configs import quick_load
 from tests.support.quick import slow
+from tests.support.runs import write_pictures
 
 TASKS = {
     "coco": ("task=detection", "model=maskrcnn_tiny"),
@@ -67,15 +67,9 @@ def _append(path):
 
 
 def test_folders_notice_a_missing_and_another_image(tmp_path):
-    from PIL import Image
-
-    for split in ("train", "val"):
-        for i in range(4):
-            path = tmp_path / "data" / split / f"class{i % 2}" / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((5, 5, 3), i, np.uint8)).save(path)
-    before = fingerprint(imagefolder.load(tmp_path / "data"))
-    moved = shutil.copytree(tmp_path / "data", tmp_path / "moved")
+    data = write_pictures(tmp_path / "data", "{}.png", train=4, val=4)
+    before = fingerprint(imagefolder.load(data))
+    moved = shutil.copytree(data, tmp_path / "moved")
     assert fingerprint(imagefolder.load(moved)) == before
     _append(moved / "train/class1/1.png")
     said = difference(before, fingerprint(imagefolder.load(moved)))
