@@ -21,7 +21,7 @@ from kfac_bench.config.options import RESULT, option
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
-from kfac_bench.record import events, runs, score
+from kfac_bench.record import runs, score
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import (
     Checkpointed,
@@ -36,7 +36,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.tasks.objectives.classification import Classification
 from kfac_bench.tasks.objectives.reconstruction import Reconstruction
-from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving
+from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving, step_results
 from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.run_directory import RunDirectory, run_id
 from kfac_bench.training.state import weights_sha256
@@ -611,7 +611,7 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch):
     made = Clocks()
-    monkeypatch.setattr(events, "time", made)
+    monkeypatch.setattr(step_results, "time", made)
     return made
 
 
