@@ -49,7 +49,7 @@ def train(arguments: list[str]) -> int:
     slurm_rank.adopt()
     code = _parse_and_run(arguments)
     # The command of one rank is not the one that the user has typed.
-    if code > 128 and slurm_rank.from_launcher("WORLD_SIZE", "1") == "1":
+    if code > 128 and slurm_rank.launched_ranks() == 1:
         say_next(command_line("kfac-train", arguments), "continues")
     return code
 
@@ -74,7 +74,7 @@ def _parse_and_run(arguments: list[str]) -> int:
         raise UsageError("--cfg prints one configuration: use it without --multirun")
     if options.multirun and options.layers:
         raise UsageError("--layers lists the layers of one dry run: use it without --multirun")
-    ranks = int(slurm_rank.from_launcher("WORLD_SIZE", "1"))
+    ranks = slurm_rank.launched_ranks()
     if options.multirun:
         from kfac_bench.cli import sweep
 
@@ -93,17 +93,17 @@ def _parse_and_run(arguments: list[str]) -> int:
     names_data = any(o.startswith(data_words) for o in options.overrides)
     if not (names_data or config.dry_run):
         _say_what_data(config)
-    if recipe is not None and slurm_rank.from_launcher("RANK", "0") == "0":
+    if recipe is not None and slurm_rank.is_main_process():
         say(recipe.line())
     code = train_one(config, by_layer=options.layers)
-    if code < 128 and not config.dry_run and slurm_rank.from_launcher("RANK", "0") == "0":
+    if code < 128 and not config.dry_run and slurm_rank.is_main_process():
         _say_end(config, options.overrides, options.config_dir, ranks)
     return code
 
 
 def _say_what_data(config: TrainConfig) -> None:
     """Say that the command line names no data, and how to name them."""
-    if config.data.name == "digits" and slurm_rank.from_launcher("RANK", "0") == "0":
+    if config.data.name == "digits" and slurm_rank.is_main_process():
         say(
             "The command names no data, so this run trains on the built-in digits (1797 small "
             "pictures). To train on your pictures, add data=imagefolder data.root=FOLDER."
@@ -118,7 +118,7 @@ def train_one(config: TrainConfig, *, by_layer: bool = False) -> int:
         by_layer: List the layers in a dry run.
     """
     # The other ranks do the same at the same time.
-    is_main = slurm_rank.from_launcher("RANK", "0") == "0"
+    is_main = slurm_rank.is_main_process()
     is_main_thread = threading.current_thread() is threading.main_thread()
     with progress.showing() if is_main and is_main_thread else nullcontext():
         return _train_one(config, by_layer)
@@ -140,7 +140,7 @@ def _train_one(config: TrainConfig, by_layer: bool) -> int:
         from kfac_bench.training import run
 
     code = run.start(config)
-    if code == 0 and slurm_rank.from_launcher("RANK", "0") == "0":
+    if code == 0 and slurm_rank.is_main_process():
         _send_again(config)
     return code
 

@@ -70,7 +70,7 @@ def train_words(words: Sequence[str]) -> float:
     slurm_rank.adopt()
     named_variables.allow(words)
     problem_file.run_named(words)
-    config = compose.load(words, ranks=int(slurm_rank.from_launcher("WORLD_SIZE", "1")))
+    config = compose.load(words, ranks=slurm_rank.launched_ranks())
     code = start(config)
     if code >= 128:
         raise KeyboardInterrupt

@@ -24,7 +24,7 @@ from kfac_bench.config.options import RECORD, RESULT
 from kfac_bench.config.roles import declared
 from kfac_bench.data.files import FilesConfig
 from kfac_bench.data.problem import ProblemDataConfig
-from kfac_bench.distributed.slurm_rank import from_launcher
+from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError, first_line
 from kfac_bench.output import say
 from kfac_bench.record import checkpoint_folder, own_files
@@ -254,7 +254,7 @@ def stop_if_complete(config: TrainConfig) -> bool:
     Raises:
         UsageError: A path of the configuration does not exist.
     """
-    if from_launcher("WORLD_SIZE", "1") != "1":
+    if slurm_rank.launched_ranks() != 1:
         return False
     if _is_finished(config):
         return True
