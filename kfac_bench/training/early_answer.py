@@ -8,9 +8,9 @@ is answered here, because ranks that are not connected yet could answer differen
 from pathlib import Path
 
 from kfac_bench.config import TrainConfig
+from kfac_bench.config.option_table import declared
 from kfac_bench.config.options import RECORD
-from kfac_bench.config.roles import declared
-from kfac_bench.data.files import FilesConfig
+from kfac_bench.data.image_options import FilesConfig
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say

@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 
 from kfac_bench import plain_yaml
 from kfac_bench.config import TrainConfig, compose, options, problem_file
+from kfac_bench.config.option_table import declared
 from kfac_bench.config.options import RECORD, RESULT
-from kfac_bench.config.roles import declared
-from kfac_bench.data.problem import ProblemDataConfig
+from kfac_bench.data.options import ProblemDataConfig
 from kfac_bench.errors import UsageError, first_line
 from kfac_bench.output import say
 from kfac_bench.record import checkpoint_folder, run_lock

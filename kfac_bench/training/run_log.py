@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kfac_bench.config import KFACConfig, TrainConfig
-from kfac_bench.config.registry import LOGGERS, logger_class
+from kfac_bench.config.train import LOGGERS, logger_class
 from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.record.event_log import EventLog, JsonlSink, Sink
 from kfac_bench.record.sinks.console import ConsoleSink

@@ -1,7 +1,7 @@
 """The check that a run continues on the data that it began with."""
 
 from kfac_bench.config import TrainConfig
-from kfac_bench.data.base.fingerprint import difference, fingerprint
+from kfac_bench.data.base.dataset import difference, fingerprint
 from kfac_bench.errors import UsageError
 from kfac_bench.record.progress import progress
 from kfac_bench.training.checkpoint import Checkpoint

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from kfac_bench.data.base.batch import Batch, size
-from kfac_bench.data.base.unreadable import Faults
+from kfac_bench.data.base.files import Faults
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
 from kfac_bench.record.event_log import EventLog
