@@ -98,10 +98,10 @@ def _make_demo(options: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> int:
-    from kfac_bench.data import verify
+    from kfac_bench.data.options import verify
 
     try:
-        content, faults = verify.verify(folder)
+        content, faults = verify(folder)
     except OSError as error:
         if shortage(error):
             raise

@@ -211,8 +211,8 @@ def _benchmarks() -> list[str]:
 
 def _overrides(word: str) -> Iterable[str]:
     """Return groups and options; after "=" their values, after a dot the options of the group."""
-    from kfac_bench.config import option_table, profiles
-    from kfac_bench.config.conf_files import options_of
+    from kfac_bench.config import option_table
+    from kfac_bench.config.conf_files import PROFILES, options_of
 
     groups = option_table.groups()
     name, equals, _ = word.partition("=")
@@ -220,7 +220,7 @@ def _overrides(word: str) -> Iterable[str]:
         none = [f"{name}=none"] if name == option_table.RECIPE else []
         return [*none, *(f"{name}={choice}" for choice in options_of(name))]
     if equals and name == "profile":
-        return [f"profile={profile}" for profile in profiles.PROFILES]
+        return [f"profile={profile}" for profile in PROFILES]
     if not equals and "." not in word:
         single = [name for name in option_table.every_option() if "." not in name]
         return [

@@ -68,7 +68,7 @@ class _RunFile:
     path: str
     sha256: str
     made: Problem | Callable[..., Any]
-    """What the file calls ``problem``."""
+    """The object that the file calls ``problem``."""
     built: dict[str, ProblemFile] = field(default_factory=dict)
     """The problems that were built, by their arguments."""
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.config.option_table import declared
 from kfac_bench.config.options import RESULT
-from kfac_bench.config.roles import declared
 from kfac_bench.errors import UsageError, one_line
 from kfac_bench.record.events import (
     Evaluated,

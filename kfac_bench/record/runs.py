@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.config import problem_file
+from kfac_bench.config.option_table import declared, original_results
 from kfac_bench.config.options import RESULT
-from kfac_bench.config.roles import declared, original_results
 from kfac_bench.errors import UsageError, printable
 from kfac_bench.record.events import EVENTS_FILE, Event, Resumed, RunStarted, read
 

@@ -13,7 +13,7 @@ from kfac_bench.config import TrainConfig, options, problem_file
 from kfac_bench.config.options import RESULT
 from kfac_bench.core.planning.estimate import RankCost, Traffic
 from kfac_bench.core.planning.plan import Message, Stage
-from kfac_bench.data.problem import ProblemDataConfig
+from kfac_bench.data.options import ProblemDataConfig
 from kfac_bench.output import size_text
 from kfac_bench.training.dry_run import DryRun
 from kfac_bench.training.run_directory import run_id

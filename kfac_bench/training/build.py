@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from kfac_bench.config import DataConfig, KFACConfig, ModelConfig, OptimizerConfig, TrainConfig
-from kfac_bench.config.optimizers import Group
+from kfac_bench.config.groups import ParameterGroup
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import Collective, PlansDifferError
@@ -106,9 +106,9 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _parameter_groups(no_decay: Sequence[str], model: nn.Module) -> list[Group]:
+def _parameter_groups(no_decay: Sequence[str], model: nn.Module) -> list[ParameterGroup]:
     """Return the trained parameters with weight decay, and those without."""
-    groups: list[Group] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    groups: list[ParameterGroup] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     # Tied weights have two names, but belong to one group.
     seen: set[nn.Parameter] = set()
     for path, module in model.named_modules():

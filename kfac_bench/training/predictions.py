@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from kfac_bench.data.base.batch import Batch
     from kfac_bench.record.events import PredictedItem
-    from kfac_bench.tasks.prediction import Picture, Prediction
-    from kfac_bench.tasks.task import Task
+    from kfac_bench.tasks.task import Picture, Prediction, Task
 
 POOL = 256
 """Number of examples from which a task chooses what to show, if an evaluation batch holds them."""

@@ -14,8 +14,8 @@ from itertools import islice
 from kfac_bench.config import TrainerConfig
 from kfac_bench.data.base.batch import Batch, size
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.files import Faults
 from kfac_bench.data.base.order import Shard, steps_per_epoch
-from kfac_bench.data.base.unreadable import Faults
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError, UsageError

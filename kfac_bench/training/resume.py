@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.config import TrainConfig
-from kfac_bench.data.base.fingerprint import difference, fingerprint
+from kfac_bench.data.base.dataset import difference, fingerprint
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink, position_from
 from kfac_bench.record.events import (

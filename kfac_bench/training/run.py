@@ -26,7 +26,7 @@ from kfac_bench.config import (
     problem_file,
 )
 from kfac_bench.config.options import PLACE
-from kfac_bench.config.registry import LOGGERS, logger_class
+from kfac_bench.config.train import LOGGERS, logger_class
 from kfac_bench.core.planning.plan import IDENTITY
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed import slurm_rank

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.data.base.batch import Batch, channels_last, to_device
-from kfac_bench.data.base.dataset import Data
-from kfac_bench.data.base.fingerprint import Fingerprint
+from kfac_bench.data.base.dataset import Data, Fingerprint
 from kfac_bench.data.base.order import mixed_seed
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import lost_rank

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kfac_bench.config import ModelConfig
 from kfac_bench.errors import UsageError, first_line
-from kfac_bench.models.bert import BertConfig
+from kfac_bench.models.options import BertConfig
 from kfac_bench.record.events import RunStarted, read
 from kfac_bench.training import checkpoint
 from kfac_bench.training.checkpoint import Checkpoint

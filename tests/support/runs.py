@@ -16,7 +16,7 @@ from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.backends.ddp import DDP
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.record.events import RunEnded, read
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training import run
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer

@@ -34,8 +34,7 @@ from kfac_bench.record.events import (
     Trained,
     read,
 )
-from kfac_bench.tasks.objectives.classification import Classification
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.image_tasks import Classification, Reconstruction
 from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving, step_results
 from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.run_directory import RunDirectory, run_id

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kfac_bench.core.distributed.collective import TorchCollective
+from kfac_bench.data.base.files import Faults, Unreadable
 from kfac_bench.data.base.order import Shard, epoch_order, eval_indices, train_indices
-from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import imagefolder
 from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks

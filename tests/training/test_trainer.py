@@ -11,7 +11,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Resumed, Trained, read
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training import checkpoint, run, update
 from tests.support.distributed import run_ranks
 from tests.support.runs import (

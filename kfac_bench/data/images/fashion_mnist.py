@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kfac_bench.data.base.files import Unreadable
 from kfac_bench.data.base.in_memory import LabelledImages
-from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.errors import UsageError
 from kfac_bench.whole_files import whole_file
 

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.base.files import Unreadable, regular
 from kfac_bench.data.language import wordpiece
-from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
 from kfac_bench.whole_files import whole_file
 
@@ -53,7 +52,7 @@ class Manifest:
     vocabulary_sha256: str
     splits: Mapping[str, tuple[TextShard, ...]]
     about: Mapping[str, Any]
-    """Where the text comes from, for people."""
+    """The origin of the text, for people."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.data.regular_file import regular
+from kfac_bench.data.base.files import regular
 from kfac_bench.errors import MissingPackageError, UsageError, first_line
 from kfac_bench.whole_files import whole_file
 

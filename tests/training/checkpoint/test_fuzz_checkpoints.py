@@ -17,7 +17,7 @@ from torch import nn
 
 from kfac_bench.data.images import cifar10
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks import maskrcnn
+from kfac_bench.models import maskrcnn
 from kfac_bench.training import checkpoint, weights
 from kfac_bench.training.resume import start_or_resume
 from kfac_bench.training.run import build_trainer
