@@ -21,7 +21,7 @@ from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Evaluated, RunEnded, RunStarted
 from kfac_bench.record.packed_runs import event_lines
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 KINDS = {"plan": "plan_cells", "simulate": "simulated", "phases": "phases", "fit": "fit"}
 """Module of this package for each kind; its function ``numbers`` computes a cell.

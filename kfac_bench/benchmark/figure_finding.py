@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, word_of_measured
 from kfac_bench.benchmark.result import Line, Measured, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
-from kfac_bench.counted import listed
+from kfac_bench.output import listed
 from kfac_bench.record.runs import plain
 from kfac_bench.report.tables import text
 

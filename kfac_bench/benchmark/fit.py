@@ -34,7 +34,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.sweep import SGD, Intervals, sweep, variant
 from kfac_bench.training import dry_run
-from kfac_bench.training.blueprint import Blueprint
+from kfac_bench.training.build import Builders
 
 _OWN = (*OWN, "budget_gb", "hardware", "optimizer_copies", "global")
 _FEW, _MORE = 2, 6
@@ -43,10 +43,10 @@ _FEW, _MORE = 2, 6
 
 def saved_bytes(config: TrainConfig, examples: int) -> int:
     """Return the bytes that autograd keeps from one forward pass, without the parameters."""
-    blueprint = Blueprint.of(config)
+    builders = Builders.of(config)
     with torch.device("meta"):
-        model = blueprint.assumed_model()
-        inputs = blueprint.example_inputs(examples)
+        model = builders.assumed_model()
+        inputs = builders.example_inputs(examples)
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -56,7 +56,7 @@ def saved_bytes(config: TrainConfig, examples: int) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs: Any = blueprint.output(model, inputs)
+        outputs: Any = builders.output(model, inputs)
     del outputs
     return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)
 

@@ -28,7 +28,7 @@ from kfac_bench.benchmark.schema import (
 from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.config.command_options import path_word, split_words, whole_number
-from kfac_bench.counted import time_left
+from kfac_bench.output import time_left
 from kfac_bench.training import run_directory
 
 

@@ -44,4 +44,4 @@ def comparable_time_s(run: PackedRun, speed: Mapping[str, float]) -> float:
     A miss is infinite. The seconds of a sitting without a baseline stay as they are.
     """
     # A damaged clock may give a negative time, for which a ratio has no meaning.
-    return max(0.0, score.time_to_target_of(run.events)) * speed.get(run.sitting, 1.0)
+    return max(0.0, score.time_to_target_s(run)) * speed.get(run.sitting, 1.0)

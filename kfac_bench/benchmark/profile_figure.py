@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 from matplotlib.transforms import ScaledTranslation
 
 from kfac_bench.benchmark.performance_profile import TAU_MAX, Profile, Times, profiles, scores
-from kfac_bench.counted import listed
+from kfac_bench.output import listed
 from kfac_bench.record.runs import plain
 from kfac_bench.report.figure_style import PALETTE, REST, our_look, to_svg
 from kfac_bench.report.line_labels import EndLabel, label_ends

@@ -24,7 +24,7 @@ from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, read
 from kfac_bench.record.packed_runs import PackedRun, pack
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 NAME_FILE = "sitting.txt"
 

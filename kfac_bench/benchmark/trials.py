@@ -18,7 +18,7 @@ from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
-from kfac_bench.record import score
+from kfac_bench.record import runs, score
 from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
 from kfac_bench.training.run_directory import run_id
 
@@ -182,6 +182,6 @@ def _judge(path: Path, target: float | None) -> tuple[float, float]:
         return math.inf, math.inf
     if not any(isinstance(e, RunStarted) for e in read(path)):
         return math.inf, math.inf
-    run = score.load(path)
+    run = runs.load(path)
     gap = abs(score.best_metric(run) - target)
     return score.time_to_target_s(run), math.inf if math.isnan(gap) else gap

@@ -16,7 +16,7 @@ from kfac_bench.benchmark.claim import Check, Claim
 from kfac_bench.benchmark.result import Line, how_computed
 from kfac_bench.benchmark.sheet import MISSED, AttemptState
 from kfac_bench.benchmark.suite import BenchmarkRow
-from kfac_bench.counted import counted
+from kfac_bench.output import counted
 from kfac_bench.report.tables import DASH, Table, Value, text
 
 

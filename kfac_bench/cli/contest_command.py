@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.cli.suite_command import add_sitting_options
 from kfac_bench.output import say
-from kfac_bench.record.text_file import around_marks, write_text
+from kfac_bench.whole_files import around_marks, write_text
 
 if TYPE_CHECKING:
     from kfac_bench.benchmark.contest_tables import ContestResult

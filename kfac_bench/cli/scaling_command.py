@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.output import say
 
 

@@ -1,6 +1,6 @@
-"""What the dashboard shows, as data: sections of charts of the metrics that runs log.
+"""The content of the dashboard as data: sections of charts of the metrics that runs log.
 
-:mod:`kfac_bench.record.sinks.metrics` names the metrics, and a test compares the names. This file
+:mod:`kfac_bench.record.sinks.view` names the metrics, and a test compares the names. This file
 does not depend on W&B. Go and JavaScript must both understand its patterns.
 """
 
@@ -96,8 +96,9 @@ SECTIONS = (
     ),
     ChartSection(
         "Clip and angles",
-        "nu is the factor by which the limits shrink a step (1: not at all). The cosine is taken between a layer's gradient "
-        "and its preconditioned gradient (1: K-FAC changes nothing in this layer).",
+        "nu is the factor by which the limits shrink a step (1: not at all). The cosine is taken "
+        "between a layer's gradient and its preconditioned gradient (1: K-FAC changes nothing in "
+        "this layer).",
         (
             Chart("nu", "line", ("kfac/nu",), x="step", log=True),
             Chart("cosine, median of layers", "line", ("kfac/cosine_median",), x="step"),

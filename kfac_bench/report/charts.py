@@ -14,8 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from kfac_bench.record.runs import Run, Setting, number, plain, seed, target
-from kfac_bench.record.score import median_run, target_reached
-from kfac_bench.record.series import HUGE, CurvePoint, drawable, points, thin, worst_shown
+from kfac_bench.record.score import (
+    HUGE,
+    CurvePoint,
+    drawable,
+    median_run,
+    points,
+    target_reached,
+    thin,
+    worst_shown,
+)
 from kfac_bench.report.figure_style import Style
 
 MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_bench.optimizers.algorithms.kl_optimizers import KLSOAP, KLShampoo
+from kfac_bench.optimizers.kl_optimizers import KLSOAP, KLShampoo
 
 BETAS = (0.8, 0.9)
 

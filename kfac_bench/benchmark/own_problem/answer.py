@@ -16,8 +16,8 @@ from kfac_bench.benchmark.own_problem.verdict import verdict
 from kfac_bench.config import compose
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import number
-from kfac_bench.record.text_file import write_text
 from kfac_bench.report.tables import Table, Value
+from kfac_bench.whole_files import write_text
 
 
 def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult:
