@@ -6,7 +6,6 @@ computed cells in the same way, and a cell is computed only once.
 """
 
 import hashlib
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Mapping
@@ -23,11 +22,13 @@ from kfac_bench.record.events import EVENTS_FILE, Evaluated, RunEnded, RunStarte
 from kfac_bench.record.packed_runs import event_lines
 from kfac_bench.record.text_file import write_text
 
-KINDS = {"plan": "plan_cells", "simulate": "simulated", "phases": "phases", "fit": "fit"}
-"""Module of this package for each kind; its function ``numbers`` computes a cell.
-
-The modules import torch, so they are imported late: listing benchmarks needs no torch.
-"""
+KINDS = {
+    "plan": "plan_numbers",
+    "simulate": "step_numbers",
+    "phases": "phases_numbers",
+    "fit": "fit_numbers",
+}
+"""Function of :mod:`kfac_bench.benchmark.computed_numbers` for each kind."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,12 @@ def cells(benchmark: Benchmark, runs_dir: str) -> list[ComputedCell]:
 
 def _numbers(kind: str) -> Callable[[Mapping[str, str]], dict[str, float]]:
     """Return the function that computes the numbers of a cell from its words."""
-    module = importlib.import_module(f"kfac_bench.benchmark.{KINDS[kind]}")
-    return cast("Callable[[Mapping[str, str]], dict[str, float]]", module.numbers)
+    # This import loads torch: listing benchmarks needs no torch.
+    from kfac_bench.benchmark import computed_numbers
+
+    return cast(
+        "Callable[[Mapping[str, str]], dict[str, float]]", getattr(computed_numbers, KINDS[kind])
+    )
 
 
 def _word(text: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kfac_bench.benchmark import forked, local_process, run_end
+from kfac_bench.benchmark import local_runs, run_end
 from kfac_bench.benchmark.schema import (
     Before,
     Benchmark,
@@ -54,11 +54,11 @@ class Cell:
 
     def rank_command(self) -> list[str]:
         """Return the command of one rank."""
-        return local_process.rank_command(self._named())
+        return local_runs.rank_command(self._named())
 
     def command(self) -> list[str]:
         """Return the command that runs all ranks on this machine."""
-        return local_process.local_command(self._named(), self.ranks)
+        return local_runs.local_command(self._named(), self.ranks)
 
     def _named(self) -> list[str]:
         return [*self.overrides, f"run_id={self.path().name}"]
@@ -194,10 +194,10 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
                 cell, f"{first.path().name}, which it starts from, {text}", has_run=False
             )
     if cell.ranks == 1:
-        code, line = forked.train([*cell.overrides, f"run_id={cell.path().name}"])
+        code, line = local_runs.train_forked([*cell.overrides, f"run_id={cell.path().name}"])
         line = f"kfac-train: {line} (exit code {code})"
     else:
-        code, line = local_process.run(cell.command())
+        code, line = local_runs.run_command(cell.command())
     if code in run_end.INTERRUPTED:
         return False, f"interrupted: {line}"
     # A process that a signal killed has failed, even if its run had ended before.

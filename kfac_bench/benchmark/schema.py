@@ -15,9 +15,30 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench.benchmark.claim import Claim
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError, first_line
+
+
+@dataclass
+class Check:
+    """A number that must stay on one side of a limit. The limit is set before any run."""
+
+    quantity: str = MISSING
+    at: dict[str, str] = field(default_factory=dict)
+    """The point, by axis and value."""
+    at_most: float | None = None
+    at_least: float | None = None
+
+
+@dataclass
+class Claim:
+    """A sentence that is supported if all checks hold."""
+
+    text: str = MISSING
+    checks: list[Check] = field(default_factory=list)
+    not_testable: str = ""
+    """Why this table cannot test the claim; empty: it can."""
+
 
 Each = dict[str, dict[str, list[str]]]
 """Axis to value to the overrides that the value stands for. A key may join several axes, and their

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.benchmark import forked, machine_speed, run_end, schema
+from kfac_bench.benchmark import local_runs, machine_speed, run_end, schema
 from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.config import compose
@@ -92,7 +92,7 @@ class Sitting:
         words = {"task": task}
         overrides = [schema.fill_in(text, words) for text in self._benchmark.baseline]
         overrides += [path_word("runs_dir", self._runs_dir), f"run_id={name}"]
-        code, line = forked.train(overrides)
+        code, line = local_runs.train_forked(overrides)
         if code == 2:
             raise UsageError(f"the baseline {' '.join(overrides)}: {line}")
         if code in run_end.INTERRUPTED:

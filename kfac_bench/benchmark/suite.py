@@ -3,21 +3,42 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from kfac_bench.benchmark import computed, grid, run_end, schema
 from kfac_bench.benchmark.catalog import CLAIMS, ORDER
 from kfac_bench.benchmark.computed import ComputedCell
 from kfac_bench.benchmark.grid import Cell
-from kfac_bench.benchmark.phase_times import load_phases
-from kfac_bench.benchmark.points import key_of
-from kfac_bench.benchmark.result import CellRuns, Line, lines
+from kfac_bench.benchmark.measures import load_phases
+from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
-from kfac_bench.benchmark.sheet import Attempt, AttemptState
 from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, load, was_computed
+
+
+class AttemptState(Enum):
+    """How far a cell has come; the value is the text in the table."""
+
+    NEW = "not run yet"
+    BLOCKED = "not run"
+    """The run that the cell starts from failed."""
+    STARTED = "has not ended"
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A cell with its run, or with the reason why it has no run."""
+
+    label: str
+    path: Path
+    state: AttemptState
+    run: Run | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)

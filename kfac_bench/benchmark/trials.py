@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.stats import qmc
 
-from kfac_bench.benchmark import forked, grid, run_end, schema
+from kfac_bench.benchmark import grid, local_runs, run_end, schema
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
 from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import compose
@@ -153,7 +153,7 @@ class TrialRunner:
             self.sitting.begin(run.task, run.turn)
             if run.limit_s < (config.trainer.max_train_s or math.inf):
                 overrides.append(f"trainer.max_train_s={run.limit_s}")
-            code, line = forked.train([*overrides, f"run_id={name}"])
+            code, line = local_runs.train_forked([*overrides, f"run_id={name}"])
             if code == 2:  # The options are wrong, so every other trial would fail too.
                 raise UsageError(f"{' '.join(overrides)}: {line}")
             # An interrupted trial is no miss: the next start of the command continues it.

@@ -21,12 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import yaml
 
 from kfac_bench.benchmark import performance_profile, schema
 from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, shown_s, trial_settings
-from kfac_bench.benchmark.tuned_experiment import experiment_yaml
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
@@ -207,3 +209,43 @@ def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
     if len(times) > 1:
         results.append(performance_profile.table(times, "Performance profiles of the tuning"))
     return results
+
+
+def experiment_yaml(
+    tuning: Tuning,
+    point: Mapping[str, str],
+    reached: int,
+    best: TuningTrial,
+    times: Sequence[float],
+) -> str:
+    """Return the best trial as a file for conf/experiment, with a comment on how it was found.
+
+    ``reached`` of all trials met the target; ``times`` are those of the best one by seed.
+    """
+    groups = {k: v for k, v in best.settings.items() if "." not in k}
+    tree: dict[str, Any] = {}
+    for key, value in best.settings.items():
+        group, _, option = key.partition(".")
+        if option:
+            tree.setdefault(group, {})[option] = value
+    if label := tuning.labels.get(point["optimizer"]):
+        tree = {"label": label, **tree}
+    parent: str = schema.fill_in(tuning.overrides[0], point).removeprefix("experiment=")
+    defaults = [
+        f"/experiment/{parent}",
+        *({f"override /{k}": v} for k, v in groups.items()),
+        "_self_",
+    ]
+    said = ", ".join(map(shown_s, times))
+    header = (
+        f"# Written by kfac-bench tune: the best of {len(tuning.seeds) * tuning.trials} trials, "
+        f"{tuning.trials} on each of the seeds\n# {', '.join(map(str, tuning.seeds))}, of which "
+        f"{reached} reached the target before they were stopped;\n"
+        f"# its own times to target on these seeds: {said}.\n"
+    )
+    # Two dumps, because the defaults list reads best with one line per entry.
+    blocks = [
+        yaml.safe_dump({"defaults": defaults}, sort_keys=False, default_flow_style=None),
+        yaml.safe_dump(tree, sort_keys=False),
+    ]
+    return "".join(["# @package _global_\n", header, *blocks])

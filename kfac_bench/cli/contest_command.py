@@ -135,7 +135,7 @@ def _contest(options: argparse.Namespace) -> int:
         write_text(options.into, f"{before}{begin}\n\n{picture}\n\n{text}\n{end}{after}")
         say(f"into: {options.into}")
     if figures:
-        from kfac_bench.benchmark.profile_figure import profile_svg
+        from kfac_bench.benchmark.performance_profile import profile_svg
         from kfac_bench.benchmark.score_interval import medians
 
         drawn = profile_svg(medians(result.times()), "seconds")

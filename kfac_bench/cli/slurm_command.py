@@ -33,7 +33,7 @@ def copy_scripts(folder: Path) -> int:
         UsageError: A file of the folder differs from the script of its name, or the folder cannot
             be written. Nothing is copied if a file differs.
     """
-    from kfac_bench.benchmark.slurm_submit import SCRIPTS
+    from kfac_bench.benchmark.slurm_jobs import SCRIPTS
 
     # site.sh has the settings of one cluster, so it belongs to no other folder.
     scripts = {p.name: p.read_bytes() for p in SCRIPTS.iterdir() if p.name != "site.sh"}

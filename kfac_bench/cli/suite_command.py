@@ -21,8 +21,8 @@ from kfac_bench.output import say
 if TYPE_CHECKING:
     import rich.table
 
-    from kfac_bench.benchmark.paper import RowReport
     from kfac_bench.benchmark.suite import BenchmarkRow
+    from kfac_bench.benchmark.write_reports import RowReport
     from kfac_bench.report.tables import Table
 
 ALL = "all"
@@ -229,11 +229,11 @@ def _report(options: argparse.Namespace) -> int:
         return 0
     written = _report_row(rows[0])
     if options.into:
-        from kfac_bench.benchmark import paper
+        from kfac_bench.benchmark import write_reports
 
         if written is None:
             raise UsageError(f"--into {options.into}: {rows[0].name} has no table of quantities")
-        for file in paper.into(options.into, [written], written.verdicts, rows[0].profile):
+        for file in write_reports.into(options.into, [written], written.verdicts, rows[0].profile):
             say(f"into: {file}")
     return 0
 
@@ -250,9 +250,9 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
     if not row.benchmark.quantities:
         _compare(row)
         return None
-    from kfac_bench.benchmark import paper
+    from kfac_bench.benchmark import write_reports
 
-    written = paper.write(row)
+    written = write_reports.write(row)
     if not brief:
         _show(written.tables[0])
         if written.verdicts is not None:
@@ -263,25 +263,25 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
 
 
 def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
-    from kfac_bench.benchmark import paper, verdict
+    from kfac_bench.benchmark import result_tables, write_reports
 
     written = []
     for row in rows:
         try:
-            written.append(paper.write(row))
+            written.append(write_reports.write(row))
         except UsageError as error:
             say(str(error))
-    verdicts = verdict.table(rows)
+    verdicts = result_tables.verdicts(rows)
     if verdicts is not None:
         say(verdicts.markdown())
-    for file in paper.write_all(written, into, verdicts, rows[0].profile):
+    for file in write_reports.write_all(written, into, verdicts, rows[0].profile):
         say(f"all: {file}")
 
 
 def _compare(row: BenchmarkRow) -> None:
     """Report as ``kfac-bench compare``, for a benchmark without quantities."""
     from kfac_bench.benchmark import run_end, suite
-    from kfac_bench.benchmark.sheet import AttemptState
+    from kfac_bench.benchmark.suite import AttemptState
     from kfac_bench.cli import compare_command
     from kfac_bench.record.events import EVENTS_FILE
 
@@ -333,7 +333,7 @@ def _terminal(table: Table) -> rich.table.Table:
 
 
 def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
-    from kfac_bench.benchmark import jobs
+    from kfac_bench.benchmark import slurm_jobs
 
     words = [*options.words]
     words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
@@ -341,6 +341,6 @@ def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
     words += ["--seeds", *map(str, options.seeds)] if options.seeds else []
     for row in rows:
         sbatch = options.sbatch.split()
-        for line in jobs.submit(row, words, options.wave, sbatch, retry=options.retry):
+        for line in slurm_jobs.submit_wave(row, words, options.wave, sbatch, retry=options.retry):
             say(line)
     return 0

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from kfac_bench.record.runs import Run, Setting, number, plain, target
 from kfac_bench.record.score import median_run, target_reached
 from kfac_bench.record.series import HUGE, drawable, points, thin, worst_shown
+from kfac_bench.report.comparison import finding
 from kfac_bench.report.figure_style import (
     INK,
     Style,
@@ -23,7 +24,6 @@ from kfac_bench.report.figure_style import (
     to_svg,
     use_log_heights,
 )
-from kfac_bench.report.finding import finding
 
 MAX_POINTS = 400
 """Points of a curve; a reader cannot see more in a panel."""

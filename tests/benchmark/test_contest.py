@@ -13,8 +13,8 @@ import yaml
 from kfac_bench import cli
 from kfac_bench.benchmark import (
     contest_tables,
-    forked,
     grid,
+    local_runs,
     machine_speed,
     schema,
     self_tune,
@@ -83,7 +83,7 @@ class Lab:
         # Relative paths are the same in each test, so tests share what they compose.
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(compose, "load", lambda found: copy.deepcopy(composed(tuple(found))))
-        monkeypatch.setattr(forked, "train", self.train)
+        monkeypatch.setattr(local_runs, "train_forked", self.train)
 
     def train(self, overrides):
         cell = grid.Cell("run", tuple(overrides))
@@ -236,11 +236,11 @@ def test_a_sitting_lasts_as_long_as_its_folder_of_runs(lab):
 
 def test_a_failed_process_is_a_miss_that_is_kept(lab, monkeypatch):
     benchmark = contest(baseline=[])
-    monkeypatch.setattr(forked, "train", lambda overrides: (1, "no memory"))
+    monkeypatch.setattr(local_runs, "train_forked", lambda overrides: (1, "no memory"))
     assert lab.run(benchmark) == 8
     lab.tune(benchmark)
     lab.new_machine()
-    monkeypatch.setattr(forked, "train", lab.train)
+    monkeypatch.setattr(local_runs, "train_forked", lab.train)
     lab.run(benchmark)
     lab.tune(benchmark)
     assert lab.trained == []
@@ -265,7 +265,7 @@ def test_a_run_that_failed_by_its_events_and_ran_again_replaces_the_failed_one(l
         return 1, "the loss is nan"
 
     with monkeypatch.context() as diverging:
-        diverging.setattr(forked, "train", diverge)
+        diverging.setattr(local_runs, "train_forked", diverge)
         lab.run(benchmark)
     kept = lab.store("table").runs(TASKS[0], "table")
     assert contest_tables.load(benchmark, lab.store("table")).times()[TASKS[0]] == {"sgd": [INF]}
@@ -291,7 +291,7 @@ def test_two_commands_may_add_runs_to_one_store(lab):
 def test_an_interrupted_trial_ends_the_tuning_and_is_no_miss(lab, monkeypatch):
     benchmark = contest(axes={"task": TASKS[:1], "optimizer": ["sgd"]})
     with monkeypatch.context() as stopped:
-        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
+        stopped.setattr(local_runs, "train_forked", lambda overrides: (143, "bye"))
         with pytest.raises(KeyboardInterrupt):
             lab.tune(benchmark)
         with pytest.raises(KeyboardInterrupt):
@@ -302,7 +302,7 @@ def test_an_interrupted_trial_ends_the_tuning_and_is_no_miss(lab, monkeypatch):
 
 
 def test_a_baseline_that_fails_says_so(lab, monkeypatch):
-    monkeypatch.setattr(forked, "train", lambda overrides: (1, "no memory"))
+    monkeypatch.setattr(local_runs, "train_forked", lambda overrides: (1, "no memory"))
     sitting, _ = lab.sitting(contest())
     sitting.begin(TASKS[0], "turn 1")
     assert lab.said[-1].startswith("baseline-digits-resnet-")

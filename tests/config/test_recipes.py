@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from kfac_bench.benchmark import local_process
+from kfac_bench.benchmark import local_runs
 from kfac_bench.cli import completion_command, plan_command, train_command
 from kfac_bench.config import compose, option_help, recipes
 from kfac_bench.errors import UsageError
@@ -130,7 +130,7 @@ def test_another_optimizer_has_its_own_rate_and_another_schedule_keeps_the_warm_
 
 def test_benchmarks_choose_no_recipe_and_experiments_load_the_same_files():
     assert compose.load(IMAGENET).optimizer.lr == 0.1
-    assert "recipe=none" in local_process.local_command(IMAGENET, 1)
+    assert "recipe=none" in local_runs.local_command(IMAGENET, 1)
     row = compose.load(["experiment=table5_fig6_update_interval", "trainer.target=null"])
     chosen = compose.load(["recipe=imagenet_resnet"], ranks=64)
     assert chosen == row == compose.load(["recipe=imagenet_resnet"])

@@ -21,9 +21,15 @@ from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.conduct import PAPERS_CODE
-from kfac_bench.simulate.hardware import NEAREST, NEAREST_ERROR, Hardware
-from kfac_bench.simulate.network import Network, NetworkLink
-from kfac_bench.simulate.rates import Rates, interpolate
+from kfac_bench.simulate.hardware import (
+    NEAREST,
+    NEAREST_ERROR,
+    Hardware,
+    Network,
+    NetworkLink,
+    Rates,
+    interpolate,
+)
 from kfac_bench.simulate.step import Workload, op_seconds, step_time
 from kfac_bench.simulate.sweep import Intervals, Variant, efficiency, plan_of, sweep, variant
 

@@ -6,8 +6,7 @@ import shlex
 import pytest
 
 from kfac_bench.benchmark import contest_tables, schema
-from kfac_bench.benchmark.performance_profile import scores
-from kfac_bench.benchmark.profile_figure import profile_finding
+from kfac_bench.benchmark.performance_profile import profile_finding, scores
 from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.score_interval import medians
 from kfac_bench.benchmark.sitting import tasks_of

@@ -4,6 +4,6 @@
 results. :mod:`.scaling_runs` and :mod:`.scaling_options` start the runs.
 """
 
-from kfac_bench.benchmark.scaling.scaling_tables import scaling_table as scaling_table
-from kfac_bench.benchmark.scaling.scaling_tables import stage_table as stage_table
-from kfac_bench.benchmark.scaling.scaling_tables import tables as tables
+from kfac_bench.benchmark.scaling.scaling_report import scaling_table as scaling_table
+from kfac_bench.benchmark.scaling.scaling_report import stage_table as stage_table
+from kfac_bench.benchmark.scaling.scaling_report import tables as tables

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kfac_bench import report
-from kfac_bench.benchmark import slurm_submit
-from kfac_bench.benchmark.jobs import KFAC_BENCH
-from kfac_bench.benchmark.scaling import scaling_figure
+from kfac_bench.benchmark import slurm_jobs
+from kfac_bench.benchmark.scaling import scaling_report
 from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
+from kfac_bench.benchmark.scaling.scaling_report import scaling_table, stage_table
 from kfac_bench.benchmark.scaling.scaling_runs import ScalingRun, run_here, scaling_runs
-from kfac_bench.benchmark.scaling.scaling_tables import scaling_table, stage_table
+from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import one_of, split_words, whole_number
 from kfac_bench.errors import UsageError
@@ -110,7 +110,7 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
     for table in tables:
         say(table.markdown())
     title = _title(request.mode, points)
-    simulated: scaling_figure.Simulated = {}
+    simulated: scaling_report.Simulated = {}
     where = ""
     if request.machine is not None:
         simulated = _simulated(request, request.machine)
@@ -118,7 +118,7 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
     folder = request.folder
     markdown = "\n".join(table.markdown() for table in tables)
     write_text(folder / "scaling.md", markdown)
-    write_text(folder / "scaling.svg", scaling_figure.svg(points, title, simulated, where))
+    write_text(folder / "scaling.svg", scaling_report.svg(points, title, simulated, where))
     report.compare([run.path for run in runs], folder / "scaling.html", tables, title)
     for ending in ("md", "svg", "html"):
         say(str(folder / f"scaling.{ending}"))
@@ -129,7 +129,7 @@ def _title(mode: str, points: Sequence[ScalingPoint]) -> str:
     return f"{mode} scaling" + (f": {tasks.pop()}" if len(tasks) == 1 else "")
 
 
-def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_figure.Simulated:
+def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_report.Simulated:
     """Return the efficiencies of the same steps on a model of the machine."""
     from kfac_bench.simulate import workload  # This import loads torch.
 
@@ -163,7 +163,7 @@ def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
         commands = {each.label: each.rank_command for each in todo}
         if commands:
             options = [f"--ntasks={world_size}", *request.sbatch]
-            jobs = slurm_submit.submit(commands, after, request.folder, options)
+            jobs = slurm_jobs.submit(commands, after, request.folder, options)
             say(f"{world_size} ranks: jobs {jobs[0]} to {jobs[-1]}, the last writes the results")
 
 

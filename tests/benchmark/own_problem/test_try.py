@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import local_process
-from kfac_bench.benchmark.own_problem import first_runs, spaces
-from kfac_bench.benchmark.own_problem.asked import Asked
-from kfac_bench.benchmark.own_problem.study_folder import Question, StudyFolder
+from kfac_bench.benchmark import local_runs
+from kfac_bench.benchmark.own_problem import first_runs, study_input
+from kfac_bench.benchmark.own_problem.study_input import Asked
+from kfac_bench.benchmark.own_problem.study_plan import Question, StudyFolder
 from kfac_bench.cli import try_command
 from kfac_bench.config import problem_file
 from kfac_bench.record import score
@@ -30,8 +30,8 @@ TRIALS, SEEDS = 2, 2
 COMMAND = f"""
 from kfac_bench.benchmark.own_problem import spaces
 from kfac_bench.cli import bench, try_command
-whole = spaces.candidates
-spaces.candidates = lambda *a, **k: whole(*a, **k)[:{TRIALS}]
+whole = study_input.candidates
+study_input.candidates = lambda *a, **k: whole(*a, **k)[:{TRIALS}]
 try_command.SEEDS = {SEEDS}
 bench()
 """
@@ -88,14 +88,14 @@ def test_a_missing_target_is_what_adamw_reaches(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks(tmp_path, capsys, monkeypatch):
-    whole = spaces.candidates
-    monkeypatch.setattr(spaces, "candidates", lambda *a, **k: whole(*a, **k)[:1])
+    whole = study_input.candidates
+    monkeypatch.setattr(study_input, "candidates", lambda *a, **k: whole(*a, **k)[:1])
     monkeypatch.setattr(try_command, "SEEDS", 1)
-    by_torchrun, forked_runs = local_process.run, []
+    by_torchrun, forked_runs = local_runs.run_command, []
 
     def run(command):
         """Start the first and the last run with torchrun, and the others in forks: faster."""
-        assert command == local_process.local_command(command[5:], 2)
+        assert command == local_runs.local_command(command[5:], 2)
         words = " ".join(command)
         if "run_id=first" in words or ("/final" in words and "eigen_adam" in words):
             return by_torchrun(command)
@@ -103,7 +103,7 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
         ended = launch.by_hand(tmp_path, 2, command[4:])
         return max(ended.codes), ended.errors
 
-    monkeypatch.setattr(local_process, "run", run)
+    monkeypatch.setattr(local_runs, "run_command", run)
     words = (*SMALL, "--minutes=20", "--ranks=2", f"--runs-dir={tmp_path / 'try'}")
     assert bench(written(tmp_path), *words) == 0
     assert len(forked_runs) == 5

@@ -8,8 +8,8 @@ import pytest
 
 from kfac_bench import cli
 from kfac_bench.benchmark.scaling import (
-    scaling_figure,
     scaling_options,
+    scaling_report,
     scaling_table,
     stage_table,
     tables,
@@ -22,7 +22,7 @@ from kfac_bench.benchmark.scaling.measured import (
     over_first_order,
     step_finding,
 )
-from kfac_bench.benchmark.scaling.scaling_tables import _stages
+from kfac_bench.benchmark.scaling.scaling_report import _stages
 from kfac_bench.config import check, compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.core.planning.plan import Stage
@@ -94,7 +94,7 @@ def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
 def test_commands_start_the_right_number_of_ranks():
     one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").runs
     assert one.local_command[1:3] == ["-m", "kfac_bench"]
-    assert two.local_command[1:4] == ["-m", "kfac_bench.benchmark.local_ranks", "2"]
+    assert two.local_command[1:4] == ["-m", "kfac_bench.benchmark.local_runs", "2"]
     # kfac-train must choose no recipe: the runs would not be those that were composed.
     assert two.local_command[4:] == ["recipe=none", *two.overrides]
     assert two.rank_command[1:] == ["-m", "kfac_bench", "recipe=none", *two.overrides]
@@ -295,8 +295,8 @@ def test_the_figure_has_every_bar_and_line_and_equal_bytes(tmp_path):
                 )
             )
     points = measure(runs)
-    drawn = scaling_figure.svg(points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x")
-    assert drawn == scaling_figure.svg(
+    drawn = scaling_report.svg(points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x")
+    assert drawn == scaling_report.svg(
         points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x"
     )
     for text in ("weak: m", "all but K-FAC", "their share", "comm_opt", "simulated, x"):

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench import report
-from kfac_bench.benchmark import figure, sheet, suite, verdict
+from kfac_bench.benchmark import figure, result_tables, suite
 from kfac_bench.benchmark.result import Line
-from kfac_bench.benchmark.sheet import Attempt
-from kfac_bench.benchmark.suite import BenchmarkRow
+from kfac_bench.benchmark.suite import Attempt, BenchmarkRow
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
 from kfac_bench.record.text_file import around_marks, write_text
@@ -41,7 +40,7 @@ def write(row: BenchmarkRow) -> RowReport:
     found = suite.attempts(row)
     suite.refuse_new(row, found)
     lines = suite.results(row, found)
-    verdicts = verdict.table([row])
+    verdicts = result_tables.verdicts([row])
     tables = _tables(row, lines, found, verdicts)
     stem = row.folder / (row.profile or "report")
     drawn = figure.svg(row.benchmark, lines, row.sized.ran)
@@ -75,11 +74,11 @@ def _tables(
 ) -> list[Table]:
     parts = [note for part in row.benchmark.computed for note in part.notes]
     notes = [*row.sized.notes, *parts, *row.benchmark.notes]
-    tables = [sheet.compared(row.benchmark, lines, notes, row.sized.ran)]
-    in_shape = sheet.matrix(row.benchmark, lines)
-    meant = sheet.stands_for(row.benchmark, row.sized, row.overrides)
+    tables = [result_tables.compared(row.benchmark, lines, notes, row.sized.ran)]
+    in_shape = result_tables.matrix(row.benchmark, lines)
+    meant = result_tables.stands_for(row.benchmark, row.sized, row.overrides)
     more = [table for table in (verdicts, in_shape, meant) if table is not None]
-    return [*tables, *more, sheet.attempts(found, row.folder)]
+    return [*tables, *more, result_tables.attempts_table(found, row.folder)]
 
 
 def _markdown(
@@ -148,15 +147,15 @@ def _short(each: RowReport, title: str) -> str:
     shown = [
         line for line in ours if line.measured or line.published is not None or benchmark.claims
     ]
-    in_shape = sheet.matrix(benchmark, each.lines)
+    in_shape = result_tables.matrix(benchmark, each.lines)
     if in_shape is not None and benchmark.matrix is not None:
         # The matrix has these numbers; the lines keep seeds and intervals of measured ones.
         repeated = benchmark.matrix.quantities
         shown = [line for line in shown if line.measured or line.quantity not in repeated]
-    table = sheet.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
+    table = result_tables.compared(benchmark, shown or ours[:_MOST_LINES], notes, ran)
     tables = [table] if in_shape is None else [in_shape, table]
     # Labels keep the paper's names, so a page of another model says what each stands for.
-    meant = sheet.stands_for(benchmark, each.row.sized, each.row.overrides) if ran else None
+    meant = result_tables.stands_for(benchmark, each.row.sized, each.row.overrides) if ran else None
     tables += [] if meant is None else [meant]
     head = f"{title}\n\n{escape_markdown(benchmark.source)}\n"
     return "\n".join([head, *(table.markdown() for table in tables)])

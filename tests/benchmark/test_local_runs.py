@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kfac_bench.benchmark import local_process
+from kfac_bench.benchmark import local_runs
 
 CHILD = """
 import sys, time
@@ -23,8 +23,8 @@ rank.wait()
 """
 CALLER = """
 import sys
-from kfac_bench.benchmark import local_process
-local_process.run([sys.executable, "-c", *sys.argv[1:]])
+from kfac_bench.benchmark import local_runs
+local_runs.run_command([sys.executable, "-c", *sys.argv[1:]])
 """
 
 
@@ -46,13 +46,24 @@ def test_a_command_that_takes_too_long_ends_the_ranks_that_it_started(tmp_path):
     reader = threading.Thread(target=(tmp_path / "fifo").read_text, daemon=True)
     reader.start()
     with pytest.raises(subprocess.TimeoutExpired):
-        local_process.run(words, timeout_s=1)
+        local_runs.run_command(words, timeout_s=1)
     reader.join(10)
     assert not reader.is_alive()
 
 
 def test_output_that_is_not_utf_8_is_no_error():
     program = r"import os, sys; os.write(2, b'caf\xe9'); sys.exit(3)"
-    code, line = local_process.run([sys.executable, "-c", program])
+    code, line = local_runs.run_command([sys.executable, "-c", program])
     assert code == 3
     assert line.startswith("caf")
+
+
+def test_only_a_busy_machine_gets_a_warning(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    said = []
+    for load in (0.5, 2.9):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 9.0, 9.0))
+        local_runs.warn_if_busy(said.append)
+    assert said == [
+        "the machine was busy in the last minute, so times may be too long: load 2.9, 2 cores"
+    ]

@@ -1,20 +1,24 @@
-"""The settings of conf/benchmark/try.yaml, in the order in which ``kfac-bench try`` runs them.
+"""The input of ``kfac-bench try``: the checked words, and the settings that each optimizer tries.
 
-Settings may also come from an earlier study (``--from RUN``). They are read from the event files of
-its runs, which are not trusted.
+The settings are those of conf/benchmark/try.yaml, in the order in which they run. They may also
+come from an earlier study (``--from RUN``). Then they are read from the event files of its runs,
+which are not trusted.
 """
 
 import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kfac_bench.benchmark import schema
 from kfac_bench.benchmark.own_problem.trial_result import rank
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.trials import trial_settings
+from kfac_bench.benchmark.trials import overrides_of, trial_settings
+from kfac_bench.config import problem_file
+from kfac_bench.config.problem_file import ProblemFile
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import Run, find, load, option, plain
 
@@ -148,3 +152,45 @@ def _is_safe(value: Any) -> bool:
         or isinstance(value, bool | int)
         or (isinstance(value, float) and math.isfinite(value))
     )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The input of ``kfac-bench try``, which the command has checked."""
+
+    file: str
+    """Path of the problem's file."""
+    words: Sequence[str]
+    """The user's overrides of kfac-train."""
+    minutes: float
+    ranks: int
+    seeds: int
+    """How many fresh seeds are planned."""
+    target: float | None
+    candidates: Mapping[str, Sequence[Settings]]
+    """The settings of each optimizer, in the order in which they are tried."""
+
+    @property
+    def chosen(self) -> ProblemFile:
+        """The problem, with the arguments that the words set."""
+        found = problem_file.chosen([f"{problem_file.WORD}{self.file}", *self.words])
+        assert found is not None
+        return found
+
+    @property
+    def title(self) -> str:
+        """The name of the problem."""
+        return problem_file.title(self.file, self.chosen.arguments)
+
+
+def base_words(asked: Asked, settings: Settings) -> list[str]:
+    """Return the overrides that all runs of a setting share."""
+    # Hydra takes one choice of a group only.
+    is_logged = any(word.startswith("logger=") for word in asked.words)
+    return [
+        f"problem={asked.file}",
+        *([] if is_logged else ["logger=none"]),
+        "trainer.predictions=0",
+        *asked.words,
+        *overrides_of(settings),
+    ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_bench.report.line_labels import spread
+from kfac_bench.report.figure_style import spread
 
 
 @pytest.mark.parametrize(
