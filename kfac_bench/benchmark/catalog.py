@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kfac_bench.config.conf_files import CONF_DIR, options_of
+from kfac_bench.config.conf_files import file_of, options_of
 
 ORDER = (
     "kaisa_memory_vs_fraction",
@@ -75,7 +75,7 @@ def _entry(name: str) -> Entry | None:
 
 
 def _content(name: str) -> dict[str, Any]:
-    text = (CONF_DIR / "benchmark" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = file_of("benchmark", name).read_text(encoding="utf-8")
     # The parser in C is ten times as fast, but not every PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     content: dict[str, Any] = yaml.load(text, loader)  # noqa: S506 - both are safe

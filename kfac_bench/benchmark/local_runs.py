@@ -6,6 +6,7 @@ that the caller has at that moment.
 """
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -28,6 +29,10 @@ PRELOAD = (
 )
 
 
+BEFORE_TRAINING: list[str] = []
+"""Modules that a forked run imports first, because they add something to the package."""
+
+
 def train_forked(overrides: Sequence[str]) -> tuple[int, str]:
     """Train with the overrides; return the exit code of ``kfac-train`` and its last line.
 
@@ -39,7 +44,7 @@ def train_forked(overrides: Sequence[str]) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         named = (problem_file.paths(), named_variables.allowed())
-        arguments = (list(overrides), str(output), {**os.environ}, *named)
+        arguments = (list(overrides), str(output), {**os.environ}, *named, BEFORE_TRAINING)
         process = context.Process(target=_train_in_fork, args=arguments)
         try:
             process.start()
@@ -57,6 +62,7 @@ def _train_in_fork(
     environment: dict[str, str],
     problems: list[str],
     variables: list[str],
+    modules: list[str],
 ) -> None:
     """Train in the fork, with standard output and standard error in the file ``output``."""
     os.environ.clear()
@@ -70,6 +76,8 @@ def _train_in_fork(
     from kfac_bench.training import run  # Only the server imports torch, not the caller.
 
     try:
+        for module in modules:
+            importlib.import_module(module)
         named_variables.allow(variables)
         for path in problems:
             problem_file.run_named([f"{problem_file.WORD}{path}"])

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench.config import compose
+from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError, first_line
 
 
@@ -280,8 +280,10 @@ def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
 def _path(name: str, where: str = "") -> Path:
     known = compose.options_of("benchmark")
     if name not in known:
+        if (line := conf_files.moved("benchmark", name)) is not None:
+            raise UsageError(line)
         raise UsageError(f"{where}{name}: no such benchmark; choose one of {', '.join(known)}")
-    return compose.CONF_DIR / "benchmark" / f"{name}.yaml"
+    return conf_files.file_of("benchmark", name)
 
 
 def _check_contest(benchmark: Benchmark, path: Path) -> None:

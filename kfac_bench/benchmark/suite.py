@@ -9,11 +9,10 @@ from pathlib import Path
 from kfac_bench.benchmark import computed, grid, run_end, schema
 from kfac_bench.benchmark.catalog import CLAIMS, ORDER
 from kfac_bench.benchmark.computed import ComputedCell
-from kfac_bench.benchmark.grid import Cell
+from kfac_bench.benchmark.grid import Cell, TimeIsUp, WorkSession
 from kfac_bench.benchmark.measures import load_phases
 from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
-from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, load, was_computed
@@ -127,11 +126,11 @@ def run(
     say: Callable[[str], None],
     *,
     retry: bool = False,
-    sitting: Sitting | None = None,
+    session: WorkSession | None = None,
 ) -> int:
     """Compute and train all cells without a result; return how many cells failed.
 
-    With a sitting, its time limit may leave cells for another call.
+    With a session, its time limit may leave cells for another call.
     """
     for label in each.left_out:
         say(f"{label} is left out: {schema.NOT_FROZEN}")
@@ -145,7 +144,7 @@ def run(
         took = time.monotonic() - began
         say(f"{each.name}: {len(each.computed)} computed cells in {took:.0f} s")
     try:
-        return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
+        return failed + grid.run_cells(each.cells, say, retry=retry, session=session)
     except TimeIsUp:
         left = cells_left(each, retry=retry)
         say(f"time is up: {left} of {len(each.cells)} cells are left")

@@ -1,6 +1,6 @@
 """One trial of a tuning: its settings, its run and its result.
 
-:mod:`kfac_bench.benchmark.tune` and :mod:`kfac_bench.benchmark.self_tune` decide which trials run.
+:mod:`kfac_bench.benchmark.tune` and :mod:`benchmarks.contest.self_tune` decide which trials run.
 A trial whose run has ended is not run again.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 from scipy.stats import qmc
 
 from kfac_bench.benchmark import grid, local_runs, run_end, schema
+from kfac_bench.benchmark.grid import WorkSession
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
-from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
@@ -30,9 +30,9 @@ class TuningTrial:
     settings: Mapping[str, Any]
     key: tuple[float, float]
     """Training seconds to target (inf if missed), then the gap between the best metric and the
-    target. The seconds are those of the first sitting's machine."""
+    target. The seconds are those of the first session's machine."""
     here_s: float = math.inf
-    """Training seconds to target on this machine; inf if missed or trained in another sitting."""
+    """Training seconds to target on this machine; inf if missed or trained in another session."""
     is_new: bool = True
     """Whether this command ran the trial, and no earlier one."""
 
@@ -98,20 +98,20 @@ class PlannedTrial:
 
 
 class TrialRunner:
-    """Runs trials of one benchmark in one folder of runs, within a sitting.
+    """Runs trials of one benchmark in one folder of runs, within a session.
 
     Args:
         benchmark: The benchmark, whose tuning section is ``tuning``.
         tuning: Overrides of every trial.
         runs_dir: The folder of runs.
-        sitting: The time limit, the baselines and the store.
+        session: The time limit, the baselines and the store.
     """
 
     def __init__(
-        self, benchmark: Benchmark, tuning: Tuning, runs_dir: str, sitting: Sitting
+        self, benchmark: Benchmark, tuning: Tuning, runs_dir: str, session: WorkSession
     ) -> None:
         self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
-        self.sitting = sitting
+        self.session = session
 
     def trial(
         self,
@@ -127,7 +127,7 @@ class TrialRunner:
 
         Raises:
             KeyboardInterrupt: The run was interrupted.
-            TimeIsUp: The trial has not run, and the time limit of the sitting has passed.
+            TimeIsUp: The trial has not run, and the time limit of the session has passed.
             UsageError: The options are wrong.
         """
         # The limit is no part of the name: in one study later trials have smaller limits only, so
@@ -150,7 +150,7 @@ class TrialRunner:
         path = Path(config.runs_dir) / name
         is_new = run_end.outcome(path) is None
         if is_new:
-            self.sitting.begin(run.task, run.turn)
+            self.session.begin(run.task, run.turn)
             if run.limit_s < (config.trainer.max_train_s or math.inf):
                 overrides.append(f"trainer.max_train_s={run.limit_s}")
             code, line = local_runs.train_forked([*overrides, f"run_id={name}"])
@@ -161,10 +161,10 @@ class TrialRunner:
                 raise KeyboardInterrupt
             if run_end.ended(path) is None:
                 run_end.record_failure(path, name, f"kfac-train: {line} (exit code {code})", code)
-        self.sitting.keep(run.kind, path, run.point, run.seed, run.settings)
+        self.session.keep(run.kind, path, run.point, run.seed, run.settings)
         time_s, gap = _judge(path, config.trainer.target)
-        comparable_s = time_s * self.sitting.factor(run.task, run.kind, path)
-        here_s = time_s if self.sitting.is_own(run.task, run.kind, path) else math.inf
+        comparable_s = time_s * self.session.factor(run.task, run.kind, path)
+        here_s = time_s if self.session.is_own(run.task, run.kind, path) else math.inf
         return TuningTrial(run.settings, (comparable_s, gap), here_s, is_new)
 
     def _overrides(self, run: PlannedTrial) -> list[str]:

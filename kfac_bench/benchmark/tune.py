@@ -8,7 +8,7 @@ The method is that of AlgoPerf:
 * The result of a study is the shortest time to target of its trials. The result of an optimizer is
   the median over its studies.
 * A trial stops when it has taken ``patience`` times as long as the best trial of its study in this
-  sitting, because it cannot win any more. This rule is the same for all optimizers and changes no
+  session, because it cannot win any more. This rule is the same for all optimizers and changes no
   result.
 * The winner of each study is then run on the seeds of the other studies. The best winner becomes
   the experiment file.
@@ -26,8 +26,8 @@ from typing import Any
 import yaml
 
 from kfac_bench.benchmark import performance_profile, schema
+from kfac_bench.benchmark.grid import TimeIsUp, WorkSession
 from kfac_bench.benchmark.schema import Benchmark, Tuning
-from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, shown_s, trial_settings
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
@@ -65,7 +65,7 @@ def tune(
     out: Path,
     say: Callable[[str], None],
     only: str = "",
-    sitting: Sitting | None = None,
+    session: WorkSession | None = None,
 ) -> None:
     """Tune every point of the benchmark's axes and write one experiment file for each.
 
@@ -75,7 +75,7 @@ def tune(
         out: Folder of the experiment files.
         say: Prints a line.
         only: Tune only the experiments whose names begin with this text.
-        sitting: The time limit and the store of finished runs; None: neither.
+        session: The time limit and the store of finished runs; None: neither.
 
     Raises:
         UsageError: The benchmark has no tuning section, no name begins with ``only``, or ``out``
@@ -83,8 +83,7 @@ def tune(
     """
     tuning = check(benchmark, out)
     searches = _searches(benchmark, tuning, only, say)
-    sitting = sitting or Sitting(benchmark, Path(runs_dir), say)
-    runner = TrialRunner(benchmark, tuning, runs_dir, sitting)
+    runner = TrialRunner(benchmark, tuning, runs_dir, session or WorkSession())
     try:
         _run_studies(tuning, searches, runner, say)
         for search in searches:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from kfac_bench.cli.compare_command import add_compare
 from kfac_bench.cli.completion_command import add_completion
-from kfac_bench.cli.contest_command import add_contest, add_self_tune, add_tune
 from kfac_bench.cli.dashboard_command import add_dashboard, add_wandb
 from kfac_bench.cli.entry import Parser
 from kfac_bench.cli.export_command import add_export
@@ -18,10 +17,12 @@ from kfac_bench.cli.scaling_command import add_scaling
 from kfac_bench.cli.slurm_command import add_slurm
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
 from kfac_bench.cli.try_command import add_try
+from kfac_bench.cli.tune_command import add_tune, refuse_moved
 
 
 def bench(arguments: list[str]) -> int:
     """Parse and run ``kfac-bench``; return the exit code."""
+    refuse_moved(arguments)
     options = build_parser().parse_args(arguments)
     code: int = options.run_command(options)
     return code
@@ -42,8 +43,6 @@ def build_parser() -> Parser:
         add_run,
         add_report,
         add_tune,
-        add_self_tune,
-        add_contest,
         add_scaling,
         add_export,
         add_runs,

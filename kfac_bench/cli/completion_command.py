@@ -98,7 +98,7 @@ The modules that parse the words of ``simulate`` and ``scaling`` import torch or
 takes too long for a shell. A test compares both lists with these modules.
 """
 WITH_OVERRIDES = ("run", "report")
-WITH_BENCHMARK = ("run", "report", "tune", "self-tune", "contest")
+WITH_BENCHMARK = ("run", "report", "tune")
 
 
 def add_completion(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ from kfac_bench.output import say
 if TYPE_CHECKING:
     import rich.table
 
+    from kfac_bench.benchmark.grid import WorkSession
+    from kfac_bench.benchmark.schema import Benchmark
     from kfac_bench.benchmark.suite import BenchmarkRow
     from kfac_bench.benchmark.write_reports import RowReport
     from kfac_bench.report.tables import Table
@@ -39,26 +41,41 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench run``."""
     command = commands.add_parser("run", help="run the cells of a benchmark and write its report")
     _add_words(command)
-    add_sitting_options(command)
+    add_session_options(command)
     command.add_argument("--retry", action="store_true", help="run failed cells again")
     # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
     command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
-    command.set_defaults(run_command=_run)
+    command.set_defaults(run_command=run)
 
 
-def add_sitting_options(command: Parser) -> None:
-    """Add the options of commands whose work may take several sittings."""
-    command.add_argument(
-        "--results",
-        type=Path,
-        help="folder of packed results: finished runs are taken from it and added to it",
-    )
+def add_session_options(command: Parser) -> None:
+    """Add the options of commands whose work may need more time than there is."""
+    # Only the contest keeps results.
+    command.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     command.add_argument(
         "--minutes",
         type=float,
         help="start no run after this time, and say how many are left (0: only computed cells)",
     )
+
+
+def time_limit(
+    options: argparse.Namespace, benchmark: Benchmark, part: str, runs_dir: str
+) -> WorkSession:
+    """Return the session of a command of the package: a time limit, if it has one.
+
+    Raises:
+        UsageError: The limit is negative, or the command has ``--results``.
+    """
+    from kfac_bench.benchmark.grid import WorkSession
+
+    if options.results is not None:
+        raise UsageError(
+            f"--results {options.results}: only the contest keeps results; in a clone write "
+            f"python -m benchmarks.contest {options.command} {options.benchmark} --results ..."
+        )
+    return WorkSession(options.minutes)
 
 
 def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -153,16 +170,20 @@ def _rows(options: argparse.Namespace, only: str) -> tuple[list[BenchmarkRow], s
     return rows, launcher
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(
+    options: argparse.Namespace,
+    open_session: Callable[[argparse.Namespace, Benchmark, str, str], WorkSession] = time_limit,
+    program: str = "kfac-bench",
+) -> int:
+    """Run the cells, write the report, and print the next command."""
     from kfac_bench.benchmark import suite
-    from kfac_bench.benchmark.sitting import open_sitting
 
-    has_sitting = options.results is not None or options.minutes is not None
-    if options.benchmark == ALL and (has_sitting or options.only):
+    has_limit = options.results is not None or options.minutes is not None
+    if options.benchmark == ALL and (has_limit or options.only):
         raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
     rows, launcher = _rows(options, options.only)
     if launcher == "slurm":
-        if has_sitting:
+        if has_limit:
             raise UsageError("--results and --minutes do not fit launcher=slurm")
         return _submit(rows, options)
     began, failed = time.monotonic(), 0
@@ -174,16 +195,8 @@ def _run(options: argparse.Namespace) -> int:
             guess = f", about {left_s / 60:.0f} min left in all" if done else ""
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
-            sitting = open_sitting(
-                row.name,
-                row.benchmark,
-                "table",
-                str(row.folder),
-                say,
-                options.results,
-                options.minutes,
-            )
-            failed += suite.run(row, say, retry=options.retry, sitting=sitting)
+            session = open_session(options, row.benchmark, "table", str(row.folder))
+            failed += suite.run(row, say, retry=options.retry, session=session)
             if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.
                 # --only chooses what runs now. The report keeps the cells that ran before.
                 whole = _rows(options, only="")[0][0] if options.only else row
@@ -197,11 +210,13 @@ def _run(options: argparse.Namespace) -> int:
         _report_all(rows, None)
         failures = counted(failed, "failed cell", none="no")
         say(f"{(time.monotonic() - began) / 60:.1f} min, {failures}")
-    _say_what_next(rows, options, failed)
+    _say_what_next(rows, options, failed, program)
     return 1 if failed else 0
 
 
-def _say_what_next(rows: Sequence[BenchmarkRow], options: argparse.Namespace, failed: int) -> None:
+def _say_what_next(
+    rows: Sequence[BenchmarkRow], options: argparse.Namespace, failed: int, program: str
+) -> None:
     """Print the command that runs the other cells, or the one that draws the runs of one row."""
     from kfac_bench.benchmark import suite
 
@@ -212,9 +227,9 @@ def _say_what_next(rows: Sequence[BenchmarkRow], options: argparse.Namespace, fa
     words += ["--results", options.results] if options.results else []
     left = sum(suite.cells_left(row, retry=False) for row in rows)
     if failed:
-        say_next(command_line("kfac-bench run", [*words, "--retry"]), "the failed cells again")
+        say_next(command_line(f"{program} run", [*words, "--retry"]), "the failed cells again")
     elif left:
-        say_next(command_line("kfac-bench run", words), f"the {counted(left, 'cell')} left")
+        say_next(command_line(f"{program} run", words), f"the {counted(left, 'cell')} left")
     elif len(rows) == 1 and suite.runs_of(suite.attempts(rows[0])):
         words = [rows[0].folder, "--svg", rows[0].folder / "curves.svg"]
         say_next(command_line("kfac-bench compare", words), "the curves of the runs")

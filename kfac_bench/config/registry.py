@@ -68,8 +68,6 @@ OPTIMIZERS = {
     "adamw": "kfac_bench.optimizers.adamw:AdamWConfig",
     "eigen_adam": "kfac_bench.optimizers.eigen_adam:EigenAdamConfig",
     "fused_lamb": "kfac_bench.optimizers.fused_lamb:FusedLAMBConfig",
-    "kl_shampoo": "kfac_bench.optimizers.kl_shampoo:KLShampooConfig",
-    "kl_soap": "kfac_bench.optimizers.kl_soap:KLSOAPConfig",
     "lamb": "kfac_bench.optimizers.lamb:LAMBConfig",
     "lars": "kfac_bench.optimizers.lars:LARSConfig",
     "muon": "kfac_bench.optimizers.muon:MuonConfig",

@@ -178,7 +178,7 @@ def test_help_of_one_option_says_default_type_and_range():
 def test_help_of_an_option_says_the_defaults_of_each_choice():
     lines = option_help.describe(["optimizer.beta2"]).splitlines()
     assert not [line for line in lines if "sgd" in line]
-    for choice in ("adam", "kl_soap"):
+    for choice in ("adam", "soap"):
         value = option_table.of_choice("optimizer", choice)
         (beta2,) = (o.default for o in value if o.name == "optimizer.beta2")
         assert any(str(beta2) in line and choice in line for line in lines), choice

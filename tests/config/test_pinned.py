@@ -15,10 +15,7 @@ from tests.support.quick import quick_if
 
 EXPERIMENT_DIR = compose.CONF_DIR / "experiment"
 EXPERIMENTS = sorted(
-    str(p.relative_to(EXPERIMENT_DIR).with_suffix(""))
-    for p in EXPERIMENT_DIR.rglob("*.yaml")
-    # Written by kfac-bench tune; tests of the contest compose them.
-    if not {"contest", "contest_twice"} & {*p.parts}
+    str(p.relative_to(EXPERIMENT_DIR).with_suffix("")) for p in EXPERIMENT_DIR.rglob("*.yaml")
 )
 OF_2026 = {
     "grad_worker_fraction": None,

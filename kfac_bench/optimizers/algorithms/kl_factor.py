@@ -1,7 +1,7 @@
 """One Kronecker factor of KL-Shampoo and KL-SOAP, in the coordinates of its own eigenbasis.
 
 A weight of shape [m, n] has two factors: S_a [m, m] on the left, S_b [n, n] on the right.
-:mod:`kfac_bench.optimizers.algorithms.kl_optimizers` updates both.
+:mod:`benchmarks.contest.kl_optimizers` updates both.
 
 The paper stores S and a separate running average of its eigenvalues in a basis Q that is some steps
 old. This file stores T = Q^T S Q instead. The diagonal of T is that running average, because both

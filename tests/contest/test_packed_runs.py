@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from benchmarks.contest import packed_runs
+from benchmarks.contest.packed_runs import PackedRun
 from kfac_bench.errors import UsageError
-from kfac_bench.record import packed_runs, runs, score
+from kfac_bench.record import runs, score
 from kfac_bench.record.events import (
     Checkpointed,
     Evaluated,
@@ -19,7 +21,6 @@ from kfac_bench.record.events import (
     TargetReached,
     Trained,
 )
-from kfac_bench.record.packed_runs import PackedRun
 from tests.record.test_score import config
 from tests.support.fuzzing import damaged, fuzz, refused_or, spoilt
 

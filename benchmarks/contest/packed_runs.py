@@ -5,7 +5,7 @@ computed from. :func:`pack` leaves out events and options that no table needs, a
 names the machine's folders. A file is data only: it is never unpickled, its size is limited, and
 the type of each value is checked.
 
-:mod:`kfac_bench.benchmark.result_store` decides which runs are kept, and where.
+:mod:`benchmarks.contest.result_store` decides which runs are kept, and where.
 """
 
 import gzip
@@ -16,10 +16,11 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kfac_bench.benchmark.computed import event_fields
 from kfac_bench.config.options import RESULT
 from kfac_bench.config.roles import declared
 from kfac_bench.errors import UsageError, one_line
@@ -56,7 +57,7 @@ class PackedRun:
     optimizer: str
     seed: int
     sitting: str
-    """Name of the sitting; see :mod:`kfac_bench.benchmark.sitting`."""
+    """Name of the sitting; see :mod:`benchmarks.contest.sitting`."""
     date: str
     settings: Mapping[str, Any]
     """The trial's point of the tuning space; {} for other kinds."""
@@ -170,21 +171,6 @@ def write(path: Path, runs: Iterable[PackedRun]) -> None:
 def _fields(run: PackedRun) -> dict[str, Any]:
     own = {name: value for name, value in vars(run).items() if name != "events"}
     return own | {"events": [event_fields(event) for event in run.events]}
-
-
-def event_lines(events: Iterable[Event]) -> str:
-    """Return the content of an event file with these events."""
-    return "".join(json.dumps(event_fields(event)) + "\n" for event in events)
-
-
-def event_fields(event: Event) -> dict[str, Any]:
-    """Return the fields of an event's line in an event file, without those at their defaults."""
-    values = asdict(event)
-    for field in fields(event):
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        if values[field.name] == default:
-            del values[field.name]
-    return {"event": type(event).__name__, **values}
 
 
 def read(path: Path) -> list[PackedRun]:

@@ -4,13 +4,12 @@ import math
 
 import pytest
 
-from kfac_bench import cli
-from kfac_bench.benchmark.contest_comparison import compared
-from kfac_bench.benchmark.contest_tables import ContestResult
+from benchmarks.contest.contest_tables import ContestResult, compared
+from benchmarks.contest.packed_runs import PackedRun
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import RunEnded, TargetReached
-from kfac_bench.record.packed_runs import PackedRun
+from tests.contest.test_contest import command
 
 TASK = "digits/resnet"
 
@@ -62,11 +61,11 @@ def test_seconds_of_other_baselines_tell_nothing_of_the_machine():
 
 @pytest.mark.parametrize(("other", "code", "fragment"), [
     ("contest", 0, "**Compared with contest**"),
-    ("demo", 2, "no results of "),
+    ("embedded", 2, "no results of "),
 ])  # fmt: skip
 def test_the_command(other, code, fragment, capsys):
-    words = ["contest", "contest_self_tuned", "--results", "benchmarks/results", "--than", other]
+    words = ["tables", "contest_self_tuned", "--results", "benchmarks/results", "--than", other]
     with pytest.raises(SystemExit) as caught:
-        cli.bench(words)
+        command(words)
     assert caught.value.code == code
     assert fragment in "".join(capsys.readouterr())

@@ -1,26 +1,91 @@
-"""``kfac-bench contest NAME``: the tables of a contest of optimizers, from packed results alone.
+"""The tables of a contest of optimizers, from packed results alone.
 
 Nothing is composed or trained here, so the tables can be made on any machine, at any time.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kfac_bench.benchmark import machine_speed, performance_profile, score_interval
+import numpy as np
+
+from benchmarks.contest.packed_runs import PackedRun
+from benchmarks.contest.result_store import ResultStore
+from benchmarks.contest.sitting import comparable_time_s, factors, seconds_by_sitting, tasks_of
+from kfac_bench.benchmark import performance_profile
 from kfac_bench.benchmark.performance_profile import TAU_MAX
-from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.schema import Benchmark
-from kfac_bench.benchmark.score_interval import SeedTimes
-from kfac_bench.benchmark.sitting import tasks_of
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import RunStarted
-from kfac_bench.record.packed_runs import PackedRun
 from kfac_bench.record.runs import flatten, option, plain
+from kfac_bench.record.score import CONFIDENCE
 from kfac_bench.report.tables import Table, Value
+
+RESAMPLES = 2_000
+
+SeedTimes = Mapping[str, Mapping[str, Sequence[float]]]
+"""Task to optimizer to the times of its seeds; a miss is infinite."""
+
+
+@dataclass(frozen=True)
+class ScoreInterval:
+    """A profile score, and the ends of its 95 % interval."""
+
+    score: float
+    low: float
+    high: float
+
+
+def medians(times: SeedTimes) -> dict[str, dict[str, float]]:
+    """Return the median time of each optimizer on each task."""
+    return {
+        task: {name: float(np.median(values)) for name, values in row.items()}
+        for task, row in times.items()
+    }
+
+
+def score_intervals(times: SeedTimes, tasks: Collection[str]) -> dict[str, ScoreInterval]:
+    """Return the score of each optimizer over these tasks, with its interval.
+
+    An optimizer without runs on a task has missed the task.
+    """
+    chosen = {task: row for task, row in times.items() if task in tasks}
+    if not chosen:
+        return {}
+    random = np.random.default_rng(0)
+    # Of each optimizer the gains of all tasks: 1 for r = 1, and 0 for r of 4 or more.
+    gains: dict[str, list[np.ndarray]] = {name: [] for row in chosen.values() for name in row}
+    for row in chosen.values():
+        resampled = {name: _medians(row.get(name, [math.inf]), random) for name in gains}
+        best = np.min(list(resampled.values()), axis=0)
+        for name, values in resampled.items():
+            gains[name].append(_gain(values, best))
+    exact = performance_profile.scores(medians(chosen))
+    tail = (1 - CONFIDENCE) / 2
+    found = {}
+    for name, of_tasks in gains.items():
+        scores = np.sort(np.mean(of_tasks, axis=0))
+        low, high = (float(scores[round(share * (RESAMPLES - 1))]) for share in (tail, 1 - tail))
+        found[name] = ScoreInterval(exact[name], low, high)
+    return found
+
+
+def _medians(values: Sequence[float], random: np.random.Generator) -> np.ndarray:
+    """Return the median of each resample of the values."""
+    draws = random.integers(len(values), size=(RESAMPLES, len(values)))
+    return np.asarray(np.median(np.array(values, dtype=np.float64)[draws], axis=1))
+
+
+def _gain(times: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """Return max(0, 4 - r) / 3; 0 for a miss, also on a task that nobody solved."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.where(times == best, 1.0, times / best)
+    ratio = np.where(np.isinf(times) | np.isnan(ratio), math.inf, ratio)
+    return np.asarray(np.maximum(0.0, TAU_MAX - ratio) / (TAU_MAX - 1))
+
 
 NEAR = 1.25
 """An optimizer whose r is at most this is near the best one of the task."""
@@ -36,10 +101,10 @@ class ContestResult:
 
     def times(self) -> SeedTimes:
         """Return the seconds to target, comparable between sittings."""
-        speed = {task: machine_speed.factors(self.baselines[task]) for task in self.runs}
+        speed = {task: factors(self.baselines[task]) for task in self.runs}
         return {
             task: {
-                name: [machine_speed.comparable_time_s(run, speed[task]) for run in runs]
+                name: [comparable_time_s(run, speed[task]) for run in runs]
                 for name, runs in row.items()
             }
             for task, row in self.runs.items()
@@ -87,11 +152,11 @@ def _label(benchmark: Benchmark, optimizer: str, runs: Sequence[PackedRun]) -> s
 
 
 def begin_mark(name: str) -> str:
-    """Return the line of a page after which ``kfac-bench contest NAME --into`` writes."""
-    return f"<!-- made by kfac-bench contest {name} --into -->"
+    """Return the line of a page after which ``tables NAME --into`` writes."""
+    return f"<!-- made by python -m benchmarks.contest tables {name} --into -->"
 
 
-END = "<!-- end of what kfac-bench contest made -->"
+END = "<!-- end of what python -m benchmarks.contest tables made -->"
 
 
 def tables(result: ContestResult) -> list[Table]:
@@ -99,7 +164,7 @@ def tables(result: ContestResult) -> list[Table]:
     times = result.times()
     return [
         _scores(result, times),
-        performance_profile.table(score_interval.medians(times), "r on each task"),
+        performance_profile.table(medians(times), "r on each task"),
         _times(result, times),
         _sittings(result),
     ]
@@ -111,8 +176,8 @@ def _scores(result: ContestResult, times: SeedTimes) -> Table:
     subsets = {"": [*times]}
     if held_out and develop:
         subsets |= {" develop": develop, " held out": held_out}
-    intervals = {n: score_interval.score_intervals(times, tasks) for n, tasks in subsets.items()}
-    ratios = performance_profile.ratios(score_interval.medians(times))
+    intervals = {n: score_intervals(times, tasks) for n, tasks in subsets.items()}
+    ratios = performance_profile.ratios(medians(times))
     rows: list[list[Value]] = []
     for name in sorted(intervals[""], key=lambda n: (-intervals[""][n].score, n)):
         cells: list[Value] = [name]
@@ -163,7 +228,7 @@ def _settings(run: PackedRun) -> str:
 
 
 def _times(result: ContestResult, times: SeedTimes) -> Table:
-    ratios = performance_profile.ratios(score_interval.medians(times))
+    ratios = performance_profile.ratios(medians(times))
     rows: list[list[Value]] = []
     for task, row in result.runs.items():
         for name, runs in row.items():
@@ -193,8 +258,8 @@ def _sittings(result: ContestResult) -> Table:
     for task, row in result.runs.items():
         runs = [run for each in row.values() for run in each]
         counts = Counter(run.sitting for run in runs)
-        seconds = machine_speed.seconds_by_sitting(result.baselines[task])
-        scale = machine_speed.factors(result.baselines[task])
+        seconds = seconds_by_sitting(result.baselines[task])
+        scale = factors(result.baselines[task])
         for sitting, count in sorted(counts.items()):
             own = seconds.get(sitting)
             spread: list[Value] = [median(own), min(own), max(own)] if own else [None] * 3
@@ -216,3 +281,50 @@ def _machine(runs: Sequence[PackedRun]) -> str:
         name = plain(option(about, "hardware", processor))
         kinds.add(f"{name}, torch {plain(option(about, 'versions', 'torch'))}")
     return "; ".join(sorted(kinds))
+
+
+def compared(result: ContestResult, name: str, other: ContestResult, other_name: str) -> Table:
+    """Return the median seconds to target in both contests, and their ratio.
+
+    The seconds of all sittings are scaled to those of the earliest sitting of both contests.
+
+    Args:
+        result: The contest.
+        name: Its name.
+        other: The contest with which it is compared.
+        other_name: Its name.
+
+    Raises:
+        UsageError: The contests have no run on the same task with the same optimizer and seed, or
+            their baselines differ.
+    """
+    if result.benchmark.baseline != other.benchmark.baseline:
+        raise UsageError(
+            f"{name} and {other_name} have different baselines, so their seconds cannot be scaled "
+            "to one machine. Compare benchmarks with the same baseline"
+        )
+    rows: list[list[Value]] = []
+    for task, row in result.runs.items():
+        if task not in other.runs:
+            continue
+        speed = factors([*other.baselines[task], *result.baselines[task]])
+        for optimizer, runs in row.items():
+            own, its = (
+                {run.seed: comparable_time_s(run, speed) for run in each}
+                for each in (runs, other.runs[task].get(optimizer, []))
+            )
+            if seeds := own.keys() & its.keys():
+                before, after = (median(times[s] for s in seeds) for times in (its, own))
+                is_missed = math.isinf(before) and math.isinf(after)
+                ratio = None if is_missed or before == 0 else after / before
+                rows.append([task, optimizer, len(seeds), before, after, ratio])
+    if not rows:
+        raise UsageError(f"{name} and {other_name} have no task, optimizer and seed in common")
+    columns = ["task", "optimizer", "seeds", f"seconds in {other_name}", f"seconds in {name}"]
+    notes = [
+        f"Ratio: median seconds to target in {name} over those in {other_name}, on the seeds that "
+        "both have; below 1 if the target is reached earlier. It is inf if half of the seeds miss "
+        f"the target only in {name}, and 0 if they miss it only in {other_name}",
+        "The seconds of all sittings are scaled to the earliest sitting of both contests",
+    ]
+    return Table(f"Compared with {other_name}", [*columns, "ratio"], rows, notes)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.contest.result_store import ResultStore
 from kfac_bench.benchmark import schema
-from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.record.events import RunStarted
 
 ROOT = Path(__file__).parents[2]

@@ -1,46 +1,45 @@
-"""A sitting: one period of work on one machine, with a time limit, baselines and a store.
+"""A sitting: one period of work on one machine, with baselines and a store.
 
 A contest takes several sittings. Each sitting repeats the benchmark's baseline run at the start of
-each turn of the optimizers, so that seconds of unlike machines can be compared. A sitting lasts as
-long as its folder of runs: its name is in the file ``sitting.txt`` there, and a new machine starts
-with an empty folder.
-
-``kfac-bench tune`` and ``kfac-bench run`` tell the sitting what they are about to train
-(:meth:`Sitting.begin`) and what has ended (:meth:`Sitting.keep`).
+each turn of the optimizers, so that seconds of unlike machines can be compared. A baseline does the
+same work each time: one optimizer, one seed, a fixed number of steps and no target. So its seconds
+depend on the machine alone. A sitting lasts as long as its folder of runs: its name is in the file
+``sitting.txt`` there, and a new machine starts with an empty folder.
 """
 
+import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from kfac_bench.benchmark import local_runs, machine_speed, run_end, schema
-from kfac_bench.benchmark.result_store import ResultStore
+from benchmarks.contest.packed_runs import PackedRun, pack
+from benchmarks.contest.result_store import ResultStore
+from kfac_bench.benchmark import local_runs, run_end, schema
+from kfac_bench.benchmark.grid import WorkSession
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
+from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, read
-from kfac_bench.record.packed_runs import PackedRun, pack
 from kfac_bench.record.text_file import write_text
 
 NAME_FILE = "sitting.txt"
 
 
-class TimeIsUp(Exception):  # noqa: N818 - no error: the work goes on in the next sitting
-    """The time limit has passed, so that nothing more is started."""
-
-
-class Sitting:
+class Sitting(WorkSession):
     """The limit, the baselines and the store of one command.
 
     Args:
         benchmark: What is run.
         runs_dir: The folder of runs.
         say: Prints a line.
-        store: Where finished runs are kept; None: only in the folder of runs.
+        store: Where finished runs are kept.
         minutes: The time limit; None: no limit.
         now: The clock in seconds.
 
@@ -53,19 +52,17 @@ class Sitting:
         benchmark: Benchmark,
         runs_dir: Path,
         say: Callable[[str], None],
-        store: ResultStore | None = None,
+        store: ResultStore,
         minutes: float | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._benchmark, self._runs_dir, self._say, self._now = benchmark, runs_dir, say, now
+        super().__init__(minutes, now)
+        self._benchmark, self._runs_dir, self._say = benchmark, runs_dir, say
         self.store = store
-        self._ends_s = None if minutes is None else now() + 60 * minutes
         self._turns: set[tuple[str, str]] = set()
-        self.name = ""
-        if store is not None:
-            self.name = _name(runs_dir)
-            if count := store.unpack(runs_dir):
-                say(f"{count} finished runs taken from the results; sitting {self.name}")
+        self.name = _name(runs_dir)
+        if count := store.unpack(runs_dir):
+            say(f"{count} finished runs taken from the results; sitting {self.name}")
 
     def begin(self, task: str, turn: str) -> None:
         """Prepare for training on the task: check the time, and run the baseline once in a turn.
@@ -75,19 +72,15 @@ class Sitting:
             TimeIsUp: The time limit has passed.
             UsageError: The overrides of the baseline are wrong.
         """
-        self._check_time()
-        if self.store is None or not self._benchmark.baseline or (task, turn) in self._turns:
+        super().begin(task, turn)
+        if not self._benchmark.baseline or (task, turn) in self._turns:
             return
         self._turns.add((task, turn))
-        self._run_baseline(task, self.store)
+        self._run_baseline(task)
         self._check_time()
 
-    def _check_time(self) -> None:
-        if self._ends_s is not None and self._now() >= self._ends_s:
-            raise TimeIsUp
-
-    def _run_baseline(self, task: str, store: ResultStore) -> None:
-        own = [r for r in store.runs(task, "baseline") if r.sitting == self.name]
+    def _run_baseline(self, task: str) -> None:
+        own = [r for r in self.store.runs(task, "baseline") if r.sitting == self.name]
         name = f"baseline-{re.sub('[^a-zA-Z0-9_]', '-', task)}-{self.name}-{len(own)}"
         words = {"task": task}
         overrides = [schema.fill_in(text, words) for text in self._benchmark.baseline]
@@ -111,8 +104,6 @@ class Sitting:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Put the run of a folder into the store, if it has ended or failed."""
-        if self.store is None:
-            return
         if run_end.outcome(folder) is None:
             return
         failed = run_end.failure(folder)
@@ -139,41 +130,16 @@ class Sitting:
 
     def factor(self, task: str, kind: str, folder: Path) -> float:
         """Return what the seconds of a run are multiplied by, to be those of the first sitting."""
-        if self.store is None:
-            return 1.0
-        speed = machine_speed.factors(self.store.runs(task, "baseline"))
+        speed = factors(self.store.runs(task, "baseline"))
         return speed.get(self._sitting_of(task, kind, folder.name), 1.0)
 
     def is_own(self, task: str, kind: str, folder: Path) -> bool:
         """Return whether this sitting trained the run."""
-        return self.store is None or self._sitting_of(task, kind, folder.name) == self.name
+        return self._sitting_of(task, kind, folder.name) == self.name
 
     def _sitting_of(self, task: str, kind: str, name: str) -> str:
-        assert self.store is not None
         found = (run.sitting for run in self.store.runs(task, kind) if run.name == name)
         return next(found, self.name)
-
-
-def open_sitting(
-    name: str,
-    benchmark: Benchmark,
-    part: str,
-    runs_dir: str,
-    say: Callable[[str], None],
-    results: Path | None,
-    minutes: float | None,
-) -> Sitting:
-    """Return the sitting of a command with these options.
-
-    Raises:
-        UsageError: The options are wrong for this benchmark, or the store is damaged.
-    """
-    if minutes is not None and not minutes >= 0:
-        raise UsageError(f"--minutes {minutes:g}: must be at least 0")
-    store = None
-    if results is not None:
-        store = ResultStore(results, name, part, tasks_of(benchmark))
-    return Sitting(benchmark, Path(runs_dir), say, store, minutes)
 
 
 def tasks_of(benchmark: Benchmark) -> Sequence[str]:
@@ -211,3 +177,36 @@ def _name(runs_dir: Path) -> str:
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S-%f}"
     write_text(path, name + "\n", make_folder=True)
     return name
+
+
+def seconds_by_sitting(baselines: Iterable[PackedRun]) -> dict[str, list[float]]:
+    """Return the baselines' training seconds by sitting, the first sitting first.
+
+    Names of sittings begin with the time, so their order is that of the time. A baseline that did
+    not do its work has no seconds.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for run in baselines:
+        ended = [e for e in run.events if isinstance(e, RunEnded) and e.status == "finished"]
+        if ended and math.isfinite(ended[-1].train_s) and ended[-1].train_s > 0:
+            found[run.sitting].append(ended[-1].train_s)
+    return dict(sorted(found.items()))
+
+
+def factors(baselines: Iterable[PackedRun]) -> dict[str, float]:
+    """Return by sitting what its seconds are multiplied by, to be seconds of the first sitting.
+
+    With a single sitting the factor is 1, so that seconds are what the clock showed.
+    """
+    medians = {name: median(values) for name, values in seconds_by_sitting(baselines).items()}
+    first = next(iter(medians.values()), 1.0)
+    return {name: first / seconds for name, seconds in medians.items()}
+
+
+def comparable_time_s(run: PackedRun, speed: Mapping[str, float]) -> float:
+    """Return the training seconds to target, as the first sitting's machine would have taken.
+
+    A miss is infinite. The seconds of a sitting without a baseline stay as they are.
+    """
+    # A damaged clock may give a negative time, for which a ratio has no meaning.
+    return max(0.0, score.time_to_target_of(run.events)) * speed.get(run.sitting, 1.0)

@@ -38,13 +38,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from kfac_bench.config.optimizers import Group
+from kfac_bench.config.options import RESULT, option
+from kfac_bench.optimizers.adam import MomentsConfig
 from kfac_bench.optimizers.algorithms.kl_factor import KLFactor
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
 
 State = dict[str, Any]
 """What the optimizer remembers of one parameter."""
@@ -300,3 +309,53 @@ def _adam(group: dict[str, Any], state: State, gradient: Tensor, moment: Tensor)
     square: Tensor = state["square"].mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
     root = square.sqrt().div_(math.sqrt(1 - beta ** state["step"]))
     return moment / root.add_(group["eps"])
+
+
+@dataclass
+class KLShampooConfig(MomentsConfig):
+    """KL-Shampoo; vectors are updated by Adam, convolutions as matrices [out, in * k * k].
+
+    ``beta2`` is the decay of the factors, and of Adam's second moments. ``eps`` is added to the
+    roots of the factors' eigenvalues.
+    """
+
+    is_elementwise: ClassVar[bool] = False
+    fits_dtensors: ClassVar[bool] = False
+
+    nesterov: bool = option(
+        False, "mix the gradient into the first moment, as Nesterov's momentum does", RESULT
+    )
+    precondition_freq: int = option(10, "steps between QR steps of eigenbases", RESULT, at_least=1)
+    max_dim: int = option(
+        10000, "largest side of a weight that gets an eigenbasis", RESULT, at_least=1
+    )
+
+    def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
+        """See :meth:`OptimizerConfig.build`."""
+        from benchmarks.contest.kl_optimizers import KLShampoo
+
+        return KLShampoo(groups, **self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that KL-Shampoo and KL-SOAP share."""
+        return {
+            **super().settings(),
+            "nesterov": self.nesterov,
+            "precondition_freq": self.precondition_freq,
+            "max_dim": self.max_dim,
+        }
+
+
+@dataclass
+class KLSOAPConfig(KLShampooConfig):
+    """KL-SOAP; vectors are updated by Adam, convolutions as matrices [out, in * k * k].
+
+    ``beta2`` is the decay of the factors and of the second moments. ``eps`` is added to the root of
+    the second moments.
+    """
+
+    def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
+        """See :meth:`OptimizerConfig.build`."""
+        from benchmarks.contest.kl_optimizers import KLSOAP
+
+        return KLSOAP(groups, **self.settings())

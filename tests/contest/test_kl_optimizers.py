@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_bench.optimizers.algorithms.kl_optimizers import KLSOAP, KLShampoo
+from benchmarks.contest.kl_optimizers import KLSOAP, KLShampoo
+from benchmarks.contest.setup import OPTIMIZERS
+from kfac_bench.config import compose
+from kfac_bench.errors import UsageError
+from tests.training.test_optimizers import learns_and_goes_on
 
 BETAS = (0.8, 0.9)
 
@@ -229,3 +233,14 @@ def test_weights_in_half_precision_have_a_float32_state_also_when_it_is_loaded(m
         torch.testing.assert_close(w.float(), e, rtol=0.02, atol=1e-3)
         for name, value in half.state[w].items():
             torch.testing.assert_close(value, single.state[e][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_learns_and_goes_on_where_it_stopped(tmp_path, name):
+    learns_and_goes_on(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_does_not_fit_sharded_weights(name):
+    with pytest.raises(UsageError, match=f"optimizer={name} does not fit backend=fsdp2"):
+        compose.load([f"optimizer={name}", "backend=fsdp2"])

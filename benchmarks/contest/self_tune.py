@@ -1,6 +1,6 @@
-"""``kfac-bench self-tune NAME``: one literal setting of each optimizer for all tasks.
+"""``self-tune NAME``: one literal setting of each optimizer for all tasks.
 
-The candidates are the settings that ``kfac-bench tune`` has tried: each study tried the same
+The candidates are the settings that ``tune`` has tried: each study tried the same
 settings on all tasks. Tasks that are held out do not count.
 
 * The ratio of a setting on a task is its seconds divided by the optimizer's own shortest time on
@@ -10,7 +10,7 @@ settings on all tasks. Tasks that are held out do not count.
 * The studies' winners are run on the seeds of all studies, without a limit. The winner with the
   smallest geometric mean of the ratios of its median times becomes the optimizer's one setting.
 
-The result is a benchmark file: ``kfac-bench run NAME_self_tuned`` makes the second table.
+The result is a benchmark file: ``run NAME_self_tuned`` makes the second table.
 """
 
 import math
@@ -21,11 +21,11 @@ from typing import Any
 
 import yaml
 
-from kfac_bench.benchmark import machine_speed
+from benchmarks.contest.result_store import ResultStore
+from benchmarks.contest.sitting import Sitting, comparable_time_s, factors, tasks_of
+from kfac_bench.benchmark.grid import TimeIsUp, WorkSession
 from kfac_bench.benchmark.performance_profile import TAU_MAX
-from kfac_bench.benchmark.result_store import ResultStore
 from kfac_bench.benchmark.schema import Benchmark, Tuning
-from kfac_bench.benchmark.sitting import Sitting, TimeIsUp, tasks_of
 from kfac_bench.benchmark.trials import TrialRunner, overrides_of, shown_s, trial_settings
 from kfac_bench.benchmark.tune import check
 from kfac_bench.errors import UsageError
@@ -42,7 +42,7 @@ def self_tune(
     runs_dir: str,
     out: Path,
     say: Callable[[str], None],
-    sitting: Sitting,
+    session: WorkSession,
 ) -> bool:
     """Choose the setting of each optimizer and write ``OUT/NAME_self_tuned.yaml``.
 
@@ -53,13 +53,14 @@ def self_tune(
         UsageError: The benchmark has no tuning section, or only tasks that are held out. Trials
             are missing, or ``out`` is not a folder.
     """
-    tuning, store = check(benchmark, out), sitting.store
-    if store is None:
-        raise UsageError("self-tune reads the trials of kfac-bench tune; name them by --results")
+    tuning = check(benchmark, out)
+    if not isinstance(session, Sitting):
+        raise UsageError("self-tune reads the trials of tune; name them by --results")
+    store = session.store
     tasks = [task for task in tasks_of(benchmark) if task not in benchmark.held_out]
     if not tasks:
         raise UsageError(f"{name}: every task is held out, so no task can choose a setting")
-    runner = TrialRunner(benchmark, tuning, runs_dir, sitting)
+    runner = TrialRunner(benchmark, tuning, runs_dir, session)
     optimizers = benchmark.axes["optimizer"]
     found = {o: Candidates(tuning, o, tasks, store) for o in optimizers}
     chosen: dict[str, Settings] = {}
@@ -113,7 +114,7 @@ class Candidates:
                     if key not in tried[task]:
                         raise UsageError(
                             f"{optimizer} on {task}: a trial of seed {seed} is missing in the "
-                            "results; run kfac-bench tune with the same --results first"
+                            "results; run tune with the same --results first"
                         )
                 of_study.append((settings, {task: tried[task][key] for task in tasks}))
         every = [times for of_study in self.studies.values() for _, times in of_study]
@@ -155,9 +156,9 @@ class Candidates:
 
 def _times_s(store: ResultStore, task: str, optimizer: str) -> dict[tuple[int, str], float]:
     """Return comparable seconds of the optimizer's trials on the task, by seed and settings."""
-    speed = machine_speed.factors(store.runs(task, "baseline"))
+    speed = factors(store.runs(task, "baseline"))
     return {
-        (run.seed, repr(sorted(run.settings.items()))): machine_speed.comparable_time_s(run, speed)
+        (run.seed, repr(sorted(run.settings.items()))): comparable_time_s(run, speed)
         for run in store.runs(task, "trial")
         if run.optimizer == optimizer
     }
@@ -183,7 +184,8 @@ def benchmark_yaml(
         "baseline": list(benchmark.baseline),
     }
     comment = (
-        f"# Written by kfac-bench self-tune {name}. Of all settings that the studies tried, each\n"
-        "# optimizer has the one that serves best on the tasks that are not held out.\n"
+        f"# Written by python -m benchmarks.contest self-tune {name}. Of all settings that the\n"
+        "# studies tried, each optimizer has the one that serves best on the tasks that are not\n"
+        "# held out.\n"
     )
     return comment + yaml.safe_dump(tree, sort_keys=False, width=100)

@@ -10,26 +10,23 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kfac_bench import cli
-from kfac_bench.benchmark import (
-    contest_tables,
-    grid,
-    local_runs,
-    machine_speed,
-    schema,
-    self_tune,
-    suite,
-    trials,
-    tune,
+from benchmarks.contest import __main__ as contest_command
+from benchmarks.contest import contest_tables, self_tune
+from benchmarks.contest.packed_runs import PackedRun
+from benchmarks.contest.result_store import ResultStore
+from benchmarks.contest.setup import CONF
+from benchmarks.contest.sitting import (
+    Sitting,
+    comparable_time_s,
+    factors,
 )
-from kfac_bench.benchmark.result_store import ResultStore
+from kfac_bench.benchmark import grid, local_runs, schema, suite, trials, tune
+from kfac_bench.benchmark.grid import WorkSession
 from kfac_bench.benchmark.schema import Benchmark, Tuning
-from kfac_bench.benchmark.sitting import Sitting, open_sitting
-from kfac_bench.cli import contest_command
+from kfac_bench.cli.entry import exit_with
 from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import RunEnded, RunStarted, TargetReached
-from kfac_bench.record.packed_runs import PackedRun
 from tests.benchmark.test_bench import write_run
 from tests.support.configs import quick_load
 from tests.support.quick import quick_if
@@ -40,6 +37,7 @@ SPACE = {
     name: {"optimizer": name, "kfac": "none", "optimizer.lr": {"log": [0.01, 0.1]}}
     for name in ("sgd", "adamw")
 }
+OPTIMIZERS = yaml.safe_load((CONF / "benchmark" / "contest.yaml").read_text())["axes"]["optimizer"]
 BASELINE = ["experiment={task}", "logger=none", "trainer.target=null", "trainer.max_steps=3"]
 
 
@@ -57,6 +55,11 @@ def contest(**changes):
         "tuning": tuning,
     }
     return Benchmark(**(options | changes))
+
+
+def command(words):
+    """Run a command of the contest, which ends with an exit code."""
+    exit_with("contest", lambda: contest_command.main(words))
 
 
 @pytest.fixture
@@ -123,7 +126,7 @@ class Lab:
         sitting, runs_dir = self.sitting(benchmark, "table", minutes)
         cells = grid.cells(benchmark, runs_dir)
         row = suite.BenchmarkRow("contest", benchmark, "", None, cells, [], Path(runs_dir))
-        return suite.run(row, self.said.append, retry=retry, sitting=sitting)
+        return suite.run(row, self.said.append, retry=retry, session=sitting)
 
     def store(self, part="tuning"):
         return ResultStore(self.results, "contest", part, TASKS)
@@ -358,18 +361,16 @@ def test_the_contest_is_what_its_issue_asks_for():
 
 @pytest.mark.parametrize(
     "optimizer",
-    quick_if(lambda name: name in ("kfac", "eigen_adam"), schema.load("contest").axes["optimizer"]),
+    quick_if(lambda name: name in ("kfac", "eigen_adam"), OPTIMIZERS),
 )
 def test_trials_of_the_contest_can_be_composed(optimizer):
     tuning = schema.load("contest").tuning
     settings = trials.trial_settings(tuning, optimizer)
     assert len(settings) == 6
-    # An optimizer that this version lacks cannot be composed.
-    if settings[0]["optimizer"] in compose.options_of("optimizer"):
-        words = [schema.fill_in(w, {"task": "embedded/digits_resnet"}) for w in tuning.overrides]
-        found = compose.load([*words, *trials.overrides_of(settings[0])])
-        assert found.trainer.max_train_s == 15
-        assert found.optimizer.name == settings[0]["optimizer"]
+    words = [schema.fill_in(w, {"task": "embedded/digits_resnet"}) for w in tuning.overrides]
+    found = compose.load([*words, *trials.overrides_of(settings[0])])
+    assert found.trainer.max_train_s == 15
+    assert found.optimizer.name == settings[0]["optimizer"]
 
 
 def test_options_of_a_task_hold_for_trials_and_for_the_table(lab):
@@ -447,9 +448,7 @@ def test_held_out_tasks_have_no_say_in_self_tuning(lab):
     with pytest.raises(UsageError, match="contest: every task is held out"):
         self_tune.self_tune("contest", contest(held_out=TASKS), runs_dir, lab.out, print, sitting)
     with pytest.raises(UsageError, match="name them by --results"):
-        self_tune.self_tune(
-            "contest", contest(), "runs", lab.out, print, Sitting(contest(), lab.out, print)
-        )
+        self_tune.self_tune("contest", contest(), "runs", lab.out, print, WorkSession())
 
 
 # ---- tables ----
@@ -534,8 +533,8 @@ def test_a_later_run_replaces_one_with_the_same_key(lab):
 
 def test_speeds_without_a_finished_baseline_are_not_scaled():
     died = replace(packed("sgd", "a", 1, INF), kind="baseline", events=(RunEnded(1, 2, "failed"),))
-    assert machine_speed.factors([died]) == {}
-    assert machine_speed.comparable_time_s(packed("sgd", "a", 1, 2.5), {}) == 2.5
+    assert factors([died]) == {}
+    assert comparable_time_s(packed("sgd", "a", 1, 2.5), {}) == 2.5
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "A CPU"), ("cuda:0", "A GPU")])
@@ -574,16 +573,19 @@ def test_wrong_requests_are_one_line(lab, capsys):
     for words, fragment in [
         (["run", "demo", "--minutes", "-1"], "--minutes -1: must be at least 0"),
         (["run", "demo", "runs_dir=x"], "runs_dir: write --runs-dir DIR"),
-        (["run"], "the following arguments are required: benchmark; see kfac-bench run --help"),
-        (["run", "demo", "--results", "no_such"], "--results no_such: no such folder"),
+        (
+            ["run"],
+            "arguments are required: benchmark; see python -m benchmarks.contest run --help",
+        ),
+        (["run", "embedded", "--results", "no_such"], "--results no_such: no such folder"),
         (["run", "demo", "--only", "x"], "--only x: no cell begins with this text; cells are "),
         (["run", "all", "--only", "x"], "need one benchmark instead of all"),
         (["run", "all", "--minutes", "0"], "need one benchmark instead of all"),
-        (["contest", "embedded_ablation", "--results", "."], "has the axes change"),
+        (["tables", "embedded_ablation", "--results", "."], "has the axes change"),
         (["run", "demo", "launcher=slurm", "--minutes", "3"], "do not fit launcher=slurm"),
     ]:
         with pytest.raises(SystemExit) as caught:
-            cli.bench(words)
+            command(words)
         said = capsys.readouterr().err.strip()
         assert (caught.value.code, len(said.splitlines())) == (2, 1), words
         assert fragment in said
@@ -591,7 +593,7 @@ def test_wrong_requests_are_one_line(lab, capsys):
     store.mkdir(parents=True)
     (store / "resnet.jsonl.gz").write_bytes(b"no")
     with pytest.raises(UsageError, match=r"resnet\.jsonl\.gz: damaged"):
-        open_sitting("contest", contest(), "table", "runs", print, lab.results, None)
+        ResultStore(lab.results, "contest", "table", TASKS)
 
 
 @pytest.mark.slow
@@ -622,7 +624,7 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
     for machine in (1, 2):
         for words in (tune_words, self_words, run_words):
             with pytest.raises(SystemExit) as caught:
-                cli.bench(words)
+                command(words)
             assert caught.value.code == 0, words
         said = capsys.readouterr().out
         # A trial, a cell and two baselines; the second machine trains nothing.
@@ -630,25 +632,29 @@ def test_a_real_contest_from_tuning_to_its_tables(tmp_path, monkeypatch, capsys)
         assert len(took) == (4 if machine == 1 else 0), took
         Path("runs").rename(f"machine{machine}")
         assert ("finished runs taken from the results" in said) == (machine == 2)
-        assert "next: kfac-bench run tiny_self_tuned   (settings: .)\n" in said
+        assert "next: python -m benchmarks.contest run tiny_self_tuned   (settings: .)\n" in said
     page = Path("page.md")
-    page.write_text("before\n<!-- made by kfac-bench contest tiny --into -->old\n")
-    words = ["contest", "tiny", "--results", "results", "--svg", "p.svg"]
+    page.write_text("before\n<!-- made by python -m benchmarks.contest tables tiny --into -->old\n")
+    words = ["tables", "tiny", "--results", "results", "--svg", "p.svg"]
     with pytest.raises(SystemExit):
-        cli.bench([*words, "--into", str(page)])
-    assert "add the lines <!-- made by kfac-bench contest tiny" in capsys.readouterr().err
+        command([*words, "--into", str(page)])
+    assert (
+        "add the lines <!-- made by python -m benchmarks.contest tables tiny"
+        in capsys.readouterr().err
+    )
     page.write_text(page.read_text() + f"{contest_tables.END}\nafter\n")
     for more in ([], ["--into", str(page)], ["--into", str(page)]):
         with pytest.raises(SystemExit):
-            cli.bench([*words, *more])
+            command([*words, *more])
     said = capsys.readouterr().out
     assert said.endswith(
-        "next: kfac-bench run tiny --results results   (the runs that are missing)\n"
+        "next: python -m benchmarks.contest run tiny --results results   "
+        "(the runs that are missing)\n"
     )
     tables = said.split("**Scores")[1].split("figure:")[0]
     assert "| adam | 1 (1 to 1) | 1 | none |" in tables
-    begin = "<!-- made by kfac-bench contest tiny --into -->\n\n"
-    picture = f"![{contest_command._ALTERNATIVE}](tiny.svg)\n\n"
+    begin = "<!-- made by python -m benchmarks.contest tables tiny --into -->\n\n"
+    picture = f"![{contest_command.ALTERNATIVE}](tiny.svg)\n\n"
     made = f"{begin}{picture}**Scores{tables}{contest_tables.END}"
     assert page.read_text() == f"before\n{made}\nafter\n"
     assert Path("p.svg").read_text().startswith("<svg")

@@ -1,0 +1,21 @@
+"""What the contest adds to the package: a folder of configuration files and two optimizers."""
+
+from pathlib import Path
+
+from kfac_bench.benchmark import local_runs
+from kfac_bench.config import conf_files, registry
+
+CONF = Path(__file__).parent / "conf"
+"""Laid out as conf/; ``kfac-train --config-dir`` reads it, too."""
+OPTIMIZERS = {
+    "kl_shampoo": "benchmarks.contest.kl_optimizers:KLShampooConfig",
+    "kl_soap": "benchmarks.contest.kl_optimizers:KLSOAPConfig",
+}
+
+
+def enable() -> None:
+    """Add the contest's files and optimizers to this process, and to runs that it forks."""
+    if CONF not in conf_files.ADDED:
+        conf_files.ADDED.append(CONF)
+        registry.OPTIMIZERS.update(OPTIMIZERS)
+        local_runs.BEFORE_TRAINING.append("benchmarks.contest.enabled")
