@@ -38,7 +38,7 @@ CLAIMS = (
     "claim2_intervals",
     "claim1_epochs",
 )
-"""The papers' claims as small experiments: the rows of ``profile=cpu``, cheap rows first."""
+"""The papers' claims as small experiments: the rows of ``--profile cpu``, cheap rows first."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def groups() -> dict[str, list[Entry]]:
     others = [name for name in options_of("benchmark") if name not in (*ORDER, *CLAIMS)]
     named = {
         "Tables and figures of the papers (kfac-bench run all)": ORDER,
-        "Claims of the papers on this machine (kfac-bench run all profile=cpu)": CLAIMS,
+        "Claims of the papers on this machine (kfac-bench run all --profile cpu)": CLAIMS,
         "Studies of this repository": others,
     }
     found = {group: [_entry(name) for name in names] for group, names in named.items()}

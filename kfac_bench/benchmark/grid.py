@@ -27,7 +27,7 @@ from kfac_bench.benchmark.schema import (
     seeds_of,
 )
 from kfac_bench.config import TrainConfig, compose
-from kfac_bench.config.command_options import path_word, split_words, whole_number
+from kfac_bench.config.command_options import path_word, whole_number
 from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
 from kfac_bench.training import run_directory
@@ -188,8 +188,9 @@ def _filled_in(texts: Sequence[str], words: Mapping[str, str]) -> tuple[tuple[st
         if "{shared}" in text:
             option, _, path = made[i].partition("=")
             made[i] = path_word(option, path)
-    own, overrides = split_words(made, {"ranks": "1"})
-    return tuple(overrides), whole_number("ranks", own["ranks"])
+    ranks = [word for word in made if word.startswith("ranks=")]
+    count = whole_number("ranks", ranks[-1].removeprefix("ranks=")) if ranks else 1
+    return tuple(word for word in made if word not in ranks), count
 
 
 def _before(each: Before, words: Mapping[str, str], label: str, more: Sequence[str]) -> Cell:
@@ -239,7 +240,7 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
     if cell.ranks > (most := os.cpu_count() or 1):
         # Nothing is recorded: a cell that never ran is no miss, and another machine may run it.
         return False, (
-            f"not run: {cell.ranks} ranks are more than the {most} cores here; use launcher=slurm"
+            f"not run: {cell.ranks} ranks are more than the {most} cores here; use --launcher slurm"
         )
     for first in cell.before:
         is_good, text = run_cell(first, retry=retry)

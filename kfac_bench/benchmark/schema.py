@@ -321,11 +321,11 @@ def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkPr
     """
     if not benchmark.profiles:
         if name is not None:
-            raise UsageError(f"profile={name}: {benchmark.title!r} has no profiles")
+            raise UsageError(f"--profile {name}: {benchmark.title!r} has no profiles")
         return "", BenchmarkProfile()
     name = name or next(iter(benchmark.profiles))
     if name not in benchmark.profiles:
-        raise UsageError(f"profile={name}: choose one of {', '.join(benchmark.profiles)}")
+        raise UsageError(f"--profile {name}: choose one of {', '.join(benchmark.profiles)}")
     return name, benchmark.profiles[name]
 
 

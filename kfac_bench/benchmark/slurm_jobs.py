@@ -106,14 +106,14 @@ def _sbatch(name: str, output: Path, options: Sequence[str], command: Sequence[s
         )
     except FileNotFoundError:
         raise UsageError(
-            "launcher=slurm: there is no sbatch on this machine; "
-            "run on a node of the cluster, or use launcher=local"
+            "--launcher slurm: there is no sbatch on this machine; "
+            "run on a node of the cluster, or use --launcher local"
         ) from None
     except OSError as error:  # The command may be too long.
-        raise UsageError(f"launcher=slurm: sbatch cannot be started ({error.strerror})") from None
+        raise UsageError(f"--launcher slurm: sbatch cannot be started ({error.strerror})") from None
     if done.returncode:
         line = (done.stderr.strip().splitlines() or ["sbatch failed without a message"])[-1]
-        raise UsageError(f"launcher=slurm: {line}")
+        raise UsageError(f"--launcher slurm: {line}")
     return done.stdout.strip().partition(";")[0]  # sbatch prints id;cluster.
 
 

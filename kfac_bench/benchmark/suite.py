@@ -60,7 +60,7 @@ class BenchmarkRow:
     @property
     def full_name(self) -> str:
         """The name and the profile, as in a command."""
-        return f"{self.name} profile={self.profile}" if self.profile else self.name
+        return f"{self.name} --profile {self.profile}" if self.profile else self.name
 
     @property
     def all_cells(self) -> list[Cell | ComputedCell]:

@@ -123,7 +123,7 @@ def write_all(
     tables = [each.tables[0] for each in written]
     if verdicts is not None:
         tables = [verdicts, *tables]
-    _page(files[-1], runs, tables, f"Tables and figures of the papers, profile={stem}")
+    _page(files[-1], runs, tables, f"Tables and figures of the papers, profile {stem}")
     if into_document is not None:
         files += into(into_document, written, verdicts, profile)
     return files
@@ -163,7 +163,7 @@ def _short(each: RowReport, title: str) -> str:
 
 def begin_mark(profile: str) -> str:
     """Return the line of a document after which the results of a profile stand."""
-    word = f" profile={profile}" if profile else ""
+    word = f" --profile {profile}" if profile else ""
     return f"<!-- made by kfac-bench report all{word} --into -->"
 
 

@@ -2,7 +2,7 @@
 
 The function gives the line up to the cursor to ``kfac-bench completion --line``, which prints one
 candidate per line. Groups, choices and options come from the files and dataclasses themselves, so
-the function needs no update. Only the words of :data:`OWN_WORDS` are written here. Nothing here
+the function needs no update. Only the words of kfac-train are written here. Nothing here
 imports torch.
 """
 
@@ -61,43 +61,9 @@ end
 """
 SCRIPTS: Mapping[str, str] = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 """The function for each shell."""
-OWN_WORDS: Mapping[str, Sequence[str]] = {
-    "kfac-train": ("--cfg", "--config-dir", "--help", "--layers", "--multirun", "--version"),
-    "kfac-plan": ("--config-dir", "--help", "--layers", "--version", "out=", "world_size="),
-    "kfac-plan simulate": (
-        "--config-dir",
-        "--help",
-        "epoch_s=",
-        "epochs=",
-        "examples=",
-        "hardware=",
-        "kfac_epochs=",
-        "out=",
-        "per_rank_batch=",
-        "strategies=",
-        "svg=",
-        "update_freq_at=",
-        "world_size=",
-    ),
-    "kfac-bench scaling": (
-        "--help",
-        "hardware=",
-        "launcher=",
-        "mode=",
-        "rounds=",
-        "runs_dir=",
-        "sbatch=",
-        "steps=",
-        "strategy=",
-        "world_size=",
-    ),
-}
-"""The words of the commands whose parsers print no help of their own.
-
-The modules that parse the words of ``simulate`` and ``scaling`` import torch or the report, which
-takes too long for a shell. A test compares both lists with these modules.
-"""
-WITH_OVERRIDES = ("run", "report")
+TRAIN_OPTIONS = ("--cfg", "--config-dir", "--help", "--layers", "--multirun", "--version")
+"""The options of kfac-train, whose parser prints no help of its own."""
+WITH_OVERRIDES = ("run", "report", "scaling")
 WITH_BENCHMARK = ("run", "report", "tune")
 
 
@@ -132,48 +98,45 @@ def candidates(line: str) -> list[str]:
     if not before:
         return []
     command = Path(before[0]).name
-    subcommand = " ".join([command, *before[1:2]])
-    own = OWN_WORDS.get(subcommand, OWN_WORDS.get(command))
-    if own is not None:
-        words = [*own, *_own_values(own, word), *_overrides(word)]
-        if command == "kfac-plan":
-            words += ["simulate"] * (len(before) == 1)
+    if command == "kfac-train":
+        words = [*TRAIN_OPTIONS, *_overrides(word)]
         words += ["job"] * (before[-1] in ("--cfg", "-c"))
     else:
         words = _of_parser(command, before[1:], word)
     return sorted({found for found in words if found.startswith(word)})
 
 
-def _own_values(own: Sequence[str], word: str) -> Iterable[str]:
-    """Return the machines of ``hardware=``, and the strategies of a list such as ``strategies=``.
-
-    Args:
-        own: The words of the command itself.
-        word: The word that may be completed.
-    """
-    name, equals, value = word.partition("=")
-    if not equals or f"{name}=" not in own:
-        return []
-    if name == "hardware":
-        from kfac_bench.config.conf_files import options_of
-
-        return [f"hardware={machine}" for machine in options_of("hardware")]
-    if name in ("strategies", "strategy"):
-        from kfac_bench.core.planning.plan import STRATEGIES
-        from kfac_bench.simulate.sweep import SGD
-
-        # kfac-bench scaling always measures sgd too.
-        known = STRATEGIES if name == "strategy" else (SGD, *STRATEGIES)
-        *listed, _ = value.split(",")
-        return [f"{name}={','.join([*listed, each])}" for each in known if each not in listed]
-    return []
-
-
 def _of_parser(command: str, before: Sequence[str], word: str) -> list[str]:
     """Return the subcommands of a command, or the words that a subcommand takes."""
-    # Imported here: kfac-bench's parser has this file's command too.
-    from kfac_bench.cli import bench_command, data_command
+    parser, path = _parser(command, before)
+    # The values of an option follow it.
+    last = before[-1] if before else ""
+    for action in parser._actions:
+        if last in action.option_strings and action.nargs is None:
+            return [*map(str, action.choices or ()), *_values_after(last, word)]
+    words: list[str] = list(_subparsers(parser))
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS:
+            words += action.option_strings
+            words += [] if action.option_strings else [str(c) for c in action.choices or ()]
+    if command == "kfac-plan":
+        words += ["simulate"] * (not before)
+        words += _overrides(word)
+    elif command == "kfac-bench" and path:
+        words += _benchmarks() if path[0] in WITH_BENCHMARK and len(before) == 1 else []
+        words += _overrides(word) if path[0] in WITH_OVERRIDES else []
+    return words
 
+
+def _parser(command: str, before: Sequence[str]) -> tuple[argparse.ArgumentParser, Sequence[str]]:
+    """Return the parser of the command or subcommand, and the names of the subcommands."""
+    # Imported here: kfac-bench's parser has this file's command too.
+    from kfac_bench.cli import bench_command, data_command, plan_command
+
+    if command == "kfac-plan":
+        if before[:1] == ["simulate"]:
+            return plan_command.simulate_parser(), ["simulate"]
+        return plan_command.plan_parser(), []
     module = data_command if command == "kfac-data" else bench_command
     parser: argparse.ArgumentParser = module.build_parser()
     path: list[str] = []
@@ -182,15 +145,28 @@ def _of_parser(command: str, before: Sequence[str], word: str) -> list[str]:
         if part in inner:
             parser = inner[part]
             path.append(part)
-    words: list[str] = list(_subparsers(parser))
-    for action in parser._actions:
-        if action.help != argparse.SUPPRESS:
-            words += action.option_strings
-            words += [] if action.option_strings else [str(c) for c in action.choices or ()]
-    if command == "kfac-bench" and path:
-        words += _benchmarks() if path[0] in WITH_BENCHMARK and len(before) == 1 else []
-        words += _overrides(word) if path[0] in WITH_OVERRIDES else []
-    return words
+    return parser, path
+
+
+def _values_after(option: str, word: str) -> Iterable[str]:
+    """Return the machines of ``--hardware``, the strategies of a list, and the profiles."""
+    if option == "--hardware":
+        from kfac_bench.config.conf_files import options_of
+
+        return options_of("hardware")
+    if option == "--profile":
+        from kfac_bench.config import profiles
+
+        return profiles.PROFILES
+    if option in ("--strategies", "--strategy"):
+        from kfac_bench.core.planning.plan import STRATEGIES
+        from kfac_bench.simulate.sweep import SGD
+
+        # kfac-bench scaling always measures sgd too.
+        known = STRATEGIES if option == "--strategy" else (SGD, *STRATEGIES)
+        *listed, _ = word.split(",")
+        return [",".join([*listed, each]) for each in known if each not in listed]
+    return []
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

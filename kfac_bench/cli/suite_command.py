@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
-from kfac_bench.config.command_options import one_of, split_words
+from kfac_bench.config.command_options import refuse_old_words
 from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, printable
 from kfac_bench.output import say
@@ -45,7 +45,7 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument("--retry", action="store_true", help="run failed cells again")
     # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
-    command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
+    command.add_argument("--sbatch", default="", help="options of sbatch, for --launcher slurm")
     command.set_defaults(run_command=run)
 
 
@@ -101,9 +101,17 @@ def _add_words(command: Parser) -> None:
         "words",
         nargs="*",
         default=[],  # otherwise argparse says that a word is required
-        metavar="WORD",
-        help="profile=smoke|cpu|one_gpu|paper, launcher=local|slurm, or an override of kfac-train",
+        metavar="OPTION=VALUE",
+        help="options of kfac-train for all runs",
     )
+    command.add_argument("--profile", metavar="SIZE", help="smoke, cpu, one_gpu or paper")
+    command.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="run on this machine (default), or submit jobs",
+    )
+    command.set_defaults(parser=command)
     command.add_argument(
         "--seeds", type=_seed, nargs="+", default=[], help="replace the benchmark's own seeds"
     )
@@ -134,7 +142,7 @@ def _list(options: argparse.Namespace) -> int:
         say(f"## {group}\n" if options.markdown else group)
         for each in entries:
             source = f" ({each.source})" if each.source else ""
-            sizes = f"; profile={'|'.join(each.sizes)}" if each.sizes else ""
+            sizes = f"; --profile {'|'.join(each.sizes)}" if each.sizes else ""
             if options.markdown:
                 say(f"* `{each.name}`: {each.title}{source}{sizes}")
             else:
@@ -150,16 +158,16 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(options: argparse.Namespace, only: str) -> tuple[list[BenchmarkRow], str]:
-    """Return the rows that the options name, with the cells of `only`, and the launcher."""
+def _rows(options: argparse.Namespace, only: str) -> list[BenchmarkRow]:
+    """Return the rows that the options name, with the cells of `only`."""
     from kfac_bench.benchmark import suite
 
     _separate_seeds(options)
-    own, overrides = split_words(options.words, {"profile": "", "launcher": "local"})
-    launcher = one_of("launcher", own["launcher"], ("local", "slurm"))
+    overrides = options.words
     if any(word.lstrip("+").startswith("runs_dir=") for word in overrides):
         raise UsageError("runs_dir: write --runs-dir DIR, because the report goes there too")
-    profile, seeds = own["profile"] or None, options.seeds or None
+    refuse_old_words(overrides, options.parser)
+    profile, seeds = options.profile, options.seeds or None
     names = suite.names(options.benchmark, profile)
     if len(names) > 1 and options.runs_dir:
         raise UsageError(f"--runs-dir {options.runs_dir}: name one benchmark instead of {ALL}")
@@ -167,7 +175,7 @@ def _rows(options: argparse.Namespace, only: str) -> tuple[list[BenchmarkRow], s
     for row in rows:
         if overrides and row.cells:
             row.cells[0].config()  # A wrong override is reported before anything runs.
-    return rows, launcher
+    return rows
 
 
 def run(
@@ -181,10 +189,10 @@ def run(
     has_limit = options.results is not None or options.minutes is not None
     if options.benchmark == ALL and (has_limit or options.only):
         raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
-    rows, launcher = _rows(options, options.only)
-    if launcher == "slurm":
+    rows = _rows(options, options.only)
+    if options.launcher == "slurm":
         if has_limit:
-            raise UsageError("--results and --minutes do not fit launcher=slurm")
+            raise UsageError("--results and --minutes do not fit --launcher slurm")
         return _submit(rows, options)
     began, failed = time.monotonic(), 0
     todo = [suite.cells_left(row, retry=options.retry) for row in rows]
@@ -199,7 +207,7 @@ def run(
             failed += suite.run(row, say, retry=options.retry, session=session)
             if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.
                 # --only chooses what runs now. The report keeps the cells that ran before.
-                whole = _rows(options, only="")[0][0] if options.only else row
+                whole = _rows(options, only="")[0] if options.only else row
                 _report_row(whole, brief=len(rows) > 1)
         except UsageError as error:
             if len(rows) == 1:
@@ -214,16 +222,23 @@ def run(
     return 1 if failed else 0
 
 
+def _words(options: argparse.Namespace) -> list[object]:
+    """Return what the user wrote after the benchmark, without the launcher."""
+    words = [*options.words]
+    words += ["--profile", options.profile] if options.profile else []
+    words += ["--only", options.only] if options.only else []
+    words += ["--seeds", *options.seeds] if options.seeds else []
+    words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+    return words
+
+
 def _say_what_next(
     rows: Sequence[BenchmarkRow], options: argparse.Namespace, failed: int, program: str
 ) -> None:
     """Print the command that runs the other cells, or the one that draws the runs of one row."""
     from kfac_bench.benchmark import suite
 
-    words = [options.benchmark, *options.words]
-    words += ["--only", options.only] if options.only else []
-    words += ["--seeds", *options.seeds] if options.seeds else []
-    words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+    words = [options.benchmark, *_words(options)]
     words += ["--results", options.results] if options.results else []
     left = sum(suite.cells_left(row, retry=False) for row in rows)
     if failed:
@@ -238,7 +253,7 @@ def _say_what_next(
 
 
 def _report(options: argparse.Namespace) -> int:
-    rows, _ = _rows(options, options.only)
+    rows = _rows(options, options.only)
     if len(rows) > 1:
         _report_all(rows, options.into)
         return 0
@@ -350,10 +365,7 @@ def _terminal(table: Table) -> rich.table.Table:
 def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
     from kfac_bench.benchmark import slurm_jobs
 
-    words = [*options.words]
-    words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
-    words += ["--only", options.only] if options.only else []
-    words += ["--seeds", *map(str, options.seeds)] if options.seeds else []
+    words = [*map(str, _words(options)), "--launcher", "slurm"]
     for row in rows:
         sbatch = options.sbatch.split()
         for line in slurm_jobs.submit_wave(row, words, options.wave, sbatch, retry=options.retry):

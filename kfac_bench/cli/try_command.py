@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kfac_bench.cli.endings import command_line, say_next
 from kfac_bench.cli.entry import Parser
-from kfac_bench.config.command_options import one_of, split_words
+from kfac_bench.config.command_options import refuse_old_words
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
@@ -60,8 +60,14 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "words",
         nargs="*",
-        metavar="WORD",
-        help="launcher=local|slurm, or an override of kfac-train for all runs",
+        metavar="OPTION=VALUE",
+        help="options of kfac-train for all runs",
+    )
+    command.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="run on this machine (default), or submit a job",
     )
     command.add_argument(
         "--minutes", type=float, help=f"time of the whole study in minutes (default: {MINUTES:g})"
@@ -87,13 +93,13 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "--runs-dir", type=Path, help="folder of the study (default: runs/try-NAME)"
     )
-    command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
-    command.set_defaults(run_command=_try)
+    command.add_argument("--sbatch", default="", help="options of sbatch, for --launcher slurm")
+    command.set_defaults(run_command=_try, parser=command)
 
 
 def _try(options: argparse.Namespace) -> int:
-    own, words = split_words(options.words, {"launcher": "local"})
-    launcher = one_of("launcher", own["launcher"], ("local", "slurm"))
+    words, launcher = options.words, options.launcher
+    refuse_old_words(words, options.parser)
     _check_numbers(options, launcher)
     from kfac_bench.config import problem_file
 

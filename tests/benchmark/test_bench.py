@@ -280,7 +280,7 @@ def test_a_profile_changes_the_options_of_a_value(tmp_path):
     assert many.path().name.endswith("-2ranks")
     assert many.config().trainer.max_steps == 3
     assert many.command()[1:4] == ["-m", "kfac_bench.benchmark.local_runs", "2"]
-    with pytest.raises(UsageError, match="profile=paper: choose one of smoke"):
+    with pytest.raises(UsageError, match="--profile paper: choose one of smoke"):
         grid.cells(tree, "r", None, "paper")
     with pytest.raises(UsageError, match="has no profiles"):
         grid.cells(small(), "r", None, "smoke")

@@ -36,7 +36,7 @@ from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
 from kfac_bench.record.runs import load
 
-BEGIN = "<!-- made by kfac-bench report all profile=smoke --into -->"
+BEGIN = "<!-- made by kfac-bench report all --profile smoke --into -->"
 EVERY = {"optimizer": ["SGD", "K-FAC"], "batch": ["64", "256"]}
 ROW = Benchmark(
     "Made up",
@@ -305,10 +305,10 @@ def test_a_document_lists_all_rows_between_its_marks_and_each_row_has_a_page(
     assert text.endswith(f"{write_reports.END}\nafter\n")
     assert "old" not in text
     page = (tmp_path / "results/smoke/made_up.md").read_text()
-    assert page.startswith("# made_up profile=smoke\n")
+    assert page.startswith("# made_up --profile smoke\n")
     assert "| K-FAC | 64 | seconds (s) |" in page
     assert (
-        page.removeprefix("# made_up profile=smoke") in (tmp_path / "runs/all/smoke.md").read_text()
+        page.removeprefix("# made_up --profile smoke") in (tmp_path / "runs/all/smoke.md").read_text()
     )
     write_reports.write_all(written, document, profile="smoke")
     assert document.read_text() == text
@@ -405,7 +405,7 @@ def test_a_clock_that_stands_still_gives_no_number(tmp_path):
 
 def test_the_report_keeps_the_cells_that_only_left_out(row, monkeypatch, capsys):
     monkeypatch.setattr(schema, "load", lambda name: ROW)
-    words = ["run", "made_up", "profile=smoke", "--only", "SGD", "--runs-dir", str(row.folder)]
+    words = ["run", "made_up", "--profile=smoke", "--only", "SGD", "--runs-dir", str(row.folder)]
     with pytest.raises(SystemExit) as caught:
         cli.bench(words)
     said = capsys.readouterr().out
@@ -429,7 +429,7 @@ def test_the_time_left_counts_no_cells_that_ran_before(monkeypatch, tmp_path, ca
     for cell in suite.row("one", "smoke").cells:
         write(cell.path(), 0.7, reached_s=4.0)
     with pytest.raises(SystemExit):
-        cli.bench(["run", "all", "profile=smoke"])
+        cli.bench(["run", "all", "--profile=smoke"])
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== ")]
     assert heads == [
         "== 1/3 one: Made up",
@@ -451,7 +451,7 @@ def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
         figure=FigureSpec(["loss"], "optimizer", "optimizer"),
     )
     monkeypatch.setattr(schema, "load", lambda name: tree)
-    words = ["tiny", "profile=smoke", "trainer.predictions=0", "--runs-dir", str(tmp_path / "t")]
+    words = ["tiny", "--profile=smoke", "trainer.predictions=0", "--runs-dir", str(tmp_path / "t")]
 
     def call(*arguments):
         with pytest.raises(SystemExit) as caught:
@@ -469,11 +469,11 @@ def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
     assert (code, events.read_bytes()) == (0, before)
     assert "(before)" in said
     runs = f"--runs-dir={tmp_path / 't'}"
-    _, said = call("run", "--retry", "tiny", "--seeds", "0", "profile=smoke", words[2], runs)
+    _, said = call("run", "--retry", "tiny", "--seeds", "0", "--profile=smoke", words[2], runs)
     assert "[1/1] K-FAC seed 0: finished at step 2" in said
     assert "(before)" in said, "an override behind an option was not the run's"
     assert call("report", *words)[0] == 0
-    code, _ = call("report", "tiny", "profile=smok", "--runs-dir", str(tmp_path / "t"))
+    code, _ = call("report", "tiny", "--profile=smok", "--runs-dir", str(tmp_path / "t"))
     assert code == 2
 
 

@@ -20,6 +20,7 @@ from kfac_bench.benchmark import (
 )
 from kfac_bench.benchmark.result import _published as published
 from kfac_bench.benchmark.result import axes_of, key_of
+from kfac_bench.cli import plan_command
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose
 from kfac_bench.config.profiles import PROFILES
@@ -200,20 +201,21 @@ def test_simulated_cells_have_the_numbers_of_kfac_plan_simulate():
     own = {"model": "resnet18", "hardware": "longhorn_v100", "ranks": "32", "examples": "16"}
     kfac = {"strategy": "comm_opt", "factors": "20", "decompose": "200", "at": "64"}
     found = computed_numbers.step_numbers(own | kfac)
-    said = simulate_options.simulate(
+    options = plan_command.simulate_parser().parse_args(
         [
             "model=resnet18",
-            "hardware=longhorn_v100",
-            "world_size=32",
-            "per_rank_batch=16",
-            "strategies=comm_opt",
+            "--hardware=longhorn_v100",
+            "--world-size=32",
+            "--per-rank-batch=16",
+            "--strategies=comm_opt",
             "kfac.method=eigen",
-            "update_freq_at=64",
+            "--update-freq-at=64",
             "kfac.update_freq=200",
             "kfac.factor_update_freq=20",
-            "out=-",
+            "--out=-",
         ]
     )
+    said = simulate_options.simulate(options)
     (cell,) = json.loads("\n".join(said))["cells"]
     assert found["ms_per_step"] == pytest.approx(1e3 * cell["step_s"])
     assert found["stage Decompose"] == pytest.approx(1e3 * cell["kinds_s"]["Decompose"])
@@ -313,7 +315,7 @@ def test_a_computed_cell_that_cannot_be_written_is_computed_again(tmp_path, monk
 def test_cells_with_too_many_ranks_are_not_started(tmp_path):
     cells = grid.cells(schema.load("fig7_step_profile"), str(tmp_path), [0], "paper")
     good, said = grid.run_cell(cells[0])
-    assert (good, "launcher=slurm" in said) == (False, True)
+    assert (good, "--launcher slurm" in said) == (False, True)
 
 
 def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
@@ -331,7 +333,7 @@ def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
     tree = schema.Benchmark("T", {"size": ["small", "big"]}, ["model=resnet8"], each=each)
     monkeypatch.setattr(schema, "load", lambda name: tree)
     row = suite.row("t", None, runs_dir=str(tmp_path / "r"))
-    line = r"launcher=slurm: too many\. The jobs submitted before \(7 7\) are cancelled"
+    line = r"--launcher slurm: too many\. The jobs submitted before \(7 7\) are cancelled"
     with pytest.raises(compose.UsageError, match=line):
         slurm_jobs.submit_wave(row, [], 0, [])
     assert cancelled.read_text() == "7 7\n"
@@ -358,12 +360,12 @@ def test_kfac_bench_accepts_the_command_of_the_next_wave(tmp_path, monkeypatch):
 
     monkeypatch.setattr(slurm_jobs, "submit", submit)
     row = suite.row("table3_bert_lamb", "smoke", (), str(tmp_path / "r"), [0])
-    words = ["profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
+    words = ["--profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
     slurm_jobs.submit_wave(row, words, 0, ["--partition=debug"])
     (command,) = {tuple(after) for after in behind if after != ["true"]}
     options = build_parser().parse_args(command[1 + len(slurm_jobs.KFAC_BENCH) :])
     assert (options.command, options.wave, options.sbatch) == ("run", 1, "--partition=debug")
-    assert (options.words, options.seeds, options.retry) == (["profile=smoke"], [0], False)
+    assert (options.profile, options.seeds, options.retry) == ("smoke", [0], False)
     before = [*sent]
     for cell in slurm_jobs.waves(row)[0]:
         run_end.record_failure(cell.path(), cell.label, "it broke")

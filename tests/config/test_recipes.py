@@ -201,7 +201,7 @@ def test_train_says_the_recipe_once_and_cfg_shows_the_result(tmp_path, capsys, m
 
 
 def test_plan_has_the_recipe_of_the_same_words(capsys):
-    assert plan_command.plan([*CIFAR, "world_size=4", "out=null"]) == 0
+    assert plan_command.plan([*CIFAR, "--world-size=4", "--out=null"]) == 0
     said = capsys.readouterr().out
     assert "batch 512 over 4 ranks" in said
     assert said.startswith("recipe=cifar10_resnet: ")

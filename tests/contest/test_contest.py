@@ -573,6 +573,8 @@ def test_wrong_requests_are_one_line(lab, capsys):
     for words, fragment in [
         (["run", "demo", "--minutes", "-1"], "--minutes -1: must be at least 0"),
         (["run", "demo", "runs_dir=x"], "runs_dir: write --runs-dir DIR"),
+        (["run", "all", "profile=cpu"], "profile=cpu: write --profile cpu"),
+        (["report", "demo", "launcher=slurm"], "launcher=slurm: write --launcher slurm"),
         (
             ["run"],
             "arguments are required: benchmark; see python -m benchmarks.contest run --help",
@@ -582,7 +584,7 @@ def test_wrong_requests_are_one_line(lab, capsys):
         (["run", "all", "--only", "x"], "need one benchmark instead of all"),
         (["run", "all", "--minutes", "0"], "need one benchmark instead of all"),
         (["tables", "embedded_ablation", "--results", "."], "has the axes change"),
-        (["run", "demo", "launcher=slurm", "--minutes", "3"], "do not fit launcher=slurm"),
+        (["run", "demo", "--launcher=slurm", "--minutes", "3"], "do not fit --launcher slurm"),
     ]:
         with pytest.raises(SystemExit) as caught:
             command(words)

@@ -121,7 +121,7 @@ def test_a_task_that_sees_only_its_own_gpu_takes_it(monkeypatch):
 
 def test_submit_without_slurm_is_a_usage_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="launcher=slurm: there is no sbatch on this machine"):
+    with pytest.raises(UsageError, match="--launcher slurm: there is no sbatch on this machine"):
         slurm_jobs.submit({"a": ["true"]}, ["true"], tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file/slurm: cannot be written"):

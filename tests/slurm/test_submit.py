@@ -58,7 +58,7 @@ def test_the_report_waits_for_cells_that_were_requeued(here, monkeypatch):
 
 def test_a_job_that_slurm_refuses_is_one_line_and_leaves_no_job(here):
     commands = {"good": cell(0), "bad": ["x" * 200_000]}
-    with pytest.raises(UsageError, match=r"launcher=slurm: .+"):
+    with pytest.raises(UsageError, match=r"--launcher slurm: .+"):
         slurm_jobs.submit(commands, cell(0), here.folder, NODE)
     assert here("squeue", "--noheader") == ""
     with pytest.raises(UsageError, match="Invalid partition"):
@@ -76,7 +76,7 @@ def test_no_job_of_a_row_is_left_if_cells_with_more_ranks_are_refused(here):
 
 
 def test_a_benchmark_runs_as_jobs_and_ends_with_its_table(here):
-    run = ("run", "kaisa_unet_lgg", "profile=smoke", "launcher=slurm", "--seeds=0")
+    run = ("run", "kaisa_unet_lgg", "--profile=smoke", "--launcher=slurm", "--seeds=0")
     options = ("trainer.max_steps=2", "trainer.eval_freq=2", "trainer.target=null", "logger=none")
     words = (*run, *options, "--runs-dir=runs/row", f"--sbatch={' '.join(NODE)}")
     said = here(sys.executable, "-c", "from kfac_bench.cli import bench; bench()", *words)

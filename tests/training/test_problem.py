@@ -252,7 +252,10 @@ def test_tables_name_the_file(tmp_path, own):
 @pytest.mark.parametrize("change", [(), (("nn.Linear(4, 8)", "nn.LazyLinear(8)"),)])
 def test_a_dry_run_and_a_plan(own, capsys, change):
     file = own(*change)
-    for command, words in ((cli.train, ["dry_run=true"]), (cli.plan, ["world_size=4", "out=null"])):
+    for command, words in (
+        (cli.train, ["dry_run=true"]),
+        (cli.plan, ["--world-size=4", "--out=null"]),
+    ):
         with pytest.raises(SystemExit) as caught:
             command([f"problem={file}", "kfac.fisher=type2", *words])
         assert caught.value.code == 0

@@ -120,7 +120,7 @@ def _run_of(
     if config.trainer.batch_size < world_size:
         raise UsageError(
             f"trainer.batch_size={config.trainer.batch_size} leaves some of {world_size} ranks "
-            "without an example; use mode=weak or a larger batch"
+            "without an example; use --mode weak or a larger batch"
         )
     digest = hashlib.sha256(repr((world_size, overrides)).encode()).hexdigest()[:8]
     name = f"{variant.label.replace('/', '_').replace('@', '-')}-{world_size}-{number}-{digest}"

@@ -168,7 +168,8 @@ BAD = [
     (("--optimizers=sgd,muon",), "name adamw, which the others are compared with"),
     (("--optimizers=adamw",), "at least one other"),
     (("--from=no_such_folder",), "--from no_such_folder: no study of kfac-bench try"),
-    (("launcher=pbs",), "launcher=pbs: choose one of local, slurm"),
+    (("--launcher=pbs",), "argument --launcher: invalid choice: 'pbs'"),
+    (("launcher=slurm",), "launcher=slurm: write --launcher slurm"),
     (("optimizer.lr=0.1",), "optimizer.lr=0.1: kfac-bench try sets optimizer.lr itself"),
     (("optimizer=sgd",), "kfac-bench try sets optimizer itself"),
     (("seed=3",), "kfac-bench try sets seed itself"),
@@ -217,5 +218,5 @@ def test_minutes_that_are_too_few_are_refused(tmp_path, capsys):
 
 def test_slurm_is_missing_here(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = (written(tmp_path), "launcher=slurm", f"--runs-dir={tmp_path / 'try'}")
+    words = (written(tmp_path), "--launcher=slurm", f"--runs-dir={tmp_path / 'try'}")
     assert "there is no sbatch on this machine" in refused(capsys, *words)
