@@ -17,8 +17,8 @@ benchmarks/ does."""
 
 
 IN_THE_CONTEST = {
-    "benchmark": ("contest", "one_rate"),
-    "experiment": ("contest/", "contest_twice/"),
+    "benchmark": ("contest", "embedded", "one_rate"),
+    "experiment": ("contest/", "contest_twice/", "embedded/"),
     "optimizer": ("kl_shampoo", "kl_soap"),
 }
 """By group, the beginnings of the choices that have left the package."""

@@ -308,7 +308,8 @@ def test_a_document_lists_all_rows_between_its_marks_and_each_row_has_a_page(
     assert page.startswith("# made_up --profile smoke\n")
     assert "| K-FAC | 64 | seconds (s) |" in page
     assert (
-        page.removeprefix("# made_up --profile smoke") in (tmp_path / "runs/all/smoke.md").read_text()
+        page.removeprefix("# made_up --profile smoke")
+        in (tmp_path / "runs/all/smoke.md").read_text()
     )
     write_reports.write_all(written, document, profile="smoke")
     assert document.read_text() == text

@@ -22,7 +22,7 @@ INF = math.inf
 # ---- trials ----
 
 
-@pytest.mark.parametrize("name", ["demo", "embedded"])
+@pytest.mark.parametrize("name", ["demo"])
 def test_every_optimizer_has_the_same_budget(name):
     benchmark = schema.load(name)
     tuning, optimizers = benchmark.tuning, benchmark.axes["optimizer"]
@@ -34,24 +34,6 @@ def test_every_optimizer_has_the_same_budget(name):
     assert not set(tuning.seeds) & set(benchmark.seeds), "tuned on the seeds of the table"
     ranges = [sum(isinstance(v, dict) for v in tuning.space[o].values()) for o in optimizers]
     assert min(ranges) >= 2, "nothing to tune"
-
-
-@pytest.mark.slow
-def test_labels_of_the_embedded_optimizers_are_correct():
-    """Files may be written by hand or by the tuning. The files of K-FAC have its options."""
-    embedded = schema.load("embedded")
-    assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
-    for point in schema.points(embedded):
-        name = point["optimizer"]
-        found = compose.load([f"experiment=embedded/{point['task']}_{name}"])
-        assert found.label == embedded.tuning.labels[name]
-        assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
-        assert (found.kfac.method == "identity") == (name == "clip")
-        assert found.optimizer.name == {
-            "clip": "sgd",
-            "kfac_adam": "adam",
-            **dict.fromkeys(("kfac", "kfac_eigen", "kfac_ekfac", "kfac_empirical"), "sgd"),
-        }.get(name, name)
 
 
 @pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])

@@ -203,7 +203,7 @@ TO_TARGETS = [name for name, benchmark in BENCHMARKS.items() if not benchmark.pr
 
 
 CELLS = [
-    (pytest.param if name in ("demo", "embedded") else slow)(cell, id=f"{name}: {cell.label}")
+    (pytest.param if name == "demo" else slow)(cell, id=f"{name}: {cell.label}")
     for name in TO_TARGETS
     for cells in [grid.cells(BENCHMARKS[name], "runs/test")]
     for cell in cells

@@ -87,7 +87,6 @@ def test_a_run_without_an_experiment_needs_the_defaults(no_defaults):
     ("experiment", "id_of_2026"),
     [
         ("digits/autoencoder_kfac", "c463005b"),
-        ("embedded/pydoc_transformer_kfac_eigen", "15d9ee1c"),
         ("lgg/unet_kfac", "b0493273"),
         ("fig8_resnet_scaling/paper", "d1b97c13"),
         ("table4a_bert_kfac_phase2/paper", "95157377"),
