@@ -20,8 +20,8 @@ from kfac_bench import report
 from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.benchmark.own_problem.study import HOPELESS, StudyResult, final_limit_s
 from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, base_words
-from kfac_bench.benchmark.own_problem.trial_result import TrialResult
 from kfac_bench.benchmark.own_problem.verdict import Finalist, SeedRun, TryResult, verdict
+from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS, eigen_adam

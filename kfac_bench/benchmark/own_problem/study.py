@@ -27,8 +27,8 @@ from kfac_bench.benchmark.own_problem.study_plan import (
     StudyPlan,
     wait_until_free,
 )
-from kfac_bench.benchmark.own_problem.trial_result import TrialResult
 from kfac_bench.benchmark.own_problem.verdict import LEAST_SEEDS
+from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.config.command_options import path_word
 
 CRASHES = 2

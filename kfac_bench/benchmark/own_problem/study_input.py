@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.benchmark import schema
-from kfac_bench.benchmark.own_problem.trial_result import rank
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.trials import overrides_of, trial_settings
+from kfac_bench.benchmark.trials import overrides_of, rank, trial_settings
 from kfac_bench.config import problem_file
 from kfac_bench.config.problem_file import ProblemFile
 from kfac_bench.errors import UsageError
