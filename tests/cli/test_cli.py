@@ -109,9 +109,9 @@ def test_help_explains_a_group_or_an_option(main, capsys):
 @pytest.mark.parametrize(
     ("main", "words", "start"),
     [
-        (cli.train, ["--help", "hardware"], "hardware=NAME: "),
-        (cli.plan, ["--help", "hardware"], "hardware=NAME: "),
-        (cli.plan, ["simulate", "--help", "hardware"], "hardware=NAME: "),
+        (cli.train, ["--help", "hardware"], "--hardware NAME: "),
+        (cli.plan, ["--help", "hardware"], "--hardware NAME: "),
+        (cli.plan, ["simulate", "--help", "hardware"], "--hardware NAME: "),
         (cli.plan, ["simulate", "--help", "kfac.damping"], "kfac.damping\n  Tikhonov damping"),
         # The usage explains the options that only the command has.
         (cli.plan, ["simulate", "--help", "strategies"], "usage: kfac-plan simulate "),
