@@ -145,14 +145,6 @@ def test_a_broken_benchmark_gives_a_one_line_error(tmp_path, monkeypatch, text, 
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
-    contest, twice = schema.load("contest"), schema.load("contest_twice")
-    assert twice.tuning.space == contest.tuning.space
-    assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
-    assert twice.axes == contest.axes | {"task": twice.axes["task"]}
-    assert twice.held_out == []
-
-
 def test_a_benchmark_may_extend_one_that_extends_another(tmp_path, monkeypatch):
     (tmp_path / "benchmark").mkdir()
     for name, text in {

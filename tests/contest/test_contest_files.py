@@ -88,3 +88,11 @@ def test_labels_of_the_embedded_optimizers_are_correct():
 def test_run_ids_of_moved_experiments_stay():
     found = compose.load(["experiment=embedded/pydoc_transformer_kfac_eigen"])
     assert run_id(found, job="").rpartition("-")[2] == "15d9ee1c"
+
+
+def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
+    contest, twice = schema.load("contest"), schema.load("contest_twice")
+    assert twice.tuning.space == contest.tuning.space
+    assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
+    assert twice.axes == contest.axes | {"task": twice.axes["task"]}
+    assert twice.held_out == []
