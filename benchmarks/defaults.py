@@ -41,7 +41,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.base.order import Shard, steps_per_epoch
-from kfac_bench.tasks.evaluation import SummedTask
+from kfac_bench.tasks.task import SummedTask
 from kfac_bench.training.environment import describe
 
 RATES = {"sgd": (0.003, 0.03, 0.3), "adamw": (0.0003, 0.001, 0.003)}

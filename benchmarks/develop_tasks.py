@@ -17,15 +17,11 @@ from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data
 from kfac_bench.data.images import digits, pictures
 from kfac_bench.data.language import pydoc
-from kfac_bench.models.networks.autoencoder import Autoencoder
-from kfac_bench.models.networks.cifar_resnet import cifar_resnet
-from kfac_bench.models.networks.transformer import Transformer
-from kfac_bench.models.networks.unet import UNet
-from kfac_bench.tasks.evaluation import SummedTask
-from kfac_bench.tasks.objectives.classification import Classification
-from kfac_bench.tasks.objectives.denoising import Denoising
-from kfac_bench.tasks.objectives.language_model import LanguageModel
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.models.image_networks import Autoencoder, UNet, cifar_resnet
+from kfac_bench.models.token_networks import Transformer
+from kfac_bench.tasks.image_tasks import Classification, Denoising, Reconstruction
+from kfac_bench.tasks.language_tasks import LanguageModel
+from kfac_bench.tasks.task import SummedTask
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ TASKS = {
             "pictures U-Net",
             _patches,
             lambda: UNet(1, 1, width=8, depth=2),
-            lambda: DenoisingError(16 * 16, _patches().looks),  # type: ignore[attr-defined]
+            lambda: DenoisingError(16 * 16, _patches().looks),
             "squared_error",
             64,
             200,

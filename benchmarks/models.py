@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks.cifar_resnet import cifar_resnet
-from kfac_bench.models.torchvision_resnet import TorchvisionResNetConfig
+from kfac_bench.models.image_networks import cifar_resnet
+from kfac_bench.models.options import TorchvisionResNetConfig
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _bert_base(size: Size, device: str) -> Workload:
 
 def _maskrcnn(size: Size, device: str) -> Workload:
     """Make random images of 800 x 1216 with seven objects each. K-FAC sees the heads only."""
-    from kfac_bench.models.networks.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
+    from kfac_bench.models.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
 
     batch, height, width = size.batch or 1, 800, 1216
     if size.quick:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import tables
 from kfac_bench.errors import UsageError
-from kfac_bench.record.text_file import around_marks, write_text
+from kfac_bench.whole_files import around_marks, write_text
 
 BEGIN = "<!-- made by benchmarks/peers.py --into -->"
 END = "<!-- end of what benchmarks/peers.py made -->"

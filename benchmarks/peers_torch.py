@@ -24,8 +24,8 @@ from benchmarks.peers_loop import Job, Work
 from kfac_bench.benchmark.trials import overrides_of
 from kfac_bench.config import compose
 from kfac_bench.core import KFAC
-from kfac_bench.models.networks.autoencoder import Autoencoder
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.models.image_networks import Autoencoder
+from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training import environment
 from kfac_bench.training.build import build_kfac, build_optimizer
 

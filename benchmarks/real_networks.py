@@ -28,11 +28,10 @@ from benchmarks.develop_tasks import TASKS, DevelopTask
 from kfac_bench.data.demo import demo_folder
 from kfac_bench.data.images import digits, imagefolder
 from kfac_bench.data.language import pydoc
-from kfac_bench.models.networks.transformer import Transformer
-from kfac_bench.models.networks.vit import VisionTransformer
-from kfac_bench.models.torchvision_resnet import TorchvisionResNetConfig
-from kfac_bench.tasks.objectives.classification import Classification
-from kfac_bench.tasks.objectives.language_model import LanguageModel
+from kfac_bench.models.options import TorchvisionResNetConfig
+from kfac_bench.models.token_networks import Transformer, VisionTransformer
+from kfac_bench.tasks.image_tasks import Classification
+from kfac_bench.tasks.language_tasks import LanguageModel
 
 SEEDS = 0, 1, 2
 RESULTS = Path(__file__).parent / "results" / "real_networks.jsonl"

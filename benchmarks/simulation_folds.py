@@ -23,11 +23,11 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.text_file import around_marks, write_text
 from kfac_bench.simulate.calibration import Constants, predict
 from kfac_bench.simulate.conduct import OURS, SC20_CODE, Conduct
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.sweep import SGD
+from kfac_bench.whole_files import around_marks, write_text
 from scripts.calibrate import (
     LARGEST,
     Paper,

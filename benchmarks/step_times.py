@@ -28,7 +28,7 @@ if not __package__:
 from benchmarks import defaults, tables
 from benchmarks.develop_tasks import TASKS
 from kfac_bench import KFAC, eigen_adam
-from kfac_bench.optimizers.muon import MuonConfig
+from kfac_bench.optimizers.first_order_options import MuonConfig
 
 STEPS = 40
 """Steps of a round."""

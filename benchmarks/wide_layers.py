@@ -28,8 +28,8 @@ if not __package__:
 from benchmarks import rates, tables
 from benchmarks.develop_tasks import TASKS
 from kfac_bench import eigen_adam
-from kfac_bench.models.networks.autoencoder import Autoencoder
-from kfac_bench.optimizers.muon import MuonConfig
+from kfac_bench.models.image_networks import Autoencoder
+from kfac_bench.optimizers.first_order_options import MuonConfig
 
 NAME = "wide autoencoder"
 MAX_DIM = 8192, 300, 1

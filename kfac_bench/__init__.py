@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kfac_bench.core import KFAC, eigen_adam
-    from kfac_bench.optimizers.algorithms.muon import muon
+    from kfac_bench.optimizers.muon import muon
     from kfac_bench.problem import Problem
     from kfac_bench.training.run import train_words as train
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return eigen_adam
     if name == "muon":
-        from kfac_bench.optimizers.algorithms.muon import muon
+        from kfac_bench.optimizers.muon import muon
 
         return muon
     if name == "Problem":

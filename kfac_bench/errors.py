@@ -28,7 +28,7 @@ _SHORTAGES = (
         "a disk or /dev/shm has no space or no inodes left. df and df -i show which one",
     ),
 )
-"""What can run out: the error number, texts of torch, which has no types for them, and a line."""
+"""Resources that can run out: the error number, texts of torch's untyped errors, and advice."""
 
 
 def shortage(error: BaseException) -> str | None:

@@ -20,7 +20,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Restore the state of the global CPU generators after the block."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()

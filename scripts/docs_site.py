@@ -23,8 +23,8 @@ from mkdocs.structure.pages import Page
 from kfac_bench.cli import bench_command, data_command, plan_command, train_command
 from kfac_bench.config import compose, option_table
 from kfac_bench.config.conf_files import CONF_DIR, first_sentence
+from kfac_bench.config.groups import TABLES
 from kfac_bench.config.option_table import HelpedOption, Owners
-from kfac_bench.config.registry import TABLES, options_class
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = "tutorials/hello_kfac"
@@ -185,8 +185,8 @@ def _kfac_options() -> str:
 def _group(group: str) -> str:
     """Return the page of one configuration group: its choices, and the options of each."""
     choices = ["| choice | what it is |", "| --- | --- |"]
-    for choice in TABLES[group]:
-        about = (inspect.getdoc(options_class(group, choice)) or "").partition("\n\n")[0]
+    for choice, options in TABLES[group].items():
+        about = (inspect.getdoc(options) or "").partition("\n\n")[0]
         choices.append(f"| `{group}={choice}` | {_cell(' '.join(about.splitlines()))} |")
     # Options with the same owners share a table; the options of all choices come first.
     tables: dict[str, list[str]] = {"all choices": []}

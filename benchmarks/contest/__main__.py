@@ -15,10 +15,9 @@ from kfac_bench.benchmark.grid import WorkSession
 from kfac_bench.benchmark.performance_profile import profile_svg
 from kfac_bench.benchmark.schema import Benchmark
 from kfac_bench.cli import suite_command, tune_command
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser, exit_with
+from kfac_bench.cli.entry import Parser, command_line, exit_with, say_next
 from kfac_bench.output import say
-from kfac_bench.record.text_file import around_marks, write_text
+from kfac_bench.whole_files import around_marks, write_text
 
 PROGRAM = "python -m benchmarks.contest"
 ALTERNATIVE = "Share of tasks that each optimizer solves within a multiple of the best time"

@@ -234,7 +234,7 @@ def _times(result: ContestResult, times: SeedTimes) -> Table:
         for name, runs in row.items():
             seconds = times[task][name]
             reached = f"{sum(map(math.isfinite, seconds))} of {len(seconds)}"
-            steps = median(score.steps_to_target_of(run.events) for run in runs)
+            steps = median(score.steps_to_target(run) for run in runs)
             shown = _with_interval(*score.bootstrap_median(seconds))
             rows.append([task, name, reached, steps, shown, ratios[name][task]])
     columns = ("task", "optimizer", "reached", "steps", "seconds", "r")

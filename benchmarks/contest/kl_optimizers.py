@@ -45,10 +45,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kfac_bench.config.optimizers import Group
+from benchmarks.contest.kl_factor import KLFactor
+from kfac_bench.config.groups import ParameterGroup
 from kfac_bench.config.options import RESULT, option
-from kfac_bench.optimizers.adam import MomentsConfig
-from kfac_bench.optimizers.algorithms.kl_factor import KLFactor
+from kfac_bench.optimizers.first_order_options import MomentsConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 State = dict[str, Any]
-"""What the optimizer remembers of one parameter."""
+"""The state of one parameter."""
 
 
 class KLOptimizer(Optimizer):
@@ -330,10 +330,8 @@ class KLShampooConfig(MomentsConfig):
         10000, "largest side of a weight that gets an eigenbasis", RESULT, at_least=1
     )
 
-    def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
-        """See :meth:`OptimizerConfig.build`."""
-        from benchmarks.contest.kl_optimizers import KLShampoo
-
+    def build(self, groups: list[ParameterGroup], model: nn.Module) -> Optimizer:
+        """Return the optimizer; see :class:`kfac_bench.config.groups.OptimizerConfig`."""
         return KLShampoo(groups, **self.settings())
 
     def settings(self) -> dict[str, Any]:
@@ -354,8 +352,6 @@ class KLSOAPConfig(KLShampooConfig):
     the second moments.
     """
 
-    def build(self, groups: list[Group], model: nn.Module) -> Optimizer:
-        """See :meth:`OptimizerConfig.build`."""
-        from benchmarks.contest.kl_optimizers import KLSOAP
-
+    def build(self, groups: list[ParameterGroup], model: nn.Module) -> Optimizer:
+        """Return the optimizer; see :class:`kfac_bench.config.groups.OptimizerConfig`."""
         return KLSOAP(groups, **self.settings())

@@ -11,20 +11,17 @@ the type of each value is checked.
 import gzip
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kfac_bench.benchmark.computed import event_fields
+from kfac_bench.config.option_table import declared
 from kfac_bench.config.options import RESULT
-from kfac_bench.config.roles import declared
 from kfac_bench.errors import UsageError, one_line
-from kfac_bench.record.event_fields import checked
 from kfac_bench.record.events import (
     Evaluated,
     Event,
@@ -32,9 +29,11 @@ from kfac_bench.record.events import (
     RunEnded,
     RunStarted,
     TargetReached,
+    checked,
     event_of,
 )
 from kfac_bench.record.runs import flatten, option
+from kfac_bench.whole_files import whole_file
 
 MOST_FILE_BYTES = 8_000_000
 MOST_BYTES = 100_000_000
@@ -66,7 +65,7 @@ class PackedRun:
 
     @property
     def key(self) -> tuple[str, str, int, str]:
-        """What the run is a result of. A later run with the same key replaces it."""
+        """The identity of the result. A later run with the same key replaces this run."""
         own = self.name if self.kind == "baseline" else json.dumps(self.settings, sort_keys=True)
         return self.kind, self.optimizer, self.seed, own
 
@@ -157,14 +156,11 @@ def write(path: Path, runs: Iterable[PackedRun]) -> None:
     ordered = sorted(runs, key=lambda run: run.key)
     lines = [json.dumps(_fields(run), separators=(",", ":")) + "\n" for run in ordered]
     packed = gzip.compress("".join(lines).encode(), mtime=0)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(packed)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(packed)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
 
 

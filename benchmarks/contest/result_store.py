@@ -9,10 +9,7 @@ the same time.
 The file of a task is ``FOLDER/NAME/PART/TASK.jsonl.gz``, where PART is ``tuning`` or ``table``.
 """
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.contest import packed_runs
@@ -21,7 +18,7 @@ from kfac_bench.benchmark import run_end
 from kfac_bench.benchmark.computed import event_lines
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import locked_folder, write_text
 
 
 class ResultStore:
@@ -59,28 +56,16 @@ class ResultStore:
             UsageError: The file is damaged, or cannot be written.
         """
         path = self.path(run.task)
-        with self._locked():
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self._folder}: cannot be written ({error.strerror})") from None
+        with locked_folder(self._folder):
             # Another command may have added runs since this one read the file.
             saved = {each.key: each for each in packed_runs.read(path)} if path.exists() else {}
             runs = self._runs.get(run.task, {}) | saved | {run.key: run}
             packed_runs.write(path, runs.values())
         self._runs[run.task] = runs
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock of the folder inside the block. The lock needs no file of its own."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._folder, os.O_RDONLY)
-        except OSError as error:
-            raise UsageError(f"{self._folder}: cannot be written ({error.strerror})") from None
-        try:
-            # A network file system may have no locks of folders.
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
     def unpack(self, runs_dir: Path) -> int:
         """Write the runs as run directories, unless they are there; return how many were written.

@@ -29,7 +29,7 @@ from kfac_bench.benchmark.schema import Benchmark, Tuning
 from kfac_bench.benchmark.trials import TrialRunner, overrides_of, shown_s, trial_settings
 from kfac_bench.benchmark.tune import check
 from kfac_bench.errors import UsageError
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 Settings = Mapping[str, Any]
 

@@ -27,7 +27,7 @@ from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
 from kfac_bench.record.events import EVENTS_FILE, Event, RunEnded, read
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 NAME_FILE = "sitting.txt"
 
@@ -209,4 +209,4 @@ def comparable_time_s(run: PackedRun, speed: Mapping[str, float]) -> float:
     A miss is infinite. The seconds of a sitting without a baseline stay as they are.
     """
     # A damaged clock may give a negative time, for which a ratio has no meaning.
-    return max(0.0, score.time_to_target_of(run.events)) * speed.get(run.sitting, 1.0)
+    return max(0.0, score.time_to_target_s(run)) * speed.get(run.sitting, 1.0)

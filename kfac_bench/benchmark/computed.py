@@ -19,7 +19,7 @@ from kfac_bench.benchmark.schema import Benchmark, fill_in
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, Evaluated, Event, RunEnded, RunStarted
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 KINDS = {
     "plan": "plan_numbers",

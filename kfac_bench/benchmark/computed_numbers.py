@@ -55,7 +55,7 @@ from kfac_bench.simulate import hardware, plan_report, workload
 from kfac_bench.simulate.step import Workload
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, plan_of, sweep, variant
 from kfac_bench.training import dry_run
-from kfac_bench.training.blueprint import Blueprint
+from kfac_bench.training.build import Builders
 
 MB = 1e6
 OWN = ("ranks", "examples", "strategy", "fraction")
@@ -197,10 +197,10 @@ _FEW, _MORE = 2, 6
 
 def saved_bytes(config: TrainConfig, examples: int) -> int:
     """Return the bytes that autograd keeps from one forward pass, without the parameters."""
-    blueprint = Blueprint.of(config)
+    builders = Builders.of(config)
     with torch.device("meta"):
-        model = blueprint.assumed_model()
-        inputs = blueprint.example_inputs(examples)
+        model = builders.assumed_model()
+        inputs = builders.example_inputs(examples)
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -210,7 +210,7 @@ def saved_bytes(config: TrainConfig, examples: int) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs: Any = blueprint.output(model, inputs)
+        outputs: Any = builders.output(model, inputs)
     del outputs
     return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in own)
 

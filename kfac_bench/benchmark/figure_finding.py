@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kfac_bench.benchmark.result import Line, Measured, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
-from kfac_bench.counted import listed
+from kfac_bench.output import listed
 from kfac_bench.record.runs import plain
 from kfac_bench.report.tables import text
 

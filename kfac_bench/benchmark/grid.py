@@ -28,8 +28,8 @@ from kfac_bench.benchmark.schema import (
 )
 from kfac_bench.config import TrainConfig, compose
 from kfac_bench.config.command_options import path_word, whole_number
-from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
+from kfac_bench.output import time_left
 from kfac_bench.training import run_directory
 
 

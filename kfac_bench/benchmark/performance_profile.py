@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 from matplotlib.transforms import ScaledTranslation
 
-from kfac_bench.counted import listed
+from kfac_bench.output import listed
 from kfac_bench.record.runs import Setting, option, plain, target
 from kfac_bench.record.score import bootstrap_median, steps_to_target, time_to_target_s
 from kfac_bench.report.figure_style import PALETTE, REST, EndLabel, label_ends, our_look, to_svg

@@ -20,7 +20,7 @@ from kfac_bench.benchmark.grid import joined_axes, options_of_value
 from kfac_bench.benchmark.result import Line, Measured, PublishedValue, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Check, Claim
 from kfac_bench.benchmark.suite import Attempt, AttemptState, BenchmarkRow
-from kfac_bench.counted import counted
+from kfac_bench.output import counted
 from kfac_bench.record.runs import plain, was_computed
 from kfac_bench.record.score import status
 from kfac_bench.report.tables import DASH, Link, Table, Value, text

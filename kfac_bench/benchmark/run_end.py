@@ -11,8 +11,8 @@ from pathlib import Path
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.record.own_files import read_own
-from kfac_bench.record.text_file import write_text
 from kfac_bench.stop_signals import SIGNALS
+from kfac_bench.whole_files import write_text
 
 FAILED_FILE = "cell.json"
 """File in the directory of a run whose process failed. It holds the reason."""

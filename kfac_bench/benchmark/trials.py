@@ -188,7 +188,7 @@ def _judge(path: Path, target: float | None) -> tuple[float, float]:
         return math.inf, math.inf
     if not any(isinstance(e, RunStarted) for e in read(path)):
         return math.inf, math.inf
-    run = score.load(path)
+    run = load(path)
     gap = abs(score.best_metric(run) - target)
     return score.time_to_target_s(run), math.inf if math.isnan(gap) else gap
 

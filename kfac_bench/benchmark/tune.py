@@ -32,8 +32,8 @@ from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, shown_s, trial
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
-from kfac_bench.record.text_file import write_text
 from kfac_bench.report.tables import Table, Value
+from kfac_bench.whole_files import write_text
 
 
 @dataclass

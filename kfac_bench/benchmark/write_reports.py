@@ -10,9 +10,9 @@ from kfac_bench.benchmark.result import Line
 from kfac_bench.benchmark.suite import Attempt, BenchmarkRow
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import group
-from kfac_bench.record.text_file import around_marks, write_text
 from kfac_bench.report import curves
 from kfac_bench.report.tables import Link, Table, Value, escape_markdown
+from kfac_bench.whole_files import around_marks, write_text
 
 _MOST_LINES = 20
 END = "<!-- end of what kfac-bench report made -->"

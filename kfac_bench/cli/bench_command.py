@@ -6,15 +6,13 @@ that runs the subcommand.
 
 from __future__ import annotations
 
+from functools import partial
+
 from kfac_bench.cli.compare_command import add_compare
-from kfac_bench.cli.completion_command import add_completion
-from kfac_bench.cli.dashboard_command import add_dashboard, add_wandb
 from kfac_bench.cli.entry import Parser
-from kfac_bench.cli.export_command import add_export
-from kfac_bench.cli.profile_command import add_profile
-from kfac_bench.cli.runs_command import add_runs
+from kfac_bench.cli.runs_command import add_dashboard, add_export, add_profile, add_runs, add_wandb
 from kfac_bench.cli.scaling_command import add_scaling
-from kfac_bench.cli.slurm_command import add_slurm
+from kfac_bench.cli.setup_command import add_completion, add_slurm
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
 from kfac_bench.cli.try_command import add_try
 from kfac_bench.cli.tune_command import add_tune, refuse_moved
@@ -47,7 +45,7 @@ def build_parser() -> Parser:
         add_export,
         add_runs,
         add_slurm,
-        add_completion,
+        partial(add_completion, bench_parser=build_parser),
         add_dashboard,
         add_wandb,
     ):

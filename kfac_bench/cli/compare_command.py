@@ -6,11 +6,10 @@ import argparse
 import itertools
 from pathlib import Path
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.output import say
 from kfac_bench.record.runs import refuse_missing
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 
 def add_compare(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -3,11 +3,9 @@
 import argparse
 from pathlib import Path
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
-from kfac_bench.counted import counted
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.errors import UsageError, printable, shortage
-from kfac_bench.output import say
+from kfac_bench.output import counted, say
 
 _WORDS = {
     "coco": ("model=maskrcnn_resnet50_fpn",),
@@ -100,10 +98,10 @@ def _make_demo(options: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> int:
-    from kfac_bench.data import verify
+    from kfac_bench.data.options import verify
 
     try:
-        content, faults = verify.verify(folder)
+        content, faults = verify(folder)
     except OSError as error:
         if shortage(error):
             raise

@@ -1,9 +1,10 @@
-"""What the commands share: errors as one line and an exit code, the parser, and printing."""
+"""The common parts of all commands: errors as one line and an exit code, the parser, last lines."""
 
 import argparse
 import atexit
 import io
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kfac_bench import __version__, output
+from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.slurm_rank import from_launcher
 from kfac_bench.errors import (
     LostRanksError,
@@ -74,7 +76,7 @@ def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
         # The reader is gone, as in `kfac-bench list | head`. Python would complain at its exit when
         # it flushes stdout again, so stdout now goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if int(from_launcher("WORLD_SIZE", "1")) > 1:
+    if slurm_rank.launched_ranks() > 1:
         # Now and then a gloo thread aborts a process in C++'s destructors, after all work is done.
         # os._exit skips the destructors. It also skips the exit handlers, so call these first.
         sys.stderr.flush()
@@ -96,11 +98,21 @@ def _prepare_streams() -> None:
 
 def say_once(text: str) -> None:
     """Print a line to stderr on rank 0 only: all ranks parse the same command line."""
-    if from_launcher("RANK", "0") == "0":
+    if slurm_rank.is_main_process():
         output.say(text, sys.stderr)
     else:
         # Launchers kill all ranks as soon as one ends, so give rank 0 time to print the line.
         time.sleep(RANK_0_SPEAKS_S)
+
+
+def command_line(command: str, words: Sequence[object]) -> str:
+    """Return a command with its words quoted for a shell."""
+    return " ".join([command, *(shlex.quote(str(word)) for word in words)])
+
+
+def say_next(command: str, why: str = "") -> None:
+    """Print the command that the user may want next, as the last line."""
+    output.say(f"next: {command}{f'   ({why})' if why else ''}")
 
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ import argparse
 import gc
 from pathlib import Path
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser, check_config_dir
+from kfac_bench.cli.entry import Parser, check_config_dir, command_line, say_next
 from kfac_bench.config.command_options import given_options, refuse_old_words, whole_number
 from kfac_bench.output import say
 

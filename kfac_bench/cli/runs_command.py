@@ -1,4 +1,8 @@
-"""`kfac-bench runs`: list old runs, and remove the checkpoints that nobody needs."""
+"""The subcommands of ``kfac-bench`` for runs that have ended.
+
+``runs`` lists runs and removes checkpoints, ``export`` writes weights, ``profile`` compares
+optimizers over tasks, ``dashboard`` and ``wandb`` send runs to W&B.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
-from kfac_bench.counted import counted, size_text
-from kfac_bench.output import say
+from kfac_bench.cli.entry import Parser, command_line, say_next
+from kfac_bench.errors import UsageError
+from kfac_bench.output import counted, duration_text, say, size_text
+from kfac_bench.record.runs import refuse_missing
+from kfac_bench.whole_files import write_text
 
 if TYPE_CHECKING:
     from kfac_bench.record.run_list import ListedRun
@@ -70,24 +75,17 @@ def _cells(run: ListedRun, root: Path) -> tuple[str, ...]:
     return (
         run.state,
         str(run.step),
-        _age(run.age_s),
+        duration_text(run.age_s, units=1),
         size_text(run.size_bytes),
         str(run.checkpoints),
         str(run.path.relative_to(root)),
     )
 
 
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 def _prune(options: argparse.Namespace) -> int:
-    from kfac_bench.record import prune
+    from kfac_bench.record import run_list
 
-    done = prune.prune(
+    done = run_list.prune(
         options.runs_dir, options.keep, options.older_than, say, dry_run=options.dry_run
     )
     verb = "would free" if options.dry_run else "freed"
@@ -96,3 +94,133 @@ def _prune(options: argparse.Namespace) -> int:
     if done.left_alone:
         say(f"{counted(done.left_alone, 'run')} left alone, as said above")
     return 0
+
+
+def add_export(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add `kfac-bench export` to the commands."""
+    command = commands.add_parser("export", help="write a run's weights as safetensors")
+    command.add_argument("run", type=Path, help="run directory, or one checkpoint")
+    command.add_argument(
+        "--out", type=Path, help="the file to write (default: RUN/model.safetensors)"
+    )
+    command.add_argument(
+        "--best", action="store_true", help="take the best kept checkpoint, not the newest"
+    )
+    command.set_defaults(run_command=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    if not options.run.exists():  # before the import of torch
+        raise UsageError(f"{options.run} does not exist; give a run directory or a checkpoint")
+    from kfac_bench.training.weights import SAFETENSORS, export
+
+    for line in export(options.run, options.out, best=options.best):
+        say(line)
+    code = "import sys, safetensors.torch as s; print(s.load_file(sys.argv[1]).keys())"
+    file = options.out or (options.run if options.run.is_dir() else Path()) / SAFETENSORS
+    say_next(command_line("python", ["-c", code, file]), "the names of the weights")
+    return 0
+
+
+def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench profile``."""
+    command = commands.add_parser("profile", help="compare optimizers over several tasks")
+    command.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
+    command.add_argument("--steps", action="store_true", help="count steps instead of seconds")
+    command.add_argument("--svg", type=Path, help="write the figure to this file")
+    command.set_defaults(run_command=lambda o: profile(o.runs, o.steps, o.svg))
+
+
+def profile(runs: list[Path], steps: bool, svg: Path | None) -> int:
+    """Print the tables of the runs as Markdown, and write the figure if it has a path."""
+    refuse_missing(runs)  # before the imports, which take a second
+    from kfac_bench import report
+    from kfac_bench.benchmark import performance_profile
+
+    comparison = report.compare(runs)
+    unit = "steps" if steps else "seconds"
+    times = performance_profile.medians(comparison.settings, steps=steps)
+    if not times:
+        raise UsageError("none of these runs has a target; train with trainer.target=VALUE")
+    say(performance_profile.times_table(comparison.settings).markdown())
+    title = f"Performance profiles, {unit} to target"
+    say(performance_profile.table(times, title, unit).markdown())
+    for note in (*performance_profile.not_run(times), *comparison.notes):
+        say(note)
+    if svg is not None:
+        from kfac_bench.benchmark.performance_profile import profile_svg
+
+        write_text(svg, profile_svg(times, unit))
+        say(f"figure: {svg}")
+    else:
+        words = [*runs, *(["--steps"] if steps else []), "--svg", "profile.svg"]
+        say_next(command_line("kfac-bench profile", words), "draws the profiles")
+    return 0
+
+
+def add_dashboard(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench dashboard push|dry-run``."""
+    command = commands.add_parser("dashboard", help="create a W&B workspace and a W&B report")
+    command.add_argument(
+        "what", choices=("push", "dry-run"), help="push: save on W&B's server; dry-run: as JSON"
+    )
+    command.add_argument(
+        "runs", nargs="*", type=Path, help="runs to show, with their tables (default: all runs)"
+    )
+    command.add_argument("--project", help="W&B project (default: that of the runs)")
+    command.add_argument("--entity", help="W&B user or team (default: that of the runs, or yours)")
+    command.add_argument(
+        "--out",
+        default="dashboard.json",
+        help="JSON file of dry-run (default: dashboard.json); - prints the JSON",
+    )
+    command.set_defaults(run_command=_dashboard)
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    import json
+
+    from kfac_bench.dashboard import views
+
+    shown = views.scope_of_runs(options.runs, options.project, options.entity)
+    if options.what == "push":
+        for line in views.push(shown):
+            say(line)
+        return 0
+    text = json.dumps(views.as_json(shown), indent=1) + "\n"
+    if options.out == "-":
+        say(text, end="")
+        return 0
+    write_text(Path(options.out), text, f"--out {options.out}")
+    for line in views.describe(shown):
+        say(line)
+    say(f"as JSON: {options.out}; kfac-bench dashboard push creates them")
+    return 0
+
+
+def add_wandb(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add ``kfac-bench wandb upload``."""
+    command = commands.add_parser("wandb", help="send event files to W&B")
+    actions = command.add_subparsers(dest="action", required=True, parser_class=Parser)
+    upload = actions.add_parser("upload", help="send the points after the last one that W&B has")
+    upload.add_argument("runs", nargs="+", type=Path, help="run directories, or folders of them")
+    upload.add_argument("--project", help="W&B project (default: that of each run)")
+    upload.add_argument("--entity", help="W&B user or team (default: that of each run)")
+    upload.add_argument(
+        "--offline",
+        action="store_true",
+        help="write offline runs into the run directories; wandb sync sends them later",
+    )
+    command.set_defaults(run_command=_upload)
+
+
+def _upload(options: argparse.Namespace) -> int:
+    from kfac_bench.dashboard import upload
+
+    failed = 0
+    for line, good in upload.upload(
+        options.runs, options.project, options.entity, offline=options.offline
+    ):
+        say(line)
+        failed += not good
+    return 1 if failed else 0

@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.config.command_options import refuse_old_words
-from kfac_bench.counted import counted
 from kfac_bench.errors import UsageError, printable
-from kfac_bench.output import say
+from kfac_bench.output import counted, say
 
 if TYPE_CHECKING:
     import rich.table

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import say_once
-from kfac_bench.distributed.slurm_rank import from_launcher
+from kfac_bench.cli.entry import command_line, say_next, say_once
+from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import OneRankError, UsageError
 from kfac_bench.output import say
 
@@ -32,7 +31,7 @@ def run(
     """
     from kfac_bench.config import compose, problem_file, recipes
 
-    ranks = int(from_launcher("WORLD_SIZE", "1"))
+    ranks = slurm_rank.launched_ranks()
     problems = problem_file.separated(overrides)
     for words in problems:
         problem_file.run_named(words)
@@ -40,7 +39,7 @@ def run(
     # Hydra's own sweeps would also read launchers and callbacks, which are programs, from files.
     configs = [compose.load(words, config_dir, ranks) for words in jobs]
     chosen = [recipes.choose(words, config_dir, ranks) for words in jobs]
-    if from_launcher("RANK", "0") == "0":
+    if slurm_rank.is_main_process():
         for line in dict.fromkeys(recipe.line() for recipe in chosen if recipe is not None):
             say(line)
     _group_in_wandb(configs)
@@ -49,14 +48,14 @@ def run(
         try:
             codes.append(train(config))
         except UsageError as error:
-            if isinstance(error, OneRankError) and from_launcher("WORLD_SIZE", "1") != "1":
+            if isinstance(error, OneRankError) and slurm_rank.launched_ranks() != 1:
                 raise  # the other ranks lose this rank, and their sweeps end, too
             say_once(f"kfac-train: {error}")
             codes.append(2)
         # A signal that stops one job stops the whole sweep.
         if codes[-1] >= 128:
             break
-    is_over = max(codes, default=0) < 128 and from_launcher("RANK", "0") == "0"
+    is_over = max(codes, default=0) < 128 and slurm_rank.is_main_process()
     if len(configs) > 1 and is_over and not configs[0].dry_run:
         from kfac_bench.training.run_directory import RunDirectory
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli.endings import command_line, say_next
-from kfac_bench.cli.entry import Parser
+from kfac_bench.cli.entry import Parser, command_line, say_next
 from kfac_bench.config.command_options import refuse_old_words
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say

@@ -1,6 +1,6 @@
-"""From YAML and the command line to a checked :class:`TrainConfig`.
+"""The way from YAML and the command line to a checked :class:`TrainConfig`.
 
-Hydra merges the files of conf/ with the overrides; :mod:`kfac_bench.config.checks` checks the
+Hydra merges the files of conf/ with the overrides; :func:`kfac_bench.config.train.check` checks the
 result. All commands call :func:`load`. After :func:`from_composed` there is no DictConfig.
 """
 
@@ -17,22 +17,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench.config import (
-    hydra_words,
     named_variables,
     problem_file,
-    profiles,
     received_files,
     recipes,
 )
-from kfac_bench.config.checks import check
 from kfac_bench.config.command_options import quoted
 from kfac_bench.config.compose_errors import usage_error, with_key
-from kfac_bench.config.conf_files import CONF_DIR, folders, options_of
+from kfac_bench.config.conf_files import CONF_DIR, folders, options_of, with_profiles
+from kfac_bench.config.groups import TABLES
 from kfac_bench.config.kfac import KFACConfig
+from kfac_bench.config.option_table import no_such_option
 from kfac_bench.config.options import allows_one_value, options
-from kfac_bench.config.registry import TABLES, options_class
-from kfac_bench.config.suggestions import no_such_option
-from kfac_bench.config.train import TrainConfig
+from kfac_bench.config.train import TrainConfig, check
 from kfac_bench.errors import UsageError
 
 __all__ = [
@@ -62,7 +59,7 @@ class _Schemas(dict[str, ConfigNode]):
 
     def __missing__(self, file: str) -> ConfigNode:
         name = file.removesuffix(".yaml")
-        schema = OmegaConf.structured(options_class(self._group, name))
+        schema = OmegaConf.structured(TABLES[self._group][name])
         self[file] = ConfigNode(file, schema, f"schema/{self._group}", None, None)
         return self[file]
 
@@ -116,13 +113,13 @@ def _search_path(more: Sequence[Path]) -> list[str]:
 def expanded(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
     """Replace ``from=``, ``profile=`` and ``problem=`` by options that Hydra knows.
 
-    See :mod:`.received_files`, :mod:`.profiles` and :mod:`.problem_file`.
+    See :mod:`.received_files`, :mod:`.conf_files` and :mod:`.problem_file`.
 
     Raises:
         UsageError: One of these words is wrong, or a word is an option of Hydra itself.
     """
-    words = received_files.run_again(hydra_words.read(overrides))
-    return profiles.apply(problem_file.expand(words), folders(config_dir))
+    words = received_files.run_again(received_files.without_hydra(overrides))
+    return with_profiles(problem_file.expand(words), folders(config_dir))
 
 
 def from_composed(composed: DictConfig) -> TrainConfig:

@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from kfac_bench.config import received_files
 from kfac_bench.config.command_options import quoted
 from kfac_bench.config.conf_files import CONF_DIR, folders, moved, options_of
+from kfac_bench.config.groups import TABLES
 from kfac_bench.config.kfac import KFACConfig
-from kfac_bench.config.registry import TABLES, options_class
-from kfac_bench.config.suggestions import (
+from kfac_bench.config.option_table import (
     did_you_mean,
     no_such_choice,
     no_such_option,
@@ -35,7 +35,7 @@ from kfac_bench.errors import UsageError
 def usage_error(
     error: Exception, overrides: Sequence[str], config_dir: Path | None = None
 ) -> UsageError:
-    """Return what Hydra raised while it composed, as one line."""
+    """Return an error of Hydra's composition as one line."""
     failure = _Failure(error, overrides, config_dir)
     for describe in _DESCRIPTIONS:
         if (line := describe(failure)) is not None:
@@ -110,8 +110,9 @@ def _unknown_row(failure: _Failure) -> str | None:
     if not found:
         return None
     group, name = found.groups()
+    table = f"CHOICES in {TABLES[group].file}" if group in TABLES else "kfac_bench"
     return (
-        f"{failure.where}/schema/{group}/{name}: kfac_bench/config/registry.py has no such row"
+        f"{failure.where}/schema/{group}/{name}: {table} has no such row"
         f"{what_to_choose(name, list(TABLES.get(group, ())))}"
     )
 
@@ -269,9 +270,9 @@ def _full_key(text: str) -> str | None:
 
 
 def _known_keys(schema: str, parent: str) -> set[str]:
-    """Return the options of a class of options by its name; at the top, the groups too."""
+    """Return the names of the options of a class; at the top, also those of groups."""
     classes = [TrainConfig, TrainerConfig, KFACConfig, LoggerConfig]
-    classes += [options_class(group, name) for group, table in TABLES.items() for name in table]
+    classes += [choice for table in TABLES.values() for choice in table.values()]
     names = {f.name for c in classes if c.__name__ == schema for f in dataclasses.fields(c)}
     return names | ({"experiment", "recipe"} if not parent else set())
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from kfac_bench.config import profiles
-from kfac_bench.config.conf_files import CONF_DIR, first_sentence, folders, options_of
+from kfac_bench.config.conf_files import CONF_DIR, PROFILES, first_sentence, folders, options_of
+from kfac_bench.config.groups import TABLES
 from kfac_bench.config.option_table import (
     EXPERIMENT,
     RECIPE,
@@ -21,15 +21,15 @@ from kfac_bench.config.option_table import (
     allowed,
     class_of,
     defaults,
+    did_you_mean,
     every_option,
     groups,
     meanings,
+    no_such_option,
     of_choice,
     shown,
 )
 from kfac_bench.config.options import allows_one_value
-from kfac_bench.config.registry import TABLES
-from kfac_bench.config.suggestions import did_you_mean, no_such_option
 from kfac_bench.errors import UsageError
 
 WIDTH = 80
@@ -40,7 +40,7 @@ WORDS = {
     "an argument of the file.",
     "from": "from=FILE: the options of an earlier run, read from its config.yaml. Other options of "
     "the command replace them.",
-    "profile": f"profile={'|'.join(profiles.PROFILES)}: the size of an experiment of the papers, "
+    "profile": f"profile={'|'.join(PROFILES)}: the size of an experiment of the papers, "
     "as in experiment=kaisa_unet_lgg profile=smoke.",
 }
 """The words of the command line that are neither groups nor options."""

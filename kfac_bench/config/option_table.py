@@ -3,17 +3,33 @@
 The table comes from the dataclasses that declare the options. A default is the value that a run
 with that choice has: the value of the choice's file in conf/, or else that of the dataclass. The
 help, the completion, the site and the errors about unknown options read this table.
+
+The second part looks up what an option declares by a name that comes from a file. Files of older
+and newer versions name options that this version does not have, and lack options that it has. An
+unknown option counts as a RESULT option, because one row too many in a table is better than two
+settings in one row. The last part suggests names in place of unknown ones.
 """
 
-from collections.abc import Iterator
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 from omegaconf import MISSING
 
 from kfac_bench.config.conf_files import CONF_DIR
-from kfac_bench.config.options import allows_one_value, options, range_in_words
-from kfac_bench.config.registry import TABLES, options_class
+from kfac_bench.config.groups import TABLES
+from kfac_bench.config.options import (
+    RECORD,
+    RESULT,
+    Role,
+    allows_one_value,
+    options,
+    range_in_words,
+)
 from kfac_bench.config.train import LoggerConfig, TrainConfig
 
 EXPERIMENT, RECIPE = "experiment", "recipe"
@@ -93,7 +109,7 @@ def _of_class(prefix: str, owner: type[Any]) -> Iterator[HelpedOption]:
 def class_of(group: str, choice: str) -> type[Any]:
     """Return the dataclass with the options of a choice."""
     if group in TABLES and choice in TABLES[group]:
-        return options_class(group, choice)
+        return TABLES[group][choice]
     if group == "logger":
         return LoggerConfig
     section: type[Any] = get_type_hints(TrainConfig)[group]
@@ -135,3 +151,133 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value == MISSING else str(value)
+
+
+# ---- options by names that come from files
+
+
+@dataclass(frozen=True)
+class DeclaredOption:
+    """The declaration of an option; ``original`` is MISSING if the option has no default."""
+
+    role: Role = RESULT
+    resumable: bool = False
+    original: Any = MISSING
+
+
+def declared(name: str, given: Mapping[str, Any]) -> DeclaredOption:
+    """Return the declaration of the option called ``name``.
+
+    Args:
+        name: The dotted name of the option, such as ``optimizer.beta2``.
+        given: Options by their dotted names. ``optimizer.name`` among them says whose ``beta2``.
+    """
+    group = name.partition(".")[0]
+    # All options of the loggers are records, also logger.name of older versions.
+    unknown = DeclaredOption(RECORD if group == "logger" else RESULT)
+    return _options_of(group, str(given.get(f"{group}.name"))).get(name, unknown)
+
+
+def original_results(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and original value of each RESULT option of the groups that ``given`` names."""
+    for group in {name.partition(".")[0] for name in given}:
+        for name, option in _options_of(group, str(given.get(f"{group}.name"))).items():
+            if option.role is RESULT and option.original != MISSING:
+                yield name, option.original
+
+
+@cache
+def _options_of(group: str, choice: str) -> Mapping[str, DeclaredOption]:
+    """Return the options of a choice by name; of an unknown choice, those all choices have."""
+    schema: Any = get_type_hints(TrainConfig).get(group)
+    if is_dataclass(schema):
+        if choice in TABLES.get(group, {}):
+            schema = TABLES[group][choice]
+        every = options(schema(), f"{group}.")
+    else:  # an option that belongs to no group, such as the seed
+        every = options(TrainConfig())
+    return {
+        name: DeclaredOption(meta["role"], meta["resumable"], meta["original"])
+        for name, _, meta in every
+        if "role" in meta
+    }
+
+
+# ---- what the user may have meant by an unknown option or choice
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the most similar known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
+    if not close:
+        return ""
+
+    def likeness(other: str) -> tuple[float, int]:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(other, word, strict=False))
+        return difflib.SequenceMatcher(None, other, word).ratio(), len([*same])
+
+    return f"; did you mean {max(close, key=likeness)}?"
+
+
+def no_such_option(name: str, known: Iterable[str] = ()) -> str:
+    """Return the line about an option that the configuration does not have.
+
+    Args:
+        name: The dotted name, as in ``optimizer.beta1``.
+        known: Names without the group that are allowed in its place.
+    """
+    group, _, own_name = name.rpartition(".")
+    every = every_option()
+    if name in every:
+        # Another optimizer has this option, for example.
+        choices = "|".join(choice for choice, _ in every[name])
+        return f"{name}: the chosen {group} has no such option; only {group}={choices} has it"
+    siblings = [f"{group}.{key}" if group else key for key in known]
+    by_own_name: dict[str, list[str]] = {}
+    for each in every:
+        by_own_name.setdefault(each.rpartition(".")[2], []).append(each)
+    # A word without its group, such as lr=0.1, or an option of another group.
+    same = by_own_name.get(own_name, [])
+    if 0 < len(same) <= 3:
+        return f"{name}: no such option; did you mean {' or '.join(same)}?"
+    meant = did_you_mean(name, siblings) or did_you_mean(name, every)
+    if not meant and (close := difflib.get_close_matches(own_name, by_own_name, n=1)):
+        meant = f"; did you mean {by_own_name[close[0]][0]}?"
+    return f"{name}: no such option{meant}"
+
+
+_REMOVED = {
+    ("backend", "apex"): "NVIDIA has removed this wrapper after release 25.05 of Apex; use "
+    "backend=ddp, which averages the same gradients",
+}
+"""Choices of earlier versions, with the reason and the replacement."""
+
+
+def no_such_choice(group: str, word: str, choices: Sequence[str]) -> str:
+    """Return the line about an unknown choice of a group, such as ``model=resnet51``."""
+    if reason := _REMOVED.get((group, word)):
+        return f"{group}={word}: {reason}"
+    return f"{group}={word}: no such {group}{_instead(group, word, choices)}"
+
+
+def what_to_choose(word: str, choices: Sequence[str]) -> str:
+    """Say what to choose from: every name, or only similar names where a line has no room."""
+    # The name of an experiment without its folder.
+    in_folders = [choice for choice in choices if word == choice.rpartition("/")[2]]
+    if in_folders:
+        return f"; did you mean {in_folders[0]}?"
+    if len(choices) <= 40:
+        known = ", ".join(choices) or "none: the folder is empty"
+        return f"{did_you_mean(word, choices)}; choose one of {known}"
+    like = [name for name in choices if word in name] or difflib.get_close_matches(word, choices, 5)
+    meant = f"; did you mean {', '.join(like[:5])}?" if like else ""
+    return f"{meant or ';'} kfac-train --help lists all {len(choices)}"
+
+
+def _instead(group: str, word: str, choices: Sequence[str]) -> str:
+    for name, found in every_option().items():
+        is_of_group = name.startswith(f"{group}.") and not name.endswith(".name")
+        if is_of_group and any(word in option.declared["choices"] for _, option in found):
+            # kfac=inverse names a method, and the group kfac has strategies.
+            return f"; did you mean {name}={word}? {group}= chooses one of {', '.join(choices)}"
+    return what_to_choose(word, choices)

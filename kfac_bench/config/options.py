@@ -14,7 +14,7 @@ from kfac_bench.errors import UsageError
 
 
 class Role(Enum):
-    """What an option changes. Four decisions depend on it.
+    """The part of a run that an option changes. Four decisions depend on the role.
 
     * **Run id**: a hash of the RESULT and PLACE options that are not at their original values (see
       :func:`option`), and of the number of the Slurm job. So another data folder is another run
@@ -28,12 +28,12 @@ class Role(Enum):
     """
 
     RESULT = "result"
-    """What is computed, or how long that takes. ``trainer.device``, ``trainer.threads``,
+    """The computation, or the time that it takes. ``trainer.device``, ``trainer.threads``,
     ``trainer.pin`` and ``data.workers`` are RESULT options, because tables compare seconds."""
     PLACE = "place"
-    """Where the run finds what it reads: its data, and the checkpoint that it starts from."""
+    """The place of files that the run reads: its data, and the checkpoint that it starts from."""
     RECORD = "record"
-    """What is written, shown and checked, and where. Neither the weights nor the training seconds
+    """The output of the run, and its checks. Neither the weights nor the training seconds
     of a run that succeeds depend on a RECORD option."""
 
 

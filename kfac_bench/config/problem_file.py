@@ -68,7 +68,7 @@ class _RunFile:
     path: str
     sha256: str
     made: Problem | Callable[..., Any]
-    """What the file calls ``problem``."""
+    """The object that the file calls ``problem``."""
     built: dict[str, ProblemFile] = field(default_factory=dict)
     """The problems that were built, by their arguments."""
 
@@ -248,7 +248,7 @@ def _seeded(path: str, function: Callable[[], T]) -> T:
     from kfac_bench import randomness
 
     try:
-        with randomness.kept():
+        with randomness.preserve_rng():
             randomness.seed_all(0)
             return function()
     except (Exception, SystemExit) as error:

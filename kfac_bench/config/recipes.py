@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kfac_bench.config.conf_files import CONF_DIR, first_sentence, folders, options_of
-from kfac_bench.config.registry import TABLES, options_class
-from kfac_bench.config.suggestions import no_such_choice
+from kfac_bench.config.groups import TABLES
+from kfac_bench.config.option_table import no_such_choice
 from kfac_bench.errors import UsageError, first_line
 
 GROUP = "recipe"
@@ -46,7 +46,7 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class RecipeRule:
-    """Which data and models a recipe is for, and how its values follow the number of ranks."""
+    """The data and models of a recipe, and how its values follow the number of ranks."""
 
     data: tuple[str, ...]
     models: tuple[str, ...]
@@ -286,7 +286,7 @@ def _leave_out(values: dict[str, Any], defaults: list[Any], given: Mapping[str, 
             values.pop("optimizer", None)
             values.get("schedule", {}).pop("base_batch_size", None)
         else:
-            known = {field.name for field in fields(options_class(group, other))}
+            known = {field.name for field in fields(TABLES[group][other])}
             own = values.get(group, {})
             values[group] = {key: value for key, value in own.items() if key in known}
     if "eigen_adam" in (given.get("kfac"), given.get("optimizer")):

@@ -1,22 +1,36 @@
-"""The options of one training run: the training loop, the logger, and all groups together."""
+"""The options of one training run: training loop, logger and all groups; and their checks."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
-from kfac_bench.config.backends import BackendConfig
-from kfac_bench.config.data import DataConfig
+from kfac_bench.config.groups import (
+    TABLES,
+    BackendConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TaskConfig,
+)
 from kfac_bench.config.kfac import KFACConfig
-from kfac_bench.config.models import ModelConfig
-from kfac_bench.config.optimizers import OptimizerConfig
-from kfac_bench.config.options import PLACE, RECORD, RESULT, Section, option
-from kfac_bench.config.schedules import ScheduleConfig
-from kfac_bench.config.tasks import TaskConfig
+from kfac_bench.config.options import PLACE, RECORD, RESULT, Section, check_option, option, options
 from kfac_bench.errors import UsageError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+
+LOGGERS = {
+    "csv": "kfac_bench.record.sinks.file_views:CsvSink",
+    "tensorboard": "kfac_bench.record.sinks.file_views:TensorboardSink",
+    "wandb": "kfac_bench.record.sinks.wandb:WandbSink",
+}
+"""The views of a run by the names of ``logger=[wandb,csv]``. Each has an option of its name."""
 
 
 @dataclass
@@ -178,7 +192,7 @@ class TrainerConfig(Section):
 
 @dataclass
 class LoggerConfig(Section):
-    """Where the events of a run are shown, besides events.jsonl and the console.
+    """The views of the events of a run, besides events.jsonl and the console.
 
     ``logger=[wandb,csv]`` sets the options of that name to true. W&B's own variables count for
     options that are null: see :func:`kfac_bench.config.compose.from_composed`.
@@ -215,6 +229,13 @@ class LoggerConfig(Section):
     notes: str | None = option(None, "W&B notes; null: $WANDB_NOTES", RECORD, per_node=True)
 
 
+def logger_class(name: str) -> type[Any]:
+    """Import and return the sink of a logger, which is made from a ``ShownRun``."""
+    module, _, class_name = LOGGERS[name].partition(":")
+    sink: type[Any] = getattr(importlib.import_module(module), class_name)
+    return sink
+
+
 @dataclass
 class TrainConfig:
     """One training run: ``kfac-train``."""
@@ -242,3 +263,47 @@ class TrainConfig:
     runs_dir: str = option("runs", "where run directories are made", RECORD, per_node=True)
     resume: str | None = option(None, "run directory or checkpoint to start from", PLACE)
     dry_run: bool = option(False, "print what would be trained and what it costs, and stop", RECORD)
+
+
+def check(config: TrainConfig) -> None:
+    """Raise :class:`UsageError` for the first option out of range, or options that clash."""
+    for name, value, meta in options(config):
+        if value is not None:
+            check_option(name, value, meta)
+    # The checks below compute with options, so each option must be in its range by then.
+    for name in TABLES:
+        _check_name(name, getattr(config, name))
+    for group in dataclasses.fields(config):
+        section = getattr(config, group.name)
+        if isinstance(section, Section):
+            section.check(config)
+    _check_fits_task("model", config.model, config.task.name)
+    _check_fits_task("data", config.data, config.task.name)
+
+
+def _check_name(group: str, section: Any) -> None:
+    """Refuse ``model.name=unet`` where another choice of the group set the other options."""
+    if type(section) is not TABLES[group][section.name]:
+        raise UsageError(
+            f"{group}.name={section.name}: the other options of the group belong to another "
+            f"choice; write {group}={section.name}"
+        )
+
+
+def _check_fits_task(group: str, section: Any, task: str) -> None:
+    """Refuse a model or a dataset that is for other tasks."""
+    if task in section.tasks:
+        return
+    own_tasks = " or ".join(section.tasks)
+    if group == "data":
+        own_tasks += f", with model={_names('model', section.tasks)}"
+    raise UsageError(
+        f"{group}={section.name} does not fit task={task}: {group}={section.name} is for "
+        f"task={own_tasks}; for task={task} choose {group}={_names(group, (task,))}"
+    )
+
+
+def _names(group: str, tasks: Sequence[str]) -> str:
+    """Return the choices of a group that fit one of the tasks."""
+    fitting = [name for name, choice in TABLES[group].items() if {*tasks} & {*choice.tasks}]
+    return " or ".join(fitting)

@@ -1,6 +1,6 @@
-"""What the dashboard shows, as data: sections of charts of the metrics that runs log.
+"""The content of the dashboard as data: sections of charts of the metrics that runs log.
 
-:mod:`kfac_bench.record.sinks.metrics` names the metrics, and a test compares the names. This file
+:mod:`kfac_bench.record.sinks.view` names the metrics, and a test compares the names. This file
 does not depend on W&B. Go and JavaScript must both understand its patterns.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from kfac_bench.config import LoggerConfig
 from kfac_bench.config.compose import default_project
 from kfac_bench.errors import UsageError
-from kfac_bench.record import run_lock
+from kfac_bench.record import own_files
 from kfac_bench.record.events import (
     EVENTS_FILE,
     MOST_BYTES,
@@ -28,8 +28,7 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.own_files import read_own, refuse_links
 from kfac_bench.record.runs import find, last_option, number, plain
-from kfac_bench.record.sinks.metrics import metrics_of
-from kfac_bench.record.sinks.view import ShownRun
+from kfac_bench.record.sinks.view import ShownRun, metrics_of
 from kfac_bench.training import predictions
 
 PATIENCE_S = 600.0
@@ -115,7 +114,7 @@ def _upload(
 ) -> Iterator[str]:
     from kfac_bench.record.sinks.wandb import local_runs, sent
 
-    if run_lock.is_held(directory):
+    if own_files.is_locked(directory):
         raise UsageError("still training; wait until the run has ended")
     refuse_links(directory)  # W&B writes below `directory`
     events, damage = read(directory / EVENTS_FILE)

@@ -5,11 +5,16 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kfac_bench.benchmark import scaling
+from kfac_bench.config.compose import default_project
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, Chart, ChartSection
 from kfac_bench.errors import MissingPackageError, UsageError, one_line
+from kfac_bench.record.runs import Run, last_option, plain
+from kfac_bench.report import COLUMNS, Comparison, cells, compare
 from kfac_bench.report.tables import Table
 
 TITLE = "K-FAC against first-order optimizers"
@@ -33,6 +38,41 @@ class Scope:
     """Empty: all runs of the project."""
     tables: Sequence[Table] = ()
     """Tables for the report."""
+
+
+def scope_of_runs(paths: Sequence[Path], project: str | None, entity: str | None) -> Scope:
+    """Return the scope of the runs at ``paths``; without paths, all runs and no tables.
+
+    Args:
+        paths: Run directories, event files, or folders of runs.
+        project: The W&B project; None: the project that the runs were logged to.
+        entity: The W&B user or team; None: that of the runs.
+
+    Raises:
+        UsageError: As :func:`kfac_bench.report.compare`.
+    """
+    from kfac_bench.record.sinks.wandb import wandb_id
+
+    found = compare(paths) if paths else None
+    runs = [run for setting in found.settings for run in setting.runs] if found else []
+    return Scope(
+        project or _same(runs, "project") or default_project(),
+        entity or _same(runs, "entity") or "",
+        [wandb_id(_same([run], "id") or plain(run.started.run_id)) for run in runs],
+        [_time_to_target(found), *scaling.tables(runs)] if found else [],
+    )
+
+
+def _same(runs: Sequence[Run], name: str) -> str | None:
+    """Return the logger option ``name`` of all runs, of their last starts; None if they differ."""
+    values = [last_option(run.events, "logger", name) for run in runs]
+    value = values[0] if values and all(each == values[0] for each in values) else None
+    return plain(value) if isinstance(value, str) else None
+
+
+def _time_to_target(found: Comparison) -> Table:
+    rows = [cells(row) for row in found.rows]
+    return Table("Time to target", COLUMNS, rows, found.notes)
 
 
 def workspace(scope: Scope) -> Any:

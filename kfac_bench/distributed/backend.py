@@ -71,7 +71,7 @@ class Backend:
         scaler.step(optimizer)
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what this rank adds to a checkpoint. All ranks call this method together.
+        """Return this rank's part of a checkpoint. All ranks call this method together.
 
         On rank 0 this is `model` and `optimizer`, complete, as a single process would save them. On
         other ranks it is empty.

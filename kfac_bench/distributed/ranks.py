@@ -1,6 +1,5 @@
 """The ranks of a run: a process's place among the others, and small agreements between them."""
 
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kfac_bench.core.distributed.collective import Collective, SingleProcess, Work
+from kfac_bench.core.distributed.collective import (
+    Collective,
+    SingleProcess,
+    Work,
+    ranks_unlike_first,
+)
 from kfac_bench.errors import UsageError, first_line
 
 T = TypeVar("T")
@@ -130,13 +134,7 @@ class Ranks:
 
     def unlike_main(self, what: str) -> list[int]:
         """Return the ranks whose `what` differs from rank 0's."""
-        if self.world_size == 1:
-            return []
-        each = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        # 12 hexadecimal digits are 48 bits, which a sum in int64 cannot overflow.
-        each[self.rank] = int(hashlib.sha256(what.encode()).hexdigest()[:12], 16)
-        self.sum(each)
-        return (each != each[0]).nonzero().flatten().tolist()
+        return ranks_unlike_first(self.collective, what, self.device)
 
     def share_buffers(self, model: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks: batch-norm statistics drift between ranks."""

@@ -111,3 +111,13 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(times or 1)
     return tuple(counts)
+
+
+def launched_ranks() -> int:
+    """Return the number of ranks that the launcher has started, of which this process is one."""
+    return int(from_launcher("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Return whether this process is rank 0 by its launcher's variables."""
+    return from_launcher("RANK", "0") == "0"

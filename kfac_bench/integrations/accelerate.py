@@ -7,8 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kfac_bench.core import KFAC
-from kfac_bench.integrations.method_options import options_for
-from kfac_bench.integrations.whole_state import load_whole_state, whole_state
+from kfac_bench.integrations.framework_state import load_whole_state, options_for, whole_state
 
 try:
     from accelerate import Accelerator

@@ -5,19 +5,20 @@ and what is not supported.
 """
 
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from kfac_bench import torch_archive
 from kfac_bench.core import KFAC
 from kfac_bench.integrations.accelerate import check_engine
-from kfac_bench.integrations.huggingface_labels import send_labels
-from kfac_bench.integrations.method_options import options_for
-from kfac_bench.integrations.whole_state import load_whole_state, whole_state
+from kfac_bench.integrations.framework_state import load_whole_state, options_for, whole_state
+from kfac_bench.whole_files import whole_file
 
 try:
     from accelerate.state import AcceleratorState
@@ -105,10 +106,8 @@ class KFACCallback(TrainerCallback):
         saved = whole_state(self.preconditioner)  # all ranks take part
         if saved is None or not args.should_save:
             return
-        path = _folder(args, state) / FILE
-        temporary = path.with_suffix(".tmp")
-        torch.save(saved, temporary)
-        os.replace(temporary, path)
+        with whole_file(_folder(args, state) / FILE) as temporary:
+            torch.save(saved, temporary)
 
     def on_train_end(
         self,
@@ -162,3 +161,59 @@ def _has_log(folder: Path, state: TrainerState) -> bool:
         return False
     # Texts are compared, because a NaN in a log is not equal to itself.
     return json.dumps(saved) == json.dumps(state.log_history)
+
+
+IGNORED = -100
+"""The label of positions that are not in the loss."""
+SAME_POSITION = ("ForMaskedLM", "ForTokenClassification")
+WHOLE_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+NEXT_POSITION = ("ForCausalLM",)
+
+
+def send_labels(model: nn.Module, preconditioner: KFAC) -> RemovableHandle:
+    """Call ``fisher_backward`` with the logits of each training forward of ``model``.
+
+    The Trainer calls the model and ``backward`` itself. A forward hook sees the logits in between.
+
+    Raises:
+        ValueError: The loss of the model is not a cross entropy of its logits.
+    """
+    loss_type = getattr(model, "loss_type", None)
+    if loss_type is None and type(model).__name__.endswith("LMHeadModel"):
+        loss_type = "ForCausalLM"  # as GPT2LMHeadModel, whose name transformers does not recognize
+    if loss_type not in SAME_POSITION + WHOLE_SAMPLE + NEXT_POSITION:
+        raise _unsupported(preconditioner, f"loss_type={loss_type} of {type(model).__name__}")
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        labels, logits = kwargs.get("labels"), output["logits"]
+        if labels is None:
+            raise _unsupported(preconditioner, "a forward without the keyword labels")
+        mask = _mask(preconditioner, loss_type, logits, labels)
+        preconditioner.fisher_backward(logits, mask=mask)
+
+    return model.register_forward_hook(hook, with_kwargs=True)
+
+
+def _mask(preconditioner: KFAC, loss_type: str, logits: Tensor, labels: Tensor) -> Tensor | None:
+    """Return the mask of the positions of ``logits`` that are in the loss; None: all."""
+    is_class = labels.shape == logits.shape[:-1] and not labels.is_floating_point()
+    if not is_class or logits.shape[-1] == 1 or (logits.ndim < 3 and loss_type not in WHOLE_SAMPLE):
+        raise _unsupported(
+            preconditioner,
+            f"logits of shape {list(logits.shape)} with {labels.dtype} labels of "
+            f"shape {list(labels.shape)}",
+        )
+    if loss_type in WHOLE_SAMPLE:
+        return None
+    if loss_type in NEXT_POSITION:
+        labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+    return labels != IGNORED
+
+
+def _unsupported(preconditioner: KFAC, what: str) -> ValueError:
+    return ValueError(
+        f"fisher={preconditioner.fisher}: the callback finds no cross entropy in {what}. "
+        'Use fisher="empirical", or attach KFAC yourself and call fisher_backward in compute_loss'
+    )

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch.optim import Optimizer
 
 from kfac_bench.core import KFAC
-from kfac_bench.integrations.method_options import keywords_type, options_for
-from kfac_bench.integrations.whole_state import load_whole_state, whole_state
+from kfac_bench.integrations.framework_state import (
+    keywords_type,
+    load_whole_state,
+    options_for,
+    whole_state,
+)
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 ENGINES = ("DeepSpeedStrategy", "FSDPStrategy")

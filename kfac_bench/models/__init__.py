@@ -1,1 +1,1 @@
-"""The models, one file for each family."""
+"""The models: their options, and the networks that torchvision and transformers lack."""

@@ -1,53 +1,84 @@
-"""BERT in three sizes, from transformers."""
+"""BERT (Devlin et al. 2019) from transformers, with the heads and the inputs of our tasks.
 
-from __future__ import annotations
+Parameters have the names of transformers' own checkpoints.
+"""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
 
-from kfac_bench.config.models import ModelConfig
-from kfac_bench.config.options import RESULT, option
-from kfac_bench.errors import MissingPackageError, UsageError
+from torch import Tensor, nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertForPreTraining, BertForQuestionAnswering
 
-if TYPE_CHECKING:
-    from torch import nn
+SIZES = {"bert_tiny": (2, 128), "bert_base": (12, 768), "bert_large": (24, 1024)}
+"""Layers and hidden size. A head has 64 units, a feed-forward layer 4 times the hidden size."""
+
+MAX_POSITIONS = 512
+
+Inputs = Mapping[str, Tensor]
+"""int64 `input_ids` and `token_type_ids` [n, L], bool `attention_mask` [n, L]."""
 
 
-@dataclass
-class BertConfig(ModelConfig):
-    """BERT; its head comes from the task, its vocabulary from the dataset."""
-
-    tasks: ClassVar[tuple[str, ...]] = ("pretraining", "question_answering")
-
-    dropout: float = option(
-        0.1, "dropout of hidden states and of attention", RESULT, at_least=0, below=1
+def config(
+    name: str, vocabulary_size: int, dropout: float, width: int | None, depth: int | None
+) -> BertConfig:
+    """Return the configuration of a size by name; `width` and `depth` replace the named sizes."""
+    layers, hidden = SIZES[name]
+    layers, hidden = depth or layers, width or hidden
+    made = BertConfig(
+        vocab_size=vocabulary_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        intermediate_size=4 * hidden,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        max_position_embeddings=MAX_POSITIONS,
     )
-    hidden: int | None = option(
-        None, "hidden size; null: the size that belongs to the name", RESULT, at_least=1
-    )
-    layers: int | None = option(
-        None, "encoder layers; null: the number that belongs to the name", RESULT, at_least=1
-    )
+    # torch's scaled dot-product attention takes masks of True and False.
+    made._attn_implementation = "sdpa"
+    return made
 
-    def build(self, shape: tuple[int, ...], num_classes: int, task: str) -> nn.Module:
-        """See :meth:`ModelConfig.build`."""
-        try:
-            from kfac_bench.models.networks import bert
-        except ImportError:
-            raise MissingPackageError("transformers", f"model={self.name}") from None
-        if shape[0] > bert.MAX_POSITIONS:
-            raise UsageError(
-                f"data.sequence_length={shape[0]}: model={self.name} has {bert.MAX_POSITIONS} "
-                "positions; set a smaller data.sequence_length"
-            )
-        sizes = bert.config(self.name, num_classes, self.dropout, self.hidden, self.layers)
-        if sizes.hidden_size % sizes.num_attention_heads:
-            raise UsageError(
-                f"model.hidden={sizes.hidden_size}: {sizes.num_attention_heads} heads of 64 units "
-                f"cannot share it. Set a multiple of 64, such as {64 * sizes.num_attention_heads}"
-            )
-        heads = {
-            "pretraining": bert.PretrainingBert,
-            "question_answering": bert.QuestionAnsweringBert,
-        }
-        return heads[task](sizes)
+
+class PretrainingBert(nn.Module):
+    """Masked-token logits [n, P, V] at `positions` (int64 [n, P]), and next-sentence logits [n, 2].
+
+    The head computes logits at these places alone, which saves most of its memory and time.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        made = BertForPreTraining(config)
+        self.bert, self.cls = made.bert, made.cls
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return both logits; the first next-sentence logit means that the second part follows."""
+        hidden, pooled = _encode(self.bert, inputs)
+        places = inputs["positions"][..., None].expand(-1, -1, hidden.shape[-1])
+        logits, next_logits = self.cls(hidden.gather(1, places), pooled)
+        return logits, next_logits
+
+
+class QuestionAnsweringBert(nn.Module):
+    """Logits [n, 2, L] of the tokens where an answer begins and ends."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        made = BertForQuestionAnswering(config)
+        self.bert, self.qa_outputs = made.bert, made.qa_outputs
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.qa_outputs(_encode(self.bert, inputs)[0])
+        return logits.transpose(1, 2)
+
+
+def _encode(bert: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the hidden states [n, L, H], and the first one after the pooler, if any."""
+    encoded = bert(
+        inputs["input_ids"],
+        token_type_ids=inputs["token_type_ids"],
+        # transformers takes a mask of four dimensions as it is. It would read the values of
+        # another mask, and the CPU would wait for the GPU.
+        attention_mask=inputs["attention_mask"][:, None, None, :],
+    )
+    return encoded.last_hidden_state, encoded.pooler_output

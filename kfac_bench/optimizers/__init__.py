@@ -1,1 +1,1 @@
-"""The optimizers, one file for each."""
+"""The optimizers: their options, and the algorithms that other packages lack."""

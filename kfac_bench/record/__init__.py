@@ -1,1 +1,1 @@
-"""What a run leaves and what is computed from it: events, runs, scores, series, and live views."""
+"""The results of runs: their events, scores and curves, and live views of them."""

@@ -1,4 +1,8 @@
-"""The event log of a run: what writes ``events.jsonl`` and passes each event to all views."""
+"""The event log of a run: what writes ``events.jsonl`` and passes each event to all views.
+
+Each checkpoint holds the length and the hash of the record. So a run that continues, and
+:func:`lost_events` for a run that nobody continues, notice events that were lost.
+"""
 
 import hashlib
 import io
@@ -11,8 +15,9 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 from kfac_bench.errors import UsageError, printable
-from kfac_bench.record.events import MOST_BYTES, Event
-from kfac_bench.record.own_files import open_own, sync_folder
+from kfac_bench.record import checkpoint_folder
+from kfac_bench.record.events import EVENTS_FILE, MOST_BYTES, Event
+from kfac_bench.record.own_files import open_own, refuse_special, sync_folder
 
 BLOCK_BYTES = 1 << 20
 
@@ -189,3 +194,26 @@ class EventLog:
         """Close every sink."""
         for sink in self._sinks:
             sink.close()
+
+
+def lost_events(directory: Path) -> str | None:
+    """Return which events of a run directory are missing and why, in words; None if none are.
+
+    A run without a readable checkpoint is not checked.
+    """
+    folder = directory / "checkpoints"
+    try:
+        refuse_special(folder, folder=True)
+        steps = checkpoint_folder.steps(folder)
+        if not steps:
+            return None
+        path = checkpoint_folder.path_of(folder, steps[-1])
+        refuse_special(path, folder=True)
+        position = position_from(checkpoint_folder.manifest(path).get("record"))
+        if position is None:
+            return None
+        with io.FileIO(open_own(directory / EVENTS_FILE)) as file:
+            reason = gap_in(file, os.fstat(file.fileno()).st_size, position)
+    except (OSError, ValueError, UsageError):
+        return None
+    return None if reason is None else f"events before step {steps[-1]} are missing ({reason})"

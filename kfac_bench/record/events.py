@@ -4,19 +4,21 @@
 changes. Tables, figures and reports are computed from event files alone; the console, W&B and
 TensorBoard are views of the same stream (:mod:`kfac_bench.record.event_log`). Names of fields end
 with the unit (``_s``, ``_bytes``). Times are seconds of the *training clock*, which is paused
-during evaluation, checkpoints and logging.
+during evaluation, checkpoints and logging. An event file may come from somebody else, so
+:func:`checked` compares each value with the annotations of its event.
 """
 
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.event_fields import checked
 from kfac_bench.record.own_files import read_own
 
 EVENTS_FILE = "events.jsonl"
@@ -238,25 +240,14 @@ class RunEnded(Event):
 
 
 REPEATED = (Evaluated, TargetReached, Predicted)
-"""What a run may emit again at the step of its checkpoint, if it was killed soon afterwards."""
+"""Events that a run may emit again at the step of its checkpoint, if it was killed afterwards."""
 
 EVENTS: dict[str, type[Event]] = {
-    cls.__name__: cls
-    for cls in (
-        RunStarted,
-        Resumed,
-        DataChanged,
-        RecordGap,
-        PlanChosen,
-        Trained,
-        Evaluated,
-        SampleSkipped,
-        TargetReached,
-        Predicted,
-        Checkpointed,
-        RunEnded,
-    )
+    name: cls
+    for name, cls in list(globals().items())
+    if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
 }
+"""The kinds of events, by name."""
 
 
 def read(path: Path) -> list[Event]:
@@ -321,45 +312,73 @@ def event_of(fields: Any) -> Event | None:
     return cls(**checked(cls, fields))
 
 
-class Clock:
-    """The training clock: a stopwatch that is paused during everything but training.
+Check = Callable[[Any], Any]
 
-    Its kind is ``wall`` (the time of day) or ``cpu`` (the processor time of this process).
+
+def checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in ``found`` that are fields of ``cls``, as keyword arguments of ``cls``.
+
+    Numbers become ``int`` or ``float`` as the field asks. An entry of a mapping that has a wrong
+    type is left out. A field that must be a list and is none becomes an empty list.
+
+    Raises:
+        ValueError: Another field has a wrong type, or a field without a default is missing. The
+            message names the field.
     """
-
-    def __init__(self, kind: str) -> None:
-        self._elapsed_s = 0.0
-        self._since: float | None = None
-        self._kind = kind
-
-    def set(self, elapsed_s: float) -> None:
-        """Stop the clock and set its reading."""
-        self._elapsed_s, self._since = elapsed_s, None
-
-    def _now(self) -> float:
-        # perf_counter() does not jump when the system time is set.
-        return time.process_time() if self._kind == "cpu" else time.perf_counter()
-
-    def start(self) -> None:
-        """Start the clock."""
-        self._since = self._now()
-
-    def stop(self) -> None:
-        """Stop the clock."""
-        self._elapsed_s, self._since = self.train_s(), None
-
-    def train_s(self) -> float:
-        """Return the seconds so far."""
-        running = 0.0 if self._since is None else self._now() - self._since
-        return self._elapsed_s + running
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pause the clock inside the block; a clock that was stopped before stays stopped."""
-        was_running = self._since is not None
-        self.stop()
+    made = {}
+    for name, (check, required) in _checks(cls).items():
+        if name not in found:
+            if required:
+                raise ValueError(f"{cls.__name__} lacks {name!r}")
+            continue
         try:
-            yield
-        finally:
-            if was_running:
-                self.start()
+            made[name] = check(found[name])
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{cls.__name__}: {name!r} is not of its type") from None
+    return made
+
+
+@cache
+def _checks(cls: type) -> Mapping[str, tuple[Check, bool]]:
+    hints = typing.get_type_hints(cls)
+    return {
+        f.name: (_check(hints[f.name]), f.default is MISSING and f.default_factory is MISSING)
+        for f in fields(cls)
+    }
+
+
+def _check(hint: Any) -> Check:
+    """Return a function that returns its argument as the type ``hint``, or raises."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if origin in (types.UnionType, typing.Union):  # X | None
+        (some,) = (_check(x) for x in arguments if x is not type(None))
+        return lambda value: None if value is None else some(value)
+    if origin is Mapping:
+        of = _check(arguments[1])
+        return lambda value: _those_that_are(of, value)
+    if origin is Sequence:  # the readers of the list check its items
+        return lambda value: value if isinstance(value, list) else []
+    if hint in (int, float):
+        return lambda value: hint(_exactly(value, int, float))
+    if hint is str:
+        return lambda value: str(_exactly(value, str, int, float, type(None)))
+    return lambda value: _exactly(value, hint)
+
+
+def _those_that_are(of: Check, value: Any) -> dict[str, Any]:
+    """Return the entries of a mapping whose values have the right type."""
+    found = {}
+    for key, each in _exactly(value, dict).items():
+        with suppress(TypeError, ValueError, OverflowError):
+            found[key] = of(each)
+    return found
+
+
+def _exactly(value: Any, *kinds: type) -> Any:
+    """Return the value if its type is one of ``kinds``; raise ``TypeError`` otherwise."""
+    # isinstance() would take True for an int.
+    if type(value) not in kinds:
+        raise TypeError
+    return value

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kfac_bench.output import say
+from kfac_bench.output import duration_text, say
 from kfac_bench.stop_signals import SIGNALS
 
 TICK_S = 0.25
@@ -36,7 +36,7 @@ class Task:
     name: str
     count: Count | None
     ends: str
-    """What the process does after this task if a signal has asked it to stop."""
+    """The end of the process after this task, in words, if a signal has asked it to stop."""
     started_s: float = field(default_factory=lambda: time.monotonic())
     first: tuple[float, float] | None = None
     """Time, and what was done by then, when the first part was done."""
@@ -55,7 +55,7 @@ class Task:
         line = f"{self.name}: {done:.0f} of {total:.0f} done"
         if done > self.first[1]:
             left_s = (total - done) * (now - self.first[0]) / (done - self.first[1])
-            line += f", about {_duration(left_s)} left"
+            line += f", about {duration_text(left_s)} left"
         return line
 
 
@@ -146,15 +146,10 @@ class Progress:
 
 
 progress = Progress()
-"""Of this process: signals, too, belong to a process."""
+"""The tasks of this process. There is one instance, because signals belong to a process, too."""
 
 
 def _print(line: str) -> None:
     # Not a stream that was kept: while a bar is shown, sys.stdout prints above the bar.
     with suppress(OSError, ValueError):  # a closed pipe
         say(line)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.config import problem_file
+from kfac_bench.config.option_table import declared, original_results
 from kfac_bench.config.options import RESULT
-from kfac_bench.config.roles import declared, original_results
-from kfac_bench.errors import UsageError
+from kfac_bench.errors import UsageError, printable
 from kfac_bench.record.events import EVENTS_FILE, Event, Resumed, RunStarted, read
 
 OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "LAMB"}
@@ -94,8 +94,8 @@ def number(value: object) -> float:
 
 
 def plain(value: object) -> str:
-    """Return ``value`` as printable text on one line, without control characters."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in str(value))
+    """Return ``value`` as printable text on one line."""
+    return printable(str(value))
 
 
 def flatten(options: Mapping[str, Any]) -> dict[str, str]:
@@ -185,12 +185,12 @@ def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def has_kfac(run: Run) -> bool:
-    """Whether the run trained with K-FAC."""
+    """Return whether the run trained with K-FAC."""
     return bool(option(run.started.config, "kfac", "enabled"))
 
 
 def _identity(run: Run) -> dict[str, str]:
-    """Return what makes the setting of a run: its RESULT options and its number of ranks.
+    """Return the identity of a run's setting: its RESULT options and its number of ranks.
 
     Options that the version of the run did not have are at their original values. The seed makes
     no setting, nor do K-FAC's options where K-FAC is off.

@@ -1,25 +1,53 @@
-"""Results of runs, computed from their event files alone: time to target, medians over seeds.
+"""Results of runs, computed from their event files alone: times to target, curves and notes.
 
 A run that misses its target, fails or never ends has an infinite time to target; no run is left
-out. All functions are pure.
+out. All functions are pure, but :func:`notes` also reads the manifests of checkpoints.
 """
 
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
-from kfac_bench.record.events import Evaluated, Event, RunEnded, RunStarted, TargetReached
-from kfac_bench.record.runs import Run as Run
-from kfac_bench.record.runs import Setting as Setting
-from kfac_bench.record.runs import group as group
-from kfac_bench.record.runs import load as load
-from kfac_bench.record.runs import number, option, plain, target
+from kfac_bench.record.event_log import lost_events
+from kfac_bench.record.events import (
+    Evaluated,
+    Event,
+    RecordGap,
+    RunEnded,
+    RunStarted,
+    TargetReached,
+    Trained,
+)
+from kfac_bench.record.runs import (
+    Run,
+    Setting,
+    clock,
+    differences,
+    flatten,
+    number,
+    option,
+    plain,
+    seed,
+    target,
+)
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+
+
+class WithEvents(Protocol):
+    """A run, or a part of its record that a program keeps: its events, in order."""
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,18 +77,14 @@ class Row:
     final: float
 
 
-def target_reached(run: Run) -> TargetReached | None:
-    """Return the event of the moment when the target was met; None if it was missed."""
-    return _target_event(run.events)
+def target_reached(run: WithEvents) -> TargetReached | None:
+    """Return the event of the moment when the target was met; None if it was missed.
 
-
-def _target_event(events: Iterable[Event]) -> TargetReached | None:
-    """Return the first event of a target that is as hard as that of the run's first start.
-
-    A later start may have had another ``trainer.target``, but tables name the first one.
+    This is the first event of a target that is as hard as that of the run's first start. A later
+    start may have had another ``trainer.target``, but tables name the first one.
     """
     goal, sign = math.nan, 1.0
-    for event in events:
+    for event in run.events:
         if isinstance(event, RunStarted):
             goal = number(option(event.config, "trainer", "target"))
             sign = 1.0 if event.higher_is_better else -1.0
@@ -69,26 +93,16 @@ def _target_event(events: Iterable[Event]) -> TargetReached | None:
     return None
 
 
-def time_to_target_s(run: Run) -> float:
+def time_to_target_s(run: WithEvents) -> float:
     """Return the training seconds until the target was met; infinite if it was missed."""
-    return time_to_target_of(run.events)
-
-
-def time_to_target_of(events: Iterable[Event]) -> float:
-    """Return the training seconds to target of a run with these events; infinite if missed."""
-    event = _target_event(events)
+    event = target_reached(run)
     seconds = math.inf if event is None else number(event.train_s)
     return math.inf if math.isnan(seconds) else seconds
 
 
-def steps_to_target(run: Run) -> float:
+def steps_to_target(run: WithEvents) -> float:
     """Return the optimizer steps until the target was met; infinite if it was missed."""
-    return steps_to_target_of(run.events)
-
-
-def steps_to_target_of(events: Iterable[Event]) -> float:
-    """Return the optimizer steps to target of a run with these events; infinite if missed."""
-    event = _target_event(events)
+    event = target_reached(run)
     steps = math.inf if event is None else number(event.step)
     return math.inf if math.isnan(steps) else steps
 
@@ -189,3 +203,121 @@ def _badness(run: Run) -> float:
     if math.isnan(value):
         return math.inf
     return -value if run.started.higher_is_better else value
+
+
+HUGE = 1e30
+"""Values of a diverged run beyond this limit are not drawn."""
+
+CurvePoint = tuple[float, float, float]
+"""Step, training seconds, value."""
+
+
+def points(run: Run, *, metric: bool) -> list[CurvePoint]:
+    """Return the points of the validation metric or of the training loss that can be drawn."""
+    if metric:
+        curve = metric_curve(run)
+    else:
+        curve = [
+            (number(e.step), number(e.train_s), number(e.loss))
+            for e in run.events
+            if isinstance(e, Trained)
+        ]
+    return [point for point in curve if drawable(point)]
+
+
+def drawable(point: CurvePoint) -> bool:
+    """Return whether the point can be drawn: no NaN, and no value beyond ``HUGE``."""
+    return all(abs(x) < HUGE for x in point)
+
+
+def worst_shown(
+    curves: Iterable[Sequence[float]], *, higher_is_better: bool, goal: float | None = None
+) -> float:
+    """Return the worst value that an axis shows, so that all other values can be read.
+
+    A run that diverges must not hide the others. With S the worst start and B the best value of
+    all curves, the limit lies beyond S by the size of S, or by half the distance from S to B if
+    that is more. It is infinite if no curve improved on S.
+
+    Shares such as an accuracy, with a ``goal`` below 1, have a tighter limit: 0.1 at the start
+    would leave no room to tell 0.96 from 0.97. The axis begins at four times the goal's distance
+    from 1, or lower if a run would not be seen at all.
+    """
+    drawn = [curve for curve in curves if curve]
+    # With this sign a greater number is always a worse one.
+    sign = -1.0 if higher_is_better else 1.0
+    badness = [[sign * value for value in curve] for curve in drawn]
+    start = max((curve[0] for curve in badness), default=0.0)
+    best = min((value for curve in badness for value in curve), default=start)
+    worst = math.inf if best >= start else start + max(abs(start), (start - best) / 2)
+    if higher_is_better and goal is not None and _are_shares(drawn, goal):
+        worst = min(worst, -min(1 - 4 * (1 - goal), *(max(curve) for curve in drawn)))
+    return sign * worst
+
+
+def _are_shares(curves: Sequence[Sequence[float]], goal: float) -> bool:
+    values = [value for curve in curves for value in curve]
+    return bool(values) and 0 < goal < 1 and all(0 <= value <= 1 for value in values)
+
+
+def thin(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
+    """Return at most ``most`` (4 or more) of the points, without losing a peak.
+
+    These are the first and the last point. Between them, the points are divided into equal
+    stretches, and each stretch keeps its lowest and its highest point.
+    """
+    if len(points) <= most:
+        return list(points)
+    # Each stretch keeps two points, and the first and the last point are kept anyway.
+    inner, stretches = len(points) - 2, (most - 2) // 2
+    edges = [1 + inner * i // stretches for i in range(stretches + 1)]
+    kept = [0]
+    for start, end in pairwise(edges):
+        low = min(range(start, end), key=lambda i: points[i][2])
+        high = max(range(start, end), key=lambda i: points[i][2])
+        kept += sorted({low, high})
+    kept.append(len(points) - 1)
+    return [points[i] for i in kept]
+
+
+# Parts of a run's environment that differ between any two runs and say nothing about speed.
+OWN_TO_A_RUN = frozenset({"command", "slurm_job_id"})
+
+
+def notes(settings: Sequence[Setting]) -> list[str]:
+    """Return notes for readers of the table: failed runs, repeated seeds, other machines."""
+    found = []
+    for setting in settings:
+        name = f"{setting.task}, {setting.optimizer}"
+        for run in setting.runs:
+            dead = status(run) not in ("reached", "finished") and target_reached(run) is None
+            if dead:
+                counts = "" if target(run) is None else ": counts as not reached"
+                found.append(f"{name}: {plain(run.path.parent.name)} {_ending(run)}{counts}")
+            gaps = [event for event in run.events if isinstance(event, RecordGap)]
+            if gaps:
+                where = f"before step {number(gaps[-1].step):.0f}"
+                found.append(
+                    f"{name}: the record of {plain(run.path.parent.name)} has a gap {where}"
+                )
+            elif lost := lost_events(run.path.parent):
+                found.append(f"{name}: {plain(run.path.parent.name)}: {lost}")
+        seeds = Counter(seed(run) for run in setting.runs)
+        found += [f"{name}: seed {s} was run {n} times" for s, n in seeds.items() if n > 1]
+    if any(clock(run) == "cpu" for setting in settings for run in setting.runs):
+        found.append("seconds are processor time, not time of day (trainer.clock=cpu)")
+    by_task: dict[str, list[Mapping[str, str]]] = defaultdict(list)
+    for setting in settings:
+        by_task[setting.task] += [flatten(run.started.environment) for run in setting.runs]
+    for task, environments in by_task.items():
+        if unequal := [k for k in differences(environments) if k not in OWN_TO_A_RUN]:
+            found.append(f"{task}: the runs' environments differ in {', '.join(unequal)}")
+    return found
+
+
+def _ending(run: Run) -> str:
+    ended = [e for e in run.events if isinstance(e, RunEnded)]
+    if not ended:
+        return f"has not ended (last event at step {number(run.events[-1].step):.0f})"
+    message = plain(ended[-1].message)
+    return f"ended as {status(run)}" + (f" ({message})" if message else "")

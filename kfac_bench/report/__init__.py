@@ -8,7 +8,6 @@ and :mod:`.page` makes the page from its :mod:`.page_parts`.
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kfac_bench.record.text_file import write_text
 from kfac_bench.report.comparison import Comparison as Comparison
 from kfac_bench.report.comparison import folder_of, read
 from kfac_bench.report.curves import curves_svg as curves_svg
@@ -24,6 +23,7 @@ from kfac_bench.report.tables import markdown_table as markdown_table
 from kfac_bench.report.tables import metric as metric
 from kfac_bench.report.tables import seconds as seconds
 from kfac_bench.report.tables import terminal_table as terminal_table
+from kfac_bench.whole_files import write_text
 
 
 def compare(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfac_bench.errors import UsageError
-from kfac_bench.record.run_notes import notes
 from kfac_bench.record.runs import (
     Run,
     Setting,
@@ -18,7 +17,7 @@ from kfac_bench.record.runs import (
     target,
     was_computed,
 )
-from kfac_bench.record.score import Row, row
+from kfac_bench.record.score import Row, notes, row
 
 
 @dataclass(frozen=True)

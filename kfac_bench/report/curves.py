@@ -13,8 +13,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kfac_bench.record.runs import Run, Setting, number, plain, target
-from kfac_bench.record.score import median_run, target_reached
-from kfac_bench.record.series import HUGE, drawable, points, thin, worst_shown
+from kfac_bench.record.score import (
+    HUGE,
+    drawable,
+    median_run,
+    points,
+    target_reached,
+    thin,
+    worst_shown,
+)
 from kfac_bench.report.comparison import finding
 from kfac_bench.report.figure_style import (
     INK,

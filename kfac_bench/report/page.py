@@ -13,9 +13,15 @@ from typing import Any
 import jinja2
 
 from kfac_bench import __version__
-from kfac_bench.record.run_notes import OWN_TO_A_RUN
 from kfac_bench.record.runs import Run, Setting, differences, flatten, plain, seed, target
-from kfac_bench.record.score import Row, final_metric, status, steps_to_target, time_to_target_s
+from kfac_bench.record.score import (
+    OWN_TO_A_RUN,
+    Row,
+    final_metric,
+    status,
+    steps_to_target,
+    time_to_target_s,
+)
 from kfac_bench.report.comparison import Comparison, finding
 from kfac_bench.report.curves import by_task, styles
 from kfac_bench.report.figure_style import Style

@@ -21,8 +21,16 @@ from urllib.parse import quote
 
 from kfac_bench.record.events import Predicted, Trained
 from kfac_bench.record.runs import Run, Setting, number, plain, seed, target
-from kfac_bench.record.score import median_run, target_reached
-from kfac_bench.record.series import HUGE, CurvePoint, drawable, points, thin, worst_shown
+from kfac_bench.record.score import (
+    HUGE,
+    CurvePoint,
+    drawable,
+    median_run,
+    points,
+    target_reached,
+    thin,
+    worst_shown,
+)
 from kfac_bench.report.figure_style import Style
 from kfac_bench.report.tables import DASH, Link, Table, Value, text
 from kfac_bench.training import predictions

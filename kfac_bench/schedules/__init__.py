@@ -1,1 +1,1 @@
-"""The learning-rate schedules, one file for each."""
+"""The learning-rate schedules."""

@@ -13,10 +13,11 @@ from kfac_bench.config import TrainConfig, options, problem_file
 from kfac_bench.config.options import RESULT
 from kfac_bench.core.planning.estimate import RankCost, Traffic
 from kfac_bench.core.planning.plan import Message, Stage
-from kfac_bench.data.problem import ProblemDataConfig
-from kfac_bench.record.text_file import write_text
+from kfac_bench.data.options import ProblemDataConfig
+from kfac_bench.output import size_text
 from kfac_bench.training.dry_run import DryRun
 from kfac_bench.training.run_directory import run_id
+from kfac_bench.whole_files import write_text
 
 
 def as_dict(run: DryRun) -> dict[str, Any]:
@@ -283,12 +284,7 @@ def _flop(n: float) -> str:
 
 
 def _bytes(n: float) -> str:
-    if not n:
-        return "none"
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n / 1e3:.2f} kB"
+    return size_text(n, decimals=2) if n else "none"
 
 
 def _count(n: float) -> str:

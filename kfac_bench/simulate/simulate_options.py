@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kfac_bench.config import TrainConfig, compose, registry
+from kfac_bench.config import TrainConfig, compose
 from kfac_bench.config.command_options import real_number, whole_number
+from kfac_bench.config.groups import TABLES
 from kfac_bench.errors import UsageError
-from kfac_bench.record.text_file import write_text
 from kfac_bench.simulate import hardware, simulation_figure, simulation_report, workload
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.simulation_report import Training
 from kfac_bench.simulate.sweep import SGD, Intervals, SimulatedCell, Variant, sweep, variant
+from kfac_bench.whole_files import write_text
 
 _STRATEGIES = {"sc20": "sgd,layer_wise,comm_opt"}
 """The default of ``--strategies`` by conduct: the strategies of that code."""
@@ -163,8 +164,8 @@ def _config(options: argparse.Namespace, machine: Hardware) -> TrainConfig:
     if "experiment" not in names:
         defaults = [f"trainer.precision={machine.precision}"]
         defaults += ["kfac.method=eigen"] if machine.conduct == "sc20" else []
-    if names.get("model") in registry.MODELS and not {"data", "experiment"} & set(names):
-        usual_data = registry.options_class("model", names["model"]).usual_data
+    if names.get("model") in TABLES["model"] and not {"data", "experiment"} & set(names):
+        usual_data = TABLES["model"][names["model"]].usual_data
         defaults += [] if usual_data is None else [f"data={usual_data}"]
     config = compose.load([*defaults, *overrides, f"trainer.batch_size={batch}"], config_dir)
     machine.check_precision(config.trainer.precision)

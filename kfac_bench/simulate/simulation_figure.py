@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kfac_bench.counted import counted
+from kfac_bench.output import counted
 from kfac_bench.report.figure_style import (
     PALETTE,
     REST,

@@ -1,1 +1,1 @@
-"""What a model is trained for and how its quality is measured."""
+"""The tasks: a loss that a model is trained for, and metrics of its quality."""

@@ -5,8 +5,8 @@ import torch
 from PIL import Image, ImageChops, ImageFilter
 from torch import Tensor
 
-from kfac_bench.data.base.dataset import UNKNOWN, Data, Looks, Pictured
-from kfac_bench.tasks.prediction import Picture
+from kfac_bench.data.base.dataset import ImageDisplay
+from kfac_bench.tasks.task import Picture
 
 LEAST_SIDE, MOST_SIDE = 256, 512
 """Pixels of the longer side of a picture: a digit of 8 x 8 is enlarged, a photograph reduced."""
@@ -15,7 +15,7 @@ GAP = 4
 """White pixels between two pictures side by side."""
 
 
-def to_rgb(image: Tensor, looks: Looks) -> Picture:
+def to_rgb(image: Tensor, looks: ImageDisplay) -> Picture:
     """Return an image [C, H, W] of a batch as a picture, clipped to the range of pixels.
 
     uint8 images are pixels already. A float image is un-normalized with the mean and the standard
@@ -74,8 +74,3 @@ def beside(left: Picture, right: Picture) -> Picture:
     """Return two pictures of one height side by side, with a white gap between them."""
     gap = np.full((len(left), GAP, 3), 255, np.uint8)
     return np.concatenate([left, gap, right], axis=1)
-
-
-def looks_of(data: Data) -> Looks:
-    """Return how the images of a dataset are shown, if the dataset says so."""
-    return data.looks if isinstance(data, Pictured) else UNKNOWN

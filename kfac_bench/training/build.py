@@ -1,21 +1,98 @@
-"""Build the optimizer and K-FAC of a run from their options."""
+"""Build the parts of a run from their options: data, task, model, optimizer and K-FAC.
+
+Runs, dry runs, ``kfac-plan`` and ``kind: fit`` of benchmarks build their parts here alone.
+"""
+
+from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from kfac_bench.config import KFACConfig, ModelConfig, OptimizerConfig
-from kfac_bench.config.optimizers import Group
+from kfac_bench.config import DataConfig, KFACConfig, ModelConfig, OptimizerConfig, TrainConfig
+from kfac_bench.config.groups import ParameterGroup
 from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.core.distributed.collective import Collective, PlansDifferError
 from kfac_bench.core.schedule import Milestones
-from kfac_bench.errors import UsageError
+from kfac_bench.data.base.dataset import Data
+from kfac_bench.errors import UsageError, shortage
+from kfac_bench.tasks.task import Task
 from kfac_bench.training.update import has_batch_norm
+
+
+@dataclass(frozen=True)
+class Builders:
+    """The functions that build what a run trains: its dataset, its task and its model.
+
+    :meth:`Builders.of` is the only place that derives them from the options; builders from
+    elsewhere go the same way.
+    """
+
+    data: Callable[[], Data]
+    task: Callable[[Data], Task]
+    model: Callable[[tuple[int, ...], int], nn.Module]
+    """The network for the shape of one input and a number of classes."""
+    shape: tuple[int, ...]
+    """Shape of one input that a dry run assumes, because a dry run reads no data."""
+    num_classes: int
+    """Number of classes that a dry run assumes."""
+    example_inputs: Callable[[int], Any]
+    """Inputs of the model for so many examples of that shape, on torch's default device."""
+    output: Callable[[nn.Module, Any], Any]
+    """The output of the model for example inputs; see ``TaskConfig.output``."""
+    try_out: Callable[[nn.Module, Data], None]
+    """Tries one batch before a run begins; see ``TaskConfig.try_out``."""
+    likelihood: str
+    """Distribution that the output of the model stands for; see ``TaskConfig.likelihood``."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Builders:
+        """Return the builders of a configuration."""
+        task = config.task.name
+        shape, num_classes = config.data.shape()
+        return cls(
+            data=partial(_build_data, config.data, task),
+            task=config.task.build,
+            model=partial(config.model.build, task=task),
+            shape=shape,
+            num_classes=num_classes,
+            example_inputs=config.data.example_inputs,
+            output=config.task.output,
+            try_out=config.task.try_out,
+            likelihood=config.task.likelihood,
+        )
+
+    def assumed_model(self) -> nn.Module:
+        """Return the network of a dry run."""
+        model = self.model(self.shape, self.num_classes)
+        if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+            # As in a run, lazy modules learn their shapes from a batch.
+            model.eval()
+            with torch.no_grad():
+                self.output(model, self.example_inputs(2))
+            model.train()
+        return model
+
+
+def _build_data(config: DataConfig, task: str) -> Data:
+    """Build the dataset; raise :class:`UsageError` if a file or folder cannot be read."""
+    try:
+        data: Data = config.build(task)
+    except OSError as error:
+        if shortage(error):
+            raise
+        place = error.filename or config.root
+        reason = error.strerror or error
+        raise UsageError(f"data={config.name}: {place} cannot be read ({reason})") from None
+    return data
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
@@ -29,9 +106,9 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _parameter_groups(no_decay: Sequence[str], model: nn.Module) -> list[Group]:
+def _parameter_groups(no_decay: Sequence[str], model: nn.Module) -> list[ParameterGroup]:
     """Return the trained parameters with weight decay, and those without."""
-    groups: list[Group] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    groups: list[ParameterGroup] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     # Tied weights have two names, but belong to one group.
     seen: set[nn.Parameter] = set()
     for path, module in model.named_modules():

@@ -25,7 +25,8 @@ from kfac_bench.core.planning.estimate import RankCost, flops, rank_costs
 from kfac_bench.core.planning.plan import Op
 from kfac_bench.errors import UsageError
 from kfac_bench.training import build
-from kfac_bench.training.blueprint import Blueprint
+from kfac_bench.training.build import Builders
+from kfac_bench.training.update import check_parts
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,22 @@ class _ImaginedRank(SingleProcess):
         self.world_size = world_size
 
 
-def trace(config: TrainConfig, world_size: int = 1, blueprint: Blueprint | None = None) -> DryRun:
+def trace(config: TrainConfig, world_size: int = 1, builders: Builders | None = None) -> DryRun:
     """Build the model and its plan, and take one step on the meta device.
 
     Args:
         config: The options of the run.
         world_size: Number of ranks to assume.
-        blueprint: What is trained; by default what ``config`` says.
+        builders: What is trained; by default what ``config`` says.
 
     Raises:
         UsageError: The run would raise it too.
     """
-    blueprint = blueprint or Blueprint.of(config)
+    builders = builders or Builders.of(config)
     smallest_part, examples = _examples_of_a_rank(config, world_size)
     with torch.device("meta"):
-        model = blueprint.assumed_model()
-        inputs = blueprint.example_inputs(examples)
+        model = builders.assumed_model()
+        inputs = builders.example_inputs(examples)
     build.check_batch_norm(model, config.model, smallest_part)
     optimizer = build.build_optimizer(config.optimizer, model)
     kfac = build.build_kfac(config.kfac, model, optimizer, _ImaginedRank(world_size))
@@ -90,8 +91,8 @@ def trace(config: TrainConfig, world_size: int = 1, blueprint: Blueprint | None 
         kfac.detach()
         report = kfac.report()
     layers = [] if report is None else report.layers
-    step = _step(model, partial(blueprint.output, model, inputs), layers)
-    seeds = _seeds(config, blueprint.likelihood, step.outputs)
+    step = _step(model, partial(builders.output, model, inputs), layers)
+    seeds = _seeds(config, builders.likelihood, step.outputs)
     reduced = step.samples if config.kfac.weight_sharing == "reduce" else None
 
     def work(op: Op) -> float:
@@ -101,7 +102,7 @@ def trace(config: TrainConfig, world_size: int = 1, blueprint: Blueprint | None 
     return DryRun(
         config=config,
         world_size=world_size,
-        shape=blueprint.shape,
+        shape=builders.shape,
         parameters=sum(p.numel() for p in model.parameters()),
         forward_flops=step.forward,
         step_flops=step.forward + step.backward,
@@ -121,13 +122,8 @@ def _examples_of_a_rank(config: TrainConfig, world_size: int) -> tuple[int, int]
             f"trainer.batch_size={batch} leaves some of world_size={world_size} ranks without an "
             "example: it is the batch of all ranks"
         )
-    least = batch // world_size
-    if parts > least:
-        raise UsageError(
-            f"trainer.accumulate={parts} is more than the {least} examples of a rank: "
-            f"trainer.batch_size={batch} over {world_size} ranks"
-        )
-    return least // parts, -(-batch // world_size)
+    check_parts(config.trainer, world_size)
+    return batch // world_size // parts, -(-batch // world_size)
 
 
 def _seeds(config: TrainConfig, likelihood: str, outputs: torch.Size) -> int:

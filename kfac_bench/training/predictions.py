@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from PIL import Image
 
 from kfac_bench.errors import UsageError
 from kfac_bench.record.own_files import refuse_special
+from kfac_bench.whole_files import whole_file
 
 # Reports and dashboards read pictures without torch.
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from kfac_bench.data.base.batch import Batch
     from kfac_bench.record.events import PredictedItem
-    from kfac_bench.tasks.prediction import Picture, Prediction
-    from kfac_bench.tasks.task import Task
+    from kfac_bench.tasks.task import Picture, Prediction, Task
 
 POOL = 256
 """Number of examples from which a task chooses what to show, if an evaluation batch holds them."""
@@ -112,7 +111,7 @@ def _png(picture: Picture) -> bytes:
 
 
 def _keep(path: Path, content: bytes) -> str | None:
-    """Write the whole file or none, and return what went wrong.
+    """Write the file as a whole, and return the problem if that fails.
 
     The run directory may come from somebody else, so links below it are never followed.
     """
@@ -120,14 +119,11 @@ def _keep(path: Path, content: bytes) -> str | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in (path.parent.parent, path.parent):
             refuse_special(folder, folder=True)
-        path.unlink(missing_ok=True)
-        with path.open("xb") as file:
-            file.write(content)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(content)
     except UsageError as error:
         return str(error)
     except OSError as error:
-        with suppress(OSError):
-            path.unlink()
         return f"{path} cannot be written: {error.strerror}"
     return None
 

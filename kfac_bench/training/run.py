@@ -1,35 +1,51 @@
 """One training run: build its parts, continue where it stopped, train, record.
 
-``kfac-train`` calls :func:`start` on every rank, and programs call :func:`train_words`. The parts
-are built in :mod:`kfac_bench.training.assembly`, a checkpoint is restored in
-:mod:`kfac_bench.training.beginning`, and the training loop is in
+``kfac-train`` calls :func:`start` on every rank, and programs call :func:`train_words`. Optimizer
+and K-FAC are built in :mod:`kfac_bench.training.build`, a checkpoint is restored in
+:mod:`kfac_bench.training.resume`, and the training loop is in
 :mod:`kfac_bench.training.trainer`.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from typing import Any
 
 import torch
+from torch import nn
 
 from kfac_bench import distributed
-from kfac_bench.config import TrainConfig, compose, named_variables, options, problem_file
+from kfac_bench.config import (
+    KFACConfig,
+    TrainConfig,
+    compose,
+    named_variables,
+    options,
+    problem_file,
+)
 from kfac_bench.config.options import PLACE
+from kfac_bench.config.train import LOGGERS, logger_class
+from kfac_bench.core.planning.plan import IDENTITY
+from kfac_bench.data.base.dataset import Data
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import OneRankError, UsageError, WorkerLostError
+from kfac_bench.record.event_log import EventLog, JsonlSink, Sink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, read
 from kfac_bench.record.progress import progress
+from kfac_bench.record.sinks.console import ConsoleSink
+from kfac_bench.record.sinks.view import ShownRun
 from kfac_bench.tasks.task import reached
-from kfac_bench.training import early_answer, environment
-from kfac_bench.training.assembly import build_trainer
-from kfac_bench.training.beginning import begin
-from kfac_bench.training.blueprint import Blueprint
-from kfac_bench.training.run_directory import RunDirectory
-from kfac_bench.training.run_log import open_log, say_what_kfac_does
+from kfac_bench.training import build, environment, weights
+from kfac_bench.training.build import Builders
+from kfac_bench.training.rank_batches import RunLength
+from kfac_bench.training.resume import start_or_resume
+from kfac_bench.training.run_directory import RunDirectory, say_complete
 from kfac_bench.training.trainer import Trainer
+from kfac_bench.training.update import least_part
 
 
 def train_words(words: Sequence[str]) -> float:
@@ -54,7 +70,7 @@ def train_words(words: Sequence[str]) -> float:
     slurm_rank.adopt()
     named_variables.allow(words)
     problem_file.run_named(words)
-    config = compose.load(words, ranks=int(slurm_rank.from_launcher("WORLD_SIZE", "1")))
+    config = compose.load(words, ranks=slurm_rank.launched_ranks())
     code = start(config)
     if code >= 128:
         raise KeyboardInterrupt
@@ -72,14 +88,14 @@ def start(config: TrainConfig) -> int:
 
 
 def train(
-    config: TrainConfig, backend: Backend, blueprint: Blueprint | None = None
+    config: TrainConfig, backend: Backend, builders: Builders | None = None
 ) -> tuple[str, int]:
     """Start or continue the run of this configuration; all ranks call this.
 
     Args:
         config: The configuration of the run.
         backend: The backend that connects the ranks.
-        blueprint: The builders of model, data and task; None: as the configuration says.
+        builders: The builders of model, data and task; None: as the configuration says.
 
     Returns:
         The status of the run's last event, and the signal that stopped the run (0: none).
@@ -100,14 +116,14 @@ def train(
         ranks.together(lambda: stack.enter_context(if_main))
         ranks.together(directory.check_is_here)
         with progress.task("reading the data and building the model"):
-            trainer = build_trainer(config, backend, directory, blueprint)
+            trainer = build_trainer(config, backend, directory, builders)
         complete = ranks.together(
             lambda: _status_if_complete(directory, trainer) if ranks.is_main else None
         )
         # Only rank 0 reads the event file; its answer is every rank's answer.
         if ranks.any(complete is not None):
             if ranks.is_main:
-                directory.note_state(complete or "finished", trainer.course.max_steps)
+                directory.note_state(complete or "finished", trainer.length.max_steps)
             return complete or "finished", 0
         with progress.task("opening the log"):
             opened = ranks.together(
@@ -118,7 +134,7 @@ def train(
             stack.callback(trainer.log.close)
         for line in (*trainer.data.notes, *trainer.notes):
             trainer.say(line)
-        begin(config, trainer, directory, about)
+        start_or_resume(config, trainer, directory, about)
         say_what_kfac_does(config.kfac, trainer)
         return _fit(trainer, directory)
 
@@ -151,6 +167,71 @@ def _check_same_options(config: TrainConfig, ranks: Ranks) -> None:
         raise UsageError(f"ranks {others} have other options than rank 0. Use one command for all")
 
 
+def build_trainer(
+    config: TrainConfig,
+    backend: Backend,
+    directory: RunDirectory,
+    builders: Builders | None = None,
+) -> Trainer:
+    """Return the trainer of a run, which writes no events yet.
+
+    Args:
+        config: The configuration of the run.
+        backend: The backend that connects the ranks.
+        directory: The directory of the run.
+        builders: The builders of model, data and task; None: as the configuration says.
+
+    Raises:
+        UsageError: A part cannot be built, or ranks read other data.
+    """
+    builders = builders or Builders.of(config)
+    ranks = backend.ranks
+    data, model, notes = ranks.together(lambda: _data_and_model(config, builders, ranks))
+    about = f"{data.train_size} {data.eval_size} {data.shape} {data.num_classes}"
+    if others := ranks.unlike_main(about):
+        raise UsageError(
+            f"ranks {others} read other data than rank 0. Copy the same dataset to every node"
+        )
+    model = backend.shard(model)
+    optimizer = build.build_optimizer(config.optimizer, model)
+    steps = RunLength.of(config.trainer, data.train_size).steps_per_epoch
+    kfac = build.build_kfac(config.kfac, model, optimizer, backend.collective(), steps)
+    model, optimizer = backend.wrap(model, optimizer)
+    return Trainer(
+        builders.task(data),
+        data,
+        model,
+        optimizer,
+        kfac,
+        config.trainer,
+        config.schedule,
+        config.seed,
+        backend,
+        EventLog([]),
+        directory.path,
+        notes,
+        timeout_s=config.backend.timeout_s,
+    )
+
+
+def _data_and_model(
+    config: TrainConfig, builders: Builders, ranks: Ranks
+) -> tuple[Data, nn.Module, list[str]]:
+    data = builders.data()
+    torch.manual_seed(config.seed)
+    model = builders.model(data.shape, data.num_classes)
+    notes = weights.load(model, config.model)
+    model = model.to(ranks.device)
+    if config.trainer.channels_last:
+        model.to(memory_format=torch.channels_last)
+    builders.try_out(model, data)
+    least = least_part(data.train_size, config.trainer, ranks.world_size)
+    build.check_batch_norm(model, config.model, least)
+    usual = config.trainer.batch_size // ranks.world_size // config.trainer.accumulate
+    notes += build.batch_norm_notes(model, usual)
+    return data, model, notes
+
+
 def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None:
     """Return how the run ended and say so; None if there is still something to do."""
     events = read(directory.events) if directory.events.exists() else []
@@ -169,15 +250,72 @@ def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None
     )
     limit = trainer.config.max_train_s
     time_is_up = limit is not None and ended.train_s >= limit
-    if not (at_target or time_is_up) and ended.step < trainer.course.max_steps:
+    if not (at_target or time_is_up) and ended.step < trainer.length.max_steps:
         return None
-    early_answer.say_complete(directory, ended)
+    say_complete(directory, ended)
     return ended.status
+
+
+def open_log(
+    config: TrainConfig, trainer: Trainer, directory: RunDirectory, about: Mapping[str, Any]
+) -> tuple[EventLog, Callable[[str], None]]:
+    """Open the record and its views on rank 0; return them and a function that prints a line."""
+    metric, higher_is_better = trainer.task.metric, trainer.task.higher_is_better
+    console = ConsoleSink(
+        metric=metric,
+        higher_is_better=higher_is_better,
+        total_steps=trainer.length.max_steps,
+        target=config.trainer.target,
+    )
+    shown = ShownRun(
+        directory.path,
+        directory.run_id,
+        config.logger,
+        asdict(config) | {"environment": about},
+        metric,
+        higher_is_better,
+        console.say,
+    )
+    # The record comes first: a view may read it.
+    sinks: list[Sink] = [JsonlSink(directory.events), console]
+    sinks += [logger_class(name)(shown) for name in LOGGERS if getattr(config.logger, name)]
+    return EventLog(sinks), console.say
+
+
+def say_what_kfac_does(config: KFACConfig, trainer: Trainer) -> None:
+    """Say which layers K-FAC covers, how large its factors are, and which options change.
+
+    The first step on a large model takes long, because it decomposes all factors.
+    """
+    if trainer.kfac is None:
+        return
+    report = trainer.kfac.report()
+    largest = report.largest_factor
+    total = report.covered_params + report.skipped_params
+    if report.plan.method == IDENTITY:
+        trainer.say(
+            f"identity factors: of K-FAC only the KL clip, over {len(report.layers)} layers"
+        )
+        return
+    trainer.say(
+        f"K-FAC preconditions {len(report.layers)} layers ({report.covered_params:,} of {total:,} "
+        f"parameters); every {trainer.kfac.update_freq} steps it decomposes "
+        f"{2 * len(report.layers)} factors, the largest {largest} x {largest}"
+    )
+    if report.choice is not None:
+        trainer.say(str(report.choice))
+    elif config.max_overhead is not None:
+        trainer.say(
+            f"kfac.max_overhead={config.max_overhead:g}: K-FAC measures the first steps, then "
+            "chooses its options"
+        )
+    for change in config.changes():
+        trainer.say(change)
 
 
 def _fit(trainer: Trainer, directory: RunDirectory) -> tuple[str, int]:
     """Train, and note in the run directory how the run ends; return as :func:`train`."""
-    is_main, steps = trainer.ranks.is_main, trainer.course.max_steps
+    is_main, steps = trainer.ranks.is_main, trainer.length.max_steps
     if is_main:
         directory.note_state("running", trainer.step)
     try:

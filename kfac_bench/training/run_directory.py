@@ -2,8 +2,9 @@
 
 The same command finds the same directory, because its name is a hash of the configuration. A run
 that was stopped continues there. This file decides the name, holds the lock, and checks that a
-directory is continued with the options of its run; checkpoints are in
-:mod:`kfac_bench.training.checkpoint`.
+directory is continued with the options of its run. It also stops a command early if the run is
+complete or a path is wrong, because it needs no torch, whose import takes seconds. Checkpoints are
+in :mod:`kfac_bench.training.checkpoint`.
 """
 
 import hashlib
@@ -19,20 +20,24 @@ from omegaconf import OmegaConf
 
 from kfac_bench import plain_yaml
 from kfac_bench.config import TrainConfig, compose, options, problem_file
+from kfac_bench.config.option_table import declared
 from kfac_bench.config.options import RECORD, RESULT
-from kfac_bench.config.roles import declared
-from kfac_bench.data.problem import ProblemDataConfig
+from kfac_bench.data.image_options import FilesConfig
+from kfac_bench.data.options import ProblemDataConfig
+from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError, first_line
 from kfac_bench.output import say
-from kfac_bench.record import checkpoint_folder, run_lock
-from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
+from kfac_bench.record import checkpoint_folder, own_files
+from kfac_bench.record.event_log import lost_events
+from kfac_bench.record.events import EVENTS_FILE, Resumed, RunEnded, RunStarted, read
 from kfac_bench.record.own_files import read_own, refuse_links, write_own
+from kfac_bench.whole_files import whole_file
 
 _PATIENCE_S = 10.0
-"""How long to wait for the lock: the process of an earlier start may be about to end."""
+"""Seconds to wait for the lock: the process of an earlier start may be about to end."""
 _RESTART_PATIENCE_S = 20.0
-"""The same for a run that torchrun or Slurm restarts. Ranks of the earlier start may still live:
-they notice a lost agent or node only when their next message fails."""
+"""Seconds to wait if torchrun or Slurm restarts the run. Ranks of the earlier start may still
+live: they notice a lost agent or node only when their next message fails."""
 
 _CONFIG = "config.yaml"
 
@@ -90,7 +95,7 @@ class RunDirectory:
         is_new = not os.path.exists(self.path)
         may_be_restart = os.environ.keys() & {"TORCHELASTIC_RUN_ID", "SLURM_RESTART_COUNT"}
         patience_s = _RESTART_PATIENCE_S if may_be_restart else _PATIENCE_S
-        with run_lock.locked(self.path, patience_s, say):
+        with own_files.locked(self.path, patience_s, say):
             refuse_links(self.path)
             self._check_same_run(config)
             record = {"run_id": self.run_id, **environment}
@@ -124,7 +129,7 @@ class RunDirectory:
 
     def _remove_unless_begun(self) -> None:
         """Remove the directory if it has no event and no file of anybody else."""
-        ours = {_CONFIG, "run.json", run_lock.LOCK_FILE, EVENTS_FILE}
+        ours = {_CONFIG, "run.json", own_files.LOCK_FILE, EVENTS_FILE}
         with suppress(OSError):
             files = list(self.path.iterdir())
             if {path.name for path in files} <= ours and not any(
@@ -145,14 +150,9 @@ class RunDirectory:
         for file in (self.path / "state", os.environ.get("KFAC_STATE_FILE")):
             if not file:
                 continue
-            # A reader sees the old line or the new line, never a part, because of the rename.
-            partial = Path(f"{file}.partial")
-            with suppress(OSError):
-                # Never through a link that somebody has put there.
-                partial.unlink(missing_ok=True)
+            with suppress(OSError), whole_file(Path(file)) as temporary:
                 # The name of a folder need not be UTF-8.
-                partial.write_bytes(os.fsencode(f"{status} {step} {self.path.absolute()}\n"))
-                partial.replace(file)
+                temporary.write_bytes(os.fsencode(f"{status} {step} {self.path.absolute()}\n"))
 
     def check_is_here(self) -> None:
         """Raise :class:`UsageError` if this rank does not see the directory that rank 0 made."""
@@ -242,3 +242,66 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + str(key)] = value
     return flat
+
+
+def stop_if_complete(config: TrainConfig) -> bool:
+    """Return whether the run is complete, and say so then. ``kfac-train`` asks before torch.
+
+    This is a shortcut for what the run itself would find out, but a complete run is not compared
+    with its data again. With several ranks the answer is False: ranks that are not connected yet
+    could answer differently.
+
+    Raises:
+        UsageError: A path of the configuration does not exist.
+    """
+    if slurm_rank.launched_ranks() != 1:
+        return False
+    if _is_finished(config):
+        return True
+    _check_paths(config)
+    return False
+
+
+def say_complete(directory: RunDirectory, ended: RunEnded) -> None:
+    """Say that the run of the directory is complete."""
+    say(
+        f"{directory.path} is complete ({ended.status} at step {ended.step}); for another run "
+        "set seed=N or run_id=NAME, or delete the directory"
+    )
+    if lost := lost_events(directory.path):
+        say(f"{directory.events}: {lost}. Take the file from a backup if you need these events")
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    """Return whether the record ends with success, and all options are those of the record.
+
+    If an option has changed, such as trainer.max_epochs, the trainer decides.
+    """
+    directory = RunDirectory(config)
+    if not directory.events.is_file():
+        return False
+    refuse_links(directory.path)
+    changed = directory.changed_options(config)
+    if any(declared(name, {name: None}).role is not RECORD for name in changed):
+        return False
+    events = read(directory.events)
+    if any(isinstance(event, Resumed) and event.options for event in events):
+        return False
+    ended = events[-1] if events else None
+    if not isinstance(ended, RunEnded) or ended.status not in ("finished", "reached"):
+        return False
+    say_complete(directory, ended)
+    directory.note_state(ended.status, ended.step)
+    return True
+
+
+def _check_paths(config: TrainConfig) -> None:
+    data = config.data
+    named = {"model.weights": config.model.weights}
+    if not RunDirectory(config).has_checkpoints():  # else the run continues from its own
+        named["resume"] = config.resume
+    if isinstance(data, FilesConfig) and data.root != "demo":
+        named["data.root"] = data.root
+    for option, path in named.items():
+        if path is not None and not Path(path).exists():
+            raise UsageError(f"{option}={path}: no such file or folder")

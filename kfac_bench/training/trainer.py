@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from kfac_bench.config import ScheduleConfig, TrainerConfig
 from kfac_bench.core import KFAC
 from kfac_bench.data.base.batch import Batch, channels_last, to_device
-from kfac_bench.data.base.dataset import Data
-from kfac_bench.data.base.fingerprint import Fingerprint
+from kfac_bench.data.base.dataset import Data, Fingerprint
 from kfac_bench.data.base.order import mixed_seed
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import lost_rank
@@ -26,7 +25,6 @@ from kfac_bench.errors import RunFailedError, shortage
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import (
     Checkpointed,
-    Clock,
     Evaluated,
     PlanChosen,
     Predicted,
@@ -36,18 +34,14 @@ from kfac_bench.record.events import (
 )
 from kfac_bench.record.progress import progress
 from kfac_bench.tasks.task import Task, reached
-from kfac_bench.training import agreement, predictions
+from kfac_bench.training import predictions
 from kfac_bench.training.checkpoint import Checkpoint, ValidationMetric
-from kfac_bench.training.course import Course
-from kfac_bench.training.feed import Feed
-from kfac_bench.training.meter import Meter
-from kfac_bench.training.outcome import Outcomes
+from kfac_bench.training.rank_batches import RankBatches, RunLength, SkippedExamples
 from kfac_bench.training.saving import Saving
-from kfac_bench.training.skipped import SkippedExamples
-from kfac_bench.training.state import State, weights_sha256
-from kfac_bench.training.stop import Stop
+from kfac_bench.training.state import State, check_same_model, weights_sha256
+from kfac_bench.training.step_results import Clock, Meter, PendingStepResults
+from kfac_bench.training.stop import Stop, Watchdog
 from kfac_bench.training.update import Update, has_batch_norm
-from kfac_bench.training.watchdog import Watchdog
 
 
 @dataclass
@@ -74,11 +68,11 @@ class Trainer:
     step: int = 0
     """Number of updates so far. If a loss was not finite: of updates before this loss."""
     loss: float = math.nan
-    """Mean loss over all ranks, of the newest step whose outcome has been read."""
+    """Mean loss over all ranks, of the newest step whose result has been read."""
     fingerprint: Fingerprint = field(default_factory=dict)
-    """What identifies the data, on rank 0 only; each checkpoint holds it."""
+    """The identity of the data, on rank 0 only; each checkpoint holds it."""
     timeout_s: float = 600.0
-    """How long a rank waits for the others (backend.timeout_s)."""
+    """Seconds that a rank waits for the others (backend.timeout_s)."""
     clock: Clock = field(init=False)
     stop: Stop = field(default_factory=Stop)
 
@@ -86,9 +80,9 @@ class Trainer:
         config, kfac, backend = self.config, self.kfac, self.backend
         self.ranks = backend.ranks
         self.clock = Clock(config.clock)
-        self.course = Course.of(config, self.data.train_size)
-        self._eval_freq = config.eval_freq or self.course.steps_per_epoch
-        self._feed = Feed(self.data, config, self.seed, backend, self.course)
+        self.length = RunLength.of(config, self.data.train_size)
+        self._eval_freq = config.eval_freq or self.length.steps_per_epoch
+        self._rank_batches = RankBatches(self.data, config, self.seed, backend, self.length)
         self._update = Update(
             self.task,
             self.model,
@@ -96,7 +90,7 @@ class Trainer:
             kfac,
             config,
             backend,
-            lambda: self._to_device(self._feed.first_example()),
+            lambda: self._to_device(self._rank_batches.first_example()),
         )
         if kfac is not None:
             kfac.time_stages = config.time_stages
@@ -109,7 +103,7 @@ class Trainer:
             self.directory / "checkpoints",
             self.ranks,
             config,
-            self.course.steps_per_epoch,
+            self.length.steps_per_epoch,
             # A power cut must not leave a checkpoint that is ahead of the record.
             lambda: self.log.sync(),
         )
@@ -119,7 +113,7 @@ class Trainer:
             # Ranks that wait for a rank that hangs end first: their own error says more.
             watchdog_s = 1.1 * self.timeout_s + 5.0
         self._watchdog = Watchdog(watchdog_s, self.directory, self.ranks.rank, in_c_code=several)
-        self._outcomes = Outcomes(self.ranks)
+        self._pending = PendingStepResults(self.ranks)
         self._cannot_write = False  # some rank cannot write a checkpoint or the record
         self._stopping = False  # some rank was told to stop, and all ranks know
         self._is_spoilt = False  # the weights have had an update of a loss that is not finite
@@ -195,17 +189,17 @@ class Trainer:
                 self.save()
                 return "reached"
         # The clock starts here: building the run and the first evaluation are not training.
-        self._meter.start(self.course.examples_seen(self.step))
+        self._meter.start(self.length.examples_seen(self.step))
         self.clock.start()
         if self._owes_evaluation and (status := self._evaluate_and_save(evaluate=True)):
             return status
         for batch in self._batches():
             self._train_step(batch)
             self._report_checkpoint()
-            done = self.step >= self.course.max_steps
+            done = self.step >= self.length.max_steps
             is_logged = self.step % self.config.log_freq == 0 or done
             if is_logged:  # the event needs the loss of its own step
-                self._read_outcome()
+                self._read_result()
             if self._cannot_write:
                 self._give_up()
             if is_logged:
@@ -217,7 +211,7 @@ class Trainer:
     def _evaluate_and_save(self, *, evaluate: bool) -> str | None:
         """Evaluate if asked to, save if due, and return the status if the run ends here."""
         reached_target = self._evaluate() if evaluate else False
-        over = self.step >= self.course.max_steps or (evaluate and self._time_is_up())
+        over = self.step >= self.length.max_steps or (evaluate and self._time_is_up())
         done = over and not self._owes_evaluation
         if reached_target or done or self._stopping or self._saving.is_due(self.step):
             self.save()
@@ -240,8 +234,8 @@ class Trainer:
 
     def _batches(self) -> Iterator[Batch]:
         """Yield the batches of all remaining updates, on the device."""
-        while self.step < self.course.max_steps:
-            for batch in self._meter.waiting(self._feed.train(self.step)):
+        while self.step < self.length.max_steps:
+            for batch in self._meter.waiting(self._rank_batches.train(self.step)):
                 yield self._to_device(batch)
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -250,14 +244,12 @@ class Trainer:
 
     def report_faults(self) -> None:
         """Emit an event for each new file that cannot be read. All ranks call this."""
-        if self.data.faults.skip:
-            self._skipped.report(self.log, self.step, self.clock.train_s())
+        self._skipped.report(self.log, self.step, self.clock.train_s())
 
     def _count_examples(self, batch: Batch) -> int:
         """Return the examples of the next update on all ranks; unreadable ones do not count."""
-        if not self.data.faults.skip:
-            return self.course.next_batch_size(self.step)
-        examples, has_new_faults, problem = self._skipped.count(batch, self.step + 1)
+        expected = self.length.next_batch_size(self.step)
+        examples, has_new_faults, problem = self._skipped.count(batch, self.step + 1, expected)
         if has_new_faults:
             self.report_faults()
         if problem:
@@ -265,7 +257,7 @@ class Trainer:
         return examples
 
     def _train_step(self, batch: Batch) -> None:
-        """Make one :class:`Update`, and read the outcome of the step before.
+        """Make one :class:`Update`, and read the result of the step before.
 
         Raises:
             RunFailedError: The loss of the step before is not finite.
@@ -276,9 +268,9 @@ class Trainer:
             self.kfac.track_cosine = (self.step + 1) % self.config.log_freq == 0
         loss = self._update.backward(batch, self._count_examples(batch))
         # Not before: the device works at this step while the host waits for the step before.
-        self._read_outcome()
+        self._read_result()
         self._watchdog.beat()
-        self._outcomes.send(
+        self._pending.send(
             self.step + 1,
             loss,
             should_stop=bool(self.stop.signal),
@@ -305,17 +297,17 @@ class Trainer:
             return nullcontext()
         return progress.task("K-FAC decomposes its factors", lambda: kfac.decomposed)
 
-    def _read_outcome(self) -> None:
-        """Read the outcome of the last step, unless it has been read. All ranks call this.
+    def _read_result(self) -> None:
+        """Read the result of the last step, unless it has been read. All ranks call this.
 
         Raises:
             RunFailedError: The loss of the step is not finite.
         """
-        if (outcome := self._outcomes.read()) is None:
+        if (result := self._pending.read()) is None:
             return
-        if not math.isfinite(outcome.loss):
+        if not math.isfinite(result.loss):
             # The update of this loss has been made, so nothing may keep or hash the weights.
-            self._is_spoilt, self.step = True, outcome.step - 1
+            self._is_spoilt, self.step = True, result.step - 1
             saved = self._saving.step
             restart = (
                 f"continues from the checkpoint of step {saved}"
@@ -323,12 +315,12 @@ class Trainer:
                 else "begins at step 0"
             )
             raise RunFailedError(
-                f"the loss is {outcome.loss} at step {outcome.step}; the weights are lost, and a "
+                f"the loss is {result.loss} at step {result.step}; the weights are lost, and a "
                 f"restart {restart}"
             )
-        self.loss = outcome.loss
-        self._stopping = self._stopping or outcome.should_stop
-        self._cannot_write = self._cannot_write or outcome.cannot_write
+        self.loss = result.loss
+        self._stopping = self._stopping or result.should_stop
+        self._cannot_write = self._cannot_write or result.cannot_write
 
     def _give_up(self) -> None:
         """Save what can be saved, and end the run: a rank cannot write."""
@@ -345,17 +337,17 @@ class Trainer:
 
     def _set_learning_rate(self) -> None:
         """Set the learning rate of the next update. The KL clip (eq. 16) reads the same value."""
-        course = self.course
+        length = self.length
         factor = self.schedule.factor(
-            self.step, course.steps_per_epoch, course.max_steps, course.batch_size
+            self.step, length.steps_per_epoch, length.max_steps, length.batch_size
         )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
     def _emit_trained(self) -> None:
         with self._outside_training():
-            metrics = self._meter.read(self.course.examples_seen(self.step))
-            epoch = self.course.epoch(self.step)
+            metrics = self._meter.read(self.length.examples_seen(self.step))
+            epoch = self.length.epoch(self.step)
             lr = float(self.optimizer.param_groups[0]["lr"])
             train_s = self._slowest_train_s()
             self.log.emit(Trained(self.step, train_s, epoch, self.loss, lr, **metrics))
@@ -375,20 +367,20 @@ class Trainer:
         The time does not count as training time. If a rank is told to stop, the evaluation ends
         without metrics, and the resumed run evaluates first.
         """
-        self._read_outcome()
+        self._read_result()
         self._owes_evaluation = True
         if self._stopping:
             return False
-        with self._outside_training(), progress.task("evaluation", self._feed.evaluated):
+        with self._outside_training(), progress.task("evaluation", self._rank_batches.evaluated):
             train_s = self._slowest_train_s()
             if self.config.check_ranks:
-                agreement.check(self._bare, self.kfac, self.ranks, self.step)
+                check_same_model(self._bare, self.kfac, self.ranks, self.step)
             self.ranks.share_buffers(self._bare)
             self.model.eval()
             # Ranks run equally many forwards. Batches that only fill up do not count.
             evaluation, ignored = self.task.evaluation(), self.task.evaluation()
             before, has_examples = self.data.faults.left_out, False
-            for batch, counts in self._feed.evaluate(self.stop):
+            for batch, counts in self._rank_batches.evaluate(self.stop):
                 self._watchdog.beat()
                 (evaluation if counts else ignored).add(self._bare, self._to_device(batch))
                 has_examples = has_examples or counts
@@ -396,9 +388,10 @@ class Trainer:
                 self._stopping = True
                 return False
             self._owes_evaluation = False
-            left_out = self._left_out(before, has_examples)
+            self.report_faults()
+            left_out = self._skipped.left_out(before, has_examples)
             metrics = evaluation.metrics(self.ranks)
-            epoch = self.course.epoch(self.step)
+            epoch = self.length.epoch(self.step)
             self.log.emit(Evaluated(self.step, train_s, epoch, metrics, left_out))
             value, target = metrics[self.task.metric], self.config.target
             metric = ValidationMetric(self.task.metric, value, self.task.higher_is_better)
@@ -408,13 +401,6 @@ class Trainer:
             self.log.emit(TargetReached(self.step, train_s, self.task.metric, value, target))
             return True
 
-    def _left_out(self, before: int, has_examples: bool) -> int:
-        """Report unreadable files; return how many examples all ranks left out since ``before``."""
-        if not self.data.faults.skip:
-            return 0
-        self.report_faults()
-        return self._skipped.left_out(before, has_examples)
-
     def _predict(self) -> None:
         """Save some examples with the predictions of the model. It takes no training time."""
         count = self.config.predictions
@@ -422,7 +408,7 @@ class Trainer:
             return
         with self._outside_training():
             self.model.eval()
-            batches = map(self._to_device, self._feed.show())
+            batches = map(self._to_device, self._rank_batches.show())
             shown = predictions.choose(self.task, self._bare, batches, count)
             if not shown or not self.ranks.is_main:
                 return
@@ -456,7 +442,7 @@ class Trainer:
         """
         if self._saving.step == self.step:
             return
-        self._read_outcome()
+        self._read_result()
         with self._outside_training():
             if not self._state.is_finite():
                 raise RunFailedError(f"a weight is not finite after step {self.step}")

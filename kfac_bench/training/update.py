@@ -30,6 +30,16 @@ def least_part(train_size: int, config: TrainerConfig, world_size: int) -> int:
     return max(1, least // world_size // config.accumulate)
 
 
+def check_parts(config: TrainerConfig, world_size: int) -> None:
+    """Raise :class:`UsageError` if a rank has fewer examples than parts of a batch."""
+    examples = config.batch_size // world_size
+    if config.accumulate > max(1, examples):
+        raise UsageError(
+            f"trainer.accumulate={config.accumulate} is more than the {examples} examples of a "
+            f"rank: trainer.batch_size={config.batch_size} over {world_size} ranks"
+        )
+
+
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether the model needs two examples at a time: one example has no variance."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
@@ -65,16 +75,12 @@ class Update:
         self._task, self._model, self._optimizer, self._kfac = task, model, optimizer, kfac
         ranks, self._backend, self._stand_in = backend.ranks, backend, stand_in
         self._world_size, self._batch_size = ranks.world_size, config.batch_size
-        self._weight = 1.0  # of this rank's mean loss in the mean loss of the last batch
+        # The share of this rank's mean loss in the mean loss over all ranks, for the last batch.
+        self._weight = 1.0
         self._device, self._dtype = ranks.device, AUTOCAST_DTYPES[config.precision]
         self.scaler = GradScaler(self._device.type, enabled=config.precision == "fp16")
         self._parts_of_batch = config.accumulate
-        if config.accumulate > max(1, config.batch_size // ranks.world_size):
-            raise UsageError(
-                f"trainer.accumulate={config.accumulate} is more than the "
-                f"{config.batch_size // ranks.world_size} examples of a rank: "
-                f"trainer.batch_size={config.batch_size} over {ranks.world_size} ranks"
-            )
+        check_parts(config, ranks.world_size)
 
     def backward(self, batch: Batch, examples: int | None = None) -> Tensor:
         """Set the gradients, averaged over ranks, and return this rank's share of the mean loss.

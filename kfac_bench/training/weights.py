@@ -5,9 +5,7 @@ safetensors file, which holds data and no code. `resume` continues a run with it
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,10 +14,11 @@ from torch import Tensor, nn
 
 from kfac_bench.config import ModelConfig
 from kfac_bench.errors import UsageError, first_line
-from kfac_bench.models.bert import BertConfig
+from kfac_bench.models.options import BertConfig
 from kfac_bench.record.events import RunStarted, read
 from kfac_bench.training import checkpoint
 from kfac_bench.training.checkpoint import Checkpoint
+from kfac_bench.whole_files import whole_file
 
 SAFETENSORS = "model.safetensors"
 _ENCODER, _POOLER = "bert.", "bert.pooler."
@@ -164,12 +163,9 @@ def _about(run: Path, saved: Checkpoint) -> dict[str, str]:
 def _write(weights: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
     if not path.name:
         raise UsageError(f"{path}: cannot be written (it is a folder). Name a file with --out")
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(dict(weights), partial, metadata=dict(metadata))
-        os.replace(partial, path)
+        with whole_file(path) as temporary:
+            save_file(dict(weights), temporary, metadata=dict(metadata))
     except Exception as error:
         # safetensors raises an exception type of its own, for example for a full disk.
-        with suppress(OSError):
-            partial.unlink()
         raise UsageError(f"{path}: cannot be written ({first_line(error)})") from None

@@ -11,16 +11,16 @@ from torch import nn
 
 from kfac_bench.config import compose
 from kfac_bench.core.layers.coverage import find_layers
-from kfac_bench.data.base.dataset import Looks
+from kfac_bench.data.base.dataset import ImageDisplay
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import digits, pictures
 from kfac_bench.data.language import pydoc
-from kfac_bench.data.pydoc import PydocConfig
+from kfac_bench.data.options import PydocConfig
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks.transformer import Transformer
+from kfac_bench.models.token_networks import Transformer
 from kfac_bench.record.events import Evaluated
-from kfac_bench.tasks.objectives.denoising import Denoising
-from kfac_bench.tasks.objectives.language_model import LanguageModel
+from kfac_bench.tasks.image_tasks import Denoising
+from kfac_bench.tasks.language_tasks import LanguageModel
 from kfac_bench.training.dry_run import trace
 from tests.support.runs import of_kind, train
 
@@ -179,7 +179,7 @@ def test_psnr_is_computed_for_pixels_from_0_to_1():
     """An error of 0.1 everywhere is 20 dB, for any normalization of the images."""
     clean = torch.rand(2, 1, 4, 4)
     for std in (1.0, 0.25):
-        task = Denoising(16, Looks([0.5], [std]))
+        task = Denoising(16, ImageDisplay([0.5], [std]))
         batch = (clean, (clean - 0.5) / std)
         model = Fixed(batch[1] + 0.1 / std)
         assert task.metrics(task.totals(model, batch))["psnr"] == pytest.approx(20, abs=1e-3)

@@ -23,7 +23,7 @@ from kfac_bench.benchmark.result import axes_of, key_of
 from kfac_bench.cli import plan_command
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose
-from kfac_bench.config.profiles import PROFILES
+from kfac_bench.config.conf_files import PROFILES
 from kfac_bench.record.runs import load
 from kfac_bench.simulate import simulate_options
 from tests.support.configs import quick_load

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kfac_bench.cli import completion_command
-from kfac_bench.cli.completion_command import SCRIPTS, candidates
+from kfac_bench.cli import setup_command
+from kfac_bench.cli.bench_command import build_parser
+from kfac_bench.cli.setup_command import SCRIPTS, candidates
 from kfac_bench.config.conf_files import options_of
 
 
@@ -72,7 +73,7 @@ from kfac_bench.config.conf_files import options_of
     ],
 )
 def test_candidates(line, included, excluded):
-    found = set(candidates(line))
+    found = set(candidates(line, build_parser))
     assert found >= included
     assert not found & excluded
     assert all(candidate.startswith(line.rpartition(" ")[2]) for candidate in found)
@@ -80,7 +81,9 @@ def test_candidates(line, included, excluded):
 
 @pytest.mark.parametrize("group", ["model", "data", "kfac", "experiment"])
 def test_every_choice_of_a_group_is_a_candidate(group):
-    assert candidates(f"kfac-train {group}=") == [f"{group}={c}" for c in options_of(group)]
+    assert candidates(f"kfac-train {group}=", build_parser) == [
+        f"{group}={c}" for c in options_of(group)
+    ]
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def here(tmp_path):
     script.chmod(0o755)
     return os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(completion_command.__file__).parents[2]),
+        "PYTHONPATH": str(Path(setup_command.__file__).parents[2]),
         "HOME": str(tmp_path),
     }
 

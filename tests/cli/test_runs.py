@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.record import prune, run_list, run_lock
+from kfac_bench.record import own_files, run_list
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import Resumed
 from kfac_bench.training import checkpoint
@@ -71,11 +71,11 @@ def test_list_shows_each_run(runs, capsys):
     os.utime(runs / "whole/events.jsonl", (0, 0))
     header, first, second, total, after = call(capsys, "list", "--runs-dir", runs).splitlines()
     assert header.split() == ["state", "step", "age", "size", "saved", "run"]
-    assert re.fullmatch(r"killed +\d+ +\d+ s +\d+\.\d kB +1 +killed", first)
+    assert re.fullmatch(r"killed +\d+ +[\d.]+ s +\d+\.\d kB +1 +killed", first)
     assert re.fullmatch(r"finished +12 +20\d\d\d d +\d+\.\d kB +4 +whole", second)
     assert total.startswith(f"2 runs in {runs}, ")
     assert after.startswith(f"next: kfac-bench runs prune --dry-run --runs-dir {runs} ")
-    with run_lock.locked(runs / "killed", 0.0, print):
+    with own_files.locked(runs / "killed", 0.0, print):
         assert "\nrunning  " in call(capsys, "list", "--runs-dir", runs)
 
 
@@ -116,7 +116,7 @@ def test_prune_never_removes_the_last_good_checkpoint(runs, capsys):
 
 
 def test_prune_leaves_running_young_and_foreign_runs_alone(runs, capsys, tmp_path):
-    with run_lock.locked(runs / "whole", 0.0, print):
+    with own_files.locked(runs / "whole", 0.0, print):
         said = call(capsys, "prune", "--runs-dir", runs)
     assert "whole: the run is running" in said
     call(capsys, "prune", "--runs-dir", runs, "--older-than", 1)
@@ -156,7 +156,7 @@ def test_a_run_that_somebody_removes_meanwhile_is_passed_over(runs, capsys, monk
             yield path
 
     directories = run_list.directories
-    monkeypatch.setattr({"list": run_list, "prune": prune}[action], "directories", found)
+    monkeypatch.setattr(run_list, "directories", found)
     said = call(capsys, action, "--runs-dir", runs)
     assert "killed" not in said
     assert said.endswith(" of 1 run\n") if action == "prune" else "\n1 run in " in said

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from kfac_bench.benchmark import grid, schema
-from kfac_bench.config import compose, option_help, options, problem_file, registry
+from kfac_bench.config import compose, option_help, options, problem_file
+from kfac_bench.config.train import LOGGERS
 from kfac_bench.errors import UsageError
 from tests.support import ROOT
 from tests.support.configs import DEFAULT, GROUPS, Own, quick_load, refused
@@ -43,7 +44,7 @@ def chosen(found, group):
     if group == "kfac":
         return found.kfac.strategy if found.kfac.enabled else "none"
     if group == "logger":
-        return next((name for name in registry.LOGGERS if getattr(found.logger, name)), "none")
+        return next((name for name in LOGGERS if getattr(found.logger, name)), "none")
     return getattr(found, group).name
 
 

@@ -18,9 +18,8 @@ from kfac_bench.config import (
     compose,
     option_help,
     option_table,
-    registry,
-    roles,
 )
+from kfac_bench.config.groups import TABLES
 from kfac_bench.config.options import Role
 from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS
@@ -105,7 +104,7 @@ def test_an_adaptive_damping_starts_from_damping(monkeypatch):
     assert {"adaptive_damping", "damping_freq", "enabled"}.isdisjoint(given)
 
 
-SCHEMAS = [registry.options_class(g, n) for g, table in registry.TABLES.items() for n in table]
+SCHEMAS = [choice for table in TABLES.values() for choice in table.values()]
 
 
 def options_of(schema):
@@ -135,22 +134,24 @@ def test_every_option_has_a_role(schema):
 def test_the_original_value_is_that_of_the_choice():
     for optimizer, beta2 in (("adam", 0.999), ("muon", 0.95), ("adam of later", MISSING)):
         given = {"optimizer.name": optimizer}
-        assert roles.declared("optimizer.beta2", given).original == beta2
-        assert dict(roles.original_results(given)).get("optimizer.beta2", MISSING) == beta2
-        assert roles.declared("data.root", given).role is Role.PLACE
-    defaults = dict(roles.original_results({"kfac.damping": 1, "trainer.target": 2}))
+        assert option_table.declared("optimizer.beta2", given).original == beta2
+        assert dict(option_table.original_results(given)).get("optimizer.beta2", MISSING) == beta2
+        assert option_table.declared("data.root", given).role is Role.PLACE
+    defaults = dict(option_table.original_results({"kfac.damping": 1, "trainer.target": 2}))
     assert defaults["kfac.skip"] == ["Norm", "Embedding"]
     assert "trainer.predictions" not in defaults
 
 
 def test_an_unknown_option_is_part_of_the_result():
     for name in ("kfac", "kfac.damping.x", "trainer.predictions_2", "backend.names", ""):
-        assert roles.declared(name, {}) == roles.DeclaredOption(Role.RESULT, False, MISSING)
+        assert option_table.declared(name, {}) == option_table.DeclaredOption(
+            Role.RESULT, False, MISSING
+        )
 
 
 def test_an_unknown_option_of_the_loggers_is_a_record():
     """Runs of older versions have logger.name, and still continue and share a row of a table."""
-    assert roles.declared("logger.name", {}).role is Role.RECORD
+    assert option_table.declared("logger.name", {}).role is Role.RECORD
 
 
 def test_help_lists_every_option_and_choice():

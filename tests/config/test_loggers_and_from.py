@@ -4,7 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from kfac_bench.config import compose, options, registry
+from kfac_bench.config import compose, options
+from kfac_bench.config.train import LOGGERS
 from kfac_bench.training.run_directory import run_id
 from tests.support import ROOT
 from tests.support.configs import Own, quick_load, refused
@@ -13,13 +14,13 @@ SMALL = ["model=autoencoder", "optimizer.lr=0.02", "kfac.skip=[fc]", "seed=3"]
 
 
 def loggers(found):
-    return [name for name in registry.LOGGERS if getattr(found.logger, name)]
+    return [name for name in LOGGERS if getattr(found.logger, name)]
 
 
 def test_each_logger_has_a_row_a_file_and_an_option():
     names = {name for name, value, _ in options(compose.load([])) if name.startswith("logger.")}
-    assert {f"logger.{name}" for name in registry.LOGGERS} <= names
-    assert compose.options_of("logger") == sorted([*registry.LOGGERS, "none"])
+    assert {f"logger.{name}" for name in LOGGERS} <= names
+    assert compose.options_of("logger") == sorted([*LOGGERS, "none"])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kfac_bench.config import compose, profiles
+from kfac_bench.config import compose, conf_files
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.demo import demo_folder
 from kfac_bench.data.images import digits
@@ -23,7 +23,7 @@ ROWS = sorted(
 @pytest.mark.parametrize("row", quick_if(ROWS[::4].__contains__, ROWS))
 def test_every_row_has_all_profiles_and_its_smoke_needs_no_data(row):
     found = {p.stem for p in (compose.CONF_DIR / "experiment" / row).glob("*.yaml")}
-    assert found == set(profiles.PROFILES)
+    assert found == set(conf_files.PROFILES)
     paper = compose.load([f"experiment={row}"])
     assert paper == compose.load([f"experiment={row}", "profile=paper"])
     smoke = compose.load(["profile=smoke", f"experiment={row}"])
@@ -66,7 +66,10 @@ def test_bad_input(tmp_path, overrides, said):
 
 def test_sweeps_have_one_profile_for_all_experiments():
     given = ["experiment=a,b", "profile=smoke", "seed=1,2"]
-    assert profiles.apply(given, []) == ["experiment=a,b", "seed=1,2"]  # unknown: Hydra says so
+    assert conf_files.with_profiles(given, []) == [
+        "experiment=a,b",
+        "seed=1,2",
+    ]  # unknown: Hydra says so
     assert compose.expanded(["experiment=kaisa_unet_lgg,lgg/unet"]) == [
         "experiment=kaisa_unet_lgg/paper,lgg/unet"
     ]

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from kfac_bench.benchmark import local_runs
-from kfac_bench.cli import completion_command, plan_command, train_command
+from kfac_bench.cli import plan_command, setup_command, train_command
+from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, option_help, recipes
 from kfac_bench.errors import UsageError
 from kfac_bench.training.run_directory import run_id
@@ -212,6 +213,6 @@ def test_help_and_completion_know_the_recipes():
     for name in compose.options_of("recipe"):
         assert f"  recipe={name}\n" in said
     assert "ResNet on ImageNet with SGD, the baseline of TPDS 2022" in said
-    candidates = completion_command.candidates("kfac-train recipe=")
+    candidates = setup_command.candidates("kfac-train recipe=", build_parser)
     assert {"recipe=none", "recipe=imagenet_resnet"} <= {*candidates}
-    assert "recipe=" in completion_command.candidates("kfac-plan rec")
+    assert "recipe=" in setup_command.candidates("kfac-plan rec", build_parser)

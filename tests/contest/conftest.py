@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks.contest import setup
 from kfac_bench.benchmark import local_runs
-from kfac_bench.config import compose, conf_files, registry
+from kfac_bench.config import compose, conf_files
+from kfac_bench.optimizers import options
 from tests.support.configs import quick_load
 
 
@@ -13,6 +14,6 @@ def _contest(monkeypatch):
     monkeypatch.setattr(compose, "load", quick_load)
     monkeypatch.setattr(conf_files, "ADDED", [])
     monkeypatch.setattr(local_runs, "BEFORE_TRAINING", [])
-    for name in setup.OPTIMIZERS:
-        monkeypatch.setitem(registry.OPTIMIZERS, name, "")
+    for name, choice in setup.OPTIMIZERS.items():
+        monkeypatch.setitem(options.CHOICES, name, choice)
     setup.enable()

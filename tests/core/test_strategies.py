@@ -268,7 +268,7 @@ def train_and_compare_with_the_plan(world, plan_options, strategy, options, **pl
                     assert steps[rank].pop(op.name) == wanted[op.name]
                     assert results[rank].bytes[op.name] == runs * op.numel * 4
                 sent[type(op).__name__] += results[op.ranks[0]].bytes[op.name]
-    checks = {"check/digest", "check/differ", "check/statistics"}
+    checks = {"check/digest", "check/statistics"}
     assert all(set(s) == checks for s in steps)
     want = Counter()
     for stage, runs in RUNS.items():

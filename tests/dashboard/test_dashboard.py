@@ -15,7 +15,7 @@ from kfac_bench import cli
 from kfac_bench.benchmark.scaling.measured import STAGES as FIG7
 from kfac_bench.config import LoggerConfig, compose
 from kfac_bench.core.planning import plan as ops
-from kfac_bench.dashboard import scope, views
+from kfac_bench.dashboard import views
 from kfac_bench.dashboard.content import GROUPS, SECTIONS, STAGES, WORLD_SIZE
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import JsonlSink
@@ -287,16 +287,16 @@ def test_the_project_of_a_run_is_that_of_its_last_start(tmp_path):
         ({"logger.project": ["no text"]}, ("kfac_bench", "")),
     ):
         record.write(Resumed(30, 2.0, "checkpoint", {}, options))
-        found = scope.of_runs([path], None, None)
+        found = views.scope_of_runs([path], None, None)
         assert (found.project, found.entity) == expected
     record.close()
 
 
 def test_a_run_id_from_somebody_else_becomes_the_id_that_the_upload_uses(tmp_path):
-    found = scope.of_runs([write_run(tmp_path / "run", text=EVIL)], None, None)
+    found = views.scope_of_runs([write_run(tmp_path / "run", text=EVIL)], None, None)
     assert found.run_ids == [wandb_id(plain(EVIL))]
 
 
 def test_without_runs_the_scope_has_the_named_project_or_the_default(tmp_path):
-    assert scope.of_runs([], None, None).project == "kfac_bench"
-    assert scope.of_runs([], "p", "e").entity == "e"
+    assert views.scope_of_runs([], None, None).project == "kfac_bench"
+    assert views.scope_of_runs([], "p", "e").entity == "e"

@@ -12,7 +12,7 @@ from PIL import Image
 
 from kfac_bench import cli
 from kfac_bench.config import LoggerConfig
-from kfac_bench.dashboard import scope, upload
+from kfac_bench.dashboard import upload, views
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import (
     Evaluated,
@@ -23,8 +23,7 @@ from kfac_bench.record.events import (
     Trained,
     read,
 )
-from kfac_bench.record.sinks.metrics import metrics_of
-from kfac_bench.record.sinks.view import ShownRun
+from kfac_bench.record.sinks.view import ShownRun, metrics_of
 from kfac_bench.record.sinks.wandb import WandbSink
 from tests.support import wandb_rows
 from tests.support.runs import KFAC, SMALL, train
@@ -137,7 +136,7 @@ def test_a_complete_run_that_a_sweep_draws_again_is_sent_again(tmp_path, monkeyp
     lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     [run] = [r["run"] for r in map(json.loads, lines.splitlines()) if r["type"] == "run"]
     assert run["project"] == "mine"
-    assert scope.of_runs([path], None, None).run_ids == ["first"]
+    assert views.scope_of_runs([path], None, None).run_ids == ["first"]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
@@ -204,7 +203,7 @@ def test_a_foreign_event_file_cannot_upload_local_files(tmp_path, capsys):
     assert [r["eval/other"] for r in rows if "eval/other" in r] == [1.0]
     assert not any("eval/accuracy" in row for row in rows)
     [table] = path.rglob("files/media/table/*.json")
-    assert json.loads(table.read_text())["data"] == [["b", "shown\ufffd[31m"]]
+    assert json.loads(table.read_text())["data"] == [["b", "shown\\x1b[31m"]]
 
 
 def test_a_run_that_still_trains_is_not_sent(tmp_path, capsys):

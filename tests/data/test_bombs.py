@@ -12,13 +12,12 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from kfac_bench import cli
-from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.base.files import Unreadable
 from kfac_bench.data.images import (
     coco_dataset,
     lgg,
     opening,
     reading,
-    tar_index,
     tar_shards,
 )
 from kfac_bench.data.images.coco_annotations import CocoImage
@@ -144,7 +143,7 @@ def test_a_shard_whose_members_lead_back_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "train-0.tar"
     path.write_bytes(header("a.txt") + header("b.txt", -512) + bytes(1024))
-    (fault,) = tar_index.index_of(path).faults
+    (fault,) = tar_shards.index_of(path).faults
     assert (fault.path, "damaged" in fault.reason) == (str(path), True)
 
 
@@ -168,7 +167,7 @@ def test_a_long_name_in_a_shard_does_not_widen_a_table_of_all_names(tmp_path, mo
                 member = tarfile.TarInfo(f"{name}.{kind}")
                 member.size = 1
                 tar.addfile(member, io.BytesIO(b"0"))
-    assert len(tar_index.index_of(tmp_path / "train-0.tar").keys) == 2
+    assert len(tar_shards.index_of(tmp_path / "train-0.tar").keys) == 2
     assert not (tmp_path / "cache").exists()
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from kfac_bench import distributed
-from kfac_bench.distributed.horovod import HorovodConfig
+from kfac_bench.distributed.options import HorovodConfig
 from kfac_bench.errors import UsageError
 
 

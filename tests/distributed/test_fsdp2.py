@@ -15,7 +15,7 @@ from kfac_bench.core.planning.plan import STRATEGIES
 from kfac_bench.distributed.backends.fsdp2 import FSDP2, blocks
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import RunFailedError
-from kfac_bench.models.networks.cifar_resnet import cifar_resnet
+from kfac_bench.models.image_networks import cifar_resnet
 from kfac_bench.record.event_log import EventLog
 from kfac_bench.record.events import Evaluated, Resumed, Trained
 from kfac_bench.training import checkpoint

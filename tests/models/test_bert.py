@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertForPreTraining, BertForQuestionAnswering
 
+from kfac_bench import models
 from kfac_bench.config import compose
 from kfac_bench.data.base.batch import split
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.language import masked_text
 from kfac_bench.errors import UsageError
-from kfac_bench.models import networks
-from kfac_bench.models.bert import BertConfig
-from kfac_bench.models.networks import bert
+from kfac_bench.models import bert
+from kfac_bench.models.options import BertConfig
 from kfac_bench.record.events import Evaluated, Trained
-from kfac_bench.tasks.objectives.pretraining import Pretraining
+from kfac_bench.tasks.language_tasks import Pretraining
 from kfac_bench.training import checkpoint, dry_run, weights
 from kfac_bench.training.state import weights_sha256
 from tests.data.language.test_text import refused
@@ -215,7 +215,7 @@ def updated(folder, task, options, backend=None):
         losses = []
         for _, b in batches:
             trainer._train_step(b)
-            trainer._read_outcome()
+            trainer._read_result()
             losses.append(trainer.loss)
         return losses, before, {n: p.detach().clone() for n, p in trainer._bare.named_parameters()}
     finally:
@@ -394,8 +394,8 @@ def test_without_the_packages_one_line_says_what_to_install(root, tmp_path, monk
             raise ImportError(name)
         return real(name, *rest)
 
-    monkeypatch.delitem(sys.modules, "kfac_bench.models.networks.bert")
-    monkeypatch.delattr(networks, "bert")
+    monkeypatch.delitem(sys.modules, "kfac_bench.models.bert")
+    monkeypatch.delattr(models, "bert")
     monkeypatch.setattr(builtins, "__import__", without)
     config = compose.load(BERT)
     said = refused(config.model.build, (LENGTH,), VOCABULARY, "pretraining")

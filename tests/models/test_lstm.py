@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from kfac_bench.core.layers.coverage import find_layers
-from kfac_bench.models.lstm import LSTMConfig
-from kfac_bench.models.networks.lstm import LSTMLanguageModel
+from kfac_bench.models.options import LSTMConfig
+from kfac_bench.models.token_networks import LSTMLanguageModel
 from kfac_bench.record.events import Evaluated
-from kfac_bench.tasks.objectives.language_model import LanguageModel
+from kfac_bench.tasks.language_tasks import LanguageModel
 from tests.models.test_models import check_resumable, parameters
 from tests.support import oracle, recurrent_oracle
 from tests.support.layer_checks import DAMPING, assert_close, factors_of, kfac_of

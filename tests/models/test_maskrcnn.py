@@ -14,8 +14,8 @@ from torchvision.ops import FrozenBatchNorm2d, roi_align
 
 from kfac_bench.core import KFAC
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
-from kfac_bench.tasks.objectives.detection import LOSSES, Detection
+from kfac_bench.models.maskrcnn import maskrcnn_resnet50_fpn, maskrcnn_tiny
+from kfac_bench.tasks.detection import LOSSES, Detection
 from tests.support import slow_keys
 from tests.support.distributed import run_ranks
 

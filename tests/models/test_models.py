@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks.autoencoder import Autoencoder
-from kfac_bench.models.networks.cifar_resnet import BasicBlock, cifar_resnet
-from kfac_bench.models.torchvision_resnet import TorchvisionResNetConfig
+from kfac_bench.models.image_networks import Autoencoder, BasicBlock, cifar_resnet
+from kfac_bench.models.options import TorchvisionResNetConfig
 
 
 def parameters(model):
@@ -151,7 +150,7 @@ def test_a_replaced_first_convolution_is_initialised_as_the_others():
 
 def test_slow_imports_wait_until_they_are_needed():
     code = (
-        "import sys, kfac_bench.models.torchvision_resnet\n"
+        "import sys, kfac_bench.models.options\n"
         "from kfac_bench.data.images import digits, pictures\n"
         "digits.load(), pictures.load()\n"
         "sys.exit(sum(name in sys.modules for name in ('torchvision', 'sklearn', 'skimage')))"

@@ -6,8 +6,8 @@ from torch import nn
 
 from kfac_bench.core import KFAC
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks.unet import UNet
-from kfac_bench.tasks.objectives.segmentation import Segmentation
+from kfac_bench.models.image_networks import UNet
+from kfac_bench.tasks.image_tasks import Segmentation
 from tests.models.test_models import check_resumable, parameters
 from tests.support.layer_checks import check
 

@@ -6,11 +6,10 @@ from torch import nn
 from torch.nn import functional
 
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks.vit import VisionTransformer
-from kfac_bench.models.vit import ViTConfig
+from kfac_bench.models.options import ViTConfig
+from kfac_bench.models.token_networks import VisionTransformer
 from kfac_bench.record.events import Evaluated
-from kfac_bench.tasks.objectives.classification import Classification
-from kfac_bench.tasks.objectives.denoising import Denoising
+from kfac_bench.tasks.image_tasks import Classification, Denoising
 from tests.models.test_models import check_resumable, parameters
 from tests.support.layer_checks import check
 from tests.support.runs import of_kind, train

@@ -13,7 +13,7 @@ from hypothesis import given
 from kfac_bench import report
 from kfac_bench.benchmark import measures
 from kfac_bench.benchmark.scaling import tables as scaling
-from kfac_bench.dashboard import scope, upload
+from kfac_bench.dashboard import upload, views
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs
 from kfac_bench.report import curves, page_parts
@@ -147,7 +147,7 @@ def test_damaged_bytes_are_shown_or_refused(tmp_path_factory, good, content):
     path.write_bytes(content)
     refused_or(lambda: look_at(path, good))
     refused_or(lambda: upload.read(path))
-    refused_or(lambda: scope.of_runs([path], None, None))
+    refused_or(lambda: views.scope_of_runs([path], None, None))
 
 
 @fuzz(12)

@@ -14,7 +14,7 @@ from kfac_bench.errors import UsageError
 from kfac_bench.record import runs, score
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, Event, Resumed, RunEnded, RunStarted, TargetReached
-from kfac_bench.record.run_notes import notes
+from kfac_bench.record.score import notes
 
 INF = math.inf
 
@@ -70,7 +70,7 @@ def reached(step: int, train_s: float) -> tuple[Event, ...]:
 
 
 def test_a_run_that_reached_its_target(tmp_path: Path) -> None:
-    run = score.load(write_run(tmp_path / "a", evaluated(10, 1.5, 0.99), *reached(20, 3.25)))
+    run = runs.load(write_run(tmp_path / "a", evaluated(10, 1.5, 0.99), *reached(20, 3.25)))
     assert score.time_to_target_s(run) == 3.25
     assert score.steps_to_target(run) == 20
     assert score.final_metric(run) == 0.98
@@ -80,12 +80,12 @@ def test_a_run_that_reached_its_target(tmp_path: Path) -> None:
 
 def test_a_run_that_missed_is_infinite_and_not_dropped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", evaluated(10, 1.5, 0.9), RunEnded(10, 1.5, "finished"))
-    run = score.load(folder)
+    run = runs.load(folder)
     assert score.time_to_target_s(run) == INF
     assert score.steps_to_target(run) == INF
-    row = score.row(score.group([run])[0])
+    row = score.row(runs.group([run])[0])
     assert (row.seeds, row.reached, row.seconds) == (1, 0, score.Spread(INF, INF, INF))
-    assert notes(score.group([run])) == []
+    assert notes(runs.group([run])) == []
 
 
 @pytest.mark.parametrize(
@@ -99,38 +99,38 @@ def test_a_target_that_a_later_start_made_easier_does_not_count(
     hit = TargetReached(20, 2.0, "accuracy", later, later)
     options = {"trainer.target": later}
     events = (Resumed(10, 1.0, "checkpoint", {}, options), hit, RunEnded(20, 2.0, "reached"))
-    run = score.load(write_run(tmp_path / "a", *events, higher_is_better=higher_is_better))
+    run = runs.load(write_run(tmp_path / "a", *events, higher_is_better=higher_is_better))
     assert score.time_to_target_s(run) == time_s
-    assert score.row(score.group([run])[0]).reached == (time_s < INF)
+    assert score.row(runs.group([run])[0]).reached == (time_s < INF)
 
 
-def test_a_time_that_is_no_number_counts_as_missed() -> None:
+def test_a_time_that_is_no_number_counts_as_missed(tmp_path: Path) -> None:
     event = TargetReached(1, math.nan, "accuracy", 0.98, 0.97)
-    assert score.time_to_target_of([event]) == INF
+    assert score.time_to_target_s(runs.load(write_run(tmp_path / "a", event))) == INF
 
 
 def test_best_metric_of_an_error_is_the_smallest(tmp_path: Path) -> None:
     events = (evaluated(1, 1, 3.0), evaluated(2, 2, 1.0), evaluated(3, 3, math.nan))
-    run = score.load(write_run(tmp_path / "a", *events, higher_is_better=False))
+    run = runs.load(write_run(tmp_path / "a", *events, higher_is_better=False))
     assert score.best_metric(run) == 1.0
     assert math.isnan(score.final_metric(run))
 
 
 def test_no_evaluation_means_no_metric(tmp_path: Path) -> None:
-    run = score.load(write_run(tmp_path / "a"))
+    run = runs.load(write_run(tmp_path / "a"))
     assert math.isnan(score.final_metric(run))
     assert math.isnan(score.best_metric(run))
 
 
 def test_events_that_a_resume_made_void_do_not_count(tmp_path: Path) -> None:
     events = (*reached(20, 3.0), Resumed(10, 1.5, "ckpt"), *reached(40, 6.0))
-    assert score.time_to_target_s(score.load(write_run(tmp_path / "a", *events))) == 6.0
+    assert score.time_to_target_s(runs.load(write_run(tmp_path / "a", *events))) == 6.0
 
 
 def test_load_takes_the_folder_or_the_file_and_resolves(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
-    assert score.load(folder).path == score.load(folder / "events.jsonl").path
-    assert score.load(tmp_path / "a" / ".." / "a").path == score.load(folder).path
+    assert runs.load(folder).path == runs.load(folder / "events.jsonl").path
+    assert runs.load(tmp_path / "a" / ".." / "a").path == runs.load(folder).path
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_run_is_refused_in_one_line(
     file = tmp_path / "events.jsonl"
     file.write_text(text)
     with pytest.raises(UsageError, match=message) as caught:
-        score.load(file)
+        runs.load(file)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -176,7 +176,7 @@ def test_find_expands_a_folder_of_runs(tmp_path: Path) -> None:
 
 def test_seeds_of_one_configuration_are_one_setting(tmp_path: Path) -> None:
     found = [
-        score.load(
+        runs.load(
             write_run(
                 tmp_path / f"s{seed}",
                 *reached(10 * seed, float(seed)),
@@ -190,7 +190,7 @@ def test_seeds_of_one_configuration_are_one_setting(tmp_path: Path) -> None:
         )
         for seed in (3, 1, 2)
     ]
-    (setting,) = score.group(found)
+    (setting,) = runs.group(found)
     assert (setting.task, setting.optimizer) == ("digits resnet8, accuracy ≥ 0.97", "SGD")
     assert [runs.seed(run) for run in setting.runs] == [1, 2, 3]
     row = score.row(setting)
@@ -202,9 +202,9 @@ def test_seeds_of_one_configuration_are_one_setting(tmp_path: Path) -> None:
 
 
 def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
-    run = score.load(write_run(tmp_path / "a", *reached(1, 1.0)))
-    again = score.load(tmp_path / "a" / "events.jsonl")
-    assert score.row(score.group([run, again])[0]).seeds == 1
+    run = runs.load(write_run(tmp_path / "a", *reached(1, 1.0)))
+    again = runs.load(tmp_path / "a" / "events.jsonl")
+    assert score.row(runs.group([run, again])[0]).seeds == 1
 
 
 def test_labels_of_optimizers(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_labels_of_optimizers(tmp_path: Path) -> None:
         [("sgd", False), ("adam", False), ("adamw", False), ("sgd", True), ("muon", True)]
     ):
         write_run(tmp_path / str(i), optimizer__name=name, kfac__enabled=kfac)
-    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     labels = [setting.optimizer for setting in settings]
     assert labels == ["Adam", "AdamW", "SGD", "K-FAC + SGD", "K-FAC + muon"]
 
@@ -222,7 +222,7 @@ def test_equal_labels_say_what_differs(tmp_path: Path) -> None:
     write_run(tmp_path / "b", kfac__enabled=True, kfac__damping=0.03)
     write_run(tmp_path / "c", kfac__enabled=False)
     write_run(tmp_path / "d", kfac__enabled=False, kfac__damping=0.03)  # means nothing
-    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     assert [(s.optimizer, len(s.runs)) for s in settings] == [
         ("SGD", 2),
         ("K-FAC + SGD (damping 0.003)", 1),
@@ -233,7 +233,7 @@ def test_equal_labels_say_what_differs(tmp_path: Path) -> None:
 def test_options_with_one_last_name_are_told_apart(tmp_path: Path) -> None:
     write_run(tmp_path / "a", optimizer__decay=1, kfac__enabled=True, kfac__decay=2)
     write_run(tmp_path / "b", optimizer__decay=3, kfac__enabled=True)
-    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     assert [s.optimizer for s in settings] == [
         "K-FAC + SGD (kfac.decay 2, optimizer.decay 1)",
         "K-FAC + SGD (kfac.decay unset, optimizer.decay 3)",
@@ -244,7 +244,7 @@ def test_other_targets_are_other_tasks(tmp_path: Path) -> None:
     write_run(tmp_path / "a", higher_is_better=False, trainer__target=6)
     write_run(tmp_path / "b", trainer__target=0.98)
     write_run(tmp_path / "c", trainer__target=None)
-    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     assert [(s.task, s.optimizer) for s in settings] == [
         ("digits resnet8, accuracy", "SGD"),
         ("digits resnet8, accuracy ≤ 6", "SGD"),
@@ -263,11 +263,11 @@ def test_notes_name_dead_runs_repeated_seeds_and_unequal_machines(tmp_path: Path
         seed=1,
         environment={"git": {"commit": "2"}, "cpu": "x", "command": "b"},
     )
-    settings = score.group(score.load(file) for file in runs.find(tmp_path))
+    settings = runs.group(runs.load(file) for file in runs.find(tmp_path))
     task = "digits resnet8, accuracy ≥ 0.97"
     assert notes(settings) == [
         f"{task}, SGD: a has not ended (last event at step 7): counts as not reached",
-        f"{task}, SGD: b ended as failed (out of\ufffdmemory): counts as not reached",
+        f"{task}, SGD: b ended as failed (out of\\nmemory): counts as not reached",
         f"{task}, SGD: seed 0 was run 2 times",
         f"{task}: the runs' environments differ in git.commit",
     ]
@@ -276,10 +276,10 @@ def test_notes_name_dead_runs_repeated_seeds_and_unequal_machines(tmp_path: Path
 def test_notes_name_the_cpu_clock_and_clocks_are_never_mixed(tmp_path: Path) -> None:
     write_run(tmp_path / "a", *reached(1, 1.0), trainer__clock="wall")
     write_run(tmp_path / "b", *reached(1, 1.0), seed=1)  # before there was a choice
-    found = score.group(score.load(file) for file in runs.find(tmp_path))
+    found = runs.group(runs.load(file) for file in runs.find(tmp_path))
     assert notes(found) == []
     write_run(tmp_path / "c", *reached(1, 1.0), trainer__clock="cpu")
-    found = score.group(score.load(file) for file in runs.find(tmp_path))
+    found = runs.group(runs.load(file) for file in runs.find(tmp_path))
     assert "seconds are processor time, not time of day (trainer.clock=cpu)" in notes(found)
     assert "SGD (clock cpu)" in [setting.optimizer for setting in found]
 
@@ -287,9 +287,9 @@ def test_notes_name_the_cpu_clock_and_clocks_are_never_mixed(tmp_path: Path) -> 
 def test_a_diverged_seed_ranks_worst_in_the_final_metric(tmp_path: Path) -> None:
     for seed, value in enumerate([math.nan, 0.5, 0.7]):
         write_run(tmp_path / f"s{seed}", evaluated(1, 1.0, value), seed=seed)
-    found = [score.load(file) for file in runs.find(tmp_path)]
-    assert score.row(score.group(found)[0]).final == 0.5
-    assert math.isnan(score.row(score.group(found[:2])[0]).final)
+    found = [runs.load(file) for file in runs.find(tmp_path)]
+    assert score.row(runs.group(found)[0]).final == 0.5
+    assert math.isnan(score.row(runs.group(found[:2])[0]).final)
 
 
 times = st.lists(st.floats(0, 1e6) | st.just(INF), min_size=1, max_size=9)
@@ -319,21 +319,21 @@ def test_median_of_five_inf_inf_is_inf() -> None:
 def test_median_run_is_the_one_with_the_median_time(tmp_path: Path) -> None:
     for seed, seconds in enumerate([3.0, 9.0, 5.0]):
         write_run(tmp_path / f"s{seed}", *reached(1, seconds), seed=seed)
-    found = [score.load(file) for file in runs.find(tmp_path)]
-    assert score.time_to_target_s(score.median_run(score.group(found)[0])) == 5.0
+    found = [runs.load(file) for file in runs.find(tmp_path)]
+    assert score.time_to_target_s(score.median_run(runs.group(found)[0])) == 5.0
     # Of two middle runs it is the slower one.
-    assert score.time_to_target_s(score.median_run(score.group(found[:2])[0])) == 9.0
+    assert score.time_to_target_s(score.median_run(runs.group(found[:2])[0])) == 9.0
 
 
 @given(st.permutations(range(5)))
 def test_grouping_does_not_depend_on_order(order: list[int]) -> None:
     found = [_memory_run(i, lr=0.1 if i < 3 else 0.2) for i in range(5)]
-    assert score.group([found[i] for i in order]) == score.group(found)
+    assert runs.group([found[i] for i in order]) == runs.group(found)
 
 
-def _memory_run(number: int, lr: float) -> score.Run:
+def _memory_run(number: int, lr: float) -> runs.Run:
     started = RunStarted(0, 0.0, "a", "accuracy", True, config(optimizer__lr=lr, seed=number), {})
-    return score.Run(Path(f"/r{number}"), started, (started, *reached(number, float(number))))
+    return runs.Run(Path(f"/r{number}"), started, (started, *reached(number, float(number))))
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.dictionaries(st.text(), x)))

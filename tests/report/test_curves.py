@@ -1,4 +1,4 @@
-"""curves.py and series.py: the points of a run, how they are thinned, and the SVG figures."""
+"""curves.py and score.py: the points of a run, how they are thinned, and the SVG figures."""
 
 import math
 import re
@@ -7,11 +7,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_bench import report
-from kfac_bench.record import score, series
+from kfac_bench.record import runs, score
 from kfac_bench.report import curves
 from kfac_bench.report.comparison import finding
 from tests.support.written_runs import EVIL, two_optimizers, write_run
@@ -85,9 +85,9 @@ def test_points_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
     bad = (float("nan"), float("inf"), -float("inf"), 1e300)
     run = write_run(tmp_path / "a", seconds=None, losses=(2.0, *bad, -1.0))
     loaded = report.compare([run]).settings[0].runs[0]
-    found = series.points(loaded, metric=False)
+    found = score.points(loaded, metric=False)
     assert [(step, loss) for step, _, loss in found] == [(10.0, 2.0), (60.0, -1.0)]
-    assert not any(series.drawable((x, 1.0, 1.0)) or series.drawable((1.0, x, 1.0)) for x in bad)
+    assert not any(score.drawable((x, 1.0, 1.0)) or score.drawable((1.0, x, 1.0)) for x in bad)
 
 
 def test_the_axis_of_a_share_shows_values_near_the_target(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_an_error_has_a_log_axis_unless_it_falls_below_zero(tmp_path: Path) -> N
 def test_the_worst_value_that_the_axis_shows(
     curves: list[list[float]], up: bool, goal: float | None, worst: float
 ) -> None:
-    found = series.worst_shown(curves, higher_is_better=up, goal=goal)
+    found = score.worst_shown(curves, higher_is_better=up, goal=goal)
     assert found == pytest.approx(worst)
 
 
@@ -197,7 +197,7 @@ def test_a_thinned_curve_keeps_its_ends_and_every_peak() -> None:
         return math.sin(i / 50) + {3333: 9.0, 4444: -9.0}.get(i, 0.0)
 
     points = [(float(i), i / 10, wave(i)) for i in range(5000)]
-    thinned = series.thin(points, 100)
+    thinned = score.thin(points, 100)
     assert 90 <= len(thinned) <= 100
     assert thinned == sorted(set(thinned) & set(points))
     assert thinned[0] == points[0]
@@ -207,13 +207,14 @@ def test_a_thinned_curve_keeps_its_ends_and_every_peak() -> None:
         for extreme in (min, max):
             assert extreme(stretch, key=lambda p: p[2]) in thinned
     for few in (0, 1, 2, 100):
-        assert series.thin(points[:few], 100) == points[:few]
+        assert score.thin(points[:few], 100) == points[:few]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(4, 60), st.randoms(use_true_random=False))
 def test_thinning_keeps_at_most_the_requested_points(count: int, most: int, random: Random) -> None:
     points = [(float(i), 0.0, random.choice((0.0, 1.0, random.random()))) for i in range(count)]
-    thinned = series.thin(points, most)
+    thinned = score.thin(points, most)
     assert len(thinned) <= max(most, 0)
     assert thinned == sorted(set(thinned))
     for extreme in (min, max):
@@ -224,7 +225,7 @@ def test_thinning_keeps_at_most_the_requested_points(count: int, most: int, rand
 
 def test_no_style_repeats_before_all_styles_are_used(folder: Path) -> None:
     (setting, _) = report.compare([folder]).settings
-    many = [score.Setting("t", f"o{i}", {}, setting.runs) for i in range(24)]
+    many = [runs.Setting("t", f"o{i}", {}, setting.runs) for i in range(24)]
     looks = set(curves.styles(many).values())
     assert len(looks) == 24
 

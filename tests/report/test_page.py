@@ -20,7 +20,7 @@ from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import Predicted, Trained
 from kfac_bench.report import figure_style, page_parts
 from kfac_bench.report.tables import Link, Table
-from kfac_bench.tasks.prediction import Prediction
+from kfac_bench.tasks.task import Prediction
 from kfac_bench.training import predictions
 from tests.support.written_runs import EVIL, two_optimizers, write_run
 

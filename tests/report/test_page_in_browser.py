@@ -14,8 +14,7 @@ import pytest
 from kfac_bench import report
 from kfac_bench.record import runs
 from kfac_bench.record.events import Evaluated, RunStarted, TargetReached, Trained
-from kfac_bench.record.run_notes import notes
-from kfac_bench.record.score import row
+from kfac_bench.record.score import notes, row
 from kfac_bench.report.tables import Link, Table
 from tests.support.browser import Browser, Page, browser
 from tests.support.written_runs import two_optimizers, write_run

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kfac_bench import report
 from kfac_bench.errors import UsageError
-from kfac_bench.record import score
+from kfac_bench.record import runs, score
 from tests.support.written_runs import two_optimizers, write_run
 
 
@@ -98,7 +98,7 @@ def test_the_terminal_table_names_a_task_once(folder: Path) -> None:
 @given(st.text(max_size=30))
 def test_a_markdown_cell_stays_one_cell(text: str) -> None:
     spread = score.Spread(1.0, 1.0, 1.0)
-    label = score.plain(text)
+    label = runs.plain(text)
     row = score.Row(label, "SGD", 1, 1, True, spread, spread, 0.5)
     line = report.markdown_table([row]).splitlines()[2]
     assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) == 6

@@ -7,14 +7,16 @@ import math
 import os
 import signal
 
+import numpy as np
 import torch
+from PIL import Image
 
 from kfac_bench.core.distributed.collective import TorchCollective
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.backends.ddp import DDP
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.record.events import RunEnded, read
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training import run
 from kfac_bench.training.run_directory import RunDirectory
 from kfac_bench.training.trainer import Trainer
@@ -48,6 +50,20 @@ def train(folder, *overrides, base=SMALL, backend=ALONE):
     config = config_of(folder, *overrides, base=base)
     status, _ = run.train(config, backend)
     return status, RunDirectory(config).path
+
+
+def write_pictures(root, name="{:02}.png", **counts):
+    """Write small pictures of two classes as `data=imagefolder` reads them; return the folder.
+
+    A keyword such as train=33 gives the number of pictures of a split.
+    """
+    generator = np.random.default_rng(0)
+    for split, count in counts.items():
+        for i in range(count):
+            path = root / split / f"class{i % 2}" / name.format(i)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 256, (6, 5, 3), dtype=np.uint8)).save(path)
+    return root
 
 
 def of_kind(path, kind):

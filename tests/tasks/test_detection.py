@@ -8,15 +8,15 @@ import torch
 
 from kfac_bench.config import compose
 from kfac_bench.core.distributed.collective import TorchCollective
-from kfac_bench.data.base.dataset import Looks
-from kfac_bench.data.demo import demo_coco
+from kfac_bench.data.base.dataset import ImageDisplay
+from kfac_bench.data.demo import demo_images
 from kfac_bench.data.images import coco_masks
 from kfac_bench.data.images.coco_annotations import CocoImage, Instance
 from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Trained
-from kfac_bench.tasks.objectives.detection import FOUND, TRUE, Detection, found_in
+from kfac_bench.tasks.detection import FOUND, TRUE, Detection, found_in
 from kfac_bench.training import dry_run
 from kfac_bench.training.update import Update
 from tests.support.distributed import run_ranks
@@ -50,7 +50,7 @@ TINY = (
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     root = tmp_path_factory.mktemp("coco") / "demo"
-    demo_coco.make(root, train=9, val=5, size=64)
+    demo_images.make_coco(root, train=9, val=5, size=64)
     return root
 
 
@@ -242,7 +242,7 @@ def test_true_and_found_objects_are_drawn_and_named():
         "scores": torch.tensor([0.9, 0.4]),
         "masks": torch.from_numpy(np.stack([np.rot90(mask, 2)] * 2))[:, None].float(),
     }
-    looks = Looks((0.0,) * 3, (1.0,) * 3, ("nothing", "cat", "dog"))
+    looks = ImageDisplay((0.0,) * 3, (1.0,) * 3, ("nothing", "cat", "dog"))
     task = Detection([CocoImage(3, None, 32, 32, [there])], 3, looks=looks)
     batch = ([torch.zeros(3, 32, 32)] * 3, [{"image_id": torch.tensor(3)}] * 3)
     shown = task.show(lambda images: [found], batch, 2)

@@ -6,17 +6,21 @@ import torch
 from PIL import Image
 from torch import nn
 
-from kfac_bench.data.base.dataset import UNKNOWN, Looks
+from kfac_bench.data.base.dataset import UNKNOWN, ImageDisplay
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import cifar10, imagefolder
 from kfac_bench.tasks import pictures
-from kfac_bench.tasks.objectives.classification import Classification
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
-from kfac_bench.tasks.objectives.segmentation import PREDICTED, TRUE, Segmentation
+from kfac_bench.tasks.image_tasks import (
+    PREDICTED,
+    TRUE,
+    Classification,
+    Reconstruction,
+    Segmentation,
+)
 
 IDENTITY = nn.Identity()
-AS_IT_IS = Looks([0.0], [1.0])
+AS_IT_IS = ImageDisplay([0.0], [1.0])
 
 
 class Says(nn.Module):
@@ -116,7 +120,7 @@ def test_classification_shows_confident_errors_first():
     p = torch.tensor([[0.9, 0.05, 0.05], [0.45, 0.5, 0.05], [0.1, 0.7, 0.2], [0.4, 0.35, 0.25]])
     labels = torch.tensor([0, 0, 2, 0])
     images = torch.from_numpy(pixels(4, 1, 2, 2))
-    task = Classification(looks=Looks([0.0], [1.0], ["cat", "<b>", "cow"]))
+    task = Classification(looks=ImageDisplay([0.0], [1.0], ["cat", "<b>", "cow"]))
     shown = task.show(Says(p.log()), (images, labels), 3)
     assert [x.caption for x in shown] == [
         "wrong: <b> (0.70), true: cow",

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.demo import demo_lgg
+from kfac_bench.data.demo import demo_images
 from kfac_bench.data.images import lgg
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, Trained
-from kfac_bench.tasks.objectives.segmentation import Segmentation
+from kfac_bench.tasks.image_tasks import Segmentation
 from tests.support.distributed import run_ranks
 from tests.support.runs import before_step, end, here, of_kind, terminate, train, trainer_of
 
@@ -34,7 +34,7 @@ UNET = (
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     root = tmp_path_factory.mktemp("lgg")
-    demo_lgg.make(root, volumes=5, slices=5, size=16)
+    demo_images.make_lgg(root, volumes=5, slices=5, size=16)
     return root
 
 

@@ -29,19 +29,19 @@ def block(text, introduction):
 
 
 def follow(text, repository):
-    """Do what a section says: write its files, add its row, and return its commands."""
-    files = re.findall(r"^`(\S+)`:$", text, re.MULTILINE)
-    assert len(files) == 2
-    for file in files:
-        assert not (repository / file).exists()
-        (repository / file).write_text(block(text, f"`{re.escape(file)}`"))
-    table = re.search(r"^A row of `(\w+)`:$", text, re.MULTILINE)[1]
-    registry = repository / "kfac_bench" / "config" / "registry.py"
-    before, opening, rest = registry.read_text().partition(f"\n{table} = {{\n")
-    assert opening
-    registry.write_text(before + opening + block(text, f"A row of `{table}`") + rest)
+    """Do what a section says: add its class and row, write its YAML file; return its commands."""
+    [yaml_file] = re.findall(r"^`(\S+)`:$", text, re.MULTILINE)
+    assert not (repository / yaml_file).exists()
+    (repository / yaml_file).write_text(block(text, f"`{re.escape(yaml_file)}`"))
+    introduction, options = re.search(r"^(A class of `(\S+)`):$", text, re.MULTILINE).groups()
+    before, opening, rest = re.split(
+        r"(^CHOICES: .* = {$\n)", (repository / options).read_text(), flags=re.MULTILINE
+    )
+    row = block(text, "A row of `CHOICES` in the same file")
+    added = f"{before}{block(text, introduction)}\n\n{opening}{row}{rest}"
+    (repository / options).write_text(added)
     lines = block(text, "Train (?:it, and print its options|a model on it)").splitlines()
-    return files, [shlex.split(line) for line in lines]
+    return (yaml_file, options), [shlex.split(line) for line in lines]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def kfac_train(repository, arguments):
 )
 @pytest.mark.slow
 def test_the_example_trains_and_learns(repository, title, option):
-    files, (train, show) = follow(section(title), repository)
+    (yaml_file, options), (train, show) = follow(section(title), repository)
     assert train[0] == show[0] == "kfac-train"
     kfac_train(repository, [*train[1:], *FEW_STEPS])
     run = repository / "runs" / "r"
@@ -79,7 +79,7 @@ def test_the_example_trains_and_learns(repository, title, option):
     assert [e for e in events if isinstance(e, Evaluated)][-1].metrics["accuracy"] > 0.8
     group, name, value = option
     chosen = yaml.safe_load((run / "config.yaml").read_text())[group]
-    assert (chosen["name"], chosen[name]) == (Path(files[0]).stem, value)
+    assert (chosen["name"], chosen[name]) == (Path(yaml_file).stem, value)
     assert f"{name}:" in kfac_train(repository, show[1:])
     ruff = [Path(sys.executable).with_name("ruff"), "check", "--config", ROOT / "pyproject.toml"]
-    subprocess.run([*ruff, repository / files[0]], check=True)
+    subprocess.run([*ruff, options], cwd=repository, check=True)

@@ -82,7 +82,7 @@ def test_the_notebook_runs():
 def test_each_block_parses(page):
     for language, code in BLOCK.findall((PAGES | FRONT | MADE)[page]):
         if language == "python":
-            # Indented lines are rows of a table, as those of the registry in CONTRIBUTING.md.
+            # Indented lines are rows of a table, as those of CHOICES in CONTRIBUTING.md.
             ast.parse(f"{{{code}}}" if code.startswith(" ") else code, page)
         elif language == "yaml":
             assert yaml.safe_load(code), code

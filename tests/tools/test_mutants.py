@@ -64,10 +64,10 @@ def test_ctrl_c_ends_the_tests_that_run(tmp_path, monkeypatch):
 def test_the_runner_judges_in_a_copy(tmp_path):
     """One change that no test can notice, one that a test notices, and tests that take too long."""
     judge.copy_to(tmp_path)
-    file, tests = Path("kfac_bench/counted.py"), ("tests/test_it.py",)
+    file, tests = Path("kfac_bench/output.py"), ("tests/test_it.py",)
     before = (ROOT / file).read_text()
     (tmp_path / "tests" / "test_it.py").write_text(
-        "from kfac_bench.counted import counted\n"
+        "from kfac_bench.output import counted\n"
         "def test_it(): assert counted(2, 'file') == '2 files'\n"
     )
     (tmp_path / "tests" / "test_slow.py").write_text("import time\ndef test_it(): time.sleep(99)\n")

@@ -46,6 +46,8 @@ def folder(tmp_path, monkeypatch):
     shown = compose.shown(compose.load(["seed=3"]))
     (tmp_path / "runs" / "RUN_ID" / "config.yaml").write_text(shown)
     monkeypatch.chdir(tmp_path)
+    # Runs of later tests would look for the file, too.
+    monkeypatch.setattr(problem_file, "_files", {})
 
 
 @pytest.mark.usefixtures("folder")

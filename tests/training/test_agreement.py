@@ -9,8 +9,8 @@ from kfac_bench.core.distributed.dtensor import local
 from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.record.events import Evaluated
-from kfac_bench.training import agreement
-from kfac_bench.training.agreement import CHUNK, checksum
+from kfac_bench.training import state
+from kfac_bench.training.state import CHUNK, checksum
 from tests.support.distributed import run_ranks
 from tests.support.runs import (
     ALONE,
@@ -63,7 +63,7 @@ def test_the_layout_in_memory_does_not_count():
 
 
 def test_one_rank_agrees_with_itself():
-    assert agreement.difference(nn.Linear(2, 2), None, ALONE.ranks) is None
+    assert state.model_difference(nn.Linear(2, 2), None, ALONE.ranks) is None
 
 
 def spoil(what):

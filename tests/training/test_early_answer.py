@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kfac_bench.errors import UsageError
-from kfac_bench.training import early_answer
+from kfac_bench.training import run_directory
 from tests.support.runs import SMALL, before_step, config_of, terminate, train
 
 TINY = (*SMALL, "kfac=none", "trainer.max_steps=2")
@@ -41,17 +41,17 @@ def test_a_finished_run_answers_without_torch(tmp_path, monkeypatch):
 
 def test_another_option_or_an_interrupted_run_gets_no_early_answer(tmp_path, monkeypatch):
     options = ("kfac=none", "run_id=r")
-    assert not early_answer.answer(config_of(tmp_path, *options, "trainer.max_steps=2"))
+    assert not run_directory.stop_if_complete(config_of(tmp_path, *options, "trainer.max_steps=2"))
     with before_step(2, terminate):
         train(tmp_path, *options, "trainer.max_steps=3")
-    assert not early_answer.answer(config_of(tmp_path, *options, "trainer.max_steps=3"))
+    assert not run_directory.stop_if_complete(config_of(tmp_path, *options, "trainer.max_steps=3"))
     train(tmp_path, *options, "trainer.max_steps=3")
-    assert early_answer.answer(config_of(tmp_path, *options, "trainer.max_steps=3"))
-    assert not early_answer.answer(config_of(tmp_path, *options, "trainer.max_steps=4"))
+    assert run_directory.stop_if_complete(config_of(tmp_path, *options, "trainer.max_steps=3"))
+    assert not run_directory.stop_if_complete(config_of(tmp_path, *options, "trainer.max_steps=4"))
     train(tmp_path, *options, "trainer.max_steps=4")  # the record has two values of an option now
-    assert not early_answer.answer(config_of(tmp_path, *options, "trainer.max_steps=3"))
+    assert not run_directory.stop_if_complete(config_of(tmp_path, *options, "trainer.max_steps=3"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not early_answer.answer(config_of(tmp_path, *options, "trainer.max_steps=3"))
+    assert not run_directory.stop_if_complete(config_of(tmp_path, *options, "trainer.max_steps=3"))
 
 
 @pytest.mark.parametrize("word", ["data=imagefolder data.root={}", "resume={}", "model.weights={}"])
@@ -59,14 +59,14 @@ def test_a_path_that_does_not_exist_is_one_line(tmp_path, word):
     missing = tmp_path / "missing"
     config = config_of(tmp_path, *word.format(missing).split())
     with pytest.raises(UsageError, match=rf"={missing}: no such file or folder"):
-        early_answer.answer(config)
+        run_directory.stop_if_complete(config)
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_run_with_a_checkpoint_of_its_own_needs_no_other_run(tmp_path):
     (tmp_path / "r" / "checkpoints" / "step-00000005").mkdir(parents=True)
     config = config_of(tmp_path, "run_id=r", f"resume={tmp_path / 'removed'}")
-    assert not early_answer.answer(config)
+    assert not run_directory.stop_if_complete(config)
 
 
 @pytest.mark.parametrize(

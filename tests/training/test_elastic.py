@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from kfac_bench import distributed
 from kfac_bench.core.distributed.collective import TorchCollective
-from kfac_bench.data.digits import DigitsConfig
-from kfac_bench.distributed.ddp import DDPConfig
+from kfac_bench.data.image_options import DigitsConfig
+from kfac_bench.distributed.options import DDPConfig
 from kfac_bench.errors import LostRanksError, UsageError
 from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.training import build

@@ -14,17 +14,15 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from kfac_bench.cli.entry import exit_with
 from kfac_bench.distributed.backends.ddp import process_group
 from kfac_bench.distributed.ranks import lost_rank
 from kfac_bench.errors import OneRankError, WorkerLostError, shortage
 from tests.support import forks
-from tests.support.runs import CPU, before_step, end, train
+from tests.support.runs import CPU, before_step, end, train, write_pictures
 
 BASE = (
     *("model=autoencoder", "model.hidden=[12,4]", "data=imagefolder", "data.image_size=4"),
@@ -35,12 +33,7 @@ BASE = (
 
 @pytest.fixture
 def root(tmp_path):
-    for split, count in (("train", 240), ("val", 6)):
-        for i in range(count):
-            path = tmp_path / "data" / split / f"class{i % 2}" / f"{i:03}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((6, 5, 3), i, np.uint8)).save(path)
-    return tmp_path / "data"
+    return write_pictures(tmp_path / "data", "{:03}.png", train=240, val=6)
 
 
 def state(tmp_path):

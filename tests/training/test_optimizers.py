@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from kfac_bench import muon
-from kfac_bench.config import compose, registry
+from kfac_bench.config import compose
+from kfac_bench.config.groups import TABLES
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated
 from kfac_bench.training.build import build_optimizer
@@ -13,9 +14,7 @@ from tests.support.configs import quick_load
 from tests.support.runs import before_step, end, of_kind, terminate, train
 
 NOT_ELEMENTWISE = [
-    name
-    for name in registry.OPTIMIZERS
-    if not registry.options_class("optimizer", name).is_elementwise
+    name for name in TABLES["optimizer"] if not TABLES["optimizer"][name].is_elementwise
 ]
 
 

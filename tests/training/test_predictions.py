@@ -15,8 +15,8 @@ from kfac_bench.data.images import digits
 from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.record.events import Evaluated, Predicted, RunEnded, read
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
-from kfac_bench.tasks.prediction import Prediction
+from kfac_bench.tasks.image_tasks import Reconstruction
+from kfac_bench.tasks.task import Prediction
 from kfac_bench.training import checkpoint, predictions
 from tests.support.distributed import run_ranks
 from tests.support.runs import (

@@ -10,11 +10,11 @@ from kfac_bench import cli
 from kfac_bench.benchmark import grid, local_runs
 from kfac_bench.config import compose, problem_file
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.own.problem_data import ProblemData
+from kfac_bench.data.problem_data import ProblemData
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs
 from kfac_bench.record.events import Evaluated, Trained
-from kfac_bench.tasks.objectives.problem_task import ProblemTask
+from kfac_bench.tasks.problem_task import ProblemTask
 from tests.support import ROOT
 from tests.support.configs import Own
 from tests.support.distributed import run_ranks

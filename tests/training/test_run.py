@@ -21,7 +21,7 @@ from kfac_bench.config.options import RESULT, option
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
-from kfac_bench.record import events, runs, score
+from kfac_bench.record import runs, score
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import (
     Checkpointed,
@@ -34,14 +34,12 @@ from kfac_bench.record.events import (
     Trained,
     read,
 )
-from kfac_bench.tasks.objectives.classification import Classification
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
-from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving
-from kfac_bench.training.course import Course
+from kfac_bench.tasks.image_tasks import Classification, Reconstruction
+from kfac_bench.training import checkpoint, dry_run, run, run_directory, saving, step_results
+from kfac_bench.training.rank_batches import RunLength
 from kfac_bench.training.run_directory import RunDirectory, run_id
 from kfac_bench.training.state import weights_sha256
 from kfac_bench.training.trainer import Trainer
-from tests.support.distributed import run_ranks
 from tests.support.quick import slow
 from tests.support.runs import (
     ALONE,
@@ -53,7 +51,6 @@ from tests.support.runs import (
     before_step,
     config_of,
     end,
-    here,
     kill,
     loss_is,
     of_kind,
@@ -156,14 +153,14 @@ def test_no_more_steps_than_max_steps(tmp_path, limit):
     ],
 )
 def test_the_lower_limit_counts(tmp_path, limits, steps):
-    assert trainer_of(tmp_path, *limits).course.max_steps == steps
+    assert trainer_of(tmp_path, *limits).length.max_steps == steps
 
 
 @pytest.mark.parametrize(
     ("drop_last", "seen", "last"), [(True, 2 * 1280 + 256, 256), (False, 2 * 1347 + 256, 67)]
 )
 def test_examples_are_counted_with_and_without_a_smaller_last_batch(drop_last, seen, last):
-    course = Course.of(TrainerConfig(batch_size=256, drop_last=drop_last), 1347)
+    course = RunLength.of(TrainerConfig(batch_size=256, drop_last=drop_last), 1347)
     assert course.examples_seen(2 * course.steps_per_epoch + 1) == seen
     assert course.next_batch_size(course.steps_per_epoch - 1) == last
 
@@ -364,7 +361,7 @@ def test_seeds_that_differ_in_place_and_record_are_one_row(tmp_path):
     _, part = train(tmp_path / "part", *KFAC, "trainer.max_steps=2")
     for options in (("seed=0",), ("seed=1", "trainer.predictions=0"), ("seed=2", f"resume={part}")):
         train(tmp_path / "whole", *short, *options)
-    [setting] = score.group(score.load(file) for file in runs.find(tmp_path / "whole"))
+    [setting] = runs.group(runs.load(file) for file in runs.find(tmp_path / "whole"))
     assert score.row(setting).seeds == 3
 
 
@@ -613,7 +610,7 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch):
     made = Clocks()
-    monkeypatch.setattr(events, "time", made)
+    monkeypatch.setattr(step_results, "time", made)
     return made
 
 
@@ -713,20 +710,11 @@ def test_the_cpu_clock_needs_one_processor(tmp_path, override, fragment):
         train(tmp_path, *CPU_CLOCK, override)
 
 
-def clocked_here(folder):
-    with pytest.raises(UsageError, match=r"trainer.clock=cpu does not fit 2 rank\(s\) on cpu"):
-        train(folder, *CPU_CLOCK, backend=here())
-
-
-@pytest.mark.ranks
-def test_the_cpu_clock_needs_one_rank(tmp_path):
-    run_ranks(2, clocked_here, tmp_path)
-
-
-def test_the_cpu_clock_refuses_gpus(tmp_path):
-    gpu = Backend(Ranks(torch.device("cuda")))
-    with pytest.raises(UsageError, match=r"does not fit 1 rank\(s\) on cuda"):
-        train(tmp_path, *CPU_CLOCK, backend=gpu)
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cuda", 1)])
+def test_the_cpu_clock_needs_one_rank_on_a_cpu(tmp_path, device, world_size):
+    ranks = Ranks(torch.device(device), SimpleNamespace(rank=0, world_size=world_size))
+    with pytest.raises(UsageError, match=rf"does not fit {world_size} rank\(s\) on {device}"):
+        train(tmp_path, *CPU_CLOCK, backend=Backend(ranks))
 
 
 # ---- numbers that are none ----

@@ -19,7 +19,7 @@ from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Checkpointed, Resumed, read
 from kfac_bench.record.own_files import sync_folder
-from kfac_bench.training import checkpoint, early_answer, run
+from kfac_bench.training import checkpoint, run, run_directory
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.runs import ALONE, before_step, config_of, end, kill, of_kind, steps_of, train
 
@@ -87,7 +87,7 @@ def test_a_start_that_differs_says_so(tmp_path, capsys):
     (path / "events.jsonl").write_text("\n".join([json.dumps(first), *lines[1:], ""]))
     assert continued(tmp_path)[0] == "finished"
     said = capsys.readouterr().out
-    assert "this start differs from the one before: versions.torch 1.\ufffd0 -> " in said
+    assert "this start differs from the one before: versions.torch 1.\\x1b0 -> " in said
     assert of_kind(path, Resumed)[0].environment["versions"]["torch"] in said
 
 
@@ -203,7 +203,7 @@ def test_a_finished_run_says_that_events_are_missing(tmp_path, capsys):
     assert "are missing" not in capsys.readouterr().out
     (path / "events.jsonl").write_bytes(b"".join(lines[:3] + lines[5:]))
     said = "events before step 10 are missing (its first"
-    assert early_answer.answer(config_of(tmp_path, *STEPS, "trainer.max_steps=10"))
+    assert run_directory.stop_if_complete(config_of(tmp_path, *STEPS, "trainer.max_steps=10"))
     assert said in capsys.readouterr().out
     assert continued(tmp_path)[0] == "finished"
     assert said in capsys.readouterr().out
@@ -369,7 +369,7 @@ def test_other_hostile_files_stop_the_start_with_one_line(copied, name, make):
 @pytest.mark.parametrize("make", [fifo, link])
 def test_an_export_writes_through_no_link(copied, make):
     path, outside = copied
-    for name in ("model.safetensors", ".model.safetensors.partial"):
+    for name in ("model.safetensors", f".model.safetensors.{os.getpid()}.tmp"):
         make(path / name, outside)
     assert cli_code(["export", str(path)]) == 0
     assert not (path / "model.safetensors").is_symlink()

@@ -1,22 +1,20 @@
 """`data.on_error=skip` leaves unreadable files out of training, counts them and reports them."""
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from kfac_bench.core.distributed.collective import TorchCollective
+from kfac_bench.data.base.files import Faults, Unreadable
 from kfac_bench.data.base.order import Shard, epoch_order, eval_indices, train_indices
-from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images import imagefolder
 from kfac_bench.distributed.backends.fsdp2 import FSDP2
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Evaluated, SampleSkipped, Trained
 from kfac_bench.record.sinks.console import ConsoleSink
-from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import metrics_of
 from tests.support.distributed import run_ranks
-from tests.support.runs import CPU, end, of_kind, train, train_here, trainer_of
+from tests.support.runs import CPU, end, of_kind, train, train_here, trainer_of, write_pictures
 from tests.training.test_unequal_batches import outcome_of
 
 BATCH, TRAIN, EVAL = 8, 32, 6
@@ -44,13 +42,7 @@ BASE = (
 
 @pytest.fixture
 def root(tmp_path):
-    generator = np.random.default_rng(0)
-    for split, count in (("train", TRAIN), ("val", EVAL)):
-        for i in range(count):
-            folder = tmp_path / "data" / split / f"class{i % 2}"
-            folder.mkdir(parents=True, exist_ok=True)
-            pixels = generator.integers(0, 256, (6, 5, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f"{i}.JPEG")
+    write_pictures(tmp_path / "data", "{}.JPEG", train=TRAIN, val=EVAL)
     return tmp_path / "data"
 
 

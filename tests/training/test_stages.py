@@ -8,7 +8,7 @@ import torch
 from kfac_bench.core import stepper
 from kfac_bench.record.events import Trained
 from kfac_bench.training import environment
-from kfac_bench.training.stages import StageTimes
+from kfac_bench.training.step_results import StageTimes
 from tests.support import forks
 from tests.support.distributed import run_ranks
 from tests.support.runs import KFAC as EVERY

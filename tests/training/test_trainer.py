@@ -11,7 +11,7 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.damping import LevenbergMarquardt
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Resumed, Trained, read
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training import checkpoint, run, update
 from tests.support.distributed import run_ranks
 from tests.support.runs import (
@@ -499,7 +499,7 @@ def test_old_event_files_are_read(tmp_path):
 def test_damping_and_intervals_change_at_their_epochs(tmp_path):
     changes = ("kfac.damping_decay_epochs=[1,2]", "kfac.interval_growth_epochs=[2]")
     trainer = trainer_of(tmp_path, *STABLE, *changes, "kfac.interval_growth=3")
-    kfac, per_epoch, seen = trainer.kfac, trainer.course.steps_per_epoch, []
+    kfac, per_epoch, seen = trainer.kfac, trainer.length.steps_per_epoch, []
     for step in (0, per_epoch - 1, per_epoch, 2 * per_epoch):
         kfac.steps = step
         seen.append((kfac.damping, kfac.update_freq))

@@ -7,8 +7,8 @@ import torch
 
 from kfac_bench.distributed.backend import Backend
 from kfac_bench.distributed.ranks import Ranks
-from kfac_bench.training import outcome
-from kfac_bench.training.outcome import Outcomes
+from kfac_bench.training import step_results
+from kfac_bench.training.step_results import PendingStepResults
 from kfac_bench.training.update import Update
 from tests.support.quick import quick_if, slow
 from tests.support.reads import (
@@ -33,7 +33,7 @@ ORDINARY = (
 @pytest.fixture(autouse=True)
 def outcomes(monkeypatch):
     """Allow the one read that a step makes; return the steps whose outcomes were read."""
-    read, start, steps = Outcomes.read, outcome._start, []
+    read, start, steps = PendingStepResults.read, step_results._start, []
 
     def late(self):
         with allowed():
@@ -42,9 +42,9 @@ def outcomes(monkeypatch):
             steps.append(found.step)
         return found
 
-    monkeypatch.setattr(Outcomes, "read", late)
+    monkeypatch.setattr(PendingStepResults, "read", late)
     monkeypatch.setattr(
-        outcome,
+        step_results,
         "_start",
         lambda ranks, x: (lambda: [1.0, 0.0, 0.0]) if x.is_meta else start(ranks, x),
     )
@@ -72,7 +72,7 @@ def take_steps(folder, device, *options, base=SMALL):
         if trainer.kfac is not None:
             stack.callback(trainer.kfac.detach)
         stack.enter_context(steps_on_meta())
-        batches = trainer._feed.train(0)
+        batches = trainer._rank_batches.train(0)
         trainer._train_step(trainer._to_device(next(batches)))
         for _ in range(4):
             batch = next(batches)

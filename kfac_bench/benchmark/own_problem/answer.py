@@ -27,18 +27,15 @@ from kfac_bench.core import KFAC
 from kfac_bench.core.build_eigen_adam import KFAC_DEFAULTS, eigen_adam
 from kfac_bench.core.eigen_adam_optimizer import EigenAdam
 from kfac_bench.core.planning.plan import EIGEN_ADAM
-from kfac_bench.optimizers.adamw import AdamWConfig
-from kfac_bench.optimizers.algorithms.muon import muon
-from kfac_bench.optimizers.eigen_adam import EigenAdamConfig
-from kfac_bench.optimizers.muon import MuonConfig
-from kfac_bench.optimizers.sgd import SGDConfig
-from kfac_bench.optimizers.soap import SOAPConfig
+from kfac_bench.optimizers.first_order_options import AdamWConfig, MuonConfig, SGDConfig
+from kfac_bench.optimizers.muon import muon
+from kfac_bench.optimizers.options import EigenAdamConfig, SOAPConfig
 from kfac_bench.problem import Problem
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import number
-from kfac_bench.record.text_file import write_text
 from kfac_bench.report.tables import Table, Value
 from kfac_bench.training.build import NOT_KEYWORDS_OF_KFAC
+from kfac_bench.whole_files import write_text
 
 
 def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult:

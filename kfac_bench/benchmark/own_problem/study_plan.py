@@ -22,10 +22,10 @@ from typing import Any
 
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
-from kfac_bench.record import run_lock
-from kfac_bench.record.event_fields import checked
+from kfac_bench.record import own_files
+from kfac_bench.record.events import checked
 from kfac_bench.record.own_files import read_own, refuse_links
-from kfac_bench.record.text_file import write_text
+from kfac_bench.whole_files import write_text
 
 TRIALS = 2
 """Tuning of an optimizer, in limits. Trials that end earlier leave room for more of them."""
@@ -215,9 +215,9 @@ class StudyFolder:
             UsageError: Another command runs the study, the folder cannot be made, or one of its
                 runs is a link.
         """
-        if self.path.is_dir() and run_lock.is_held(self.path):
+        if self.path.is_dir() and own_files.is_locked(self.path):
             raise UsageError(f"{self.path}: another command runs this study; wait for it")
-        with run_lock.locked(self.path, 0.0, say):
+        with own_files.locked(self.path, 0.0, say):
             # A study removes checkpoints of its trials. Through a link it would remove those of
             # another run.
             refuse_links(self.path)
@@ -284,7 +284,7 @@ class StudyFolder:
         """Remove the folder again if nothing has been fixed, because the input was bad."""
         if not (self.path / PLAN_FILE).exists():
             self.remove_first_runs()
-            if {p.name for p in self.path.iterdir()} <= {run_lock.LOCK_FILE}:
+            if {p.name for p in self.path.iterdir()} <= {own_files.LOCK_FILE}:
                 shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -295,10 +295,10 @@ def wait_until_free(directory: Path) -> None:
         UsageError: A process still writes to it after a minute.
     """
     deadline = time.monotonic() + PATIENCE_S
-    while run_lock.is_held(directory):
+    while own_files.is_locked(directory):
         if time.monotonic() >= deadline:
             raise UsageError(
                 f"{directory}: a process of an earlier command still trains here. End that "
                 "process; the same command then continues"
             )
-        time.sleep(run_lock.POLL_S)
+        time.sleep(own_files.POLL_S)

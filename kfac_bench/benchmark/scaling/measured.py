@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_bench.counted import counted
+from kfac_bench.output import counted
 from kfac_bench.record.events import Resumed, Trained
 from kfac_bench.record.runs import Run, number, option, plain
 

@@ -17,10 +17,10 @@ from kfac_bench.config import compose
 from kfac_bench.config.command_options import whole_number
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import Run, load
-from kfac_bench.record.text_file import write_text
 from kfac_bench.simulate import hardware
 from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.sweep import SGD, Intervals, Variant, efficiency, sweep, variant
+from kfac_bench.whole_files import write_text
 
 _MOST_RANKS, _MOST_ROUNDS, _MOST_STEPS = 4096, 100, 1_000_000
 

@@ -11,8 +11,8 @@ from kfac_bench.benchmark import local_runs
 from kfac_bench.benchmark.local_runs import warn_if_busy
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
-from kfac_bench.counted import time_left
 from kfac_bench.errors import UsageError
+from kfac_bench.output import time_left
 from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.simulate.sweep import SGD, Variant
 

@@ -143,24 +143,23 @@ def check_same_on_all_ranks(collective: Collective, what: str, device: torch.dev
     Raises:
         PlansDifferError: a rank has another ``what`` than rank 0.
     """
-    if collective.world_size == 1 or device.type == "meta":  # nobody to compare with
-        return
-    digest = hashlib.sha256(what.encode()).hexdigest()
-    world = tuple(range(collective.world_size))
-    # 16 bits per element are exact in every dtype that a backend reduces, and small enough to sum.
-    mine = torch.tensor([int(digest[i : i + 4], 16) for i in range(0, 64, 4)], device=device)
-    first = mine.clone()
-    collective.broadcast(first, 0, world, "check/digest").wait()
-    # Every rank learns which ranks differ, so that all of them raise the same error.
-    differ = torch.zeros(collective.world_size, dtype=torch.int64, device=device)
-    differ[collective.rank] = int(not torch.equal(mine, first))
-    collective.all_reduce(differ, world, "check/differ").wait()
-    if differ.any():
-        ranks = differ.nonzero().flatten().tolist()
+    if ranks := ranks_unlike_first(collective, what, device):
         raise PlansDifferError(
             f"ranks {ranks} made another K-FAC plan than rank 0: every rank must build the same "
             "model and pass the same options"
         )
+
+
+def ranks_unlike_first(collective: Collective, what: str, device: torch.device) -> list[int]:
+    """Return the ranks whose ``what`` differs from that of rank 0. All ranks call this."""
+    if collective.world_size == 1 or device.type == "meta":  # nobody to compare with
+        return []
+    each = torch.zeros(collective.world_size, dtype=torch.int64, device=device)
+    # 12 hexadecimal digits are 48 bits, which a sum in int64 cannot overflow.
+    each[collective.rank] = int(hashlib.sha256(what.encode()).hexdigest()[:12], 16)
+    world = tuple(range(collective.world_size))
+    collective.all_reduce(each, world, "check/digest").wait()
+    return (each != each[0]).nonzero().flatten().tolist()
 
 
 AS_BITS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}

@@ -1,17 +1,41 @@
-"""The interface of every dataset: `Data`, and how to show its images: `Looks`."""
+"""The interface of every dataset: `Data`, how to show its images, and its fingerprint.
 
+A run that continues notices by the fingerprint that its data changed.
+"""
+
+import hashlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
+from kfac_bench.data.base.files import Faults
 from kfac_bench.data.base.order import Shard, train_indices
-from kfac_bench.data.base.unreadable import Faults
 
 SPLITS = ("train", "eval")
+
+
+@dataclass(frozen=True)
+class ImageDisplay:
+    """The display of the images of a dataset, for people.
+
+    A shown pixel is 255 * (x * std + mean), where x is the model's input, by channel.
+    """
+
+    mean: Sequence[float] = ()
+    """By channel; empty if unknown."""
+    std: Sequence[float] = ()
+    """By channel; empty if unknown."""
+    classes: Sequence[str] = ()
+    """Names of the labels; empty if a label has only a number."""
+
+
+UNKNOWN = ImageDisplay()
 
 
 class Data(ABC):
@@ -26,6 +50,7 @@ class Data(ABC):
         eval_size: Number of evaluation examples, over all ranks.
         faults: Files that cannot be read, and whether batches may lack their examples.
         notes: Lines for the user about data that is not used for another reason.
+        looks: How to show the images, if the dataset has images.
     """
 
     name: str
@@ -35,6 +60,7 @@ class Data(ABC):
     eval_size: int
     faults: Faults
     notes: Sequence[str] = ()
+    looks: ImageDisplay = UNKNOWN
 
     def train(
         self,
@@ -85,7 +111,7 @@ class Data(ABC):
         """
         return batch
 
-    def contents(self, split: str) -> Iterable[bytes]:
+    def fingerprint_parts(self, split: str) -> Iterable[bytes]:
         """Yield bytes that identify the examples of a split, for the fingerprint of the data.
 
         `split` is one of SPLITS. The bytes are cheap to get and the same wherever the dataset lies:
@@ -95,26 +121,69 @@ class Data(ABC):
         return ()
 
 
-@dataclass(frozen=True)
-class Looks:
-    """How to show the images of a dataset to a person.
+MOST_SIZES = 100_000
+"""Files of a split whose sizes are read. On a network disk a size can take a millisecond."""
 
-    A shown pixel is 255 * (x * std + mean), where x is the model's input, by channel.
+Fingerprint = Mapping[str, Mapping[str, Any]]
+"""By split: the number of examples, and a hash of what identifies them in their order."""
+
+
+def fingerprint(data: Data) -> dict[str, dict[str, Any]]:
+    """Return the fingerprint of a dataset."""
+    result: dict[str, dict[str, Any]] = {}
+    for split, examples in zip(SPLITS, (data.train_size, data.eval_size), strict=True):
+        digest = hashlib.sha256()
+        for part in data.fingerprint_parts(split):
+            digest.update(part)
+        result[split] = {"examples": examples, "sha256": digest.hexdigest()}
+    return result
+
+
+def difference(before: Fingerprint, now: Fingerprint) -> str | None:
+    """Return how two fingerprints differ, in words, or None if they are equal."""
+    parts = []
+    for split in SPLITS:
+        old, new = before.get(split), now.get(split)
+        if old == new:
+            continue
+        if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+            parts.append(f"only one of the two has a split {split}")
+            continue
+        count, now_count = old.get("examples"), new.get("examples")
+        if count != now_count:
+            parts.append(f"{split} has {now_count} examples, before {count}")
+        else:
+            parts.append(
+                f"{split} has {count} examples as before, but names, sizes or labels changed"
+            )
+    return "; ".join(parts) or None
+
+
+def of_files(paths: Sequence[str | Path], root: Path) -> Iterator[bytes]:
+    """Yield names below `root` of all files, and the sizes of at most MOST_SIZES of them.
+
+    The files with a size are evenly spread. A missing file has the size -1.
     """
-
-    mean: Sequence[float] = ()
-    """By channel; empty if unknown."""
-    std: Sequence[float] = ()
-    """By channel; empty if unknown."""
-    classes: Sequence[str] = ()
-    """Names of the labels; empty if a label has only a number."""
+    every = -(-len(paths) // MOST_SIZES) or 1
+    for number, path in enumerate(paths):
+        name = os.fsencode(os.path.relpath(path, root))
+        yield name + b"\0" + (str(_size(path)).encode() if number % every == 0 else b"") + b"\n"
 
 
-UNKNOWN = Looks()
+def of_tensors(tensors: Sequence[Tensor]) -> Iterator[bytes]:
+    """Yield the types, the shapes and the integers of tensors in memory.
+
+    Floating-point numbers are left out. The program computed them from its own data, and their last
+    bits can differ between machines.
+    """
+    for x in tensors:
+        yield f"{x.dtype} {list(x.shape)}\n".encode()
+        if not x.is_floating_point():
+            yield x.contiguous().numpy().tobytes()
 
 
-@runtime_checkable
-class Pictured(Protocol):
-    """Data that knows how to show its images."""
-
-    looks: Looks
+def _size(path: str | Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1

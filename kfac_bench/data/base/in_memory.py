@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import UNKNOWN, Data, Looks
-from kfac_bench.data.base.fingerprint import of_tensors
-from kfac_bench.data.base.normalize import Normalize
+from kfac_bench.data.base.dataset import UNKNOWN, Data, ImageDisplay, of_tensors
+from kfac_bench.data.base.files import Faults
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults
 
 DRAWS = 3
 """Random numbers that `augment` gets for each example."""
@@ -43,7 +41,7 @@ class InMemory(Data):
         num_classes: int,
         prepare: Callable[[Batch], Batch] | None = None,
         augment: Callable[[Tensor, Tensor], Tensor] | None = None,
-        looks: Looks = UNKNOWN,
+        looks: ImageDisplay = UNKNOWN,
     ) -> None:
         self.name, self.shape, self.num_classes = name, shape, num_classes
         self.train_size, self.eval_size = len(train[0]), len(evaluation[0])
@@ -72,13 +70,30 @@ class InMemory(Data):
         """Make the inputs and targets of the model; see `Data.prepare`."""
         return batch if self._prepare is None else self._prepare(batch)
 
-    def contents(self, split: str) -> Iterable[bytes]:
-        """Yield the integers of the tensors; see `Data.contents`."""
+    def fingerprint_parts(self, split: str) -> Iterable[bytes]:
+        """Yield the integers of the tensors; see `Data.fingerprint_parts`."""
         return of_tensors(self._train if split == "train" else self._evaluation)
 
 
 def _rows(tensors: Sequence[Tensor], indices: Tensor) -> Batch:
     return tuple(x[indices] for x in tensors)
+
+
+class Normalize:
+    """Map images x [n, C, H, W] to (x - mean) / std in float32; uint8 is scaled to [0, 1] first."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._mean, self._std = (
+            torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (mean, std)
+        )
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the normalized images, on the device of `images`."""
+        # Only the first batch on a device copies mean and std.
+        if self._mean.device != images.device:
+            self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
+        scale = 255.0 if images.dtype == torch.uint8 else 1.0
+        return (images.float() / scale - self._mean) / self._std
 
 
 class LabelledImages(InMemory):
@@ -114,7 +129,7 @@ class LabelledImages(InMemory):
                     f"got {list(images.shape)} and {list(labels.shape)}"
                 )
         channels, height, width = train[0].shape[1:]
-        looks = Looks(mean or [0.0] * channels, std or [1.0] * channels, classes)
+        looks = ImageDisplay(mean or [0.0] * channels, std or [1.0] * channels, classes)
         normalize = Normalize(looks.mean, looks.std)
         super().__init__(
             name,

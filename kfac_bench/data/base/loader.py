@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from kfac_bench import output
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.base.files import Faults, Unreadable
 from kfac_bench.errors import UsageError, WorkerLostError, one_line, shortage
 from kfac_bench.stop_signals import SIGNALS
 

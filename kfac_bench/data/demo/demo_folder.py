@@ -10,21 +10,22 @@ from pathlib import Path
 from kfac_bench.errors import UsageError
 
 DEMOS = {
-    "imagenet": "kfac_bench.data.demo.demo_imagenet",
-    "shards": "kfac_bench.data.demo.demo_shards",
-    "cifar10": "kfac_bench.data.demo.demo_cifar10",
-    "fashion_mnist": "kfac_bench.data.demo.demo_fashion_mnist",
-    "lgg": "kfac_bench.data.demo.demo_lgg",
-    "coco": "kfac_bench.data.demo.demo_coco",
-    "squad": "kfac_bench.data.demo.demo_squad",
-    "text": "kfac_bench.data.demo.demo_text",
+    "imagenet": "kfac_bench.data.demo.demo_images:make_imagenet",
+    "shards": "kfac_bench.data.demo.demo_images:make_shards",
+    "cifar10": "kfac_bench.data.demo.demo_cifar10:make",
+    "fashion_mnist": "kfac_bench.data.demo.demo_fashion_mnist:make",
+    "lgg": "kfac_bench.data.demo.demo_images:make_lgg",
+    "coco": "kfac_bench.data.demo.demo_images:make_coco",
+    "squad": "kfac_bench.data.demo.demo_language:make_squad",
+    "text": "kfac_bench.data.demo.demo_language:make_text",
 }
-"""Import paths of the modules that make the demos; each has a function `make(root)`."""
+"""Import paths of the functions that write the demos into a folder."""
 
 
 def make(demo: str, root: Path) -> None:
     """Write a demo into `root`. Raise UsageError if a dataset is there already."""
-    import_module(DEMOS[demo]).make(root)
+    module, _, function = DEMOS[demo].partition(":")
+    getattr(import_module(module), function)(root)
 
 
 def folder(demo: str) -> Path:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.base.files import Unreadable, regular
 from kfac_bench.data.images.coco_masks import RLE, BadMaskError, Polygons, read
-from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
 
 LAYOUT = "annotations/instances_{train,val}<year>.json and the folders train<year>, val<year>"

@@ -16,21 +16,20 @@ from torch import Generator, Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from kfac_bench.counted import counted
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import Data, Looks
-from kfac_bench.data.base.fingerprint import of_files
+from kfac_bench.data.base.dataset import Data, ImageDisplay, of_files
+from kfac_bench.data.base.files import Faults, Unreadable, summary
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults, Unreadable, summary
 from kfac_bench.data.images.coco_annotations import AnnotationFile, CocoImage, find
 from kfac_bench.data.images.coco_annotations import load as load_annotations
 from kfac_bench.data.images.coco_masks import api, decode
 from kfac_bench.data.images.opening import open_image, rgb, upright
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
 
 Target = dict[str, Tensor]
-"""What is in one image: `image_id`, and in training the n objects.
+"""The content of one image: `image_id`, and in training the n objects.
 
 The objects are `boxes` float32 [n, 4] (x1, y1, x2, y2 in pixels), `labels` int64 [n] from 1 on, and
 `masks` uint8 [n, H, W] of 0 and 1."""
@@ -175,7 +174,8 @@ class COCO(Data):
         self.train_size = len(train)
         self.eval_size = len(evaluation.images)
         self.truth: Sequence[CocoImage] = evaluation.images
-        self.looks = Looks((0.0,) * 3, (1.0,) * 3, ("nothing", *evaluation.categories.values()))
+        classes = ("nothing", *evaluation.categories.values())
+        self.looks = ImageDisplay((0.0,) * 3, (1.0,) * 3, classes)
         self.faults = faults
         self.notes = notes
         self._train = train
@@ -198,8 +198,8 @@ class COCO(Data):
         samples = _EvaluationSamples(self.truth)
         return load_batches(samples, indices, self._workers, ([], []), self.faults, _lists)
 
-    def contents(self, split: str) -> Iterator[bytes]:
-        """Yield names and sizes of the images, and boxes and areas; see `Data.contents`."""
+    def fingerprint_parts(self, split: str) -> Iterator[bytes]:
+        """Yield names and sizes of images, boxes and areas; see `Data.fingerprint_parts`."""
         images: Sequence[CocoImage] = self._train if split == "train" else self.truth
         yield from of_files([image.path for image in images], images[0].path.parent)
         # JSON may contain halves of characters, which strict UTF-8 refuses.

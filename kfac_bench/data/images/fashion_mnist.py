@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import http.client
 import math
-import os
 import shutil
 import struct
 import urllib.error
@@ -24,9 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kfac_bench.data.base.files import Unreadable
 from kfac_bench.data.base.in_memory import LabelledImages
-from kfac_bench.data.base.unreadable import Unreadable
 from kfac_bench.errors import UsageError
+from kfac_bench.whole_files import whole_file
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Folder of Debian's package dataset-fashion-mnist."""
@@ -246,14 +246,14 @@ def fetch(root: Path, url: str | None, say: Callable[[str], None]) -> None:
             if path_of(root, name).exists():
                 say(f"{name}: was there already")
             elif url is None and installed.is_file():
-                shutil.copyfile(installed, partial := root / f".{installed.name}.{os.getpid()}")
-                partial.replace(root / installed.name)
+                with whole_file(root / installed.name) as temporary:
+                    shutil.copyfile(installed, temporary)
                 say(f"{name}: copied from {installed}")
             else:
                 address = f"{(url or FashionMNIST.mirrors[0]).rstrip('/')}/{file}"
                 content = _download(address, md5)
-                (partial := root / f".{file}.{os.getpid()}").write_bytes(content)
-                partial.replace(root / file)
+                with whole_file(root / file) as temporary:
+                    temporary.write_bytes(content)
                 say(f"{name}: downloaded from {address}")
     except OSError as error:
         raise UsageError(f"{root}: cannot be written ({error.strerror or error})") from None

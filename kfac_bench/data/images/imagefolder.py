@@ -5,13 +5,12 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from kfac_bench.counted import counted
-from kfac_bench.data.base.dataset import Data
-from kfac_bench.data.base.fingerprint import of_files
-from kfac_bench.data.base.unreadable import Faults, Unreadable
+from kfac_bench.data.base.dataset import Data, of_files
+from kfac_bench.data.base.files import Faults, Unreadable
 from kfac_bench.data.images import reading
 from kfac_bench.data.images.opening import KINDS, read_file
 from kfac_bench.errors import UsageError
+from kfac_bench.output import counted
 
 
 class Folder:
@@ -42,7 +41,7 @@ class Folder:
         """Return the content of an image file."""
         return read_file(Path(self.paths[index]))
 
-    def contents(self) -> Iterable[bytes]:
+    def fingerprint_parts(self) -> Iterable[bytes]:
         """Yield names and sizes of the files. The name of a file's folder is its class."""
         return of_files(self.paths, self.root)
 

@@ -22,11 +22,10 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import Data
-from kfac_bench.data.base.fingerprint import of_files
+from kfac_bench.data.base.dataset import Data, of_files
+from kfac_bench.data.base.files import Faults, Unreadable, left_out
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults, Unreadable, left_out
 from kfac_bench.data.images.opening import open_image, rgb
 from kfac_bench.errors import UsageError
 
@@ -227,8 +226,8 @@ class LGG(Data):
         indices = eval_indices(self.eval_size, batch_size, shard)
         return self._batches(_Slices(self._evaluation, self.shape[1]), indices)
 
-    def contents(self, split: str) -> Iterable[bytes]:
-        """Yield names and sizes of slices and masks; see `Data.contents`."""
+    def fingerprint_parts(self, split: str) -> Iterable[bytes]:
+        """Yield names and sizes of slices and masks; see `Data.fingerprint_parts`."""
         volumes = self._train if split == "train" else self._evaluation
         paths = [path for volume in volumes for pair in volume.slices for path in pair]
         # All volumes are in one folder.

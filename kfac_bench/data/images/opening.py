@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from PIL.ImageFile import ImageFile
 from torchvision.io import ImageReadMode, decode_png
 
-from kfac_bench.data.regular_file import regular
+from kfac_bench.data.base.files import regular
 
 KINDS = {"avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"}
 """Endings of names of image files, in small letters. Of an animation the first frame is read."""

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import Looks
+from kfac_bench.data.base.dataset import ImageDisplay
 from kfac_bench.data.base.in_memory import InMemory, LabelledImages
 from kfac_bench.data.base.order import keyed_generator
 from kfac_bench.data.images.digits import installed_file
@@ -67,7 +67,7 @@ def load(size: int = 32, noise: float = 0.15) -> InMemory:
         shape=(1, size, size),
         num_classes=1,
         prepare=_normalize,
-        looks=Looks([MEAN], [STD]),
+        looks=ImageDisplay([MEAN], [STD]),
     )
 
 

@@ -16,11 +16,11 @@ from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from kfac_bench.data.base.batch import Batch
-from kfac_bench.data.base.dataset import Data, Looks
+from kfac_bench.data.base.dataset import Data, ImageDisplay
+from kfac_bench.data.base.files import Faults, Unreadable
+from kfac_bench.data.base.in_memory import Normalize
 from kfac_bench.data.base.loader import Sample, load_batches
-from kfac_bench.data.base.normalize import Normalize
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.images.opening import open_image, rgb, upright
 from kfac_bench.errors import UsageError
 
@@ -60,8 +60,8 @@ class Source(Protocol):
         """Return the encoded image, or raise OSError."""
         ...
 
-    def contents(self) -> Iterable[bytes]:
-        """Yield bytes that identify the images and labels; see `Data.contents`."""
+    def fingerprint_parts(self) -> Iterable[bytes]:
+        """Yield bytes that identify the images and labels; see `Data.fingerprint_parts`."""
         ...
 
 
@@ -99,7 +99,7 @@ class ImageData(Data):
         self.train_size = len(train.labels)
         self.eval_size = len(evaluation.labels)
         self.faults = faults
-        self.looks = Looks(MEAN, STD, classes)
+        self.looks = ImageDisplay(MEAN, STD, classes)
         self._train = train
         self._evaluation = evaluation
         self._workers = workers
@@ -120,9 +120,9 @@ class ImageData(Data):
         """Normalize the images."""
         return self._normalize(batch[0]), *batch[1:]
 
-    def contents(self, split: str) -> Iterable[bytes]:
-        """Yield what identifies the images and labels; see `Data.contents`."""
-        return (self._train if split == "train" else self._evaluation).contents()
+    def fingerprint_parts(self, split: str) -> Iterable[bytes]:
+        """Yield bytes that identify the images and labels; see `Data.fingerprint_parts`."""
+        return (self._train if split == "train" else self._evaluation).fingerprint_parts()
 
     def _batches(self, samples: "_Samples", indices: Iterator[Tensor]) -> Iterator[Batch]:
         images = torch.empty(0, *self.shape, dtype=torch.uint8)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kfac_bench.data.unpacked import Unpacked
+from kfac_bench.data.base.files import Unpacked
 from kfac_bench.errors import UsageError, first_line
 
 KINDS = ("wikipedia", "wikitext", "text")
@@ -19,7 +19,7 @@ SKIPPED = "it has no text"
 MOST_RATIO = 200
 """A compressed file may unpack to so many times its size. Texts unpack to 3 to 10 times."""
 MOST_BYTES = 64 * 2**20
-"""What a small compressed file may unpack to, whatever the ratio."""
+"""Bytes that a small compressed file may unpack to, whatever the ratio."""
 _HEADING = re.compile(r"^\s*=\s+(?P<title>[^=].*?)\s+=\s*$")
 _SECTION = re.compile(r"^\s*=(\s*=)+.*=\s*$")
 _FULL_STOP = re.compile(r"[。！？｡]+[\"'”’」』）】》]*")

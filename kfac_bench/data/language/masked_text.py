@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.files import Faults, Unreadable
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices, keyed_generator
-from kfac_bench.data.base.unreadable import Faults, Unreadable
 from kfac_bench.data.language import text_shards
 from kfac_bench.data.language.text_shards import HEADER, Manifest, Rows
 from kfac_bench.data.language.wordpiece import SPECIAL, Vocabulary
@@ -60,7 +60,7 @@ def load(
 
 
 def scan(root: Path) -> tuple[str, list[Unreadable]]:
-    """Return what `root` has, in words, and all faults. `kfac-data verify` calls this function."""
+    """Return the content of `root` in words, and all faults; for `kfac-data verify`."""
     contents: list[str] = []
     faults: list[Unreadable] = []
     for length in text_shards.lengths(root):
@@ -114,8 +114,8 @@ class Text(Data):
         indices = eval_indices(self.eval_size, batch_size, shard)
         return self._batches(_MaskedSamples(*self._open, "eval", _EVALUATION), indices)
 
-    def contents(self, split: str) -> Iterable[bytes]:
-        """Yield the hashes of the vocabulary and the shards; see `Data.contents`."""
+    def fingerprint_parts(self, split: str) -> Iterable[bytes]:
+        """Yield the hashes of the vocabulary and the shards; see `Data.fingerprint_parts`."""
         manifest = self._open[1]
         shards = manifest.splits[split]
         return (x.encode() for x in (manifest.vocabulary_sha256, *(s.sha256 for s in shards)))

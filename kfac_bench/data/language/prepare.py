@@ -1,11 +1,12 @@
 """`kfac-data prepare`: turns documents into a vocabulary and shards of examples.
 
-The examples are pairs of text segments, on which BERT is pre-trained; see `sentence_pairs`.
+The examples are pairs of text segments, on which BERT is pre-trained; see `pairs`.
 """
 
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kfac_bench.counted import counted
-from kfac_bench.data.base.unreadable import Unreadable, left_out
+from kfac_bench.data.base.files import Unreadable, left_out
 from kfac_bench.data.language import documents, text_shards, wordpiece
 from kfac_bench.data.language.documents import Document
-from kfac_bench.data.language.sentence_pairs import SentencePair, pairs
 from kfac_bench.data.language.text_shards import Manifest, TextShard
 from kfac_bench.errors import UsageError, printable
+from kfac_bench.output import counted
+from kfac_bench.whole_files import whole_file
 
 BLOCK_CHARACTERS = 32_000_000
 """Characters of a block, the documents that are in memory at a time.
@@ -30,8 +31,24 @@ VOCABULARY_CHARACTERS = 500_000_000
 NAMED = 20
 """Number of empty documents that are named one by one; further ones are only counted."""
 
+Sentence = Sequence[int]
+"""Token ids of a sentence; at least one."""
+
+SHORT = 0.1
+"""Share of the examples that are shorter than possible: fine-tuning meets short texts, too."""
+
 Say = Callable[[str], None]
 """Function that shows a line to the user."""
+
+
+@dataclass(frozen=True)
+class SentencePair:
+    """Token ids of two segments, without [CLS] and [SEP]."""
+
+    first: list[int]
+    second: list[int]
+    random: bool
+    """Whether the second segment is from another document."""
 
 
 def prepare(
@@ -108,9 +125,8 @@ def _vocabulary(
             raise UsageError(f"{final} is another vocabulary than {file}. Choose another folder")
         if not final.exists():
             # A file that is cut by a full disk would be the vocabulary of the next attempt.
-            partial = final.with_suffix(".partial")
-            shutil.copyfile(file, partial)
-            partial.rename(final)
+            with whole_file(final) as temporary:
+                shutil.copyfile(file, temporary)
         return given
     if final.exists():
         say(f"using the vocabulary {final}")
@@ -192,11 +208,10 @@ class _Writer:
         if not rows:
             return
         name = f"text-{self.length}-{split}-{len(self._shards[split]):05d}.npy"
-        partial = self._root / f"{name}.partial"
-        with partial.open("wb") as file:
-            np.save(file, np.stack(rows), allow_pickle=False)
-        digest = text_shards.sha256(partial)
-        partial.rename(self._root / name)
+        with whole_file(self._root / name) as temporary:
+            with temporary.open("wb") as file:
+                np.save(file, np.stack(rows), allow_pickle=False)
+            digest = text_shards.sha256(temporary)
         self._shards[split].append(TextShard(name, len(rows), digest))
         self.count += len(rows)
 
@@ -225,3 +240,79 @@ class _Writer:
                 self.length, len(self._vocabulary), text_shards.sha256(vocabulary), splits, about
             ),
         )
+
+
+# ---- pairs of segments, as in BERT (Devlin et al. 2019, appendix A.2): the second segment
+# ---- follows the first, or comes from another document
+
+
+def pairs(
+    documents: Sequence[Sequence[Sentence]], length: int, generator: np.random.Generator
+) -> Iterator[SentencePair]:
+    """Yield pairs of at most `length` tokens in all, until each document is used up, in order.
+
+    Half of the pairs take the second segment from another document. So do pairs for which only one
+    sentence of the document is left. The unused sentences then begin the next pair. With a single
+    document, all second segments follow the first.
+    """
+    for number, document in enumerate(documents):
+        position = 0
+        while position < len(document):
+            short = generator.random() < SHORT
+            target = int(generator.integers(2, length + 1)) if short else length
+            end = _fill(document, position, target)
+            pair, position = _pair(documents, number, position, end, target, generator)
+            if pair is not None:
+                yield _cut(pair, length, generator)
+
+
+def _fill(document: Sequence[Sentence], position: int, target: int) -> int:
+    """Return the end of the sentences from `position` on that have at least `target` tokens."""
+    tokens, end = 0, position
+    while end < len(document) and tokens < target:
+        tokens += len(document[end])
+        end += 1
+    return end
+
+
+def _pair(
+    documents: Sequence[Sequence[Sentence]],
+    number: int,
+    position: int,
+    end: int,
+    target: int,
+    generator: np.random.Generator,
+) -> tuple[SentencePair | None, int]:
+    """Return a pair of the sentences from `position` to `end`, and where the next pair begins."""
+    document = documents[number]
+    count = end - position
+    cut = position + (1 if count < 3 else int(generator.integers(1, count)))
+    first = _joined(document[position:cut])
+    wants_random = count == 1 or generator.random() < 0.5
+    if not wants_random or len(documents) == 1:
+        return (SentencePair(first, _joined(document[cut:end]), False) if cut < end else None), end
+    other = int(generator.integers(len(documents) - 1))
+    # Skip the document itself.
+    elsewhere = documents[other + (other >= number)]
+    start = int(generator.integers(len(elsewhere)))
+    wanted = max(1, target - len(first))
+    second = _joined(elsewhere[start : _fill(elsewhere, start, wanted)])
+    return SentencePair(first, second, True), cut
+
+
+def _cut(pair: SentencePair, length: int, generator: np.random.Generator) -> SentencePair:
+    """Cut a pair to `length` tokens: remove tokens from both ends of the longer segment."""
+    first, second = pair.first, pair.second
+    over = len(first) + len(second) - length
+    while over > 0:
+        longer = first if len(first) > len(second) else second
+        # Cut the longer segment only until both have the same length.
+        off = min(over, max(1, abs(len(first) - len(second))))
+        front = int(generator.integers(off + 1))
+        longer[:] = longer[front : len(longer) - (off - front)]
+        over -= off
+    return SentencePair(first, second, pair.random)
+
+
+def _joined(sentences: Sequence[Sentence]) -> list[int]:
+    return [token for sentence in sentences for token in sentence]

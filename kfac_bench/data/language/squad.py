@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.base.files import Unreadable, regular
 from kfac_bench.data.language.documents import is_unicode
-from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError, first_line
 
 FILES = {"train": "train-v1.1.json", "eval": "dev-v1.1.json"}

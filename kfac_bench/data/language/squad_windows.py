@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 
 from kfac_bench.data.base.batch import Batch
 from kfac_bench.data.base.dataset import Data
+from kfac_bench.data.base.files import Faults, Unreadable, summary
 from kfac_bench.data.base.loader import Sample, load_batches
 from kfac_bench.data.base.order import Shard, eval_indices
-from kfac_bench.data.base.unreadable import Faults, Unreadable, summary
 from kfac_bench.data.language import squad, wordpiece
 from kfac_bench.data.language.squad import SquadQuestion
 from kfac_bench.data.language.wordpiece import Vocabulary
@@ -223,8 +223,8 @@ class Squad(Data):
         indices = eval_indices(self.eval_size, batch_size, shard)
         return load_batches(self._evaluation, indices, self._workers, self._empty, self.faults)
 
-    def contents(self, split: str) -> Iterator[bytes]:
-        """Yield the windows, and questions and contexts as tokens; see `Data.contents`."""
+    def fingerprint_parts(self, split: str) -> Iterator[bytes]:
+        """Yield the windows, and questions and contexts as tokens; see `Data.fingerprint_parts`."""
         source = (self._train if split == "train" else self._evaluation).windows
         for window in source.windows:
             yield f"{window.number} {window.start} {window.stop}\n".encode()

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kfac_bench.data.base.unreadable import Unreadable
+from kfac_bench.data.base.files import Unreadable, regular
 from kfac_bench.data.language import wordpiece
-from kfac_bench.data.regular_file import regular
 from kfac_bench.errors import UsageError
+from kfac_bench.whole_files import whole_file
 
 FORMAT = "kfac_bench text 1"
 VOCABULARY = "vocab.txt"
@@ -52,7 +52,7 @@ class Manifest:
     vocabulary_sha256: str
     splits: Mapping[str, tuple[TextShard, ...]]
     about: Mapping[str, Any]
-    """Where the text comes from, for people."""
+    """The origin of the text, for people."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -81,11 +81,9 @@ def lengths(root: Path) -> list[int]:
 
 
 def write(root: Path, manifest: Manifest) -> None:
-    """Write the manifest, under another name until it is complete."""
-    final = path(root, manifest.sequence_length)
-    partial = final.with_suffix(".partial")
-    partial.write_text(json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1) + "\n")
-    partial.rename(final)
+    """Write the manifest as a whole."""
+    with whole_file(path(root, manifest.sequence_length)) as temporary:
+        temporary.write_text(json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1) + "\n")
 
 
 def read(root: Path, sequence_length: int) -> tuple[Manifest, wordpiece.Vocabulary]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kfac_bench.data.regular_file import regular
+from kfac_bench.data.base.files import regular
 from kfac_bench.errors import MissingPackageError, UsageError, first_line
+from kfac_bench.whole_files import whole_file
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD = 0
@@ -60,10 +61,9 @@ def read(path: Path) -> Vocabulary:
 
 
 def write(vocabulary: Vocabulary, path: Path) -> None:
-    """Write a vocab.txt, as `read` reads it, under another name until it is complete."""
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
-    partial.rename(path)
+    """Write a vocab.txt as a whole, as `read` reads it."""
+    with whole_file(path) as temporary:
+        temporary.write_text("\n".join(vocabulary.tokens) + "\n", encoding="utf-8")
 
 
 def train(texts: Iterable[str], size: int, lowercase: bool = True) -> Vocabulary:

@@ -38,21 +38,17 @@ class DDP(Backend):
     """The backend that averages gradients with PyTorch's DDP while backward runs."""
 
     def collective(self) -> Collective:
-        """See `Backend.collective`."""
         return TorchCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """See `Backend.wrap`."""
         device = self.ranks.device
         on = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=on), optimizer
 
     def bare(self, model: nn.Module) -> nn.Module:
-        """See `Backend.bare`."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See `Backend.part`."""
         assert isinstance(model, DistributedDataParallel)
         return nullcontext() if last else model.no_sync()
 

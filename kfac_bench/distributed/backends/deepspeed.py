@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfac_bench.config.backends import BackendConfig
+from kfac_bench.config.groups import BackendConfig
 from kfac_bench.core.distributed import deepspeed_zero
 from kfac_bench.core.distributed.collective import Collective, TorchCollective
 from kfac_bench.distributed.backend import Backend
@@ -47,11 +47,9 @@ class DeepSpeed(Backend):
         self._engine: Any = None
 
     def collective(self) -> Collective:
-        """See `Backend.collective`."""
         return TorchCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """See `Backend.wrap`."""
         self._parts = copy.copy(optimizer)
         # torch's copy of an optimizer drops the attributes of a subclass, so add them again.
         vars(self._parts).update(
@@ -76,16 +74,14 @@ class DeepSpeed(Backend):
         return model, optimizer
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See `Backend.part`. ZeRO 2 keeps no whole gradient, so its ranks meet at each part."""
+        """Average in each part with ZeRO 2, which keeps no whole gradient; see `Backend.part`."""
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """See `Backend.backward`."""
         self._engine.backward(self._engine(loss), scale_wrt_gas=False)
 
     def synchronize(self, optimizer: Optimizer) -> None:
-        """See `Backend.synchronize`."""
         deepspeed_zero.gather_gradients(self._engine)
 
     def _step(self, optimizer: Optimizer) -> None:
@@ -96,7 +92,6 @@ class DeepSpeed(Backend):
         self._engine.step()
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """See `Backend.state`."""
         whole = optimizer.state_dict()
         whole["state"] = self._whole_state(optimizer)
         for group, parts in zip(whole["param_groups"], self._parts.param_groups, strict=True):
@@ -127,7 +122,6 @@ class DeepSpeed(Backend):
     def load(
         self, model: nn.Module, optimizer: Optimizer, shards: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See `Backend.load`."""
         super().load(model, optimizer, shards)
         if self._stage == 0:
             self._parts.load_state_dict(optimizer.state_dict())

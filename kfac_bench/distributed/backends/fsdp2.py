@@ -27,11 +27,10 @@ class FSDP2(Backend):
     lockstep = True
 
     def collective(self) -> Collective:
-        """See `Backend.collective`."""
         return TorchCollective()
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """See `Backend.shard`. Each block is gathered alone, the other parameters together."""
+        """Distribute each block alone and the other parameters together; see `Backend.shard`."""
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh)
@@ -44,13 +43,12 @@ class FSDP2(Backend):
         return model
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See `Backend.part`."""
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
     def state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """See `Backend.state`. One tensor after the other is gathered; only rank 0 keeps it."""
+        """Gather one tensor after the other, for rank 0 alone; see `Backend.state`."""
         kept = optimizer.state_dict()
         states = {
             i: {k: self._whole(v) for k, v in entry.items()} for i, entry in kept["state"].items()
@@ -72,7 +70,7 @@ class FSDP2(Backend):
     def load(
         self, model: nn.Module, optimizer: Optimizer, shards: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See `Backend.load`. Every rank has read the whole state and keeps its part."""
+        """Keep this rank's part of the state, which each rank has read; see `Backend.load`."""
         now, saved = model.state_dict(), shards[0]["model"]
         model.load_state_dict(
             {k: shard_like(v, now[k]) if k in now else v for k, v in saved.items()}

@@ -32,11 +32,9 @@ class Horovod(Backend):
         self._plain: Optimizer | None = None
 
     def collective(self) -> Collective:
-        """See `Backend.collective`."""
         return HorovodCollective()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """See `Backend.wrap`."""
         hvd, collective = _import(), self.collective()
         everyone = tuple(range(collective.world_size))
         with torch.no_grad():
@@ -51,24 +49,20 @@ class Horovod(Backend):
         return model, self._averaging
 
     def part(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """See `Backend.part`."""
         # Horovod counts backward passes and sends a gradient after this many. 2 means "not yet".
         self._averaging.set_backward_passes_per_step(1 if last else 2)
         return nullcontext()
 
     def synchronize(self, optimizer: Optimizer) -> None:
-        """See `Backend.synchronize`."""
         self._averaging.synchronize()
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """See `Backend.step`."""
         with self._averaging.skip_synchronize():
             scaler.step(optimizer)
 
     def load(
         self, model: nn.Module, optimizer: Optimizer, shards: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See `Backend.load`."""
         super().load(model, optimizer, shards)
         assert self._plain is not None
         # Loading made new groups, but both optimizers must share them.

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from kfac_bench.output import duration_text, shown
 from kfac_bench.record.events import (
     Evaluated,
     Event,
@@ -33,7 +34,7 @@ from kfac_bench.record.progress import progress
 
 REDRAW_S = 0.1
 NAMED = 20
-"""How many unreadable files are shown one by one."""
+"""Number of unreadable files that are shown one by one."""
 
 
 class ConsoleSink:
@@ -58,7 +59,6 @@ class ConsoleSink:
         self._total_steps = total_steps
         self._target = target
         self._stream = stream if stream is not None else sys.stdout
-        self._encoding = self._stream.encoding or "utf-8"
         self._trained_lines = _Interval(interval_s)
         self._best: float | None = None
         self._latest: float | None = None
@@ -72,7 +72,7 @@ class ConsoleSink:
     def say(self, text: str) -> None:
         """Print the text; it stands above the bar if there is a bar."""
         for line in text.splitlines():
-            self._guarded(partial(self._print, _printable(line, self._encoding)))
+            self._guarded(partial(self._print, shown(line, self._stream)))
 
     def write(self, event: Event) -> None:
         """Show the event, unless the last line of its kind is too recent."""
@@ -85,7 +85,7 @@ class ConsoleSink:
                 self.say(
                     f"target reached: {event.metric} {event.value:.4g} {self._relation} "
                     f"{event.target:.4g} at step {event.step} "
-                    f"after {_duration(event.train_s)} of training"
+                    f"after {duration_text(event.train_s)} of training"
                 )
             case SampleSkipped():
                 if event.count <= NAMED:
@@ -103,7 +103,7 @@ class ConsoleSink:
                 message = f": {event.message}" if event.message else ""
                 self.say(
                     f"{event.status} at step {event.step} "
-                    f"after {_duration(event.train_s)} of training{value}{message}"
+                    f"after {duration_text(event.train_s)} of training{value}{message}"
                 )
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class ConsoleSink:
             total_epochs = event.epoch / event.step * self._total_steps
             place = [f"epoch {_epochs(event.epoch, total_epochs)}"]
             left_s = (self._total_steps - event.step) * self._step_s(event)
-            place.append(f"{_duration(max(left_s, 0.0))} left")
+            place.append(f"{duration_text(max(left_s, 0.0))} left")
         parts = [*place, f"loss {event.loss:.4g}"]
         if self._latest is not None:
             parts.append(f"{self._metric} {self._latest:.4g}")
@@ -141,10 +141,10 @@ class ConsoleSink:
         parts += [
             f"{event.examples_per_s:.0f} ex/s{waiting}",
             f"lr {event.lr:.3g}",
-            f"train {_duration(event.train_s)}",
+            f"train {duration_text(event.train_s)}",
         ]
         if self._bar is not None:
-            status = _printable("  ".join(parts), self._encoding)
+            status = shown("  ".join(parts), self._stream)
             self._guarded(partial(self._bar.update, event.step, status))
             progress.note_line()
         elif self._trained_lines.is_due():
@@ -182,7 +182,7 @@ class ConsoleSink:
             parts.append(f"left out {event.left_out}")
         self.say(
             f"step {event.step}  epoch {event.epoch:.2f}  validation: {'  '.join(parts)}  "
-            f"train {_duration(event.train_s)}"
+            f"train {duration_text(event.train_s)}"
         )
 
     def _print(self, line: str) -> None:
@@ -273,17 +273,3 @@ def _epochs(epoch: float, total: float) -> str:
     if round(total, 1) >= 100:
         return f"{epoch:.0f}/{total:.0f}"
     return f"{epoch:.1f}/{total:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _printable(text: str, encoding: str) -> str:
-    """Return text without control characters, in characters that the stream can show."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return shown.encode(encoding, "backslashreplace").decode(encoding)

@@ -31,9 +31,8 @@ from wandb.sdk.lib import wbauth
 from kfac_bench.errors import UsageError, one_line
 from kfac_bench.record.events import Event, Predicted, RunEnded
 from kfac_bench.record.runs import number
-from kfac_bench.record.sinks.metrics import AXES, metrics_of
 from kfac_bench.record.sinks.reachable import connect_problem, first_hop
-from kfac_bench.record.sinks.view import ShownRun
+from kfac_bench.record.sinks.view import AXES, ShownRun, metrics_of
 
 ANSWER_S = 20
 CONNECT_S = 3.0

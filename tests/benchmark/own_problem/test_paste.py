@@ -12,7 +12,7 @@ from kfac_bench.config.problem_file import ProblemFile
 from kfac_bench.core import KFAC
 from kfac_bench.core.attachment import innermost
 from kfac_bench.problem import Problem
-from kfac_bench.tasks.objectives.problem_task import ProblemTask
+from kfac_bench.tasks.problem_task import ProblemTask
 from kfac_bench.training import build
 from tests.support.configs import quick_load
 

@@ -28,7 +28,7 @@ from tests.support.runs import of_kind
 TRIALS, SEEDS = 2, 2
 """So few trials of an optimizer and fresh seeds, so that a study is short."""
 COMMAND = f"""
-from kfac_bench.benchmark.own_problem import spaces
+from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.cli import bench, try_command
 whole = study_input.candidates
 study_input.candidates = lambda *a, **k: whole(*a, **k)[:{TRIALS}]

@@ -16,7 +16,6 @@ from PIL import Image
 from torch.nn import functional
 from torchvision.datasets import CIFAR10, ImageFolder
 
-from kfac_bench.data import verify
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import (
     Shard,
@@ -26,9 +25,10 @@ from kfac_bench.data.base.order import (
     steps_per_epoch,
     train_indices,
 )
-from kfac_bench.data.imagefolder import ImageFolderConfig
+from kfac_bench.data.image_options import ImageFolderConfig
 from kfac_bench.data.images import cifar10, digits, imagefolder, tar_shards
 from kfac_bench.data.images import reading as pictures
+from kfac_bench.data.options import verify
 from kfac_bench.errors import UsageError
 
 ALONE = Shard()
@@ -314,7 +314,7 @@ def test_cifar10_is_read_from_every_published_layout(tmp_path, monkeypatch, layo
         monkeypatch.setitem(cifar10.ARCHIVES, archive.name, md5)
     for place in (root, root / layout[1 if packed else 0]):
         check_cifar(cifar10.load(place, augment=False))
-        assert verify.verify(place)[0].startswith(f"cifar10: {5 * COUNT} images")
+        assert verify(place)[0].startswith(f"cifar10: {5 * COUNT} images")
     assert len(list(root.iterdir())) == 1  # nothing was extracted there
 
 
@@ -538,7 +538,7 @@ def test_files_that_are_no_images_are_counted(folders, tmp_path_factory):
         f"{folders}/val: 1 file left out, by ending: .jpg (1)",
     ]
     assert data.notes == expected
-    content, faults = verify.verify(folders)
+    content, faults = verify(folders)
     assert content == "; ".join(["imagefolder: 15 images in train, 6 images in val", *expected])
     assert not faults
     lines = list(tar_shards.write(tmp_path_factory.mktemp("shards"), folders))

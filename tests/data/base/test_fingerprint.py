@@ -2,18 +2,18 @@
 
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
-from kfac_bench.config.registry import DATASETS, options_class
-from kfac_bench.data.base.fingerprint import MOST_SIZES, difference, fingerprint, of_files
+from kfac_bench.config.groups import TABLES
+from kfac_bench.data.base.dataset import MOST_SIZES, difference, fingerprint, of_files
 from kfac_bench.data.base.in_memory import InMemory
 from kfac_bench.data.demo import demo_folder
 from kfac_bench.data.images import imagefolder
 from kfac_bench.data.language import squad
 from tests.support.configs import quick_load
 from tests.support.quick import slow
+from tests.support.runs import write_pictures
 
 TASKS = {
     "coco": ("task=detection", "model=maskrcnn_tiny"),
@@ -67,15 +67,9 @@ def _append(path):
 
 
 def test_folders_notice_a_missing_and_another_image(tmp_path):
-    from PIL import Image
-
-    for split in ("train", "val"):
-        for i in range(4):
-            path = tmp_path / "data" / split / f"class{i % 2}" / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((5, 5, 3), i, np.uint8)).save(path)
-    before = fingerprint(imagefolder.load(tmp_path / "data"))
-    moved = shutil.copytree(tmp_path / "data", tmp_path / "moved")
+    data = write_pictures(tmp_path / "data", "{}.png", train=4, val=4)
+    before = fingerprint(imagefolder.load(data))
+    moved = shutil.copytree(data, tmp_path / "moved")
     assert fingerprint(imagefolder.load(moved)) == before
     _append(moved / "train/class1/1.png")
     said = difference(before, fingerprint(imagefolder.load(moved)))
@@ -94,7 +88,7 @@ def test_sizes_of_many_files_are_sampled(monkeypatch, tmp_path):
     for path in paths:
         path.write_bytes(b"12")
     assert list(of_files(paths, tmp_path)) == [f"{i}\0002\n".encode() for i in range(10)]
-    monkeypatch.setattr("kfac_bench.data.base.fingerprint.MOST_SIZES", 4)
+    monkeypatch.setattr("kfac_bench.data.base.dataset.MOST_SIZES", 4)
     sized = [line.endswith(b"2\n") for line in of_files(paths, tmp_path)]
     assert sized == [i % 3 == 0 for i in range(10)]
     paths[0].unlink()
@@ -165,7 +159,6 @@ def test_other_packed_data_have_another_fingerprint(name, tmp_path, monkeypatch)
 
 
 def test_every_dataset_has_contents():
-    """A dataset without `contents` would be compared by its size alone."""
+    """A dataset without `fingerprint_parts` would be compared by its size alone."""
     tested = {*BUILT_IN, "imagefolder", "coco", "lgg", "squad", "cifar10"}
-    assert tested | {"shards", "text", "fashion_mnist", "problem"} == set(DATASETS)
-    assert all(options_class("data", name) for name in DATASETS)
+    assert tested | {"shards", "text", "fashion_mnist", "problem"} == set(TABLES["data"])

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from kfac_bench.data.base.unreadable import Unreadable
-from kfac_bench.data.images import cifar10, reading, tar_index
+from kfac_bench.data.base.files import Unreadable
+from kfac_bench.data.images import cifar10, reading, tar_shards
 from kfac_bench.data.language import text_shards
 from kfac_bench.training.predictions import read as read_picture
 from tests.support.fuzzing import damaged, fuzz, refused_or
@@ -95,10 +95,10 @@ def test_a_damaged_shard_index_is_rebuilt(tmp_path_factory, data):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
         tar.close()
-        good = tar_index.index_of(folder / "train-0.tar")
+        good = tar_shards.index_of(folder / "train-0.tar")
         (cached,) = (folder / "cache").rglob("*.npz")
         cached.write_bytes(data.draw(damaged(cached.read_bytes())))
-        again = tar_index.index_of(folder / "train-0.tar")
+        again = tar_shards.index_of(folder / "train-0.tar")
         assert (again.keys, again.labels.tolist()) == (good.keys, [3])
         assert (again.offsets.tolist(), again.sizes.tolist()) == (
             good.offsets.tolist(),

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from kfac_bench.data.base import loader
-from kfac_bench.data.base.unreadable import Faults
+from kfac_bench.data.base.files import Faults
 from kfac_bench.errors import WorkerLostError
 from tests.reliability.faults import matrix
 

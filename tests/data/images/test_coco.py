@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 from pycocotools import mask as pycocotools_mask
 
-from kfac_bench.data.base.fingerprint import fingerprint
+from kfac_bench.data.base.dataset import fingerprint
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.demo import demo_coco
+from kfac_bench.data.demo import demo_images
 from kfac_bench.data.images import coco_annotations, coco_dataset, coco_masks
 from kfac_bench.errors import UsageError
 from tests.cli.test_kfac_data import run
@@ -23,7 +23,7 @@ from tests.cli.test_kfac_data import run
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     root = tmp_path_factory.mktemp("coco") / "demo"
-    demo_coco.make(root, train=44, val=11, size=64)
+    demo_images.make_coco(root, train=44, val=11, size=64)
     return root
 
 
@@ -329,7 +329,7 @@ def test_a_mask_is_the_same_in_every_notation(height, width, seed):
     assert np.array_equal(coco_masks.decode(rles, height, width), masks)
     for mask, rle in zip(masks, rles, strict=True):
         compressed = {"size": [height, width], "counts": rle["counts"].decode()}
-        plain = demo_coco._run_lengths(mask.astype(bool))
+        plain = demo_images._run_lengths(mask.astype(bool))
         for notation in (compressed, plain):
             again = coco_masks.read(notation, height, width)
             assert np.array_equal(coco_masks.decode([again], height, width)[0], mask)
@@ -464,11 +464,11 @@ def test_the_demo_has_correct_masks_and_all_features_of_coco(demo):
 
 
 def test_the_demo_is_reproducible(tmp_path, demo):
-    demo_coco.make(tmp_path / "again", train=44, val=11, size=64)
+    demo_images.make_coco(tmp_path / "again", train=44, val=11, size=64)
     for file in (f for f in demo.rglob("*") if f.is_file()):
         assert (tmp_path / "again" / file.relative_to(demo)).read_bytes() == file.read_bytes()
     with pytest.raises(UsageError, match="Choose another folder"):
-        demo_coco.make(tmp_path / "again")
+        demo_images.make_coco(tmp_path / "again")
 
 
 def test_kfac_data_makes_and_verifies_coco(capsys, tmp_path):

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from kfac_bench.config import compose
 from kfac_bench.data.base.order import Shard, epoch_order
-from kfac_bench.data.fashion_mnist import FashionMNISTConfig
+from kfac_bench.data.image_options import FashionMNISTConfig, PatchesConfig
 from kfac_bench.data.images import digits, fashion_mnist, pictures
-from kfac_bench.data.patches import PatchesConfig
 from kfac_bench.errors import UsageError
 from tests.cli.test_kfac_data import run
 from tests.support.fuzzing import damaged, fuzz, refused_or

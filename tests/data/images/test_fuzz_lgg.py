@@ -13,7 +13,7 @@ from PIL import Image
 from kfac_bench import cli
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.images import lgg
-from kfac_bench.data.verify import verify
+from kfac_bench.data.options import verify
 from kfac_bench.errors import UsageError
 from tests.support.fuzzing import damaged, fuzz, refused_or
 

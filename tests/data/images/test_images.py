@@ -18,7 +18,7 @@ from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.images import cifar10, reading
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Trained
-from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import metrics_of
 from tests.data.base.test_data import BINARY, write_cifar
 from tests.support.distributed import run_ranks
 from tests.support.runs import RESNET, SMALL, end, here, of_kind, train, train_here, trainer_of

@@ -12,7 +12,7 @@ from PIL import Image
 from kfac_bench import cli
 from kfac_bench.config import compose
 from kfac_bench.data.base.order import Shard, epoch_order, keyed_generator
-from kfac_bench.data.demo import demo_lgg
+from kfac_bench.data.demo import demo_images
 from kfac_bench.data.images import lgg
 from kfac_bench.errors import UsageError
 from tests.data.base.test_data import ALONE, equal
@@ -25,7 +25,7 @@ SIZE, VOLUMES, SLICES = 16, 5, 11
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("lgg")
-    demo_lgg.make(root, VOLUMES, SLICES, SIZE)
+    demo_images.make_lgg(root, VOLUMES, SLICES, SIZE)
     return root
 
 
@@ -265,12 +265,12 @@ def test_wrong_folders_are_named(root, tmp_path):
 
 
 def test_the_demo_is_reproducible_and_not_overwritten(made, tmp_path):
-    demo_lgg.make(tmp_path, VOLUMES, SLICES, SIZE)
+    demo_images.make_lgg(tmp_path, VOLUMES, SLICES, SIZE)
     for one, two in zip(files(made), files(tmp_path), strict=True):
         assert one.read_bytes() == two.read_bytes()
     with pytest.raises(UsageError, match="has volumes already"):
-        demo_lgg.make(tmp_path)
-    demo_lgg.make(tmp_path / "other", VOLUMES, SLICES, SIZE, seed=1)
+        demo_images.make_lgg(tmp_path)
+    demo_images.make_lgg(tmp_path / "other", VOLUMES, SLICES, SIZE, seed=1)
     assert any(
         one.read_bytes() != two.read_bytes()
         for one, two in zip(files(made), files(tmp_path / "other"), strict=True)
@@ -279,14 +279,14 @@ def test_the_demo_is_reproducible_and_not_overwritten(made, tmp_path):
 
 def test_demo_tumours_are_inside_the_head_and_many_slices_have_none():
     generator = np.random.default_rng(0)
-    images, masks = demo_lgg.make_volume(generator, 16, 48, tumour=True)
+    images, masks = demo_images.make_volume(generator, 16, 48, tumour=True)
     with_tumour = (masks > 0).any((1, 2))
     assert 4 <= with_tumour.sum() <= 12
     inside = images[masks > 0].mean(0)
     head = images[(masks == 0) & (images.sum(-1) > 90)].mean(0)
     assert inside[1] > head[1] + 10  # brighter, in the second channel
     assert images[masks > 0].sum(1).min() > 30
-    _, none = demo_lgg.make_volume(generator, 16, 48, tumour=False)
+    _, none = demo_images.make_volume(generator, 16, 48, tumour=False)
     assert not none.any()
 
 

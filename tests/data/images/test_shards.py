@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from webdataset import TarWriter, tariterators
 
-from kfac_bench.data import verify
-from kfac_bench.data.base.fingerprint import fingerprint
+from kfac_bench.data.base.dataset import fingerprint
 from kfac_bench.data.base.order import Shard, epoch_order
-from kfac_bench.data.images import imagefolder, tar_index, tar_shards
+from kfac_bench.data.images import imagefolder, tar_shards
+from kfac_bench.data.options import verify
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import SampleSkipped
 from tests.cli.test_kfac_data import run
@@ -132,13 +132,13 @@ def test_a_run_on_shards_resumes_at_the_next_sample(root, tmp_path):
 
 def test_the_index_is_cached_until_the_shard_changes(root, monkeypatch):
     calls = []
-    original = tar_index.read_index
+    original = tar_shards.read_index
 
     def count(path):
         calls.append(path.name)
         return original(path)
 
-    monkeypatch.setattr(tar_index, "read_index", count)
+    monkeypatch.setattr(tar_shards, "read_index", count)
     first, second = tar_shards.TarShards(root, "train"), tar_shards.TarShards(root, "train")
     assert calls == [f"train-00000{i}.tar" for i in range(3)]
     assert [first.name(i) for i in range(23)] == [second.name(i) for i in range(23)]
@@ -150,7 +150,7 @@ def test_the_index_is_cached_until_the_shard_changes(root, monkeypatch):
     os.utime(path, ns=(1, 1))
     tar_shards.TarShards(root, "train")
     assert calls[3:] == ["train-000001.tar"] * 2
-    for cached in tar_index._cache().glob("*.npz"):
+    for cached in tar_shards._cache().glob("*.npz"):
         cached.write_bytes(cached.read_bytes()[:50])  # torn
     assert len(tar_shards.TarShards(root, "train").labels) == 15
     assert len(calls) == 8
@@ -250,7 +250,7 @@ def test_an_image_damaged_after_indexing_is_left_out(root, tmp_path):
     assert [e.path for e in of_kind(run_path, SampleSkipped)] == [found.name(2)]
     with pytest.raises(UsageError, match=rf"{path}:00000002 cannot be read"):
         train(tmp_path, "data.on_error=fatal", base=options)
-    said, faults = verify.verify(root)
+    said, faults = verify(root)
     assert said == "shards: 22 good images in train, 5 good images in val"
     assert faults[0].path == found.name(2)
 
@@ -263,7 +263,7 @@ def test_a_damaged_shard_gives_faults_and_no_exception(tmp_path_factory, positio
     content = bytearray(path.read_bytes())
     content[position : position + len(change)] = change
     path.write_bytes(content[:keep])
-    index = tar_index.read_index(path)
+    index = tar_shards.read_index(path)
     assert len(index.keys) == len(index.labels) == len(index.offsets)
     places = list(zip(index.offsets, index.sizes, strict=True))
     assert all(offset + size <= len(content) for offset, size in places)
@@ -278,7 +278,7 @@ def test_an_incomplete_image_is_not_among_the_examples(tmp_path):
         ends = [m.offset_data + m.size for m in tar if m.name.endswith("jpg")]
     for length in range(0, ends[1] + 100, 61):
         path.write_bytes(whole[:length])
-        index = tar_index.read_index(path)
+        index = tar_shards.read_index(path)
         assert len(index.keys) == sum(length >= end for end in ends)
         assert index.faults or length >= ends[1]
 

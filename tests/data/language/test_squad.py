@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.demo import demo_squad
+from kfac_bench.data.demo import demo_language
 from kfac_bench.data.language import squad, squad_windows, wordpiece
 from kfac_bench.data.language.squad_windows import NO_CHARACTER
 from kfac_bench.distributed.ranks import Ranks
 from kfac_bench.errors import UsageError
-from kfac_bench.tasks import answers
-from kfac_bench.tasks.objectives.question_answering import QuestionAnswering, best_spans
+from kfac_bench.tasks import language_tasks
+from kfac_bench.tasks.language_tasks import QuestionAnswering, best_spans
 from tests.cli.test_kfac_data import run
 from tests.data.language.test_text import JSON, refused
 from tests.support.distributed import run_ranks
@@ -289,8 +289,8 @@ def brute_f1(answer, truth):
     ],
 )
 def test_metrics_of_hand_made_cases(answer, truth, exact, f1):
-    assert answers.exact_match(answer, truth) == exact
-    assert answers.f1(answer, truth) == pytest.approx(f1)
+    assert language_tasks.exact_match(answer, truth) == exact
+    assert language_tasks.f1(answer, truth) == pytest.approx(f1)
 
 
 WORDS = st.text(st.sampled_from("a an the Otter den. ,-!'xA\n\t"), max_size=20)
@@ -299,8 +299,8 @@ WORDS = st.text(st.sampled_from("a an the Otter den. ,-!'xA\n\t"), max_size=20)
 @FUZZ
 @given(answer=WORDS, truth=WORDS)
 def test_metrics_follow_their_definition(answer, truth):
-    assert answers.exact_match(answer, truth) == (official(answer) == official(truth))
-    assert answers.f1(answer, truth) == pytest.approx(brute_f1(answer, truth), abs=1e-12)
+    assert language_tasks.exact_match(answer, truth) == (official(answer) == official(truth))
+    assert language_tasks.f1(answer, truth) == pytest.approx(brute_f1(answer, truth), abs=1e-12)
 
 
 @FUZZ
@@ -434,7 +434,7 @@ def test_the_loss_is_the_mean_of_both_ends():
 
 @pytest.mark.slow
 def test_the_demo_has_correct_answers_about_the_documentation(tmp_path):
-    demo_squad.make(tmp_path)
+    demo_language.make_squad(tmp_path)
     counts, faults = squad.scan(tmp_path)
     assert list(counts) == ["train", "eval"]
     assert not faults
@@ -447,4 +447,4 @@ def test_the_demo_has_correct_answers_about_the_documentation(tmp_path):
     assert asked["What does textwrap.dedent do?"].startswith("Remove any common leading whitespace")
     assert asked["What are the arguments of textwrap.indent?"] == "text, prefix, predicate"
     assert asked["Which module defines dedent?"] == "textwrap"
-    assert "has questions already" in refused(demo_squad.make, tmp_path)
+    assert "has questions already" in refused(demo_language.make_squad, tmp_path)

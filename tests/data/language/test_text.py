@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.demo import demo_text
+from kfac_bench.data.demo import demo_language
 from kfac_bench.data.language import documents, masked_text, prepare, text_shards, wordpiece
-from kfac_bench.data.language.sentence_pairs import pairs
+from kfac_bench.data.language.prepare import pairs
 from kfac_bench.errors import UsageError
 from tests.cli.test_kfac_data import run
 from tests.support.language import LENGTH, make_text, topics
@@ -648,7 +648,7 @@ def test_a_rank_without_an_example_gets_an_empty_batch_of_the_same_structure(dat
 
 @pytest.mark.slow
 def test_the_demo_is_the_documentation_of_python():
-    found = {d.where: d.text for d in demo_text.documents()}
+    found = {d.where: d.text for d in demo_language.documents()}
     assert "topic if" in found
     assert "Wrap a single paragraph of text" in found["module textwrap"]
     assert not any("site-packages" in where or ".test" in where for where in found)

@@ -5,9 +5,8 @@ from contextlib import suppress
 
 from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, Resumed, RunEnded, RunStarted, Trained, read
-from kfac_bench.record.sinks.csv import CsvSink
-from kfac_bench.record.sinks.metrics import metrics_of
-from kfac_bench.record.sinks.view import ShownRun
+from kfac_bench.record.sinks.file_views import CsvSink
+from kfac_bench.record.sinks.view import ShownRun, metrics_of
 from tests.support.runs import KFAC, before_step, kill, train
 
 STARTED = RunStarted(0, 0.0, "r", "accuracy", True, {}, {})

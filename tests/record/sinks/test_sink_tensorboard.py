@@ -20,9 +20,8 @@ from kfac_bench.record.events import (
     TargetReached,
     Trained,
 )
-from kfac_bench.record.sinks.metrics import metrics_of
-from kfac_bench.record.sinks.tensorboard import TensorboardSink
-from kfac_bench.record.sinks.view import ShownRun
+from kfac_bench.record.sinks.file_views import TensorboardSink
+from kfac_bench.record.sinks.view import ShownRun, metrics_of
 
 
 def trained(step: int, loss: float) -> Trained:

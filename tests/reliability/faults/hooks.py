@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_bench.core.kernels import linalg
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training.checkpoint import writing
 from kfac_bench.training.trainer import Trainer
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from kfac_bench.core.execution.batch_statistics import BatchStatistics
 from kfac_bench.core.planning.layer_spec import FACTORS
 from kfac_bench.record.events import EVENTS_FILE
-from kfac_bench.tasks.objectives.reconstruction import Reconstruction
+from kfac_bench.tasks.image_tasks import Reconstruction
 from kfac_bench.training.checkpoint import MANIFEST
 from kfac_bench.training.trainer import Trainer
 from kfac_bench.training.update import Update

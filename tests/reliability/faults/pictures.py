@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.reliability.faults.case import Case
+from tests.support.runs import write_pictures
 
 BATCH, TRAIN, EVAL = 8, 32, 6
 
@@ -16,15 +17,7 @@ def folder(case: Case) -> Path:
 
 def add(case: Case) -> None:
     """Make the pictures, and let the case train on them."""
-    import numpy as np
-    from PIL import Image
-
-    generator = np.random.default_rng(0)
-    for split, count in (("train", TRAIN), ("val", EVAL)):
-        for i in range(count):
-            path = folder(case) / split / f"class{i % 2}" / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(generator.integers(0, 256, (6, 5, 3), dtype=np.uint8)).save(path)
+    write_pictures(folder(case), "{}.png", train=TRAIN, val=EVAL)
     case.more = (
         "data=imagefolder",
         f"data.root={folder(case)}",

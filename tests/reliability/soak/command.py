@@ -15,7 +15,7 @@ from pathlib import Path
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE, read
-from kfac_bench.record.sinks.metrics import metrics_of
+from kfac_bench.record.sinks.view import metrics_of
 from tests.reliability.soak import processes
 from tests.reliability.soak.processes import Sample
 from tests.reliability.soak.verdict import Verdict

@@ -17,10 +17,10 @@ from torch import nn
 
 from kfac_bench.data.images import cifar10
 from kfac_bench.errors import UsageError
-from kfac_bench.models.networks import maskrcnn
+from kfac_bench.models import maskrcnn
 from kfac_bench.training import checkpoint, weights
-from kfac_bench.training.assembly import build_trainer
-from kfac_bench.training.beginning import begin
+from kfac_bench.training.resume import start_or_resume
+from kfac_bench.training.run import build_trainer
 from kfac_bench.training.run_directory import RunDirectory
 from tests.support.configs import quick_load
 from tests.support.fuzzing import as_json, damaged, fuzz, refused_or, spoilt
@@ -206,7 +206,7 @@ def test_a_foreign_state_does_not_resume(tmp_path_factory, saved, template, data
     config = replace(template, runs_dir=str(folder), resume=str(folder / "from"))
     directory = RunDirectory(config)
     trainer = build_trainer(config, ALONE, directory)
-    refused_or(lambda: begin(config, trainer, directory, {}))
+    refused_or(lambda: start_or_resume(config, trainer, directory, {}))
 
 
 @pytest.mark.parametrize("part", ["scaler", "train_s", "rng", "optimizer", "model", "kfac"])
@@ -219,4 +219,4 @@ def test_a_tensor_instead_of_a_part_does_not_resume(tmp_path, saved, template, p
     directory = RunDirectory(config)
     trainer = build_trainer(config, ALONE, directory)
     with pytest.raises(UsageError, match="resume: "):
-        begin(config, trainer, directory, {})
+        start_or_resume(config, trainer, directory, {})

@@ -1,1 +1,0 @@
-"""The data of users, read through the interface of every dataset."""

@@ -1,1 +1,0 @@
-"""Optimizers that this package implements itself."""

@@ -1,0 +1,123 @@
+"""The views in files of the run directory: ``metrics.csv`` and TensorBoard's ``tensorboard/``."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+from PIL import Image
+
+from kfac_bench.errors import MissingPackageError
+from kfac_bench.record.events import (
+    EVENTS_FILE,
+    REPEATED,
+    Event,
+    Predicted,
+    PredictedItem,
+    Resumed,
+    RunStarted,
+    read,
+)
+from kfac_bench.record.own_files import write_own
+from kfac_bench.record.sinks.view import AXES, FileView, ShownRun, metrics_of
+
+
+class CsvSink(FileView):
+    """The view in ``metrics.csv``.
+
+    The record has each event before this view. So the file is written again from the record when a
+    run starts or continues, and when a metric is new.
+    """
+
+    name = "metrics.csv"
+
+    def __init__(self, run: ShownRun) -> None:
+        super().__init__(run)
+        self._names: list[str] = []
+        self._file: TextIO | None = None
+        self._resumed_at = -1
+
+    def _write(self, event: Event) -> None:
+        row = metrics_of(event)
+        if isinstance(event, Resumed):
+            self._resumed_at = event.step
+        replaces = isinstance(event, REPEATED) and event.step == self._resumed_at
+        begins = isinstance(event, RunStarted | Resumed)
+        if begins or replaces or not row.keys() <= set(self._names):
+            self._write_again()
+        elif row and self._file is not None:
+            self._file.write(self._text([row]))
+            self._file.flush()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write_again(self) -> None:
+        self._close()
+        events = read(self._run.directory / EVENTS_FILE)
+        rows = [row for event in events if (row := metrics_of(event))]
+        self._names = list(dict.fromkeys([*AXES, *(name for row in rows for name in row)]))
+        path = self._run.directory / self.name
+        write_own(path, (",".join(self._names) + "\n" + self._text(rows)).encode())
+        self._file = path.open("a", newline="")
+
+    def _text(self, rows: Sequence[dict[str, float]]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, self._names, lineterminator="\n").writerows(rows)
+        return text.getvalue()
+
+
+class TensorboardSink(FileView):
+    """The view in TensorBoard, with every metric as a scalar over ``step``.
+
+    The wall time of a scalar is the time of writing.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, run: ShownRun) -> None:
+        super().__init__(run)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingPackageError("tensorboard", "logger=tensorboard") from None
+        self._new_writer: Callable[..., Any] = SummaryWriter
+        self._directory = run.directory / "tensorboard"
+        self._writer: Any = None
+        self._purge_step: int | None = None
+        """Readers drop scalars from this step on that were written before; None: they drop none."""
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, event: Event) -> None:
+        # A start or a resume hides the scalars that it made void.
+        row = metrics_of(event)
+        resumed = isinstance(event, Resumed)
+        if isinstance(event, RunStarted):
+            # A run that was killed before its first checkpoint starts again from the beginning.
+            self._purge_step = 0
+        if not row and not isinstance(event, Predicted | Resumed):
+            return
+        if self._writer is None or resumed:
+            self._close()
+            purge_step = event.step + 1 if resumed else self._purge_step
+            self._writer = self._new_writer(str(self._directory), purge_step=purge_step)
+        for name in row.keys() - {"step"}:
+            self._writer.add_scalar(name, row[name], global_step=event.step)
+        if isinstance(event, Predicted):
+            for number, item in enumerate(event.items):
+                self._add_prediction(f"{number:02d}", item, event.step)
+
+    def _add_prediction(self, number: str, item: PredictedItem, step: int) -> None:
+        if item["file"] is not None:
+            with Image.open(self._run.directory / item["file"]) as image:
+                pixels = np.array(image)
+            self._writer.add_image(f"predictions/{number}", pixels, step, dataformats="HWC")
+        lines = [item["caption"], *(item["text"] or "").splitlines()]
+        # Markdown shows indented lines as they are.
+        text = "\n".join(f"    {line}" for line in lines)
+        self._writer.add_text(f"captions/{number}", text, step)

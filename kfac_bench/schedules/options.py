@@ -1,0 +1,89 @@
+"""The learning-rate schedules: the options of each, and its rate at each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from kfac_bench.config.groups import ScheduleConfig
+from kfac_bench.config.options import RESULT, option
+from kfac_bench.errors import UsageError
+
+if TYPE_CHECKING:
+    from kfac_bench.config.train import TrainConfig
+
+
+@dataclass
+class ConstantConfig(ScheduleConfig):
+    """The same rate until the end of the run."""
+
+    def after_warmup(self, step: int, warmup: int, steps_per_epoch: int, max_steps: int) -> float:
+        return 1.0
+
+
+@dataclass
+class PolynomialConfig(ScheduleConfig):
+    """A rate that falls until the last step that trainer.max_steps and max_epochs allow."""
+
+    end: float = option(0.0, "factor at the end", RESULT, at_least=0, at_most=1)
+    decay_until: float = option(
+        1.0, "share of the run at which the rate stops falling", RESULT, above=0, at_most=1
+    )
+    decay_from: str = option(
+        "warmup",
+        "where the fall starts: at the end of the warm-up, or at the start of the run (the rate "
+        "then jumps at the end of the warm-up)",
+        RESULT,
+        choices=("warmup", "start"),
+    )
+    power: float = option(1.0, "power of the curve from 1 to 0", RESULT, above=0)
+
+    def after_warmup(self, step: int, warmup: int, steps_per_epoch: int, max_steps: int) -> float:
+        start = warmup if self.decay_from == "warmup" else 0
+        length = self.decay_until * max_steps - start
+        left = min(1.0, max(0.0, 1 - (step - start) / max(1.0, length)))
+        return float(self.end + (1 - self.end) * self.curve(left) ** self.power)
+
+    def curve(self, left: float) -> float:
+        """Return the factor where the share ``left`` of the fall is left, before the power."""
+        return left
+
+
+@dataclass
+class CosineConfig(PolynomialConfig):
+    """A rate that falls as half a cosine, with the options of ``schedule=polynomial``."""
+
+    def curve(self, left: float) -> float:
+        return 0.5 - 0.5 * math.cos(math.pi * left)
+
+
+@dataclass
+class StepConfig(ScheduleConfig):
+    """A rate that falls at given epochs, counted from the start of the run."""
+
+    milestones: list[float] = option(
+        [30.0, 60.0, 80.0], "epochs after which the rate is lower", RESULT
+    )
+    gamma: float = option(0.1, "factor at each milestone", RESULT, above=0, at_most=1)
+
+    def after_warmup(self, step: int, warmup: int, steps_per_epoch: int, max_steps: int) -> float:
+        passed = sum(step >= round(epochs * steps_per_epoch) for epochs in self.milestones)
+        return float(self.gamma**passed)
+
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if not all(0 < a < b for a, b in pairwise([*self.milestones, math.inf])):
+            raise UsageError(
+                f"schedule.milestones={self.milestones}: must be epochs above 0 in rising order"
+            )
+
+
+CHOICES: Mapping[str, type[ScheduleConfig]] = {
+    "constant": ConstantConfig,
+    "cosine": CosineConfig,
+    "polynomial": PolynomialConfig,
+    "step": StepConfig,
+}
