@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers_results import Run, library_of
 from benchmarks.peers_torch import linear_layers
-from kfac_bench.benchmark import local_process
+from kfac_bench.benchmark import local_runs
 from kfac_bench.config import compose
 from kfac_bench.data.base.order import Shard, train_indices
 from kfac_bench.errors import UsageError
@@ -86,7 +86,7 @@ class Desk:
         library = library_of(job["runs"])
         script = HERE / f"peers_{library}.py"
         command = [self.python(library), script, job_path, result_path]
-        code, line = local_process.run([*map(str, command)])
+        code, line = local_runs.run_command([*map(str, command)])
         if code < 0:
             raise UsageError(f"{job.get('competitor', library)}: the process was killed. {line}")
         if code > 0:

@@ -20,13 +20,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from kfac_bench.benchmark.scaling import scaling_options
 from kfac_bench.cli import bench_command, data_command, plan_command, train_command
 from kfac_bench.config import compose, option_table
 from kfac_bench.config.conf_files import CONF_DIR, first_sentence
 from kfac_bench.config.groups import TABLES
 from kfac_bench.config.option_table import HelpedOption, Owners
-from kfac_bench.simulate import simulate_options
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = "tutorials/hello_kfac"
@@ -90,14 +88,14 @@ def generated_pages() -> dict[str, str]:
             "kfac-plan",
             "`kfac-plan` prints what K-FAC costs each rank. It trains nothing. "
             "[Read the plan](../../how-to/read_the_plan.md) explains the output.",
-            _text(plan_command.PLAN_USAGE),
+            _help(plan_command.plan_parser()),
             "## kfac-plan simulate",
-            _text(simulate_options.USAGE),
+            _help(plan_command.simulate_parser()),
         ),
         "reference/commands/kfac_bench.md": _page(
             "kfac-bench",
             "`kfac-bench` runs benchmarks, tunes optimizers and compares runs.",
-            *_subcommands(bench_command.build_parser(), {"scaling": scaling_options.USAGE}),
+            *_subcommands(bench_command.build_parser()),
         ),
         "reference/commands/kfac_bench_records.md": _page(
             "kfac-bench: records of runs",
@@ -105,13 +103,13 @@ def generated_pages() -> dict[str, str]:
             *(
                 part
                 for command in _commands(bench_command.build_parser()).values()
-                for part in _subcommands(command, {})
+                for part in _subcommands(command)
             ),
         ),
         "reference/commands/kfac_data.md": _page(
             "kfac-data",
             "`kfac-data` makes demo datasets; it fetches, verifies and prepares published ones.",
-            *_subcommands(data_command.build_parser(), {}),
+            *_subcommands(data_command.build_parser()),
         ),
         "reference/options/run.md": _run_options(),
         "reference/options/kfac.md": _kfac_options(),
@@ -139,13 +137,17 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
     return next((a.choices for a in actions), {})
 
 
-def _subcommands(parser: argparse.ArgumentParser, usages: Mapping[str, str]) -> Iterator[str]:
-    """Yield a heading and the help of each subcommand; ``usages`` replaces the help of some."""
-    for name, command in _commands(parser).items():
+def _help(parser: argparse.ArgumentParser) -> str:
+    # A fixed width: argparse would use that of the terminal.
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    return _text(parser.format_help())
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield a heading and the help of each subcommand."""
+    for command in _commands(parser).values():
         yield f"## {command.prog}"
-        # A fixed width: argparse would use that of the terminal.
-        command.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
-        yield _text(usages.get(name) or command.format_help())
+        yield _help(command)
 
 
 def _run_options() -> str:

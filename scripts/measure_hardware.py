@@ -207,7 +207,7 @@ def _rank(rank: int, path: str, results: str) -> None:
 
 
 def messages() -> tuple[float, float]:
-    """Return latency per hop and bytes per second of the ring model (simulate/network.py).
+    """Return latency per hop and bytes per second of the ring model (simulate/hardware.py).
 
     On two ranks an all-reduce takes 2 alpha + m / beta, and a broadcast takes alpha + m / beta. A
     line through the smallest and the largest message gives alpha and beta. The result is the mean

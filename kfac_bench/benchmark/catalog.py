@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kfac_bench.config.conf_files import CONF_DIR, options_of
+from kfac_bench.config.conf_files import file_of, options_of
 
 ORDER = (
     "kaisa_memory_vs_fraction",
@@ -38,7 +38,7 @@ CLAIMS = (
     "claim2_intervals",
     "claim1_epochs",
 )
-"""The papers' claims as small experiments: the rows of ``profile=cpu``, cheap rows first."""
+"""The papers' claims as small experiments: the rows of ``--profile cpu``, cheap rows first."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def groups() -> dict[str, list[Entry]]:
     others = [name for name in options_of("benchmark") if name not in (*ORDER, *CLAIMS)]
     named = {
         "Tables and figures of the papers (kfac-bench run all)": ORDER,
-        "Claims of the papers on this machine (kfac-bench run all profile=cpu)": CLAIMS,
+        "Claims of the papers on this machine (kfac-bench run all --profile cpu)": CLAIMS,
         "Studies of this repository": others,
     }
     found = {group: [_entry(name) for name in names] for group, names in named.items()}
@@ -75,7 +75,7 @@ def _entry(name: str) -> Entry | None:
 
 
 def _content(name: str) -> dict[str, Any]:
-    text = (CONF_DIR / "benchmark" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = file_of("benchmark", name).read_text(encoding="utf-8")
     # The parser in C is ten times as fast, but not every PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     content: dict[str, Any] = yaml.load(text, loader)  # noqa: S506 - both are safe

@@ -6,28 +6,28 @@ computed cells in the same way, and a cell is computed only once.
 """
 
 import hashlib
-import importlib
 import itertools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from kfac_bench import __version__
 from kfac_bench.benchmark.run_end import record_failure
 from kfac_bench.benchmark.schema import Benchmark, fill_in
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
-from kfac_bench.record.events import EVENTS_FILE, Evaluated, RunEnded, RunStarted
-from kfac_bench.record.packed_runs import event_lines
+from kfac_bench.record.events import EVENTS_FILE, Evaluated, Event, RunEnded, RunStarted
 from kfac_bench.whole_files import write_text
 
-KINDS = {"plan": "plan_cells", "simulate": "simulated", "phases": "phases", "fit": "fit"}
-"""Module of this package for each kind; its function ``numbers`` computes a cell.
-
-The modules import torch, so they are imported late: listing benchmarks needs no torch.
-"""
+KINDS = {
+    "plan": "plan_numbers",
+    "simulate": "step_numbers",
+    "phases": "phases_numbers",
+    "fit": "fit_numbers",
+}
+"""Function of :mod:`kfac_bench.benchmark.computed_numbers` for each kind."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,12 @@ def cells(benchmark: Benchmark, runs_dir: str) -> list[ComputedCell]:
 
 def _numbers(kind: str) -> Callable[[Mapping[str, str]], dict[str, float]]:
     """Return the function that computes the numbers of a cell from its words."""
-    module = importlib.import_module(f"kfac_bench.benchmark.{KINDS[kind]}")
-    return cast("Callable[[Mapping[str, str]], dict[str, float]]", module.numbers)
+    # This import loads torch: listing benchmarks needs no torch.
+    from kfac_bench.benchmark import computed_numbers
+
+    return cast(
+        "Callable[[Mapping[str, str]], dict[str, float]]", getattr(computed_numbers, KINDS[kind])
+    )
 
 
 def _word(text: str) -> tuple[str, str]:
@@ -112,3 +116,18 @@ def _write(cell: ComputedCell, numbers: Mapping[str, float]) -> None:
         RunEnded(0, 0.0, "finished", f"computed: {cell.kind}"),
     )
     write_text(folder / EVENTS_FILE, event_lines(events), make_folder=True)
+
+
+def event_lines(events: Iterable[Event]) -> str:
+    """Return the content of an event file with these events."""
+    return "".join(json.dumps(event_fields(event)) + "\n" for event in events)
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """Return the fields of an event's line in an event file, without those at their defaults."""
+    values = asdict(event)
+    for each in fields(event):
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if values[each.name] == default:
+            del values[each.name]
+    return {"event": type(event).__name__, **values}

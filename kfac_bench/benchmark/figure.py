@@ -17,8 +17,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from kfac_bench.benchmark.drawn_numbers import KINDS, QUANTITY, heights, value_on, word_of_measured
-from kfac_bench.benchmark.figure_finding import figure_finding
+from kfac_bench.benchmark.figure_finding import (
+    KINDS,
+    QUANTITY,
+    figure_finding,
+    heights,
+    value_on,
+    word_of_measured,
+)
 from kfac_bench.benchmark.result import Line, axes_of, how_computed
 from kfac_bench.benchmark.schema import Benchmark, FigureSpec
 from kfac_bench.record.runs import plain

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from kfac_bench.benchmark import forked, local_process, run_end
+from kfac_bench.benchmark import local_runs, run_end
 from kfac_bench.benchmark.schema import (
     Before,
     Benchmark,
@@ -25,11 +26,67 @@ from kfac_bench.benchmark.schema import (
     profile_of,
     seeds_of,
 )
-from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import TrainConfig, compose
-from kfac_bench.config.command_options import path_word, split_words, whole_number
+from kfac_bench.config.command_options import path_word, whole_number
+from kfac_bench.errors import UsageError
 from kfac_bench.output import time_left
 from kfac_bench.training import run_directory
+
+
+class TimeIsUp(Exception):  # noqa: N818 - no error: the same command continues
+    """The time limit has passed, so that nothing more is started."""
+
+
+class WorkSession:
+    """One command that runs cells or trials, perhaps with a time limit.
+
+    Commands tell the session what they are about to train, and what has ended. The contest in
+    benchmarks/contest has a session that also keeps results and measures its machine.
+
+    Args:
+        minutes: The time limit; None: no limit.
+        now: The clock in seconds.
+
+    Raises:
+        UsageError: The limit is negative.
+    """
+
+    def __init__(
+        self, minutes: float | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        if minutes is not None and not minutes >= 0:
+            raise UsageError(f"--minutes {minutes:g}: must be at least 0")
+        self._now = now
+        self._ends_s = None if minutes is None else now() + 60 * minutes
+
+    def begin(self, task: str, turn: str) -> None:
+        """Prepare for training on the task; raise :class:`TimeIsUp` after the time limit.
+
+        A new ``turn`` begins when every optimizer has run one more time.
+        """
+        self._check_time()
+
+    def _check_time(self) -> None:
+        if self._ends_s is not None and self._now() >= self._ends_s:
+            raise TimeIsUp
+
+    def keep(
+        self,
+        kind: str,
+        folder: Path,
+        point: Mapping[str, str],
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep the run of a folder, if this session keeps results."""
+
+    def factor(self, task: str, kind: str, folder: Path) -> float:
+        """Return the number by which the seconds of a run are multiplied to be comparable."""
+        return 1.0
+
+    def is_own(self, task: str, kind: str, folder: Path) -> bool:
+        """Return whether the run was trained on this session's machine."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -54,11 +111,11 @@ class Cell:
 
     def rank_command(self) -> list[str]:
         """Return the command of one rank."""
-        return local_process.rank_command(self._named())
+        return local_runs.rank_command(self._named())
 
     def command(self) -> list[str]:
         """Return the command that runs all ranks on this machine."""
-        return local_process.local_command(self._named(), self.ranks)
+        return local_runs.local_command(self._named(), self.ranks)
 
     def _named(self) -> list[str]:
         return [*self.overrides, f"run_id={self.path().name}"]
@@ -131,8 +188,9 @@ def _filled_in(texts: Sequence[str], words: Mapping[str, str]) -> tuple[tuple[st
         if "{shared}" in text:
             option, _, path = made[i].partition("=")
             made[i] = path_word(option, path)
-    own, overrides = split_words(made, {"ranks": "1"})
-    return tuple(overrides), whole_number("ranks", own["ranks"])
+    ranks = [word for word in made if word.startswith("ranks=")]
+    count = whole_number("ranks", ranks[-1].removeprefix("ranks=")) if ranks else 1
+    return tuple(word for word in made if word not in ranks), count
 
 
 def _before(each: Before, words: Mapping[str, str], label: str, more: Sequence[str]) -> Cell:
@@ -147,22 +205,22 @@ def run_cells(
     say: Callable[[str], None],
     *,
     retry: bool = False,
-    sitting: Sitting | None = None,
+    session: WorkSession | None = None,
 ) -> int:
     """Run every cell that has not ended, one after the other; return how many failed.
 
     Raises:
-        TimeIsUp: The time limit of the sitting has passed.
+        TimeIsUp: The time limit of the session has passed.
     """
     failed, left = 0, sum(run_end.will_run(cell.path(), retry=retry) for cell in todo)
     took_s: list[float] = []
     for number, cell in enumerate(todo, start=1):
         began, is_new = time.monotonic(), run_end.will_run(cell.path(), retry=retry)
-        if sitting is not None and is_new:
-            sitting.begin(cell.point.get("task", ""), f"seed {cell.seed}")
+        if session is not None and is_new:
+            session.begin(cell.point.get("task", ""), f"seed {cell.seed}")
         is_good, text = run_cell(cell, retry=retry)
-        if sitting is not None:
-            sitting.keep("table", cell.path(), cell.point, cell.seed)
+        if session is not None:
+            session.keep("table", cell.path(), cell.point, cell.seed)
         failed += not is_good
         if is_new:
             left -= 1
@@ -182,7 +240,7 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
     if cell.ranks > (most := os.cpu_count() or 1):
         # Nothing is recorded: a cell that never ran is no miss, and another machine may run it.
         return False, (
-            f"not run: {cell.ranks} ranks are more than the {most} cores here; use launcher=slurm"
+            f"not run: {cell.ranks} ranks are more than the {most} cores here; use --launcher slurm"
         )
     for first in cell.before:
         is_good, text = run_cell(first, retry=retry)
@@ -194,10 +252,10 @@ def run_cell(cell: Cell, *, retry: bool = False) -> tuple[bool, str]:
                 cell, f"{first.path().name}, which it starts from, {text}", has_run=False
             )
     if cell.ranks == 1:
-        code, line = forked.train([*cell.overrides, f"run_id={cell.path().name}"])
+        code, line = local_runs.train_forked([*cell.overrides, f"run_id={cell.path().name}"])
         line = f"kfac-train: {line} (exit code {code})"
     else:
-        code, line = local_process.run(cell.command())
+        code, line = local_runs.run_command(cell.command())
     if code in run_end.INTERRUPTED:
         return False, f"interrupted: {line}"
     # A process that a signal killed has failed, even if its run had ended before.

@@ -7,12 +7,33 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kfac_bench.benchmark.measures import COMPUTED, measure, seconds_at_least
-from kfac_bench.benchmark.phase_times import PhaseRuns, percent_less
-from kfac_bench.benchmark.points import GridPoint, PointKey, key_of, point_of
+from kfac_bench.benchmark.measures import (
+    COMPUTED,
+    PhaseRuns,
+    measure,
+    percent_less,
+    seconds_at_least,
+)
 from kfac_bench.benchmark.schema import Benchmark, Quantity
 from kfac_bench.record.runs import Run
 from kfac_bench.record.score import bootstrap_median
+
+GridPoint = Mapping[str, str]
+"""Axis to value."""
+PointKey = frozenset[tuple[str, str]]
+"""A point that can be the key of a mapping. It does not keep the order of the axes."""
+
+
+def key_of(point: GridPoint) -> PointKey:
+    """Return the point as a key of a mapping."""
+    return frozenset(point.items())
+
+
+def point_of(key: PointKey, axes: Sequence[str]) -> GridPoint:
+    """Return the point of a key with its axes in the given order."""
+    values = dict(key)
+    return {axis: values[axis] for axis in (*axes, *sorted(values)) if axis in values}
+
 
 PublishedValue = float | tuple[float, float]
 """A published number, or the ends of a published range."""

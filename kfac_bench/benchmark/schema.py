@@ -15,9 +15,30 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfac_bench.benchmark.claim import Claim
-from kfac_bench.config import compose
+from kfac_bench.config import compose, conf_files
 from kfac_bench.errors import UsageError, first_line
+
+
+@dataclass
+class Check:
+    """A number that must stay on one side of a limit. The limit is set before any run."""
+
+    quantity: str = MISSING
+    at: dict[str, str] = field(default_factory=dict)
+    """The point, by axis and value."""
+    at_most: float | None = None
+    at_least: float | None = None
+
+
+@dataclass
+class Claim:
+    """A sentence that is supported if all checks hold."""
+
+    text: str = MISSING
+    checks: list[Check] = field(default_factory=list)
+    not_testable: str = ""
+    """Why this table cannot test the claim; empty: it can."""
+
 
 Each = dict[str, dict[str, list[str]]]
 """Axis to value to the overrides that the value stands for. A key may join several axes, and their
@@ -259,8 +280,10 @@ def _parts(path: Path, before: Sequence[Path]) -> list[Any]:
 def _path(name: str, where: str = "") -> Path:
     known = compose.options_of("benchmark")
     if name not in known:
+        if (line := conf_files.moved("benchmark", name)) is not None:
+            raise UsageError(line)
         raise UsageError(f"{where}{name}: no such benchmark; choose one of {', '.join(known)}")
-    return compose.CONF_DIR / "benchmark" / f"{name}.yaml"
+    return conf_files.file_of("benchmark", name)
 
 
 def _check_contest(benchmark: Benchmark, path: Path) -> None:
@@ -298,11 +321,11 @@ def profile_of(benchmark: Benchmark, name: str | None) -> tuple[str, BenchmarkPr
     """
     if not benchmark.profiles:
         if name is not None:
-            raise UsageError(f"profile={name}: {benchmark.title!r} has no profiles")
+            raise UsageError(f"--profile {name}: {benchmark.title!r} has no profiles")
         return "", BenchmarkProfile()
     name = name or next(iter(benchmark.profiles))
     if name not in benchmark.profiles:
-        raise UsageError(f"profile={name}: choose one of {', '.join(benchmark.profiles)}")
+        raise UsageError(f"--profile {name}: choose one of {', '.join(benchmark.profiles)}")
     return name, benchmark.profiles[name]
 
 

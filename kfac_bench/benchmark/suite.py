@@ -3,21 +3,41 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from kfac_bench.benchmark import computed, grid, run_end, schema
 from kfac_bench.benchmark.catalog import CLAIMS, ORDER
 from kfac_bench.benchmark.computed import ComputedCell
-from kfac_bench.benchmark.grid import Cell
-from kfac_bench.benchmark.phase_times import load_phases
-from kfac_bench.benchmark.points import key_of
-from kfac_bench.benchmark.result import CellRuns, Line, lines
+from kfac_bench.benchmark.grid import Cell, TimeIsUp, WorkSession
+from kfac_bench.benchmark.measures import load_phases
+from kfac_bench.benchmark.result import CellRuns, Line, key_of, lines
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
-from kfac_bench.benchmark.sheet import Attempt, AttemptState
-from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.record.runs import Run, load, was_computed
+
+
+class AttemptState(Enum):
+    """How far a cell has come; the value is the text in the table."""
+
+    NEW = "not run yet"
+    BLOCKED = "not run"
+    """The run that the cell starts from failed."""
+    STARTED = "has not ended"
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A cell with its run, or with the reason why it has no run."""
+
+    label: str
+    path: Path
+    state: AttemptState
+    run: Run | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,7 @@ class BenchmarkRow:
     @property
     def full_name(self) -> str:
         """The name and the profile, as in a command."""
-        return f"{self.name} profile={self.profile}" if self.profile else self.name
+        return f"{self.name} --profile {self.profile}" if self.profile else self.name
 
     @property
     def all_cells(self) -> list[Cell | ComputedCell]:
@@ -106,11 +126,11 @@ def run(
     say: Callable[[str], None],
     *,
     retry: bool = False,
-    sitting: Sitting | None = None,
+    session: WorkSession | None = None,
 ) -> int:
     """Compute and train all cells without a result; return how many cells failed.
 
-    With a sitting, its time limit may leave cells for another call.
+    With a session, its time limit may leave cells for another call.
     """
     for label in each.left_out:
         say(f"{label} is left out: {schema.NOT_FROZEN}")
@@ -124,7 +144,7 @@ def run(
         took = time.monotonic() - began
         say(f"{each.name}: {len(each.computed)} computed cells in {took:.0f} s")
     try:
-        return failed + grid.run_cells(each.cells, say, retry=retry, sitting=sitting)
+        return failed + grid.run_cells(each.cells, say, retry=retry, session=session)
     except TimeIsUp:
         left = cells_left(each, retry=retry)
         say(f"time is up: {left} of {len(each.cells)} cells are left")

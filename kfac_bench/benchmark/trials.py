@@ -1,7 +1,7 @@
 """One trial of a tuning: its settings, its run and its result.
 
-:mod:`kfac_bench.benchmark.tune` and :mod:`kfac_bench.benchmark.self_tune` decide which trials run.
-A trial whose run has ended is not run again.
+``kfac-bench tune``, ``kfac-bench try`` and the contest decide which trials run. They draw the same
+Halton points (:func:`trial_settings`). A trial whose run has ended is not run again.
 """
 
 import math
@@ -12,14 +12,15 @@ from typing import Any
 
 from scipy.stats import qmc
 
-from kfac_bench.benchmark import forked, grid, run_end, schema
+from kfac_bench.benchmark import grid, local_runs, run_end, schema
+from kfac_bench.benchmark.grid import WorkSession
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Tuning
-from kfac_bench.benchmark.sitting import Sitting
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
-from kfac_bench.record import runs, score
-from kfac_bench.record.events import EVENTS_FILE, RunStarted, read
+from kfac_bench.record import score
+from kfac_bench.record.events import EVENTS_FILE, RunEnded, RunStarted, Trained, read
+from kfac_bench.record.runs import Run, load, number, plain
 from kfac_bench.training.run_directory import run_id
 
 
@@ -30,9 +31,9 @@ class TuningTrial:
     settings: Mapping[str, Any]
     key: tuple[float, float]
     """Training seconds to target (inf if missed), then the gap between the best metric and the
-    target. The seconds are those of the first sitting's machine."""
+    target. The seconds are those of the first session's machine."""
     here_s: float = math.inf
-    """Training seconds to target on this machine; inf if missed or trained in another sitting."""
+    """Training seconds to target on this machine; inf if missed or trained in another session."""
     is_new: bool = True
     """Whether this command ran the trial, and no earlier one."""
 
@@ -43,7 +44,12 @@ class TuningTrial:
 
     def __str__(self) -> str:
         result = shown_s(self.time_s) + ("" if math.isinf(self.time_s) else " to target")
-        return " ".join(f"{k}={v}" for k, v in self.settings.items() if "." in k) + f": {result}"
+        return f"{shown_settings(self.settings)}: {result}"
+
+
+def shown_settings(settings: Mapping[str, Any]) -> str:
+    """Return the values of a trial as text, without the choices of groups."""
+    return " ".join(f"{k}={v}" for k, v in settings.items() if "." in k)
 
 
 def shown_s(time_s: float) -> str:
@@ -98,20 +104,20 @@ class PlannedTrial:
 
 
 class TrialRunner:
-    """Runs trials of one benchmark in one folder of runs, within a sitting.
+    """Runs trials of one benchmark in one folder of runs, within a session.
 
     Args:
         benchmark: The benchmark, whose tuning section is ``tuning``.
         tuning: Overrides of every trial.
         runs_dir: The folder of runs.
-        sitting: The time limit, the baselines and the store.
+        session: The time limit, the baselines and the store.
     """
 
     def __init__(
-        self, benchmark: Benchmark, tuning: Tuning, runs_dir: str, sitting: Sitting
+        self, benchmark: Benchmark, tuning: Tuning, runs_dir: str, session: WorkSession
     ) -> None:
         self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
-        self.sitting = sitting
+        self.session = session
 
     def trial(
         self,
@@ -127,7 +133,7 @@ class TrialRunner:
 
         Raises:
             KeyboardInterrupt: The run was interrupted.
-            TimeIsUp: The trial has not run, and the time limit of the sitting has passed.
+            TimeIsUp: The trial has not run, and the time limit of the session has passed.
             UsageError: The options are wrong.
         """
         # The limit is no part of the name: in one study later trials have smaller limits only, so
@@ -150,10 +156,10 @@ class TrialRunner:
         path = Path(config.runs_dir) / name
         is_new = run_end.outcome(path) is None
         if is_new:
-            self.sitting.begin(run.task, run.turn)
+            self.session.begin(run.task, run.turn)
             if run.limit_s < (config.trainer.max_train_s or math.inf):
                 overrides.append(f"trainer.max_train_s={run.limit_s}")
-            code, line = forked.train([*overrides, f"run_id={name}"])
+            code, line = local_runs.train_forked([*overrides, f"run_id={name}"])
             if code == 2:  # The options are wrong, so every other trial would fail too.
                 raise UsageError(f"{' '.join(overrides)}: {line}")
             # An interrupted trial is no miss: the next start of the command continues it.
@@ -161,10 +167,10 @@ class TrialRunner:
                 raise KeyboardInterrupt
             if run_end.ended(path) is None:
                 run_end.record_failure(path, name, f"kfac-train: {line} (exit code {code})", code)
-        self.sitting.keep(run.kind, path, run.point, run.seed, run.settings)
+        self.session.keep(run.kind, path, run.point, run.seed, run.settings)
         time_s, gap = _judge(path, config.trainer.target)
-        comparable_s = time_s * self.sitting.factor(run.task, run.kind, path)
-        here_s = time_s if self.sitting.is_own(run.task, run.kind, path) else math.inf
+        comparable_s = time_s * self.session.factor(run.task, run.kind, path)
+        here_s = time_s if self.session.is_own(run.task, run.kind, path) else math.inf
         return TuningTrial(run.settings, (comparable_s, gap), here_s, is_new)
 
     def _overrides(self, run: PlannedTrial) -> list[str]:
@@ -182,6 +188,93 @@ def _judge(path: Path, target: float | None) -> tuple[float, float]:
         return math.inf, math.inf
     if not any(isinstance(e, RunStarted) for e in read(path)):
         return math.inf, math.inf
-    run = runs.load(path)
+    run = load(path)
     gap = abs(score.best_metric(run) - target)
     return score.time_to_target_s(run), math.inf if math.isnan(gap) else gap
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A run: its settings, what it reached, and what it cost."""
+
+    settings: Mapping[str, Any]
+    seed: int
+    run: Run | None
+    """None: the run died before its first event."""
+    failure: str
+    """Why the process failed; empty if it did not."""
+
+    @classmethod
+    def of(cls, path: Path, settings: Mapping[str, Any], seed: int) -> "TrialResult":
+        """Read the run of a directory."""
+        failed = run_end.failure(path)
+        failure = "" if failed is None else failed.reason
+        try:
+            run = load(path)
+        except UsageError as error:
+            return cls(settings, seed, None, failure or str(error))
+        return cls(settings, seed, run, failure)
+
+    @property
+    def time_s(self) -> float:
+        """Training seconds to the target; inf if it was missed."""
+        return math.inf if self.run is None else score.time_to_target_s(self.run)
+
+    @property
+    def steps(self) -> float:
+        """Steps to the target; inf if it was missed."""
+        return math.inf if self.run is None else score.steps_to_target(self.run)
+
+    @property
+    def train_s(self) -> float:
+        """Training seconds of the run, until its last event."""
+        events = () if self.run is None else self.run.events
+        seconds = [number(e.train_s) for e in events]
+        return max((s for s in seconds if math.isfinite(s)), default=0.0)
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """What decides which trial is best; smaller is better."""
+        return (math.inf, math.inf) if self.run is None else rank(self.run)
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether the run failed before its first step, so that other settings may fail, too."""
+        return bool(self.failure) and self.train_s == 0
+
+    @property
+    def reason(self) -> str:
+        """Why the target was missed, in a few words; empty if it was reached."""
+        if math.isfinite(self.time_s):
+            return ""
+        if self.failure:
+            return plain(self.failure)
+        ended = [e for e in self.run.events if isinstance(e, RunEnded)] if self.run else []
+        return plain(ended[-1].message) if ended and ended[-1].message else ""
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """Training seconds and metric of each evaluation."""
+        return [(s, m) for _, s, m in score.metric_curve(self.run)] if self.run else []
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The events of training steps."""
+        return [e for e in self.run.events if isinstance(e, Trained)] if self.run else []
+
+    def __str__(self) -> str:
+        shown = shown_settings(self.settings)
+        if math.isfinite(self.time_s):
+            return f"{shown}: {self.time_s:.3g} s to the target"
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{shown}: not reached in {self.train_s:.3g} s{why}"
+
+
+def rank(run: Run) -> tuple[float, float]:
+    """Return what decides which run is best: the seconds to target, then the best metric.
+
+    Smaller is better. The second number is infinite if the run has no finite metric.
+    """
+    best = score.best_metric(run)
+    signed = -best if run.started.higher_is_better else best
+    return score.time_to_target_s(run), signed if math.isfinite(best) else math.inf

@@ -8,7 +8,7 @@ The method is that of AlgoPerf:
 * The result of a study is the shortest time to target of its trials. The result of an optimizer is
   the median over its studies.
 * A trial stops when it has taken ``patience`` times as long as the best trial of its study in this
-  sitting, because it cannot win any more. This rule is the same for all optimizers and changes no
+  session, because it cannot win any more. This rule is the same for all optimizers and changes no
   result.
 * The winner of each study is then run on the seeds of the other studies. The best winner becomes
   the experiment file.
@@ -21,12 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import yaml
 
 from kfac_bench.benchmark import performance_profile, schema
+from kfac_bench.benchmark.grid import TimeIsUp, WorkSession
 from kfac_bench.benchmark.schema import Benchmark, Tuning
-from kfac_bench.benchmark.sitting import Sitting, TimeIsUp
 from kfac_bench.benchmark.trials import TrialRunner, TuningTrial, shown_s, trial_settings
-from kfac_bench.benchmark.tuned_experiment import experiment_yaml
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
@@ -63,7 +65,7 @@ def tune(
     out: Path,
     say: Callable[[str], None],
     only: str = "",
-    sitting: Sitting | None = None,
+    session: WorkSession | None = None,
 ) -> None:
     """Tune every point of the benchmark's axes and write one experiment file for each.
 
@@ -73,7 +75,7 @@ def tune(
         out: Folder of the experiment files.
         say: Prints a line.
         only: Tune only the experiments whose names begin with this text.
-        sitting: The time limit and the store of finished runs; None: neither.
+        session: The time limit and the store of finished runs; None: neither.
 
     Raises:
         UsageError: The benchmark has no tuning section, no name begins with ``only``, or ``out``
@@ -81,8 +83,7 @@ def tune(
     """
     tuning = check(benchmark, out)
     searches = _searches(benchmark, tuning, only, say)
-    sitting = sitting or Sitting(benchmark, Path(runs_dir), say)
-    runner = TrialRunner(benchmark, tuning, runs_dir, sitting)
+    runner = TrialRunner(benchmark, tuning, runs_dir, session or WorkSession())
     try:
         _run_studies(tuning, searches, runner, say)
         for search in searches:
@@ -207,3 +208,43 @@ def tables(benchmark: Benchmark, searches: Sequence[Search]) -> list[Table]:
     if len(times) > 1:
         results.append(performance_profile.table(times, "Performance profiles of the tuning"))
     return results
+
+
+def experiment_yaml(
+    tuning: Tuning,
+    point: Mapping[str, str],
+    reached: int,
+    best: TuningTrial,
+    times: Sequence[float],
+) -> str:
+    """Return the best trial as a file for conf/experiment, with a comment on how it was found.
+
+    ``reached`` of all trials met the target; ``times`` are those of the best one by seed.
+    """
+    groups = {k: v for k, v in best.settings.items() if "." not in k}
+    tree: dict[str, Any] = {}
+    for key, value in best.settings.items():
+        group, _, option = key.partition(".")
+        if option:
+            tree.setdefault(group, {})[option] = value
+    if label := tuning.labels.get(point["optimizer"]):
+        tree = {"label": label, **tree}
+    parent: str = schema.fill_in(tuning.overrides[0], point).removeprefix("experiment=")
+    defaults = [
+        f"/experiment/{parent}",
+        *({f"override /{k}": v} for k, v in groups.items()),
+        "_self_",
+    ]
+    said = ", ".join(map(shown_s, times))
+    header = (
+        f"# Written by kfac-bench tune: the best of {len(tuning.seeds) * tuning.trials} trials, "
+        f"{tuning.trials} on each of the seeds\n# {', '.join(map(str, tuning.seeds))}, of which "
+        f"{reached} reached the target before they were stopped;\n"
+        f"# its own times to target on these seeds: {said}.\n"
+    )
+    # Two dumps, because the defaults list reads best with one line per entry.
+    blocks = [
+        yaml.safe_dump({"defaults": defaults}, sort_keys=False, default_flow_style=None),
+        yaml.safe_dump(tree, sort_keys=False),
+    ]
+    return "".join(["# @package _global_\n", header, *blocks])

@@ -9,17 +9,18 @@ from __future__ import annotations
 from functools import partial
 
 from kfac_bench.cli.compare_command import add_compare
-from kfac_bench.cli.contest_command import add_contest, add_self_tune, add_tune
 from kfac_bench.cli.entry import Parser
 from kfac_bench.cli.runs_command import add_dashboard, add_export, add_profile, add_runs, add_wandb
 from kfac_bench.cli.scaling_command import add_scaling
 from kfac_bench.cli.setup_command import add_completion, add_slurm
 from kfac_bench.cli.suite_command import add_list, add_report, add_run
 from kfac_bench.cli.try_command import add_try
+from kfac_bench.cli.tune_command import add_tune, refuse_moved
 
 
 def bench(arguments: list[str]) -> int:
     """Parse and run ``kfac-bench``; return the exit code."""
+    refuse_moved(arguments)
     options = build_parser().parse_args(arguments)
     code: int = options.run_command(options)
     return code
@@ -40,8 +41,6 @@ def build_parser() -> Parser:
         add_run,
         add_report,
         add_tune,
-        add_self_tune,
-        add_contest,
         add_scaling,
         add_export,
         add_runs,

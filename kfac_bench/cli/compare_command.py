@@ -45,7 +45,7 @@ def compare(runs: list[Path], html: Path | None, svg: Path | None, markdown: boo
     from rich.console import Console
 
     from kfac_bench import report
-    from kfac_bench.report.finding import finding
+    from kfac_bench.report.comparison import finding
 
     comparison = report.compare(runs, html)
     if markdown:

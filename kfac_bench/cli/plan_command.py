@@ -5,63 +5,132 @@ import gc
 from pathlib import Path
 
 from kfac_bench.cli.entry import Parser, check_config_dir, command_line, say_next
-from kfac_bench.cli.setup_command import OWN_WORDS
-from kfac_bench.config.command_options import split_words, whole_number
+from kfac_bench.config.command_options import given_options, refuse_old_words, whole_number
 from kfac_bench.output import say
-
-PLAN_USAGE = """\
-usage: kfac-plan [world_size=N] [out=FILE.json] [problem=FILE] [GROUP=NAME | OPTION=VALUE]...
-                 [--layers]
-
-Print what K-FAC costs each of N ranks: memory, FLOPs, messages and bytes. The command needs no GPU,
-no data and no other ranks, only shapes. All other options are those of kfac-train (kfac-train
---help).
-
-  kfac-plan model=resnet50 data=imagefolder world_size=64 kfac=hybrid_opt
-  kfac-plan model=resnet50 data=imagefolder trainer.batch_size=2048 world_size=64 out=-
-
-  world_size=1       number of ranks
-  out=FILE.json      where the numbers of every rank go (plans/RUN_ID-N.json); out=- prints them,
-                     out=null writes no file
-  --layers           list each layer with its factors, also the layers without K-FAC
-  --config-dir DIR   read more configuration files, laid out as in conf/
-  --help [WORD]      print this text, or explain a group, a choice or an option, as kfac-train does
-  --version          print the version and stop
-
-kfac-plan simulate --help: how many seconds a step takes on many ranks of a machine.
-"""
 
 
 def plan(arguments: list[str]) -> int:
     """Parse and run ``kfac-plan``; return the exit code."""
     if arguments[:1] == ["simulate"]:
         return _simulate(arguments[1:])
-    parser = _parser("kfac-plan")
-    parser.add_argument("--layers", action="store_true")
+    parser = plan_parser()
     options = parser.parse_args(arguments)
-    check_config_dir(options.config_dir)
-    if options.help:
-        from kfac_bench.config import option_help
-
-        about = option_help.describe(options.words, options.config_dir) if options.words else ""
-        say(about or PLAN_USAGE.rstrip())
+    if _has_helped(options, parser):
         return 0
-    own, overrides = split_words(options.words, {"world_size": "1", "out": ""})
-    world_size = whole_number("world_size", own["world_size"])
+    refuse_old_words(options.overrides, parser)
+    world_size = whole_number("--world-size", options.world_size)
     # Garbage collection takes a fifth of the imports' time, and the imports leave no garbage.
     gc.disable()
     try:
-        return _print_plan(overrides, options, world_size, own["out"])
+        return _print_plan(options.overrides, options, world_size, options.out)
     finally:
         gc.enable()
 
 
-def _parser(prog: str) -> Parser:
-    parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--config-dir", type=Path)
-    parser.add_argument("words", nargs="*")
+def plan_parser() -> Parser:
+    """Return the parser of ``kfac-plan``."""
+    parser = _parser(
+        "kfac-plan",
+        "Print what K-FAC costs each of N ranks: memory, FLOPs, messages and bytes. The command "
+        "needs no GPU, no data and no other ranks, only shapes. The other options are those of "
+        "kfac-train (kfac-train --help).",
+        "kfac-plan model=resnet50 data=imagefolder --world-size 64 kfac=hybrid_opt. "
+        "kfac-plan simulate --help: how many seconds a step takes on many ranks of a machine.",
+    )
+    add = parser.add_argument
+    add("--world-size", default="1", metavar="N", help="number of ranks (default: 1)")
+    add(
+        "--out",
+        default="",
+        metavar="FILE.json",
+        help="where the numbers of every rank go (default: plans/RUN_ID-N.json); - prints them, "
+        "null writes no file",
+    )
+    add(
+        "--layers",
+        action="store_true",
+        help="list each layer with its factors, also the layers without K-FAC",
+    )
     return parser
+
+
+def simulate_parser() -> Parser:
+    """Return the parser of ``kfac-plan simulate``."""
+    parser = _parser(
+        "kfac-plan simulate",
+        "Simulate how long a step, an epoch and a whole training take on many ranks, with SGD and "
+        "with each K-FAC strategy. The simulation runs the plan's operations and messages on a "
+        "model of the hardware. docs/explanation/scaling.md says how accurate the model is. Each "
+        "rank has the same number of examples on any world size. The other options are those of "
+        "kfac-train.",
+        "kfac-plan simulate model=resnet50 --hardware longhorn_v100 --world-size 16,32,64",
+    )
+    for name, default, about in (
+        ("hardware", "", "NAME of conf/hardware/NAME.yaml, or the path of your own YAML file"),
+        ("world-size", "16,32,64,128,256", "numbers of ranks"),
+        (
+            "strategies",
+            "",
+            "strategies with commas, such as sgd,hybrid_opt@1/4 (its fraction); default: all, or "
+            "those of the paper's code for hardware that runs it",
+        ),
+        ("per-rank-batch", "32", "examples of one rank in a step"),
+        (
+            "update-freq-at",
+            "",
+            "number of ranks that kfac.update_freq and kfac.factor_update_freq belong to; on other "
+            "numbers of ranks, K-FAC's stages run as often per epoch",
+        ),
+        (
+            "epoch-s",
+            "",
+            "seconds of an epoch beside its steps, in place of those of the hardware file",
+        ),
+        ("examples", "", "examples of an epoch (for data=imagefolder: those of ImageNet)"),
+        ("epochs", "90", "epochs to solution without K-FAC"),
+        ("kfac-epochs", "55", "epochs to solution with K-FAC"),
+        ("out", "", "write every number to this JSON file; - prints them"),
+        ("svg", "", "draw the figure into this file"),
+    ):
+        said = f"{about} (default: {default})" if default else about
+        parser.add_argument(f"--{name}", default=default, metavar="VALUE", help=said)
+    return parser
+
+
+def _parser(prog: str, description: str, example: str) -> Parser:
+    parser = Parser(
+        prog=prog,
+        add_help=False,
+        allow_abbrev=False,
+        description=description,
+        epilog=f"Example: {example}",
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="OPTION=VALUE", help="options of kfac-train")
+    add(
+        "--help",
+        "-h",
+        action="store_true",
+        help="print this text, or explain a group, a choice or an option: --help kfac.damping",
+    )
+    add("--config-dir", type=Path, help="read more configuration files, laid out as in conf/")
+    return parser
+
+
+def _has_helped(options: argparse.Namespace, parser: Parser) -> bool:
+    """Print the help that ``--help`` asks for; return whether it does."""
+    check_config_dir(options.config_dir)
+    if not options.help:
+        return False
+    about = ""
+    names = {word.partition("=")[0] for word in options.overrides}
+    # The usage explains the options that only the command has.
+    if names and not names & ({action.dest for action in parser._actions} - {"hardware"}):
+        from kfac_bench.config import option_help
+
+        about = option_help.describe(options.overrides, options.config_dir)
+    say(about or parser.format_help().rstrip())
+    return True
 
 
 def _print_plan(
@@ -95,42 +164,23 @@ def _print_plan(
 
 
 def _simulate(arguments: list[str]) -> int:
-    options = _parser("kfac-plan simulate").parse_args(arguments)
-    check_config_dir(options.config_dir)
-    if options.help and _are_explained(options.words):
-        from kfac_bench.config import option_help
-
-        say(option_help.describe(options.words, options.config_dir))
+    parser = simulate_parser()
+    options = parser.parse_args(arguments)
+    if _has_helped(options, parser):
         return 0
+    refuse_old_words(options.overrides, parser)
     from kfac_bench.config import problem_file
     from kfac_bench.simulate import simulate_options
 
-    if options.help:
-        say(simulate_options.USAGE, end="")
-        return 0
-    problem_file.run_named(options.words)
-    say("\n".join(simulate_options.simulate(options.words, options.config_dir)))
-    _say_next_simulation(options)
-    return 0
-
-
-def _say_next_simulation(options: argparse.Namespace) -> None:
-    """Print the command that draws the figure, or the one that writes the numbers."""
-    given = {word.partition("=")[0] for word in options.words}
-    if "out=-" in options.words:
-        return  # a pipe reads the numbers
-    if given >= {"svg", "out"}:
+    problem_file.run_named(options.overrides)
+    say("\n".join(simulate_options.simulate(options)))
+    if options.out == "-":
+        return 0  # a pipe reads the numbers
+    words = ["simulate", *options.overrides, *given_options(options, parser)]
+    if options.svg and options.out:
         say_next("kfac-bench scaling", "measures the ranks of this machine")
-        return
-    file, why = ("svg=steps.svg", "the figure")
-    if "svg" in given:
-        file, why = ("out=steps.json", "every number")
-    more = [] if options.config_dir is None else ["--config-dir", options.config_dir]
-    say_next(command_line("kfac-plan simulate", [*options.words, file, *more]), why)
-
-
-def _are_explained(words: list[str]) -> bool:
-    """Return whether the help has a text for each word. The usage explains the other own words."""
-    names = {word.partition("=")[0] for word in words}
-    own = {word.rstrip("=") for word in OWN_WORDS["kfac-plan simulate"]}
-    return bool(names) and not names & (own - {"hardware"})
+    elif options.svg:
+        say_next(command_line("kfac-plan", [*words, "--out", "steps.json"]), "every number")
+    else:
+        say_next(command_line("kfac-plan", [*words, "--svg", "steps.svg"]), "the figure")
+    return 0

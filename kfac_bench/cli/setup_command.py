@@ -3,7 +3,7 @@
 ``completion`` prints a function for the shell, which completes all commands. The function gives
 the line up to the cursor to ``kfac-bench completion --line``, which prints one candidate per line.
 Groups, choices and options come from the files and dataclasses themselves, so the function needs
-no update. Only the words of :data:`OWN_WORDS` are written here. Nothing here imports torch.
+no update. Only the words of kfac-train are written here. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_bench.cli import data_command
+from kfac_bench.cli import data_command, plan_command
 from kfac_bench.cli.entry import Parser
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
@@ -64,44 +64,10 @@ end
 """
 SCRIPTS: Mapping[str, str] = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 """The function for each shell."""
-OWN_WORDS: Mapping[str, Sequence[str]] = {
-    "kfac-train": ("--cfg", "--config-dir", "--help", "--layers", "--multirun", "--version"),
-    "kfac-plan": ("--config-dir", "--help", "--layers", "--version", "out=", "world_size="),
-    "kfac-plan simulate": (
-        "--config-dir",
-        "--help",
-        "epoch_s=",
-        "epochs=",
-        "examples=",
-        "hardware=",
-        "kfac_epochs=",
-        "out=",
-        "per_rank_batch=",
-        "strategies=",
-        "svg=",
-        "update_freq_at=",
-        "world_size=",
-    ),
-    "kfac-bench scaling": (
-        "--help",
-        "hardware=",
-        "launcher=",
-        "mode=",
-        "rounds=",
-        "runs_dir=",
-        "sbatch=",
-        "steps=",
-        "strategy=",
-        "world_size=",
-    ),
-}
-"""The words of the commands whose parsers print no help of their own.
-
-The modules that parse the words of ``simulate`` and ``scaling`` import torch or the report, which
-takes too long for a shell. A test compares both lists with these modules.
-"""
-WITH_OVERRIDES = ("run", "report")
-WITH_BENCHMARK = ("run", "report", "tune", "self-tune", "contest")
+TRAIN_OPTIONS = ("--cfg", "--config-dir", "--help", "--layers", "--multirun", "--version")
+"""The options of kfac-train, whose parser prints no help of its own."""
+WITH_OVERRIDES = ("run", "report", "scaling")
+WITH_BENCHMARK = ("run", "report", "tune")
 
 
 def add_completion(
@@ -137,63 +103,76 @@ def candidates(line: str, bench_parser: Callable[[], Parser]) -> list[str]:
     if not before:
         return []
     command = Path(before[0]).name
-    subcommand = " ".join([command, *before[1:2]])
-    own = OWN_WORDS.get(subcommand, OWN_WORDS.get(command))
-    if own is not None:
-        words = [*own, *_own_values(own, word), *_overrides(word)]
-        if command == "kfac-plan":
-            words += ["simulate"] * (len(before) == 1)
+    if command == "kfac-train":
+        words = [*TRAIN_OPTIONS, *_overrides(word)]
         words += ["job"] * (before[-1] in ("--cfg", "-c"))
     else:
-        # Only kfac-data and kfac-bench print their own help.
-        parser = data_command.build_parser() if command == "kfac-data" else bench_parser()
-        words = _of_parser(parser, before[1:], word)
+        parser = _parser(command, before[1:], bench_parser)
+        words = _of_parser(command, parser, before[1:], word)
     return sorted({found for found in words if found.startswith(word)})
 
 
-def _own_values(own: Sequence[str], word: str) -> Iterable[str]:
-    """Return the machines of ``hardware=``, and the strategies of a list such as ``strategies=``.
-
-    Args:
-        own: The words of the command itself.
-        word: The word that may be completed.
-    """
-    name, equals, value = word.partition("=")
-    if not equals or f"{name}=" not in own:
-        return []
-    if name == "hardware":
-        from kfac_bench.config.conf_files import options_of
-
-        return [f"hardware={machine}" for machine in options_of("hardware")]
-    if name in ("strategies", "strategy"):
-        from kfac_bench.core.planning.plan import STRATEGIES
-        from kfac_bench.simulate.sweep import SGD
-
-        # kfac-bench scaling always measures sgd too.
-        known = STRATEGIES if name == "strategy" else (SGD, *STRATEGIES)
-        *listed, _ = value.split(",")
-        return [f"{name}={','.join([*listed, each])}" for each in known if each not in listed]
-    return []
+def _parser(
+    command: str, before: Sequence[str], bench_parser: Callable[[], Parser]
+) -> argparse.ArgumentParser:
+    """Return the parser of a command, or that of ``kfac-plan simulate``."""
+    if command == "kfac-data":
+        return data_command.build_parser()
+    if command != "kfac-plan":
+        return bench_parser()
+    if before[:1] == ["simulate"]:
+        return plan_command.simulate_parser()
+    return plan_command.plan_parser()
 
 
-def _of_parser(parser: argparse.ArgumentParser, before: Sequence[str], word: str) -> list[str]:
+def _of_parser(
+    command: str, parser: argparse.ArgumentParser, before: Sequence[str], word: str
+) -> list[str]:
     """Return the subcommands of a command, or the words that a subcommand takes."""
-    is_bench = parser.prog == "kfac-bench"
     path: list[str] = []
     for part in before:
         inner = _subparsers(parser)
         if part in inner:
             parser = inner[part]
             path.append(part)
+    # The values of an option follow it.
+    last = before[-1] if before else ""
+    for action in parser._actions:
+        if last in action.option_strings and action.nargs is None:
+            return [*map(str, action.choices or ()), *_values_after(last, word)]
     words: list[str] = list(_subparsers(parser))
     for action in parser._actions:
         if action.help != argparse.SUPPRESS:
             words += action.option_strings
             words += [] if action.option_strings else [str(c) for c in action.choices or ()]
-    if is_bench and path:
+    if command == "kfac-plan":
+        words += ["simulate"] * (not before)
+        words += _overrides(word)
+    elif command == "kfac-bench" and path:
         words += _benchmarks() if path[0] in WITH_BENCHMARK and len(before) == 1 else []
         words += _overrides(word) if path[0] in WITH_OVERRIDES else []
     return words
+
+
+def _values_after(option: str, word: str) -> Iterable[str]:
+    """Return the machines of ``--hardware``, the strategies of a list, and the profiles."""
+    if option == "--hardware":
+        from kfac_bench.config.conf_files import options_of
+
+        return options_of("hardware")
+    if option == "--profile":
+        from kfac_bench.config.conf_files import PROFILES
+
+        return PROFILES
+    if option in ("--strategies", "--strategy"):
+        from kfac_bench.core.planning.plan import STRATEGIES
+        from kfac_bench.simulate.sweep import SGD
+
+        # kfac-bench scaling always measures sgd too.
+        known = STRATEGIES if option == "--strategy" else (SGD, *STRATEGIES)
+        *listed, _ = word.split(",")
+        return [",".join([*listed, each]) for each in known if each not in listed]
+    return []
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -266,7 +245,7 @@ def copy_scripts(folder: Path) -> int:
         UsageError: A file of the folder differs from the script of its name, or the folder cannot
             be written. Nothing is copied if a file differs.
     """
-    from kfac_bench.benchmark.slurm_submit import SCRIPTS
+    from kfac_bench.benchmark.slurm_jobs import SCRIPTS
 
     # site.sh has the settings of one cluster, so it belongs to no other folder.
     scripts = {p.name: p.read_bytes() for p in SCRIPTS.iterdir() if p.name != "site.sh"}

@@ -7,20 +7,22 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, command_line, say_next
-from kfac_bench.config.command_options import one_of, split_words
+from kfac_bench.config.command_options import refuse_old_words
 from kfac_bench.errors import UsageError, printable
 from kfac_bench.output import counted, say
 
 if TYPE_CHECKING:
     import rich.table
 
-    from kfac_bench.benchmark.paper import RowReport
+    from kfac_bench.benchmark.grid import WorkSession
+    from kfac_bench.benchmark.schema import Benchmark
     from kfac_bench.benchmark.suite import BenchmarkRow
+    from kfac_bench.benchmark.write_reports import RowReport
     from kfac_bench.report.tables import Table
 
 ALL = "all"
@@ -37,26 +39,41 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add ``kfac-bench run``."""
     command = commands.add_parser("run", help="run the cells of a benchmark and write its report")
     _add_words(command)
-    add_sitting_options(command)
+    add_session_options(command)
     command.add_argument("--retry", action="store_true", help="run failed cells again")
     # A job of the previous wave passes --wave; users do not need it.
     command.add_argument("--wave", type=int, default=0, help=argparse.SUPPRESS)
-    command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
-    command.set_defaults(run_command=_run)
+    command.add_argument("--sbatch", default="", help="options of sbatch, for --launcher slurm")
+    command.set_defaults(run_command=run)
 
 
-def add_sitting_options(command: Parser) -> None:
-    """Add the options of commands whose work may take several sittings."""
-    command.add_argument(
-        "--results",
-        type=Path,
-        help="folder of packed results: finished runs are taken from it and added to it",
-    )
+def add_session_options(command: Parser) -> None:
+    """Add the options of commands whose work may need more time than there is."""
+    # Only the contest keeps results.
+    command.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     command.add_argument(
         "--minutes",
         type=float,
         help="start no run after this time, and say how many are left (0: only computed cells)",
     )
+
+
+def time_limit(
+    options: argparse.Namespace, benchmark: Benchmark, part: str, runs_dir: str
+) -> WorkSession:
+    """Return the session of a command of the package: a time limit, if it has one.
+
+    Raises:
+        UsageError: The limit is negative, or the command has ``--results``.
+    """
+    from kfac_bench.benchmark.grid import WorkSession
+
+    if options.results is not None:
+        raise UsageError(
+            f"--results {options.results}: only the contest keeps results; in a clone write "
+            f"python -m benchmarks.contest {options.command} {options.benchmark} --results ..."
+        )
+    return WorkSession(options.minutes)
 
 
 def add_report(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -82,9 +99,17 @@ def _add_words(command: Parser) -> None:
         "words",
         nargs="*",
         default=[],  # otherwise argparse says that a word is required
-        metavar="WORD",
-        help="profile=smoke|cpu|one_gpu|paper, launcher=local|slurm, or an override of kfac-train",
+        metavar="OPTION=VALUE",
+        help="options of kfac-train for all runs",
     )
+    command.add_argument("--profile", metavar="SIZE", help="smoke, cpu, one_gpu or paper")
+    command.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="run on this machine (default), or submit jobs",
+    )
+    command.set_defaults(parser=command)
     command.add_argument(
         "--seeds", type=_seed, nargs="+", default=[], help="replace the benchmark's own seeds"
     )
@@ -115,7 +140,7 @@ def _list(options: argparse.Namespace) -> int:
         say(f"## {group}\n" if options.markdown else group)
         for each in entries:
             source = f" ({each.source})" if each.source else ""
-            sizes = f"; profile={'|'.join(each.sizes)}" if each.sizes else ""
+            sizes = f"; --profile {'|'.join(each.sizes)}" if each.sizes else ""
             if options.markdown:
                 say(f"* `{each.name}`: {each.title}{source}{sizes}")
             else:
@@ -131,16 +156,16 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(options: argparse.Namespace, only: str) -> tuple[list[BenchmarkRow], str]:
-    """Return the rows that the options name, with the cells of `only`, and the launcher."""
+def _rows(options: argparse.Namespace, only: str) -> list[BenchmarkRow]:
+    """Return the rows that the options name, with the cells of `only`."""
     from kfac_bench.benchmark import suite
 
     _separate_seeds(options)
-    own, overrides = split_words(options.words, {"profile": "", "launcher": "local"})
-    launcher = one_of("launcher", own["launcher"], ("local", "slurm"))
+    overrides = options.words
     if any(word.lstrip("+").startswith("runs_dir=") for word in overrides):
         raise UsageError("runs_dir: write --runs-dir DIR, because the report goes there too")
-    profile, seeds = own["profile"] or None, options.seeds or None
+    refuse_old_words(overrides, options.parser)
+    profile, seeds = options.profile, options.seeds or None
     names = suite.names(options.benchmark, profile)
     if len(names) > 1 and options.runs_dir:
         raise UsageError(f"--runs-dir {options.runs_dir}: name one benchmark instead of {ALL}")
@@ -148,20 +173,24 @@ def _rows(options: argparse.Namespace, only: str) -> tuple[list[BenchmarkRow], s
     for row in rows:
         if overrides and row.cells:
             row.cells[0].config()  # A wrong override is reported before anything runs.
-    return rows, launcher
+    return rows
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(
+    options: argparse.Namespace,
+    open_session: Callable[[argparse.Namespace, Benchmark, str, str], WorkSession] = time_limit,
+    program: str = "kfac-bench",
+) -> int:
+    """Run the cells, write the report, and print the next command."""
     from kfac_bench.benchmark import suite
-    from kfac_bench.benchmark.sitting import open_sitting
 
-    has_sitting = options.results is not None or options.minutes is not None
-    if options.benchmark == ALL and (has_sitting or options.only):
+    has_limit = options.results is not None or options.minutes is not None
+    if options.benchmark == ALL and (has_limit or options.only):
         raise UsageError(f"--results, --minutes and --only need one benchmark instead of {ALL}")
-    rows, launcher = _rows(options, options.only)
-    if launcher == "slurm":
-        if has_sitting:
-            raise UsageError("--results and --minutes do not fit launcher=slurm")
+    rows = _rows(options, options.only)
+    if options.launcher == "slurm":
+        if has_limit:
+            raise UsageError("--results and --minutes do not fit --launcher slurm")
         return _submit(rows, options)
     began, failed = time.monotonic(), 0
     todo = [suite.cells_left(row, retry=options.retry) for row in rows]
@@ -172,19 +201,11 @@ def _run(options: argparse.Namespace) -> int:
             guess = f", about {left_s / 60:.0f} min left in all" if done else ""
             say(f"== {number}/{len(rows)} {row.name}: {row.benchmark.title}{guess}")
         try:
-            sitting = open_sitting(
-                row.name,
-                row.benchmark,
-                "table",
-                str(row.folder),
-                say,
-                options.results,
-                options.minutes,
-            )
-            failed += suite.run(row, say, retry=options.retry, sitting=sitting)
+            session = open_session(options, row.benchmark, "table", str(row.folder))
+            failed += suite.run(row, say, retry=options.retry, session=session)
             if suite.has_begun(suite.attempts(row)):  # The time may have been up before that.
                 # --only chooses what runs now. The report keeps the cells that ran before.
-                whole = _rows(options, only="")[0][0] if options.only else row
+                whole = _rows(options, only="")[0] if options.only else row
                 _report_row(whole, brief=len(rows) > 1)
         except UsageError as error:
             if len(rows) == 1:
@@ -195,24 +216,33 @@ def _run(options: argparse.Namespace) -> int:
         _report_all(rows, None)
         failures = counted(failed, "failed cell", none="no")
         say(f"{(time.monotonic() - began) / 60:.1f} min, {failures}")
-    _say_what_next(rows, options, failed)
+    _say_what_next(rows, options, failed, program)
     return 1 if failed else 0
 
 
-def _say_what_next(rows: Sequence[BenchmarkRow], options: argparse.Namespace, failed: int) -> None:
-    """Print the command that runs the other cells, or the one that draws the runs of one row."""
-    from kfac_bench.benchmark import suite
-
-    words = [options.benchmark, *options.words]
+def _words(options: argparse.Namespace) -> list[object]:
+    """Return what the user wrote after the benchmark, without the launcher."""
+    words = [*options.words]
+    words += ["--profile", options.profile] if options.profile else []
     words += ["--only", options.only] if options.only else []
     words += ["--seeds", *options.seeds] if options.seeds else []
     words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+    return words
+
+
+def _say_what_next(
+    rows: Sequence[BenchmarkRow], options: argparse.Namespace, failed: int, program: str
+) -> None:
+    """Print the command that runs the other cells, or the one that draws the runs of one row."""
+    from kfac_bench.benchmark import suite
+
+    words = [options.benchmark, *_words(options)]
     words += ["--results", options.results] if options.results else []
     left = sum(suite.cells_left(row, retry=False) for row in rows)
     if failed:
-        say_next(command_line("kfac-bench run", [*words, "--retry"]), "the failed cells again")
+        say_next(command_line(f"{program} run", [*words, "--retry"]), "the failed cells again")
     elif left:
-        say_next(command_line("kfac-bench run", words), f"the {counted(left, 'cell')} left")
+        say_next(command_line(f"{program} run", words), f"the {counted(left, 'cell')} left")
     elif len(rows) == 1 and suite.runs_of(suite.attempts(rows[0])):
         words = [rows[0].folder, "--svg", rows[0].folder / "curves.svg"]
         say_next(command_line("kfac-bench compare", words), "the curves of the runs")
@@ -221,17 +251,17 @@ def _say_what_next(rows: Sequence[BenchmarkRow], options: argparse.Namespace, fa
 
 
 def _report(options: argparse.Namespace) -> int:
-    rows, _ = _rows(options, options.only)
+    rows = _rows(options, options.only)
     if len(rows) > 1:
         _report_all(rows, options.into)
         return 0
     written = _report_row(rows[0])
     if options.into:
-        from kfac_bench.benchmark import paper
+        from kfac_bench.benchmark import write_reports
 
         if written is None:
             raise UsageError(f"--into {options.into}: {rows[0].name} has no table of quantities")
-        for file in paper.into(options.into, [written], written.verdicts, rows[0].profile):
+        for file in write_reports.into(options.into, [written], written.verdicts, rows[0].profile):
             say(f"into: {file}")
     return 0
 
@@ -248,9 +278,9 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
     if not row.benchmark.quantities:
         _compare(row)
         return None
-    from kfac_bench.benchmark import paper
+    from kfac_bench.benchmark import write_reports
 
-    written = paper.write(row)
+    written = write_reports.write(row)
     if not brief:
         _show(written.tables[0])
         if written.verdicts is not None:
@@ -261,25 +291,25 @@ def _report_row(row: BenchmarkRow, *, brief: bool = False) -> RowReport | None:
 
 
 def _report_all(rows: Sequence[BenchmarkRow], into: Path | None) -> None:
-    from kfac_bench.benchmark import paper, verdict
+    from kfac_bench.benchmark import result_tables, write_reports
 
     written = []
     for row in rows:
         try:
-            written.append(paper.write(row))
+            written.append(write_reports.write(row))
         except UsageError as error:
             say(str(error))
-    verdicts = verdict.table(rows)
+    verdicts = result_tables.verdicts(rows)
     if verdicts is not None:
         say(verdicts.markdown())
-    for file in paper.write_all(written, into, verdicts, rows[0].profile):
+    for file in write_reports.write_all(written, into, verdicts, rows[0].profile):
         say(f"all: {file}")
 
 
 def _compare(row: BenchmarkRow) -> None:
     """Report as ``kfac-bench compare``, for a benchmark without quantities."""
     from kfac_bench.benchmark import run_end, suite
-    from kfac_bench.benchmark.sheet import AttemptState
+    from kfac_bench.benchmark.suite import AttemptState
     from kfac_bench.cli import compare_command
     from kfac_bench.record.events import EVENTS_FILE
 
@@ -331,14 +361,11 @@ def _terminal(table: Table) -> rich.table.Table:
 
 
 def _submit(rows: Sequence[BenchmarkRow], options: argparse.Namespace) -> int:
-    from kfac_bench.benchmark import jobs
+    from kfac_bench.benchmark import slurm_jobs
 
-    words = [*options.words]
-    words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
-    words += ["--only", options.only] if options.only else []
-    words += ["--seeds", *map(str, options.seeds)] if options.seeds else []
+    words = [*map(str, _words(options)), "--launcher", "slurm"]
     for row in rows:
         sbatch = options.sbatch.split()
-        for line in jobs.submit(row, words, options.wave, sbatch, retry=options.retry):
+        for line in slurm_jobs.submit_wave(row, words, options.wave, sbatch, retry=options.retry):
             say(line)
     return 0

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfac_bench.cli.entry import Parser, command_line, say_next
-from kfac_bench.config.command_options import one_of, split_words
+from kfac_bench.config.command_options import refuse_old_words
 from kfac_bench.errors import UsageError
 from kfac_bench.output import say
 
 if TYPE_CHECKING:
-    from kfac_bench.benchmark.own_problem.asked import Asked
-    from kfac_bench.benchmark.own_problem.study_folder import Question
+    from kfac_bench.benchmark.own_problem.study_input import Asked
+    from kfac_bench.benchmark.own_problem.study_plan import Question
 
 MINUTES, QUICK_MINUTES = 30.0, 2.0
 SEEDS, QUICK_SEEDS = 5, 3
@@ -59,8 +59,14 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "words",
         nargs="*",
-        metavar="WORD",
-        help="launcher=local|slurm, or an override of kfac-train for all runs",
+        metavar="OPTION=VALUE",
+        help="options of kfac-train for all runs",
+    )
+    command.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="run on this machine (default), or submit a job",
     )
     command.add_argument(
         "--minutes", type=float, help=f"time of the whole study in minutes (default: {MINUTES:g})"
@@ -86,13 +92,13 @@ def add_try(commands: argparse._SubParsersAction[Parser]) -> None:
     command.add_argument(
         "--runs-dir", type=Path, help="folder of the study (default: runs/try-NAME)"
     )
-    command.add_argument("--sbatch", default="", help="options of sbatch, for launcher=slurm")
-    command.set_defaults(run_command=_try)
+    command.add_argument("--sbatch", default="", help="options of sbatch, for --launcher slurm")
+    command.set_defaults(run_command=_try, parser=command)
 
 
 def _try(options: argparse.Namespace) -> int:
-    own, words = split_words(options.words, {"launcher": "local"})
-    launcher = one_of("launcher", own["launcher"], ("local", "slurm"))
+    words, launcher = options.words, options.launcher
+    refuse_old_words(words, options.parser)
     _check_numbers(options, launcher)
     from kfac_bench.config import problem_file
 
@@ -120,20 +126,20 @@ def _check_numbers(options: argparse.Namespace, launcher: str) -> None:
 
 def _asked(options: argparse.Namespace, file: str, words: list[str]) -> tuple[Asked, Question]:
     """Return what the study is about; each optimizer's first setting is composed as a check."""
-    from kfac_bench.benchmark.own_problem import spaces
-    from kfac_bench.benchmark.own_problem.asked import Asked, base_words
-    from kfac_bench.benchmark.own_problem.study_folder import Question
+    from kfac_bench.benchmark.own_problem import study_input
+    from kfac_bench.benchmark.own_problem.study_input import Asked, base_words
+    from kfac_bench.benchmark.own_problem.study_plan import Question
     from kfac_bench.benchmark.trials import overrides_of
     from kfac_bench.config import compose, problem_file
 
-    names = spaces.choose(options.optimizers)
-    _check_words(words, spaces.chosen_options(names))
-    starts = spaces.starts_from(options.start) if options.start is not None else {}
+    names = study_input.choose(options.optimizers)
+    _check_words(words, study_input.chosen_options(names))
+    starts = study_input.starts_from(options.start) if options.start is not None else {}
     named = problem_file.chosen([f"{problem_file.WORD}{file}", *words])
     assert named is not None
     has_likelihood = named.problem.likelihood is not None
     candidates = {
-        name: spaces.candidates(name, has_likelihood=has_likelihood, start=starts.get(name))
+        name: study_input.candidates(name, has_likelihood=has_likelihood, start=starts.get(name))
         for name in names
     }
     seeds = QUICK_SEEDS if options.quick else SEEDS
@@ -165,7 +171,7 @@ def _check_words(words: list[str], chosen: set[str]) -> None:
 
 def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> int:
     from kfac_bench.benchmark.own_problem import answer, study
-    from kfac_bench.benchmark.own_problem.study_folder import StudyFolder
+    from kfac_bench.benchmark.own_problem.study_plan import StudyFolder
 
     look = "a quick look of" if is_quick else "a study of"
     minutes = "1 minute" if asked.minutes == 1 else f"{asked.minutes:g} minutes"
@@ -195,14 +201,14 @@ def _study(asked: Asked, question: Question, path: Path, *, is_quick: bool) -> i
 
 def _submit(options: argparse.Namespace, words: list[str], file: str, folder: Path) -> int:
     """Submit one job that runs the same command on its node."""
-    from kfac_bench.benchmark import slurm_submit
-    from kfac_bench.benchmark.jobs import KFAC_BENCH
+    from kfac_bench.benchmark import slurm_jobs
+    from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 
     command = [sys.executable, *KFAC_BENCH, "try", file, *words, "--ranks", str(options.ranks)]
     command += ["--quick"] if options.quick else ["--minutes", f"{options.minutes:g}"]
     command += ["--from", str(options.start)] if options.start is not None else []
     command += ["--optimizers", options.optimizers] if options.optimizers else []
     command += ["--runs-dir", str(folder)]
-    (job,) = slurm_submit.submit({}, command, folder, options.sbatch.split())
+    (job,) = slurm_jobs.submit({}, command, folder, options.sbatch.split())
     say(f"job {job} submitted; it writes the verdict to {folder}/verdict.txt and verdict.html")
     return 0

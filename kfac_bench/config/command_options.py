@@ -1,28 +1,42 @@
 """Options of a command itself, in addition to the overrides of kfac-train.
 
-``kfac-plan``, ``kfac-plan simulate`` and ``kfac-bench run|scaling`` take words such as
-``world_size=4 model=resnet50`` in any order: here the first word is an option of the command, and
-the second word is an override.
+A command such as ``kfac-plan --world-size 4 model=resnet50`` has options with two dashes, which
+argparse reads, and overrides for Hydra, in any order.
 """
 
+import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kfac_bench.errors import UsageError
 
 
-def split_words(
-    words: Sequence[str], defaults: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    """Return the command's own options, with `defaults` filled in, and all other words."""
-    own, overrides = dict(defaults), []
+def _long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the options of a command that take a value, by their names without dashes."""
+    return {
+        each.dest: each
+        for each in parser._actions
+        if each.option_strings and each.nargs is None and each.dest != "version"
+    }
+
+
+def refuse_old_words(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise :class:`UsageError` for a word such as ``world_size=4`` that is an option now."""
+    known = _long_options(parser)
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and name in own:
-            own[name] = value
-        else:
-            overrides.append(word)
-    return own, overrides
+        if equals and name in known:
+            raise UsageError(f"{word}: write {known[name].option_strings[-1]} {value}")
+
+
+def given_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options with values that are not the defaults, as words of a command line."""
+    words: list[str] = []
+    for name, action in _long_options(parser).items():
+        value = getattr(options, name)
+        if value != action.default:
+            words += [action.option_strings[-1], str(value)]
+    return words
 
 
 def quoted(text: str) -> str:
@@ -41,20 +55,13 @@ def path_word(option: str, path: object) -> str:
     return f"{option}={path if is_plain else quoted(str(path))}"
 
 
-def one_of(name: str, text: str, choices: Sequence[str]) -> str:
-    """Return `text`; raise :class:`UsageError` if it is not one of the choices."""
-    if text not in choices:
-        raise UsageError(f"{name}={text}: choose one of {', '.join(choices)}")
-    return text
-
-
 def whole_number(name: str, text: str, most: int | None = None) -> int:
     """Return the whole number from 1 to `most`; raise :class:`UsageError` for other texts."""
     # isdecimal alone accepts digits of other scripts; 13 digits keep int() fast.
     is_whole = text.isascii() and text.isdecimal() and len(text) < 14
     if not is_whole or int(text) < 1 or (most is not None and int(text) > most):
         limit = "" if most is None else f" and at most {most}"
-        raise UsageError(f"{name}={text}: expected a whole number of at least 1{limit}")
+        raise UsageError(f"{_given(name, text)}: expected a whole number of at least 1{limit}")
     return int(text)
 
 
@@ -66,5 +73,10 @@ def real_number(name: str, text: str, *, allow_zero: bool = False) -> float:
         value = -1.0
     if not (0 < value < 1e9 or (allow_zero and value == 0)):
         least = "of at least 0" if allow_zero else "above 0"
-        raise UsageError(f"{name}={text}: expected a number {least}")
+        raise UsageError(f"{_given(name, text)}: expected a number {least}")
     return value
+
+
+def _given(name: str, text: str) -> str:
+    """Return what the user wrote: ``--rounds 0``, or ``ranks=0`` in a file."""
+    return f"{name} {text}" if name.startswith("--") else f"{name}={text}"

@@ -92,7 +92,7 @@ def load(
     """
     recipe = recipes.choose(overrides, config_dir, ranks)
     overrides = recipes.apply(expanded(overrides, config_dir), recipe)
-    search = [] if config_dir is None else [_search_path(config_dir)]
+    search = _search_path(folders(config_dir)[:-1])
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -104,8 +104,10 @@ def load(
     return from_composed(composed)
 
 
-def _search_path(config_dir: Path) -> str:
-    return f"hydra.searchpath=[{quoted(received_files.search_path(config_dir))}]"
+def _search_path(more: Sequence[Path]) -> list[str]:
+    """Return the override that lets Hydra search folders beside conf/."""
+    paths = ",".join(quoted(received_files.search_path(folder)) for folder in more)
+    return [f"hydra.searchpath=[{paths}]"] if more else []
 
 
 def expanded(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:

@@ -19,6 +19,19 @@ CONF_DIR = next(p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if p.is
 PROFILES = ("smoke", "one_gpu", "paper")
 
 
+ADDED: list[Path] = []
+"""Folders with the same groups that a program beside this package has added, as the contest in
+benchmarks/ does."""
+
+
+IN_THE_CONTEST = {
+    "benchmark": ("contest", "embedded", "one_rate"),
+    "experiment": ("contest/", "contest_twice/", "embedded/"),
+    "optimizer": ("kl_shampoo", "kl_soap"),
+}
+"""By group, the beginnings of the choices that have left the package."""
+
+
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
     """Return the choices of a config group, such as ``options_of("model")``.
 
@@ -49,7 +62,27 @@ def folders(config_dir: Path | None) -> list[Path]:
 
     The user's folder comes first, because Hydra's errors are about the user's files.
     """
-    return [d for d in (config_dir, CONF_DIR) if d is not None]
+    return [d for d in (config_dir, *ADDED, CONF_DIR) if d is not None]
+
+
+def moved(group: str, word: str) -> str | None:
+    """Return the line that says where a choice is that has left the package for the contest."""
+    if group not in IN_THE_CONTEST or not word.startswith(IN_THE_CONTEST[group]):
+        return None
+    if group == "experiment":
+        return (
+            f"experiment={word}: is not in the package; in a clone add "
+            "--config-dir benchmarks/contest/conf"
+        )
+    return (
+        f"{group}={word}: is not in the package; in a clone run it with "
+        "python -m benchmarks.contest"
+    )
+
+
+def file_of(group: str, name: str) -> Path:
+    """Return the file of a choice of a group, as :func:`options_of` lists it."""
+    return next(path for d in folders(None) if (path := d / group / f"{name}.yaml").is_file())
 
 
 def with_profiles(overrides: Sequence[str], folders: Iterable[Path]) -> list[str]:

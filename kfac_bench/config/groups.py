@@ -216,8 +216,8 @@ class OptimizerConfig(Section):
     lr: float = option(MISSING, "learning rate", RESULT, above=0)
     weight_decay: float = option(
         0.0,
-        "L2 penalty (sgd, adam, lars, shampoo), decoupled decay (adamw, muon, soap, kl_shampoo, "
-        "kl_soap), or part of the update (lamb)",
+        "L2 penalty (sgd, adam, lars, shampoo), decoupled decay (adamw, muon, soap), or part of "
+        "the update (lamb)",
         RESULT,
         at_least=0,
     )

@@ -119,9 +119,10 @@ def _of_word(word: str, config_dir: Path | None) -> list[str]:
     if group == HARDWARE:
         return _files_of(
             HARDWARE,
-            "hardware=NAME: the machine that a simulation is about. kfac-plan simulate and "
+            "--hardware NAME: the machine that a simulation is about. kfac-plan simulate and "
             "kfac-bench scaling take this option. NAME may also be the path of your own YAML file.",
             config_dir,
+            "--hardware ",
         )
     if group in WORDS:
         return _wrapped(WORDS[group], "")
@@ -137,6 +138,7 @@ def _of_group(group: str, known: dict[str, Owners], config_dir: Path | None) -> 
             "data and model by themselves. Other options of the command replace those of the "
             "recipe. recipe=none turns it off.",
             config_dir,
+            f"{RECIPE}=",
         )
     lines = [] if group == "trainer" else _choices(group, config_dir)
     if group == EXPERIMENT:
@@ -161,8 +163,11 @@ def _of_choice(group: str, choice: str) -> list[str]:
     return lines
 
 
-def _files_of(group: str, about: str, config_dir: Path | None) -> list[str]:
-    """Return the files of a folder of conf/, each with what its first sentence says."""
+def _files_of(group: str, about: str, config_dir: Path | None, before: str) -> list[str]:
+    """Return the files of a folder of conf/, each with what its first sentence says.
+
+    ``before`` is what a user writes before the name of a file.
+    """
     lines = _wrapped(about, "")
     # A file of the user's own folder replaces the file of the same name.
     files = {
@@ -171,7 +176,7 @@ def _files_of(group: str, about: str, config_dir: Path | None) -> list[str]:
         for file in (folder / group).glob("*.yaml")
     }
     for name, file in sorted(files.items()):
-        lines += [f"  {group}={name}", *_wrapped(first_sentence(file))]
+        lines += [f"  {before}{name}", *_wrapped(first_sentence(file))]
     return lines
 
 

@@ -6,7 +6,6 @@ no torch: ``kfac-train --help`` and the completion read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -84,54 +83,6 @@ class EigenAdamConfig(MomentsConfig):
                 "kfac=eigen_adam, or with an experiment kfac.method=eigen_adam kfac.damping=null "
                 "kfac.kl_clip=null kfac.grafting=false"
             )
-
-
-@dataclass
-class KLShampooConfig(MomentsConfig):
-    """KL-Shampoo; vectors are updated by Adam, convolutions as matrices [out, in * k * k].
-
-    ``beta2`` is the decay of the factors, and of Adam's second moments. ``eps`` is added to the
-    roots of the factors' eigenvalues.
-    """
-
-    is_elementwise: ClassVar[bool] = False
-    fits_dtensors: ClassVar[bool] = False
-
-    nesterov: bool = option(
-        False, "mix the gradient into the first moment, as Nesterov's momentum does", RESULT
-    )
-    precondition_freq: int = option(10, "steps between QR steps of eigenbases", RESULT, at_least=1)
-    max_dim: int = option(
-        10000, "largest side of a weight that gets an eigenbasis", RESULT, at_least=1
-    )
-
-    def build(self, groups: list[ParameterGroup], model: nn.Module) -> Optimizer:
-        from kfac_bench.optimizers.kl_optimizers import KLShampoo
-
-        return KLShampoo(groups, **self.settings())
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that KL-Shampoo and KL-SOAP share."""
-        return {
-            **super().settings(),
-            "nesterov": self.nesterov,
-            "precondition_freq": self.precondition_freq,
-            "max_dim": self.max_dim,
-        }
-
-
-@dataclass
-class KLSOAPConfig(KLShampooConfig):
-    """KL-SOAP; vectors are updated by Adam, convolutions as matrices [out, in * k * k].
-
-    ``beta2`` is the decay of the factors and of the second moments. ``eps`` is added to the root of
-    the second moments.
-    """
-
-    def build(self, groups: list[ParameterGroup], model: nn.Module) -> Optimizer:
-        from kfac_bench.optimizers.kl_optimizers import KLSOAP
-
-        return KLSOAP(groups, **self.settings())
 
 
 @dataclass
@@ -224,13 +175,11 @@ class SOAPConfig(MomentsConfig):
         )
 
 
-CHOICES: Mapping[str, type[OptimizerConfig]] = {
+CHOICES: dict[str, type[OptimizerConfig]] = {
     "adam": AdamConfig,
     "adamw": AdamWConfig,
     "eigen_adam": EigenAdamConfig,
     "fused_lamb": FusedLAMBConfig,
-    "kl_shampoo": KLShampooConfig,
-    "kl_soap": KLSOAPConfig,
     "lamb": LAMBConfig,
     "lars": LARSConfig,
     "muon": MuonConfig,

@@ -10,19 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
 from kfac_bench.record.event_log import lost_events
 from kfac_bench.record.events import (
     Evaluated,
+    Event,
     RecordGap,
     RunEnded,
     RunStarted,
     TargetReached,
     Trained,
 )
-from kfac_bench.record.packed_runs import PackedRun
 from kfac_bench.record.runs import (
     Run,
     Setting,
@@ -38,6 +39,15 @@ from kfac_bench.record.runs import (
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+
+
+class WithEvents(Protocol):
+    """A run, or a part of its record that a program keeps: its events, in order."""
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class Row:
     final: float
 
 
-def target_reached(run: Run | PackedRun) -> TargetReached | None:
+def target_reached(run: WithEvents) -> TargetReached | None:
     """Return the event of the moment when the target was met; None if it was missed.
 
     This is the first event of a target that is as hard as that of the run's first start. A later
@@ -83,14 +93,14 @@ def target_reached(run: Run | PackedRun) -> TargetReached | None:
     return None
 
 
-def time_to_target_s(run: Run | PackedRun) -> float:
+def time_to_target_s(run: WithEvents) -> float:
     """Return the training seconds until the target was met; infinite if it was missed."""
     event = target_reached(run)
     seconds = math.inf if event is None else number(event.train_s)
     return math.inf if math.isnan(seconds) else seconds
 
 
-def steps_to_target(run: Run | PackedRun) -> float:
+def steps_to_target(run: WithEvents) -> float:
     """Return the optimizer steps until the target was met; infinite if it was missed."""
     event = target_reached(run)
     steps = math.inf if event is None else number(event.step)

@@ -1,8 +1,8 @@
 """Reports on runs, made from their event files alone: Markdown, a terminal table, one HTML page.
 
 Texts in event files are not trusted, so each output format escapes them in its own way.
-:mod:`.comparison` reads the runs and :mod:`.words` writes their numbers. :mod:`.page` makes the
-page from :mod:`.charts` (the data of its curves) and :mod:`.html_table` (tables to sort).
+:mod:`.comparison` reads the runs, :mod:`.tables` writes their numbers, :mod:`.curves` draws them,
+and :mod:`.page` makes the page from its :mod:`.page_parts`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,15 +14,15 @@ from kfac_bench.report.curves import curves_svg as curves_svg
 from kfac_bench.report.curves import figure_svg as figure_svg
 from kfac_bench.report.page import TITLE
 from kfac_bench.report.page import html as html
+from kfac_bench.report.tables import COLUMNS as COLUMNS
 from kfac_bench.report.tables import Table
-from kfac_bench.report.words import COLUMNS as COLUMNS
-from kfac_bench.report.words import between as between
-from kfac_bench.report.words import cells as cells
-from kfac_bench.report.words import count as count
-from kfac_bench.report.words import markdown_table as markdown_table
-from kfac_bench.report.words import metric as metric
-from kfac_bench.report.words import seconds as seconds
-from kfac_bench.report.words import terminal_table as terminal_table
+from kfac_bench.report.tables import between as between
+from kfac_bench.report.tables import cells as cells
+from kfac_bench.report.tables import count as count
+from kfac_bench.report.tables import markdown_table as markdown_table
+from kfac_bench.report.tables import metric as metric
+from kfac_bench.report.tables import seconds as seconds
+from kfac_bench.report.tables import terminal_table as terminal_table
 from kfac_bench.whole_files import write_text
 
 

@@ -22,6 +22,7 @@ from kfac_bench.record.score import (
     thin,
     worst_shown,
 )
+from kfac_bench.report.comparison import finding
 from kfac_bench.report.figure_style import (
     INK,
     Style,
@@ -30,7 +31,6 @@ from kfac_bench.report.figure_style import (
     to_svg,
     use_log_heights,
 )
-from kfac_bench.report.finding import finding
 
 MAX_POINTS = 400
 """Points of a curve; a reader cannot see more in a panel."""

@@ -22,16 +22,23 @@ from kfac_bench.record.score import (
     steps_to_target,
     time_to_target_s,
 )
-from kfac_bench.report.album import Album
-from kfac_bench.report.charts import chart, content_hash, embed, most_points
-from kfac_bench.report.comparison import Comparison
+from kfac_bench.report.comparison import Comparison, finding
 from kfac_bench.report.curves import by_task, styles
 from kfac_bench.report.figure_style import Style
-from kfac_bench.report.finding import finding
-from kfac_bench.report.html_table import HtmlCell, HtmlTable, cell, link_from, to_html_table
-from kfac_bench.report.stage_bars import stage_bars
-from kfac_bench.report.tables import DASH, Table
-from kfac_bench.report.words import NO_TARGET, between, count, metric, seconds
+from kfac_bench.report.page_parts import (
+    Album,
+    HtmlCell,
+    HtmlTable,
+    cell,
+    chart,
+    content_hash,
+    embed,
+    link_from,
+    most_points,
+    stage_bars,
+    to_html_table,
+)
+from kfac_bench.report.tables import DASH, NO_TARGET, Table, between, count, metric, seconds
 
 TITLE = "Time to target"
 TEMPLATE = "report/page.html.jinja"

@@ -1,7 +1,23 @@
-"""conf/hardware/NAME.yaml: the rates of a machine, each with its source."""
+"""The model of a machine, and how conf/hardware/NAME.yaml describes it: each rate with its source.
+
+:class:`Rates` times one piece of work. :class:`Network` times one message by Hockney's model: a
+latency per hop and a bandwidth. Messages travel in rings or in trees, inside a node or between
+nodes. With p ranks, alpha seconds per hop and beta bytes per second, a payload of m bytes takes
+
+====================  =========================================  ============================
+message               ring                                       tree
+====================  =========================================  ============================
+all-reduce            2 (p-1) alpha + 2 (p-1)/p m / beta         2 ceil(log2 p) alpha + 2 m / beta
+broadcast or reduce   (p-1) alpha + m / beta                     ceil(log2 p) alpha + m / beta
+====================  =========================================  ============================
+
+The formulas are those of Thakur, Rabenseifner and Gropp (2005). Trees are pipelined, like NCCL's
+double binary trees. Nothing here imports torch.
+"""
 
 import math
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,10 +25,115 @@ from typing import Any
 import yaml
 
 from kfac_bench import plain_yaml
+from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.conduct import CONDUCTS
-from kfac_bench.simulate.network import ALGORITHMS, Network, NetworkLink
-from kfac_bench.simulate.rates import DEFAULT, Rates
+
+ALGORITHMS = ("ring", "tree", "best")
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLink:
+    """The connection between two ranks."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Nodes of ``ranks_per_node`` consecutive ranks; each node has one ``inter`` link."""
+
+    ranks_per_node: int
+    intra: NetworkLink
+    inter: NetworkLink
+    algorithm: str = "best"
+    """``ring``, ``tree``, or ``best``: the faster of both for each message."""
+
+    def link(self, ranks: Sequence[int]) -> NetworkLink:
+        """Return the link of each hop of a message among ``ranks``.
+
+        A group with m ranks on a node shares the node's link with the other groups of that node.
+        The model assumes that all groups send at the same time, so this group gets
+        m / ranks_per_node of the bandwidth.
+        """
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        if nodes == 1:
+            return self.intra
+        share = min(1.0, len(ranks) / nodes / self.ranks_per_node)
+        return NetworkLink(self.inter.latency_s, self.inter.bandwidth_bytes_per_s * share)
+
+    def all_reduce_s(self, payload_bytes: float, ranks: Sequence[int]) -> float:
+        """Return the seconds until all of ``ranks`` have the sum of a message."""
+        return self._seconds(2, payload_bytes, ranks)
+
+    def rooted_s(self, payload_bytes: float, ranks: Sequence[int]) -> float:
+        """Return the seconds of a broadcast from one of ``ranks``, or of a reduction to it."""
+        return self._seconds(1, payload_bytes, ranks)
+
+    def _seconds(self, passes: int, payload_bytes: float, ranks: Sequence[int]) -> float:
+        p = len(ranks)
+        if p == 1:
+            return 0.0
+        link = self.link(ranks)
+        wire = payload_bytes / link.bandwidth_bytes_per_s
+        # In an all-reduce a rank need not send its own part of the payload to itself.
+        share = (p - 1) / p if passes == 2 else 1.0
+        ring = passes * ((p - 1) * link.latency_s + share * wire)
+        tree = passes * (math.ceil(math.log2(p)) * link.latency_s + wire)
+        return {"ring": ring, "tree": tree, "best": min(ring, tree)}[self.algorithm]
+
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The sustained rates of one rank."""
+
+    step_flops_per_s: Mapping[str, float]
+    """Rate of forward and backward, by model; ``default`` holds for all others."""
+    factor_flops_per_s: float
+    precondition_flops_per_s: float
+    eigen_s: Mapping[int, float]
+    """Seconds of the eigendecomposition of an [n, n] matrix, by n. A single n is scaled by n^3."""
+    inverse_s: Mapping[int, float]
+    """Seconds of the inverse of an [n, n] matrix, by n."""
+    qr_s: Mapping[int, float] | None = None
+    """Seconds of one QR step from the last eigenvectors, by n. None: ``eigen_s``, because both
+    take about 14/3 n^3 FLOPs. Then eigen_adam's decompositions may be simulated too long."""
+    step_s: float = 0.0
+    """Seconds of each step beside its FLOPs and its calls, such as waiting for images."""
+    op_s: float = 0.0
+    """Seconds of the host for one call of :class:`.Conduct`: a kernel launch, a message that is
+    started or awaited, or a scalar that is read."""
+
+    def step(self, flops: float, family: str) -> float:
+        """Return the seconds of forward and backward."""
+        rate = self.step_flops_per_s.get(family, self.step_flops_per_s[DEFAULT])
+        return self.step_s + flops / rate
+
+    def decompose(self, n: int, method: str) -> float:
+        """Return the seconds to decompose one [n, n] factor; eigen_adam takes QR steps."""
+        if method == "inverse":
+            return interpolate(self.inverse_s, n)
+        return interpolate((method == EIGEN_ADAM and self.qr_s) or self.eigen_s, n)
+
+
+def interpolate(seconds: Mapping[int, float], n: int) -> float:
+    """Return the time of size `n`, on straight lines between the logarithms of sizes and times.
+
+    The first and the last line continue beyond the sizes that were measured.
+    """
+    sizes = sorted(seconds)
+    if len(sizes) == 1:
+        return seconds[sizes[0]] * math.pow(n / sizes[0], 3)
+    # Between sizes[i - 1] and sizes[i]; the limits choose an outer line for an `n` outside of all.
+    i = min(max(bisect_left(sizes, n), 1), len(sizes) - 1)
+    low, high = sizes[i - 1], sizes[i]
+    slope = math.log(seconds[high] / seconds[low]) / math.log(high / low)
+    return seconds[low] * math.pow(n / low, slope)
+
 
 KEYS = ("network", "rates", "overlap", "crowding", "epoch_s", "precision", "conduct", "ratio_error")
 

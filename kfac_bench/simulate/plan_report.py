@@ -130,7 +130,7 @@ def default_path(run: DryRun) -> Path:
 
 def write(run: DryRun, path: Path) -> None:
     """Write the JSON file; raise :class:`UsageError` if it cannot be written."""
-    write_text(path, to_json(run), f"out={path}", make_folder=True)
+    write_text(path, to_json(run), f"--out {path}", make_folder=True)
 
 
 def to_json(run: DryRun) -> str:

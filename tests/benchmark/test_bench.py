@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import forked, grid, run_end, schema
+from kfac_bench.benchmark import grid, local_runs, run_end, schema
 from kfac_bench.benchmark.grid import Cell
 from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile
 from kfac_bench.config import compose, conf_files
@@ -145,14 +145,6 @@ def test_a_broken_benchmark_gives_a_one_line_error(tmp_path, monkeypatch, text, 
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
-    contest, twice = schema.load("contest"), schema.load("contest_twice")
-    assert twice.tuning.space == contest.tuning.space
-    assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
-    assert twice.axes == contest.axes | {"task": twice.axes["task"]}
-    assert twice.held_out == []
-
-
 def test_a_benchmark_may_extend_one_that_extends_another(tmp_path, monkeypatch):
     (tmp_path / "benchmark").mkdir()
     for name, text in {
@@ -179,7 +171,7 @@ def started(monkeypatch):
         calls.append(tuple(overrides))
         return 1, "it broke"
 
-    monkeypatch.setattr(forked, "train", train)
+    monkeypatch.setattr(local_runs, "train_forked", train)
     return calls
 
 
@@ -223,7 +215,7 @@ def test_a_failed_cell_is_recorded_and_not_run_again_without_retry(tmp_path, sta
 def test_an_interrupted_run_continues_at_the_next_start(tmp_path, started, monkeypatch, code):
     [cell] = grid.cells(small(), str(tmp_path))[:1]
     with monkeypatch.context() as stopped:
-        stopped.setattr(forked, "train", lambda overrides: (code, "bye"))
+        stopped.setattr(local_runs, "train_forked", lambda overrides: (code, "bye"))
         assert grid.run_cell(cell) == (False, f"interrupted: kfac-train: bye (exit code {code})")
     assert run_end.failure(cell.path()) is None
     grid.run_cell(cell)
@@ -250,7 +242,7 @@ def test_a_cell_waits_for_the_run_that_it_starts_from(tmp_path, started, monkeyp
     first = Cell("first", ("model=resnet8", f"runs_dir={tmp_path}", "run_id=first"))
     cell = Cell("cell", ("model=resnet8", f"runs_dir={tmp_path}", "seed=3"), before=(first,))
     with monkeypatch.context() as stopped:
-        stopped.setattr(forked, "train", lambda overrides: (143, "bye"))
+        stopped.setattr(local_runs, "train_forked", lambda overrides: (143, "bye"))
         assert grid.run_cell(cell) == (False, "interrupted: kfac-train: bye (exit code 143)")
     assert run_end.failure(cell.path()) is None
     write_run(first)
@@ -279,8 +271,8 @@ def test_a_profile_changes_the_options_of_a_value(tmp_path):
     assert (many.ranks, many.config().trainer.batch_size) == (2, 512)
     assert many.path().name.endswith("-2ranks")
     assert many.config().trainer.max_steps == 3
-    assert many.command()[1:4] == ["-m", "kfac_bench.benchmark.local_ranks", "2"]
-    with pytest.raises(UsageError, match="profile=paper: choose one of smoke"):
+    assert many.command()[1:4] == ["-m", "kfac_bench.benchmark.local_runs", "2"]
+    with pytest.raises(UsageError, match="--profile paper: choose one of smoke"):
         grid.cells(tree, "r", None, "paper")
     with pytest.raises(UsageError, match="has no profiles"):
         grid.cells(small(), "r", None, "smoke")
@@ -307,7 +299,7 @@ def test_the_message_of_a_cell_comes_from_its_events(tmp_path, monkeypatch):
         write_run(cell, "reached", 4)
         return 0, ""
 
-    monkeypatch.setattr(forked, "train", train)
+    monkeypatch.setattr(local_runs, "train_forked", train)
     said = []
     assert grid.run_cells([cell], said.append) == 0
     assert said == ["[1/1] resnet sgd seed 0: reached at step 4, 1.50 s"]

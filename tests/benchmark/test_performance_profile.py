@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kfac_bench import cli
 from kfac_bench.benchmark import performance_profile as pp
-from kfac_bench.benchmark.profile_figure import profile_finding, profile_svg
+from kfac_bench.benchmark.performance_profile import profile_finding, profile_svg
 from kfac_bench.record import runs
 from kfac_bench.report.figure_style import PALETTE
 from tests.record.test_score import reached, write_run

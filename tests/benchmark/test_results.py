@@ -12,18 +12,17 @@ from kfac_bench.benchmark import (
     figure,
     grid,
     measures,
-    paper,
+    result_tables,
     run_end,
     schema,
-    sheet,
     suite,
+    write_reports,
 )
-from kfac_bench.benchmark.claim import Claim
-from kfac_bench.benchmark.points import key_of
-from kfac_bench.benchmark.result import CellRuns, Measured, _beside, lines
+from kfac_bench.benchmark.result import CellRuns, Measured, _beside, key_of, lines
 from kfac_bench.benchmark.schema import (
     Benchmark,
     BenchmarkProfile,
+    Claim,
     Computed,
     FigureSpec,
     Known,
@@ -37,7 +36,7 @@ from kfac_bench.record.event_log import EventLog, JsonlSink
 from kfac_bench.record.events import Evaluated, RunEnded, RunStarted, TargetReached, Trained
 from kfac_bench.record.runs import load
 
-BEGIN = "<!-- made by kfac-bench report all profile=smoke --into -->"
+BEGIN = "<!-- made by kfac-bench report all --profile smoke --into -->"
 EVERY = {"optimizer": ["SGD", "K-FAC"], "batch": ["64", "256"]}
 ROW = Benchmark(
     "Made up",
@@ -128,7 +127,7 @@ def test_lines_have_medians_intervals_and_misses(row):
     sgd = lines["accuracy", "SGD", "64"]
     assert sgd.measured == Measured(75.0, 70.0, 80.0, 3, 0)
     assert (sgd.published, sgd.source) == (80.0, "Table 9")
-    assert sheet.ratio(sgd) == pytest.approx(75 / 80)
+    assert result_tables.ratio(sgd) == pytest.approx(75 / 80)
     kfac = lines["accuracy", "K-FAC", "64"]
     assert (kfac.measured.median, kfac.measured.seeds, kfac.measured.missed) == (40.0, 3, 1)
     assert lines["accuracy", "SGD", "256"].measured is None, "a cell that this profile has not"
@@ -147,7 +146,7 @@ def test_quantities_are_compared_seed_by_seed(row):
     assert ("less", "SGD", "64") not in lines, "SGD beside itself"
     gain = lines["gain", "K-FAC", "64"]
     assert gain.published == pytest.approx(10.0)
-    assert (gain.source, sheet.ratio(gain)) == ("from Table 9", None)
+    assert (gain.source, result_tables.ratio(gain)) == ("from Table 9", None)
 
 
 def test_a_miss_stays_a_miss_and_nothing_is_compared_with_a_miss():
@@ -163,7 +162,7 @@ def test_a_ratio_to_a_missed_target_is_an_upper_bound(row):
     ratio = lines["ratio", "SGD", "64"]
     # Twice 4.0 s beside 4.0 s, twice 5.0 s beside a miss after 9.0 s, and a process that failed.
     assert ratio.measured == Measured(pytest.approx((2 + 10 / 9) / 2), 10 / 9, 2.0, 2, 0, 1)
-    shown = sheet.compared(ROW, [ratio], [])
+    shown = result_tables.compared(ROW, [ratio], [])
     assert "at most 1.556" in shown.rows[0]
 
 
@@ -172,7 +171,12 @@ def test_a_computed_cell_has_a_column_of_its_own(row):
     assert line.measured is None
     assert line.computed > 0
     # No line has a published number, so there are no columns for them.
-    assert sheet.compared(ROW, [line], []).columns == ["optimizer", "batch", "quantity", "computed"]
+    assert result_tables.compared(ROW, [line], []).columns == [
+        "optimizer",
+        "batch",
+        "quantity",
+        "computed",
+    ]
 
 
 def test_two_computed_parts_share_a_point(row, tmp_path):
@@ -261,7 +265,7 @@ def test_times_of_phases_are_those_up_to_the_checkpoint(tmp_path, monkeypatch):
 
 
 def test_the_report_writes_the_table_and_its_files(row):
-    written = paper.write(row)
+    written = write_reports.write(row)
     text = (row.folder / "smoke.md").read_text()
     for line in (
         "| SGD | 64 | accuracy (%) | 75 | - | 70 - 80 | 3 | - | 80 | 0.9375 | Table 9 |",
@@ -292,42 +296,43 @@ def test_a_document_lists_all_rows_between_its_marks_and_each_row_has_a_page(
 ):
     monkeypatch.chdir(tmp_path)
     document = tmp_path / "doc.md"
-    document.write_text(f"# Mine\n{BEGIN}\nold\n{paper.END}\nafter\n")
-    written = [paper.write(row)]
-    paper.write_all(written, document, profile="smoke")
+    document.write_text(f"# Mine\n{BEGIN}\nold\n{write_reports.END}\nafter\n")
+    written = [write_reports.write(row)]
+    write_reports.write_all(written, document, profile="smoke")
     text = document.read_text()
     assert text.startswith(f"# Mine\n{BEGIN}\n\n**Pages of tables**\n")
     assert "| [made_up](<results/smoke/made_up.md>) |" in text
-    assert text.endswith(f"{paper.END}\nafter\n")
+    assert text.endswith(f"{write_reports.END}\nafter\n")
     assert "old" not in text
     page = (tmp_path / "results/smoke/made_up.md").read_text()
-    assert page.startswith("# made_up profile=smoke\n")
+    assert page.startswith("# made_up --profile smoke\n")
     assert "| K-FAC | 64 | seconds (s) |" in page
     assert (
-        page.removeprefix("# made_up profile=smoke") in (tmp_path / "runs/all/smoke.md").read_text()
+        page.removeprefix("# made_up --profile smoke")
+        in (tmp_path / "runs/all/smoke.md").read_text()
     )
-    paper.write_all(written, document, profile="smoke")
+    write_reports.write_all(written, document, profile="smoke")
     assert document.read_text() == text
     document.write_text("no marks")
     with pytest.raises(UsageError, match="add the lines"):
-        paper.write_all(written, document, profile="smoke")
+        write_reports.write_all(written, document, profile="smoke")
     with pytest.raises(UsageError, match="no row was run yet"):
-        paper.write_all([], None)
+        write_reports.write_all([], None)
 
 
 def test_the_page_of_a_row_with_claims_has_all_computed_numbers(row):
     of_claims = replace(row, benchmark=replace(ROW, claims=[Claim("It is small.")]))
     computed = "| K-FAC | 256 | state (MB) |"
-    written = paper.write(row)
-    assert computed not in paper.summary([written])
-    assert computed in paper.summary([replace(written, row=of_claims)])
+    written = write_reports.write(row)
+    assert computed not in write_reports.summary([written])
+    assert computed in write_reports.summary([replace(written, row=of_claims)])
 
 
 def test_a_row_without_runs_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(schema, "load", lambda name: ROW)
     fresh = suite.row("made_up", None, runs_dir=str(tmp_path))
     with pytest.raises(UsageError, match="no cell was run yet; start with kfac-bench run made_up"):
-        paper.write(fresh)
+        write_reports.write(fresh)
 
 
 def trained(step, train_s, epoch, **stage_s):
@@ -401,7 +406,7 @@ def test_a_clock_that_stands_still_gives_no_number(tmp_path):
 
 def test_the_report_keeps_the_cells_that_only_left_out(row, monkeypatch, capsys):
     monkeypatch.setattr(schema, "load", lambda name: ROW)
-    words = ["run", "made_up", "profile=smoke", "--only", "SGD", "--runs-dir", str(row.folder)]
+    words = ["run", "made_up", "--profile=smoke", "--only", "SGD", "--runs-dir", str(row.folder)]
     with pytest.raises(SystemExit) as caught:
         cli.bench(words)
     said = capsys.readouterr().out
@@ -425,7 +430,7 @@ def test_the_time_left_counts_no_cells_that_ran_before(monkeypatch, tmp_path, ca
     for cell in suite.row("one", "smoke").cells:
         write(cell.path(), 0.7, reached_s=4.0)
     with pytest.raises(SystemExit):
-        cli.bench(["run", "all", "profile=smoke"])
+        cli.bench(["run", "all", "--profile=smoke"])
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== ")]
     assert heads == [
         "== 1/3 one: Made up",
@@ -447,7 +452,7 @@ def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
         figure=FigureSpec(["loss"], "optimizer", "optimizer"),
     )
     monkeypatch.setattr(schema, "load", lambda name: tree)
-    words = ["tiny", "profile=smoke", "trainer.predictions=0", "--runs-dir", str(tmp_path / "t")]
+    words = ["tiny", "--profile=smoke", "trainer.predictions=0", "--runs-dir", str(tmp_path / "t")]
 
     def call(*arguments):
         with pytest.raises(SystemExit) as caught:
@@ -465,16 +470,16 @@ def test_a_real_cell_is_run_and_reported(tmp_path, monkeypatch, capsys):
     assert (code, events.read_bytes()) == (0, before)
     assert "(before)" in said
     runs = f"--runs-dir={tmp_path / 't'}"
-    _, said = call("run", "--retry", "tiny", "--seeds", "0", "profile=smoke", words[2], runs)
+    _, said = call("run", "--retry", "tiny", "--seeds", "0", "--profile=smoke", words[2], runs)
     assert "[1/1] K-FAC seed 0: finished at step 2" in said
     assert "(before)" in said, "an override behind an option was not the run's"
     assert call("report", *words)[0] == 0
-    code, _ = call("report", "tiny", "profile=smok", "--runs-dir", str(tmp_path / "t"))
+    code, _ = call("report", "tiny", "--profile=smok", "--runs-dir", str(tmp_path / "t"))
     assert code == 2
 
 
 def table_of(lines, **changed):
-    return sheet.compared(Benchmark(**(vars(ROW) | changed)), lines, [], "a ResNet-8")
+    return result_tables.compared(Benchmark(**(vars(ROW) | changed)), lines, [], "a ResNet-8")
 
 
 def test_numbers_of_another_model_are_named_and_not_compared(row):
@@ -495,24 +500,24 @@ def test_a_number_that_the_table_gave_says_so_and_has_no_ratio(row):
     tree = Benchmark(**(vars(ROW) | {"computed": computed, "published": published}))
     lines = suite.results(replace(row, benchmark=tree), found)
     (line,) = [x for x in lines if x.quantity == "state" and x.computed is not None]
-    assert (line.known, sheet.ratio(line)) == ("fitted", None)
-    (shown,) = sheet.compared(tree, [line], []).rows
+    assert (line.known, result_tables.ratio(line)) == ("fitted", None)
+    (shown,) = result_tables.compared(tree, [line], []).rows
     assert any(str(cell).endswith(" (fitted)") for cell in shown)
 
 
 def test_a_matrix_has_the_shape_of_the_papers_table(row):
     tree = Benchmark(**(vars(ROW) | {"matrix": MatrixSpec(["accuracy"], "batch", "optimizer")}))
-    shown = sheet.matrix(tree, list(results(row).values()))
+    shown = result_tables.matrix(tree, list(results(row).values()))
     assert shown.columns == ["batch", "accuracy, SGD", "accuracy, K-FAC"]
     assert shown.rows == [["64", "75 (80)", "40 (90)"], ["256", "\u2013 (70)", None]]
-    assert sheet.matrix(ROW, []) is None
+    assert result_tables.matrix(ROW, []) is None
 
 
 def test_a_report_of_failed_cells_names_no_figure_that_is_not_there(row, tmp_path):
     cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
     run_end.record_failure(cell.path(), "x", "out of memory", -9)
     curved = Benchmark(**(vars(ROW) | {"curves": True}))
-    written = paper.write(
+    written = write_reports.write(
         replace(row, benchmark=curved, cells=[cell], computed=[], folder=tmp_path)
     )
     assert "out of memory" in written.files[0].read_text()
@@ -544,6 +549,6 @@ def test_a_cell_that_could_not_start_is_not_called_failed(row, tmp_path):
     cell = grid.cells(ROW, str(tmp_path), [0], "smoke")[0]
     run_end.record_failure(cell.path(), "x", "first, which it starts from, failed", has_run=False)
     (attempt,) = suite.attempts(replace(row, cells=[cell], computed=[]))
-    (shown,) = sheet.attempts([attempt], tmp_path).rows
+    (shown,) = result_tables.attempts_table([attempt], tmp_path).rows
     assert shown[1] == "not run"
     assert "which it starts from" in shown[-1]

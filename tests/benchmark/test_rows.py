@@ -10,21 +10,17 @@ import pytest
 
 from kfac_bench.benchmark import (
     computed,
-    fit,
+    computed_numbers,
     grid,
-    jobs,
     measures,
-    phases,
-    plan_cells,
     run_end,
     schema,
-    simulated,
-    slurm_submit,
+    slurm_jobs,
     suite,
 )
-from kfac_bench.benchmark.points import key_of
 from kfac_bench.benchmark.result import _published as published
-from kfac_bench.benchmark.result import axes_of
+from kfac_bench.benchmark.result import axes_of, key_of
+from kfac_bench.cli import plan_command
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose
 from kfac_bench.config.conf_files import PROFILES
@@ -149,7 +145,7 @@ def test_smoke_cells_replace_those_of_the_paper():
     assert smoke[2].config().kfac.update_freq == 20
     assert len(smoke) == 4
     assert "run_id=" in smoke[0].rank_command()[-1]
-    assert paper[0].command()[2:4] == ["kfac_bench.benchmark.local_ranks", "64"]
+    assert paper[0].command()[2:4] == ["kfac_bench.benchmark.local_runs", "64"]
 
 
 def test_earlier_phases_run_first_and_are_shared():
@@ -159,7 +155,7 @@ def test_earlier_phases_run_first_and_are_shared():
     assert str(first.path()) == "runs/shared/bert-smoke-1lamb-s0"
     assert f"model.weights={first.path()}" in second.overrides
     assert f"model.weights={second.path()}/checkpoints/step-00000050" in cells[1].overrides
-    waves = jobs.waves(suite.row("table4a_bert_kfac_phase2", "smoke"))
+    waves = slurm_jobs.waves(suite.row("table4a_bert_kfac_phase2", "smoke"))
     assert [len(wave) for wave in waves] == [2, 2, 4]
     lamb = grid.cells(schema.load("table3_bert_lamb"), "runs/y", [0], "smoke")
     assert lamb[0].before[0].overrides == first.overrides, "phase 1 would be trained twice"
@@ -192,10 +188,10 @@ def test_bert_scaling_has_the_parts_of_the_paper():
 def test_plan_cells_have_the_numbers_of_kfac_plan():
     words = {"model": "resnet18", "data": "imagefolder", "ranks": "8", "examples": "2"}
     few, many = (
-        plan_cells.numbers(words | {"strategy": "hybrid_opt", "fraction": f})
+        computed_numbers.plan_numbers(words | {"strategy": "hybrid_opt", "fraction": f})
         for f in ("0.125", "1")
     )
-    all_ranks = plan_cells.numbers(words | {"strategy": "comm_opt"})
+    all_ranks = computed_numbers.plan_numbers(words | {"strategy": "comm_opt"})
     assert many["state_mb"] == all_ranks["state_mb"] > few["state_mb"]
     assert many["wire_mb_per_step"] < few["wire_mb_per_step"]
     assert few["parameters_mb"] == pytest.approx(4 * 11.689512)
@@ -204,21 +200,22 @@ def test_plan_cells_have_the_numbers_of_kfac_plan():
 def test_simulated_cells_have_the_numbers_of_kfac_plan_simulate():
     own = {"model": "resnet18", "hardware": "longhorn_v100", "ranks": "32", "examples": "16"}
     kfac = {"strategy": "comm_opt", "factors": "20", "decompose": "200", "at": "64"}
-    found = simulated.numbers(own | kfac)
-    said = simulate_options.simulate(
+    found = computed_numbers.step_numbers(own | kfac)
+    options = plan_command.simulate_parser().parse_args(
         [
             "model=resnet18",
-            "hardware=longhorn_v100",
-            "world_size=32",
-            "per_rank_batch=16",
-            "strategies=comm_opt",
+            "--hardware=longhorn_v100",
+            "--world-size=32",
+            "--per-rank-batch=16",
+            "--strategies=comm_opt",
             "kfac.method=eigen",
-            "update_freq_at=64",
+            "--update-freq-at=64",
             "kfac.update_freq=200",
             "kfac.factor_update_freq=20",
-            "out=-",
+            "--out=-",
         ]
     )
+    said = simulate_options.simulate(options)
     (cell,) = json.loads("\n".join(said))["cells"]
     assert found["ms_per_step"] == pytest.approx(1e3 * cell["step_s"])
     assert found["stage Decompose"] == pytest.approx(1e3 * cell["kinds_s"]["Decompose"])
@@ -229,18 +226,22 @@ def test_phases_are_compared_with_those_of_lamb():
     common = {"hardware": "theta_a100", "ranks": "16", "factors": "5", "decompose": "50"}
     lamb = {"phase1": "sgd", "steps1": "7038", "part1": "96"}
     lamb |= {"phase2": "sgd", "steps2": "1563", "part2": "16"}
-    whole = phases.numbers(common | lamb)
+    whole = computed_numbers.phases_numbers(common | lamb)
     seconds = whole.pop("both_phases_s")
     assert set(whole.values()) == {0.0}
-    found = phases.numbers(common | lamb | {"steps2": "1000"})
+    found = computed_numbers.phases_numbers(common | lamb | {"steps2": "1000"})
     fewer = 100 * (1 - 1000 / 1563)
     assert found["fewer_phase2_steps"] == found["less_phase2_time"] == pytest.approx(fewer)
     assert 0 < found["less_time"] < fewer
-    kfac = phases.numbers(common | lamb | {"steps2": "1000", "phase2": "hybrid_opt@1/2"})
+    kfac = computed_numbers.phases_numbers(
+        common | lamb | {"steps2": "1000", "phase2": "hybrid_opt@1/2"}
+    )
     assert kfac["less_phase2_time"] < found["less_phase2_time"]
     # The words name the whole, and LAMB with smaller parts takes longer.
     assert found["both_phases_s"] == pytest.approx(seconds * (1 - found["less_time"] / 100))
-    small = phases.numbers(common | lamb | {"lamb_part1": "60", "lamb_part2": "12"})
+    small = computed_numbers.phases_numbers(
+        common | lamb | {"lamb_part1": "60", "lamb_part2": "12"}
+    )
     assert small["both_phases_s"] == seconds
     assert small["less_time"] > 0
 
@@ -248,21 +249,25 @@ def test_phases_are_compared_with_those_of_lamb():
 def test_autograd_keeps_each_activation_once():
     """The outputs of tanh are the inputs of the next layer. Parameters are not counted."""
     config = compose.load(["model=autoencoder", "model.hidden=[16,6]"])
-    assert fit.saved_bytes(config, 10) == 10 * 4 * (64 + 16 + 6 + 16)
+    assert computed_numbers.saved_bytes(config, 10) == 10 * 4 * (64 + 16 + 6 + 16)
 
 
 def test_the_largest_batch_uses_the_whole_budget():
     words = {"experiment": "kaisa_fixed_memory_resnet50", "profile": "smoke", "ranks": "2"}
-    sgd = fit.numbers(words | {"budget_gb": "0.06", "strategy": "sgd"})
+    sgd = computed_numbers.fit_numbers(words | {"budget_gb": "0.06", "strategy": "sgd"})
     half, one = (
-        fit.numbers(words | {"budget_gb": "0.06", "strategy": "hybrid_opt", "fraction": f})
+        computed_numbers.fit_numbers(
+            words | {"budget_gb": "0.06", "strategy": "hybrid_opt", "fraction": f}
+        )
         for f in ("0.5", "1")
     )
     for found in (sgd, half, one):
         room = 60 - found["kfac_mb"] - found["weights_mb"]
         assert found["batch"] == math.floor(room / found["activations_mb_per_example"])
     with pytest.raises(compose.UsageError, match="not even one example"):
-        fit.numbers(words | {"budget_gb": "0.02", "strategy": "hybrid_opt", "fraction": "1"})
+        computed_numbers.fit_numbers(
+            words | {"budget_gb": "0.02", "strategy": "hybrid_opt", "fraction": "1"}
+        )
     row = schema.load("kaisa_fixed_memory_resnet50")
     cells = grid.cells(row, "r", [0], "smoke")
     batches = [c.config().trainer.batch_size for c in cells]
@@ -280,7 +285,7 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
             raise compose.UsageError("no such machine")
         return {"ms_per_step": 2.5}
 
-    monkeypatch.setattr(simulated, "numbers", numbers)
+    monkeypatch.setattr(computed_numbers, "step_numbers", numbers)
     assert first.run() == (True, "computed")
     assert first.run() == (True, "computed (before)")
     assert other.run() == (False, "failed: no such machine")
@@ -293,7 +298,7 @@ def test_a_computed_cell_is_computed_once(tmp_path, monkeypatch):
 def test_a_computed_cell_that_cannot_be_written_is_computed_again(tmp_path, monkeypatch):
     """A full disk must leave no file that looks like a finished cell."""
     (cell, _) = computed.cells(schema.load("fig7_step_profile"), str(tmp_path))
-    monkeypatch.setattr(simulated, "numbers", lambda words: {"ms_per_step": 2.5})
+    monkeypatch.setattr(computed_numbers, "step_numbers", lambda words: {"ms_per_step": 2.5})
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     # The kernel refuses longer files.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
@@ -310,7 +315,7 @@ def test_a_computed_cell_that_cannot_be_written_is_computed_again(tmp_path, monk
 def test_cells_with_too_many_ranks_are_not_started(tmp_path):
     cells = grid.cells(schema.load("fig7_step_profile"), str(tmp_path), [0], "paper")
     good, said = grid.run_cell(cells[0])
-    assert (good, "launcher=slurm" in said) == (False, True)
+    assert (good, "--launcher slurm" in said) == (False, True)
 
 
 def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
@@ -328,9 +333,9 @@ def test_a_refused_job_leaves_no_other_job_in_the_queue(tmp_path, monkeypatch):
     tree = schema.Benchmark("T", {"size": ["small", "big"]}, ["model=resnet8"], each=each)
     monkeypatch.setattr(schema, "load", lambda name: tree)
     row = suite.row("t", None, runs_dir=str(tmp_path / "r"))
-    line = r"launcher=slurm: too many\. The jobs submitted before \(7 7\) are cancelled"
+    line = r"--launcher slurm: too many\. The jobs submitted before \(7 7\) are cancelled"
     with pytest.raises(compose.UsageError, match=line):
-        jobs.submit(row, [], 0, [])
+        slurm_jobs.submit_wave(row, [], 0, [])
     assert cancelled.read_text() == "7 7\n"
 
 
@@ -338,10 +343,10 @@ def test_a_computed_cell_that_fails_is_named_before_the_jobs(tmp_path, monkeypat
     def numbers(words):
         raise compose.UsageError("no such machine")
 
-    monkeypatch.setattr(simulated, "numbers", numbers)
-    monkeypatch.setattr(slurm_submit, "submit", lambda *_, **__: ["1"])
+    monkeypatch.setattr(computed_numbers, "step_numbers", numbers)
+    monkeypatch.setattr(slurm_jobs, "submit", lambda *_, **__: ["1"])
     row = suite.row("fig7_step_profile", "smoke", (), str(tmp_path), [0])
-    first, *_ = jobs.submit(row, [], 0, [])
+    first, *_ = slurm_jobs.submit_wave(row, [], 0, [])
     assert first == f"{row.computed[0].label}: failed: no such machine"
 
 
@@ -353,21 +358,21 @@ def test_kfac_bench_accepts_the_command_of_the_next_wave(tmp_path, monkeypatch):
         behind.append(after)
         return ["1"]
 
-    monkeypatch.setattr(slurm_submit, "submit", submit)
+    monkeypatch.setattr(slurm_jobs, "submit", submit)
     row = suite.row("table3_bert_lamb", "smoke", (), str(tmp_path / "r"), [0])
-    words = ["profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
-    jobs.submit(row, words, 0, ["--partition=debug"])
+    words = ["--profile=smoke", "--runs-dir", str(tmp_path / "r"), "--seeds", "0"]
+    slurm_jobs.submit_wave(row, words, 0, ["--partition=debug"])
     (command,) = {tuple(after) for after in behind if after != ["true"]}
-    options = build_parser().parse_args(command[1 + len(jobs.KFAC_BENCH) :])
+    options = build_parser().parse_args(command[1 + len(slurm_jobs.KFAC_BENCH) :])
     assert (options.command, options.wave, options.sbatch) == ("run", 1, "--partition=debug")
-    assert (options.words, options.seeds, options.retry) == (["profile=smoke"], [0], False)
+    assert (options.profile, options.seeds, options.retry) == ("smoke", [0], False)
     before = [*sent]
-    for cell in jobs.waves(row)[0]:
+    for cell in slurm_jobs.waves(row)[0]:
         run_end.record_failure(cell.path(), cell.label, "it broke")
     sent.clear()
-    jobs.submit(row, words, 0, [])
+    slurm_jobs.submit_wave(row, words, 0, [])
     assert sent == []
     behind.clear()
-    jobs.submit(row, words, 0, [], retry=True)
+    slurm_jobs.submit_wave(row, words, 0, [], retry=True)
     assert sent == before
-    assert build_parser().parse_args(behind[-1][1 + len(jobs.KFAC_BENCH) :]).retry
+    assert build_parser().parse_args(behind[-1][1 + len(slurm_jobs.KFAC_BENCH) :]).retry

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from kfac_bench.benchmark import forked, grid, schema, trials, tune, tuned_experiment
+from kfac_bench.benchmark import grid, local_runs, schema, trials, tune
 from kfac_bench.benchmark.schema import Tuning
 from kfac_bench.benchmark.trials import TuningTrial
 from kfac_bench.benchmark.tune import Search
@@ -22,7 +22,7 @@ INF = math.inf
 # ---- trials ----
 
 
-@pytest.mark.parametrize("name", ["demo", "embedded"])
+@pytest.mark.parametrize("name", ["demo"])
 def test_every_optimizer_has_the_same_budget(name):
     benchmark = schema.load(name)
     tuning, optimizers = benchmark.tuning, benchmark.axes["optimizer"]
@@ -34,24 +34,6 @@ def test_every_optimizer_has_the_same_budget(name):
     assert not set(tuning.seeds) & set(benchmark.seeds), "tuned on the seeds of the table"
     ranges = [sum(isinstance(v, dict) for v in tuning.space[o].values()) for o in optimizers]
     assert min(ranges) >= 2, "nothing to tune"
-
-
-@pytest.mark.slow
-def test_labels_of_the_embedded_optimizers_are_correct():
-    """Files may be written by hand or by the tuning. The files of K-FAC have its options."""
-    embedded = schema.load("embedded")
-    assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
-    for point in schema.points(embedded):
-        name = point["optimizer"]
-        found = compose.load([f"experiment=embedded/{point['task']}_{name}"])
-        assert found.label == embedded.tuning.labels[name]
-        assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
-        assert (found.kfac.method == "identity") == (name == "clip")
-        assert found.optimizer.name == {
-            "clip": "sgd",
-            "kfac_adam": "adam",
-            **dict.fromkeys(("kfac", "kfac_eigen", "kfac_ekfac", "kfac_empirical"), "sgd"),
-        }.get(name, name)
 
 
 @pytest.mark.parametrize("optimizer", DEMO.axes["optimizer"])
@@ -97,9 +79,7 @@ def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     made = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
     made[4] = TuningTrial(all_settings[4], (1.25, 0.0))
     search = Search(f"digits/{task}_{optimizer}", point, {100: made, 101: made[:4]})
-    text = tuned_experiment.experiment_yaml(
-        DEMO.tuning, point, search.reached, made[4], [1.25, math.inf]
-    )
+    text = tune.experiment_yaml(DEMO.tuning, point, search.reached, made[4], [1.25, math.inf])
     found = composed(tmp_path, "tuned", text)
     parent = compose.load([f"experiment=digits/{task}"])
     assert (found.trainer, found.model, found.data) == (parent.trainer, parent.model, parent.data)
@@ -144,7 +124,7 @@ def tuned(tmp_path, monkeypatch):
                 write_run(cell, value=figure, hit_s=seconds if (seconds or 0) <= limit else None)
             return 0, ""
 
-        monkeypatch.setattr(forked, "train", train)
+        monkeypatch.setattr(local_runs, "train_forked", train)
         monkeypatch.setattr(
             compose, "load", lambda overrides: copy.deepcopy(load(tuple(overrides)))
         )
@@ -241,7 +221,7 @@ def test_if_all_trials_miss_the_nearest_wins(tuned, best, others):
 
 def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(forked, "train", lambda overrides: (1, "no data"))
+    monkeypatch.setattr(local_runs, "train_forked", lambda overrides: (1, "no data"))
     tuning = Tuning(
         ["experiment=digits/{task}", "logger=none"], 2, [1], SPACE, "digits/{task}_{optimizer}"
     )
@@ -277,7 +257,7 @@ def test_tuning_refuses_wrong_requests(tmp_path, monkeypatch):
         tune.tune(benchmark, "runs", tmp_path, print, "x")
     with pytest.raises(UsageError, match="no tuning section"):
         tune.tune(small(), "runs", tmp_path, print)
-    monkeypatch.setattr(forked, "train", lambda overrides: (2, "set data.root=FOLDER"))
+    monkeypatch.setattr(local_runs, "train_forked", lambda overrides: (2, "set data.root=FOLDER"))
     with pytest.raises(UsageError, match=r"optimizer.lr=.*: set data.root=FOLDER"):
         tune.tune(benchmark, str(tmp_path / "runs"), tmp_path, print)
 
@@ -302,7 +282,7 @@ def test_real_trials_run_in_forks_and_write_an_experiment(tmp_path):
 
 
 def test_a_fork_reports_its_error():
-    code, said = forked.train(["model=no_such"])
+    code, said = local_runs.train_forked(["model=no_such"])
     assert code == 2
     assert said.startswith("model=no_such: no such model")
 
@@ -313,5 +293,5 @@ def test_a_fork_has_the_environment_of_its_caller(tmp_path, monkeypatch):
     small += ["data.workers=1", "logger=none", f"runs_dir={tmp_path}"]
     for job in ("one", "two"):
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        assert forked.train(small) == (0, mock.ANY)
+        assert local_runs.train_forked(small) == (0, mock.ANY)
         assert (tmp_path / run_id(compose.load(small), job)).is_dir()

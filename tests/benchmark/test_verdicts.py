@@ -4,11 +4,10 @@ import math
 
 import pytest
 
-from kfac_bench.benchmark import paper, run_end, schema, suite, verdict
-from kfac_bench.benchmark.claim import Check, Claim
+from kfac_bench.benchmark import result_tables, run_end, schema, suite, write_reports
 from kfac_bench.benchmark.result import Line, Measured
-from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Quantity
-from kfac_bench.benchmark.verdict import Verdict, judge
+from kfac_bench.benchmark.result_tables import Verdict, judge
+from kfac_bench.benchmark.schema import Benchmark, BenchmarkProfile, Check, Claim, Quantity
 from tests.benchmark.test_results import write
 
 AT = {"optimizer": "K-FAC"}
@@ -74,7 +73,7 @@ def test_the_numbers_are_those_of_the_lines():
 def test_a_claim_that_cannot_be_tested_or_has_not_run_says_so():
     never = judge(Claim("Scales.", not_testable="two ranks"), [], 3)
     assert (never.verdict, never.numbers) == (Verdict.NOT_TESTABLE, "two ranks")
-    early = verdict.without_numbers(Claim("Faster.", [FASTER]))
+    early = result_tables.without_numbers(Claim("Faster.", [FASTER]))
     assert early.verdict is Verdict.NOT_RUN
     assert early.numbers == "seconds over SGD's (K-FAC): at most 0.6"
 
@@ -95,7 +94,7 @@ ROW = Benchmark(
 
 
 def verdicts(row):
-    return [line[1] for line in verdict.table([row]).rows]
+    return [line[1] for line in result_tables.verdicts([row]).rows]
 
 
 def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypatch):
@@ -103,9 +102,9 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     row = suite.row("made_up", "cpu", runs_dir=str(tmp_path / "runs"))
     document = tmp_path / "doc.md"
-    document.write_text(f"{paper.begin_mark('cpu')}\n{paper.END}\n")
+    document.write_text(f"{write_reports.begin_mark('cpu')}\n{write_reports.END}\n")
     assert verdicts(row) == ["not run yet", "not testable here"]
-    paper.write_all([], document, verdict.table([row]), "cpu")
+    write_reports.write_all([], document, result_tables.verdicts([row]), "cpu")
     assert "| K-FAC is faster. | not run yet |" in document.read_text()
     cells = {(c.point["optimizer"], c.seed): c.path() for c in row.cells}
     for seed in range(3):
@@ -113,7 +112,9 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
         write(cells["SGD", seed], 0.5)
         write(cells["K-FAC", seed], 0.6, reached_s=4.0 + seed / 10)
         assert verdicts(row)[0] == ("supported" if seed == 2 else "not run yet")
-    paper.write_all([paper.write(row)], document, verdict.table([row]), "cpu")
+    write_reports.write_all(
+        [write_reports.write(row)], document, result_tables.verdicts([row]), "cpu"
+    )
     assert "| K-FAC is faster. | supported |" in document.read_text()
     assert "0.4556" in document.read_text()
     for part in ({"seeds": [0]}, {"only": "K-FAC"}):
@@ -124,7 +125,7 @@ def test_verdicts_of_runs_whose_level_is_that_of_another_run(tmp_path, monkeypat
     assert verdicts(row)[0] == "not decided"
     (cells["SGD", 2] / "events.jsonl").unlink()
     run_end.record_failure(cells["SGD", 2], "x", "out of memory")
-    judged = verdict.table([row]).rows[0]
+    judged = result_tables.verdicts([row]).rows[0]
     assert judged[1:] == [
         "not testable here",
         "1 cell failed, the first: out of memory. Use --retry",

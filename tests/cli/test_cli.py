@@ -109,9 +109,9 @@ def test_help_explains_a_group_or_an_option(main, capsys):
 @pytest.mark.parametrize(
     ("main", "words", "start"),
     [
-        (cli.train, ["--help", "hardware"], "hardware=NAME: "),
-        (cli.plan, ["--help", "hardware"], "hardware=NAME: "),
-        (cli.plan, ["simulate", "--help", "hardware"], "hardware=NAME: "),
+        (cli.train, ["--help", "hardware"], "--hardware NAME: "),
+        (cli.plan, ["--help", "hardware"], "--hardware NAME: "),
+        (cli.plan, ["simulate", "--help", "hardware"], "--hardware NAME: "),
         (cli.plan, ["simulate", "--help", "kfac.damping"], "kfac.damping\n  Tikhonov damping"),
         # The usage explains the options that only the command has.
         (cli.plan, ["simulate", "--help", "strategies"], "usage: kfac-plan simulate "),
@@ -216,7 +216,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, tmp_path, arguments, fra
         (["run", "no_such"], "no such benchmark; choose one of claim1_epochs"),
         (["run", "demo", "--seeds", "x"], "--seeds: 'x' is not a whole number"),
         (["run", "demo", "--seeds", "0", "kfac.dampign=1"], "did you mean kfac.damping?"),
-        (["report", "demo", "--retry", "profile=smoke"], "unrecognized arguments: --retry"),
+        (["report", "demo", "--retry", "--profile=smoke"], "unrecognized arguments: --retry"),
         (["tune", "demo"], "--out"),
         (["tune", "demo", "--out", "/nowhere"], "/nowhere: no such folder"),
         (

@@ -166,7 +166,7 @@ def run_here(folder, overrides, backend):
 def planned(capsys, path, *overrides):
     """Run the command and return the JSON that it writes."""
     with pytest.raises(SystemExit) as caught:
-        cli.plan([*overrides, f"out={path}"])
+        cli.plan([*overrides, f"--out={path}"])
     assert caught.value.code == 0
     assert f"every rank: {path}" in capsys.readouterr().out
     return json.loads(path.read_text())
@@ -222,7 +222,7 @@ QUICK = [
 )
 def test_a_run_holds_and_sends_what_the_plan_states(tmp_path, capsys, case):
     world, overrides = case[0], (*BASE, *case[1:])
-    plan = planned(capsys, tmp_path / "plan.json", *overrides, f"world_size={world}")
+    plan = planned(capsys, tmp_path / "plan.json", *overrides, f"--world-size={world}")
     if world == 1:
         results = [run_here(tmp_path, overrides, Backend(Ranks(CPU)))]
     else:
@@ -331,7 +331,7 @@ def test_resnet50_on_64_ranks_is_planned(tmp_path):
     """The command runs in its own process, which sees neither GPU nor data."""
     command = [sys.executable, "-c", "from kfac_bench.cli import plan; plan()"]
     done = subprocess.run(
-        [*command, "model=resnet50", "world_size=64", "kfac=hybrid_opt"],
+        [*command, "model=resnet50", "--world-size=64", "kfac=hybrid_opt"],
         cwd=tmp_path,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -383,7 +383,7 @@ def row(text, label, part):
 def test_the_table_shows_least_mean_and_heaviest_rank(capsys):
     """64-2-64: the A of the first layer has 65 rows, the second's 3; G 2 and 64."""
     overrides = ("model=autoencoder", "task=reconstruction", "model.hidden=[2]", "kfac=mem_opt")
-    words = (*overrides, "kfac.method=eigen", "world_size=2", "out=null")
+    words = (*overrides, "kfac.method=eigen", "--world-size=2", "--out=null")
     code, text, _ = plan_here(capsys, *words)
     assert code == 0
     sizes = [4 * (n * n + n) for n in (65, 2, 3, 64)]
@@ -402,55 +402,57 @@ def test_the_table_shows_least_mean_and_heaviest_rank(capsys):
 
 def test_one_rank_has_one_column_and_no_messages(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, text, _ = plan_here(capsys, "out=null")
+    code, text, _ = plan_here(capsys, "--out=null")
     assert (code, list(tmp_path.iterdir())) == (0, [])
     assert not {"messages", "heaviest", "wire"}.intersection(text.split())
     assert re.search(r"^  factors +\d\.\d\d MB$", text, re.MULTILINE)
     assert "conv1 " not in text
-    assert "stages.0.0.conv1 " in plan_here(capsys, "out=null", "--layers")[1]
+    assert "stages.0.0.conv1 " in plan_here(capsys, "--out=null", "--layers")[1]
 
 
 def test_out_dash_prints_json_alone(capsys):
-    code, text, _ = plan_here(capsys, "world_size=2", "out=-")
+    code, text, _ = plan_here(capsys, "--world-size=2", "--out=-")
     assert (code, json.loads(text)["world_size"]) == (0, 2)
-    code, text, _ = plan_here(capsys, "world_size=2", "out=-", "kfac=none")
+    code, text, _ = plan_here(capsys, "--world-size=2", "--out=-", "kfac=none")
     plan = json.loads(text)
     assert (plan["plan"], plan["ranks"], plan["every"], plan["messages"]) == (None, [], {}, {})
     assert plan["step_flops"] > plan["forward_flops"] > 0
 
 
 def test_without_kfac_the_text_says_off(capsys):
-    assert "K-FAC: off" in plan_here(capsys, "world_size=2", "out=null", "kfac=none")[1]
+    assert "K-FAC: off" in plan_here(capsys, "--world-size=2", "--out=null", "kfac=none")[1]
 
 
 def test_a_problem_is_named_after_its_file(capsys):
     file = ROOT / "examples" / "problems" / "digits.py"
-    text = plan_here(capsys, f"problem={file}", "out=null")[1]
+    text = plan_here(capsys, f"problem={file}", "--out=null")[1]
     assert ": the problem digits [1, 8, 8], optimizer sgd, batch 128, fp32\n" in text
 
 
 def test_help_prints_the_usage(capsys):
     code, text, _ = plan_here(capsys, "--help")
     assert code == 0
-    for said in ("world_size=", "out=", "--layers", "kfac-plan model=resnet50"):
+    for said in ("--world-size N", "--out FILE.json", "--layers", "kfac-plan model=resnet50"):
         assert said in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
-        (["world_size=two"], "world_size=two"),
-        (["world_size="], "world_size="),
-        (["world_size=257"], "leaves some of world_size=257 ranks without an example"),
-        (["world_size=256"], "batch norm"),
-        (["world_size=64", "trainer.accumulate=8"], "the 4 examples of a rank"),
+        (["--world-size=0"], "--world-size 0: expected a whole number of at least 1"),
+        (["--world-size=two"], "--world-size two"),
+        (["--world-size="], "--world-size : expected"),
+        (["world_size=2"], "world_size=2: write --world-size 2"),
+        (["out=-"], "out=-: write --out -"),
+        (["--world-size=257"], "leaves some of world_size=257 ranks without an example"),
+        (["--world-size=256"], "batch norm"),
+        (["--world-size=64", "trainer.accumulate=8"], "the 4 examples of a rank"),
         (["kfac=hybrid_optt"], "did you mean hybrid_opt?"),
-        (["kfac=hybrid_opt", "kfac.grad_worker_fraction=0.4", "world_size=8"], "k/8 with k"),
+        (["kfac=hybrid_opt", "kfac.grad_worker_fraction=0.4", "--world-size=8"], "k/8 with k"),
         (["world_sizes=2"], "world_sizes"),
         (["--layer"], "--layer"),
         (["--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder"),
-        (["out=/proc/nowhere/plan.json"], "out=/proc/nowhere/plan.json: cannot be written"),
+        (["--out=/proc/nowhere/plan.json"], "--out /proc/nowhere/plan.json: cannot be written"),
     ],
     ids=str,
 )
@@ -466,7 +468,7 @@ def test_the_report_says_which_options_change(capsys):
     changes = ("kfac.damping=0.1", "kfac.damping_decay_epochs=[40]")
     changes += ("kfac.interval_growth_epochs=[5,9]", "kfac.update_freq=20")
     with pytest.raises(SystemExit) as caught:
-        cli.plan(["model=autoencoder", *changes, "out=null"])
+        cli.plan(["model=autoencoder", *changes, "--out=null"])
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert "damping 0.1, times 0.5 after epoch 40" in lines

@@ -58,7 +58,7 @@ def flip(path):
 
 
 def test_list_leaves_out_cells_that_trained_nothing(runs, capsys):
-    words = ["sec634_bert_interval", "profile=paper", "--minutes", "0"]
+    words = ["sec634_bert_interval", "--profile=paper", "--minutes", "0"]
     with pytest.raises(SystemExit):
         cli.bench(["run", *words, "--runs-dir", str(runs / "cells")])
     # Nothing has trained, so the next command is not one that draws curves.

@@ -15,10 +15,7 @@ from tests.support.quick import quick_if, slow
 
 EXPERIMENT_DIR = compose.CONF_DIR / "experiment"
 EXPERIMENTS = sorted(
-    str(p.relative_to(EXPERIMENT_DIR).with_suffix(""))
-    for p in EXPERIMENT_DIR.rglob("*.yaml")
-    # Written by kfac-bench tune; tests of the contest compose them.
-    if not {"contest", "contest_twice"} & {*p.parts}
+    str(p.relative_to(EXPERIMENT_DIR).with_suffix("")) for p in EXPERIMENT_DIR.rglob("*.yaml")
 )
 
 
@@ -206,18 +203,11 @@ TO_TARGETS = [name for name, benchmark in BENCHMARKS.items() if not benchmark.pr
 """Benchmarks of time to target; the papers' are in tests/benchmark/test_rows.py."""
 
 
-def is_written(cell):
-    """Return whether the cell's experiment exists; kfac-bench tune writes those of contests."""
-    _, _, experiment = cell.overrides[0].partition("experiment=")
-    is_tuned = experiment.startswith(("contest/", "contest_twice/"))
-    return not is_tuned or (compose.CONF_DIR / "experiment" / f"{experiment}.yaml").exists()
-
-
 CELLS = [
-    (pytest.param if name in ("demo", "embedded") else slow)(cell, id=f"{name}: {cell.label}")
+    (pytest.param if name == "demo" else slow)(cell, id=f"{name}: {cell.label}")
     for name in TO_TARGETS
     for cells in [grid.cells(BENCHMARKS[name], "runs/test")]
-    for cell in filter(is_written, cells)
+    for cell in cells
     if cell.seed == cells[0].seed
 ]
 

@@ -179,7 +179,7 @@ def test_help_of_one_option_says_default_type_and_range():
 def test_help_of_an_option_says_the_defaults_of_each_choice():
     lines = option_help.describe(["optimizer.beta2"]).splitlines()
     assert not [line for line in lines if "sgd" in line]
-    for choice in ("adam", "kl_soap"):
+    for choice in ("adam", "soap"):
         value = option_table.of_choice("optimizer", choice)
         (beta2,) = (o.default for o in value if o.name == "optimizer.beta2")
         assert any(str(beta2) in line and choice in line for line in lines), choice
@@ -218,10 +218,10 @@ def test_help_of_a_group_and_of_a_choice():
 def test_help_of_hardware_lists_the_machines_with_what_their_files_say():
     text = option_help.describe(["hardware"])
     lines = text.splitlines()
-    machines = [line.strip() for line in lines if line.startswith("  hardware=")]
-    assert machines == [f"hardware={name}" for name in compose.options_of("hardware")]
-    place = lines.index("  hardware=theta_a100") + 1
-    said = " ".join(line.strip() for line in lines[place : lines.index("  hardware=two_cores")])
+    machines = [line.strip() for line in lines if line.startswith("  --hardware ")]
+    assert machines == [f"--hardware {name}" for name in compose.options_of("hardware")]
+    place = lines.index("  --hardware theta_a100") + 1
+    said = " ".join(line.strip() for line in lines[place : lines.index("  --hardware two_cores")])
     assert said.startswith("Argonne ThetaGPU: DGX A100,")
     assert said.endswith("mixed precision, DDP."), "the second sentence is left out"
     for command in ("kfac-plan simulate", "kfac-bench scaling"):
@@ -236,8 +236,8 @@ def test_help_of_hardware_reads_the_folder_of_the_user(tmp_path):
     (own / "bare.yaml").write_text("network: {}\n# Not about the machine.\n")
     (own / "two_cores.yaml").write_text("# My laptop. It is slow.\nnetwork: {}\n")
     text = option_help.describe(["hardware"], tmp_path)
-    assert "  hardware=bare\n  hardware=h100_ndr\n      A cluster of DGX H100" in text
-    assert text.endswith("  hardware=two_cores\n      My laptop.")
+    assert "  --hardware bare\n  --hardware h100_ndr\n      A cluster of DGX H100" in text
+    assert text.endswith("  --hardware two_cores\n      My laptop.")
 
 
 def test_default_values_in_the_help_are_those_of_a_run():

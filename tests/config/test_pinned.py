@@ -15,10 +15,7 @@ from tests.support.quick import quick_if
 
 EXPERIMENT_DIR = compose.CONF_DIR / "experiment"
 EXPERIMENTS = sorted(
-    str(p.relative_to(EXPERIMENT_DIR).with_suffix(""))
-    for p in EXPERIMENT_DIR.rglob("*.yaml")
-    # Written by kfac-bench tune; tests of the contest compose them.
-    if not {"contest", "contest_twice"} & {*p.parts}
+    str(p.relative_to(EXPERIMENT_DIR).with_suffix("")) for p in EXPERIMENT_DIR.rglob("*.yaml")
 )
 OF_2026 = {
     "grad_worker_fraction": None,
@@ -90,7 +87,6 @@ def test_a_run_without_an_experiment_needs_the_defaults(no_defaults):
     ("experiment", "id_of_2026"),
     [
         ("digits/autoencoder_kfac", "c463005b"),
-        ("embedded/pydoc_transformer_kfac_eigen", "15d9ee1c"),
         ("lgg/unet_kfac", "b0493273"),
         ("fig8_resnet_scaling/paper", "d1b97c13"),
         ("table4a_bert_kfac_phase2/paper", "95157377"),

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from kfac_bench.benchmark import local_process
+from kfac_bench.benchmark import local_runs
 from kfac_bench.cli import plan_command, setup_command, train_command
 from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import compose, option_help, recipes
@@ -131,7 +131,7 @@ def test_another_optimizer_has_its_own_rate_and_another_schedule_keeps_the_warm_
 
 def test_benchmarks_choose_no_recipe_and_experiments_load_the_same_files():
     assert compose.load(IMAGENET).optimizer.lr == 0.1
-    assert "recipe=none" in local_process.local_command(IMAGENET, 1)
+    assert "recipe=none" in local_runs.local_command(IMAGENET, 1)
     row = compose.load(["experiment=table5_fig6_update_interval", "trainer.target=null"])
     chosen = compose.load(["recipe=imagenet_resnet"], ranks=64)
     assert chosen == row == compose.load(["recipe=imagenet_resnet"])
@@ -202,7 +202,7 @@ def test_train_says_the_recipe_once_and_cfg_shows_the_result(tmp_path, capsys, m
 
 
 def test_plan_has_the_recipe_of_the_same_words(capsys):
-    assert plan_command.plan([*CIFAR, "world_size=4", "out=null"]) == 0
+    assert plan_command.plan([*CIFAR, "--world-size=4", "--out=null"]) == 0
     said = capsys.readouterr().out
     assert "batch 512 over 4 ranks" in said
     assert said.startswith("recipe=cifar10_resnet: ")

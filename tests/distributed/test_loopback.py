@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kfac_bench.benchmark import local_process
+from kfac_bench.benchmark import local_runs
 from kfac_bench.distributed.backends.ddp import process_group
 from kfac_bench.distributed.backends.loopback import is_loopback
 from tests.reliability.faults.launch import own_port
@@ -125,7 +125,7 @@ def test_the_ranks_that_a_benchmark_starts_listen_at_loopback_addresses(tmp_path
         *("trainer.max_steps=100000", "trainer.threads=1", "run_id=run", f"runs_dir={tmp_path}"),
     ]
     process = subprocess.Popen(
-        local_process.local_command(options, 2), cwd=ROOT, stdout=subprocess.DEVNULL
+        local_runs.local_command(options, 2), cwd=ROOT, stdout=subprocess.DEVNULL
     )
     try:
         found = set()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kfac_bench.benchmark import slurm_submit
+from kfac_bench.benchmark import slurm_jobs
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.distributed.backend import find_device
 from kfac_bench.errors import OneRankError, UsageError
@@ -121,18 +121,18 @@ def test_a_task_that_sees_only_its_own_gpu_takes_it(monkeypatch):
 
 def test_submit_without_slurm_is_a_usage_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="launcher=slurm: there is no sbatch on this machine"):
-        slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path)
+    with pytest.raises(UsageError, match="--launcher slurm: there is no sbatch on this machine"):
+        slurm_jobs.submit({"a": ["true"]}, ["true"], tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file/slurm: cannot be written"):
-        slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path / "file")
+        slurm_jobs.submit({"a": ["true"]}, ["true"], tmp_path / "file")
     with pytest.raises(UsageError, match=r"sbatch takes no backslash in the path"):
-        slurm_submit.submit({"a": ["true"]}, ["true"], tmp_path / "a\\b")
+        slurm_jobs.submit({"a": ["true"]}, ["true"], tmp_path / "a\\b")
 
 
 def test_patterns_of_sbatch_in_a_path_stay_what_they_are():
     """tests/slurm/test_submit.py submits from such a folder to a real Slurm."""
-    assert slurm_submit.pattern(Path("100%j/a%%")) == "100%%j/a%%%%"
+    assert slurm_jobs.pattern(Path("100%j/a%%")) == "100%%j/a%%%%"
 
 
 LONG = (*KFAC, "trainer.max_steps=8", "trainer.log_freq=1", "trainer.eval_freq=4")

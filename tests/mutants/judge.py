@@ -86,7 +86,9 @@ def run_tests(tests: Sequence[str], scratch: Path, limit_s: float) -> int | None
 def _run(tests: Sequence[str], scratch: Path) -> None:
     os.setsid()
     # Only torch may stay: everything of the repository must come from the scratch copy.
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("kfac_bench", "tests")]:
+    for name in [
+        n for n in sys.modules if n.partition(".")[0] in ("kfac_bench", "benchmarks", "tests")
+    ]:
         del sys.modules[name]
     os.chdir(scratch)
     os.environ["PYTHONPATH"] = str(scratch)

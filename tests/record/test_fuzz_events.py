@@ -16,7 +16,7 @@ from kfac_bench.benchmark.scaling import tables as scaling
 from kfac_bench.dashboard import upload, views
 from kfac_bench.errors import UsageError
 from kfac_bench.record import runs
-from kfac_bench.report import curves, stage_bars
+from kfac_bench.report import curves, page_parts
 from tests.support.fuzzing import as_json, damaged, fuzz, refused_or, spoilt
 
 STAGE_S = {"Decompose": 0.01, "ShareDecompositions": 0.001, "Precondition": 0.002}
@@ -121,7 +121,7 @@ def look_at(path, good):
     for table in scaling(r for s in found.settings for r in s.runs):
         table.markdown()
     for setting in found.settings:
-        stage_bars.stage_bars([setting])
+        page_parts.stage_bars([setting])
     return True
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kfac_bench import report
 from kfac_bench.record import runs, score
 from kfac_bench.report import curves
-from kfac_bench.report.finding import finding
+from kfac_bench.report.comparison import finding
 from tests.support.written_runs import EVIL, two_optimizers, write_run
 
 

@@ -18,7 +18,7 @@ import pytest
 from kfac_bench import report
 from kfac_bench.record.event_log import JsonlSink
 from kfac_bench.record.events import Predicted, Trained
-from kfac_bench.report import album, charts, figure_style, stage_bars
+from kfac_bench.report import figure_style, page_parts
 from kfac_bench.report.tables import Link, Table
 from kfac_bench.tasks.task import Prediction
 from kfac_bench.training import predictions
@@ -79,11 +79,11 @@ def test_the_page_escapes_all_texts_of_event_files(tmp_path: Path) -> None:
 
 def test_data_in_the_page_cannot_end_a_script_or_a_line() -> None:
     data = {"</script><!--": ["<script>", "]]>", "\u2028\u2029", "&lt;", 1.5, None, math.pi]}
-    text = charts.embed(data)
+    text = page_parts.embed(data)
     assert json.loads(text) == data
     assert not re.search("[<>&\u2028\u2029]", text)
     with pytest.raises(ValueError, match="JSON"):
-        charts.embed(math.nan)
+        page_parts.embed(math.nan)
 
 
 def test_the_page_needs_nothing_from_outside(folder: Path) -> None:
@@ -183,7 +183,7 @@ def test_many_runs_have_fewer_points_each(tmp_path: Path) -> None:
     assert 900 < len(steps) <= 1000
     assert (steps[0], steps[-1], min(values), max(values)) == (10, 15000, 1, 7)
     assert "at most 1000 points" in Tags(page).text
-    most = [charts.most_points(runs) for runs in (1, 50, 100, 200, 500, 10**6)]
+    most = [page_parts.most_points(runs) for runs in (1, 50, 100, 200, 500, 10**6)]
     assert most == [1000, 1000, 1000, 500, 200, 100]
 
 
@@ -198,7 +198,7 @@ def test_stages_are_means_over_steps_with_the_most_expensive_first(folder: Path)
                 event = Trained(step, 3.0, 1.0, 0.5, 0.1, 1.0, stage_mean_s=means)
                 file.write(json.dumps({"event": "Trained", **dataclasses.asdict(event)}) + "\n")
     found = report.compare([folder])
-    bars = stage_bars.stage_bars(found.settings)
+    bars = page_parts.stage_bars(found.settings)
     assert bars is not None
     assert bars.names == ["Decompose", "Precondition"]
     ((setting, means_ms),) = bars.rows
@@ -274,15 +274,15 @@ def test_the_page_limits_the_bytes_of_pictures(
     file = picture(run)
     show(run, *({"caption": f"nr {n};", "file": file, "text": "y" * 9000} for n in range(40)))
     found = report.compare([run])
-    assert len(pictures_of(found)) == album.MOST_PREDICTIONS
+    assert len(pictures_of(found)) == page_parts.MOST_PREDICTIONS
     text = Tags(report.html(found)).text
     assert "nr 11;" in text
     assert "nr 12;" not in text
-    assert text.count("y" * 10) <= album.MOST_PREDICTIONS * album.MOST_TEXT / 10
+    assert text.count("y" * 10) <= page_parts.MOST_PREDICTIONS * page_parts.MOST_TEXT / 10
     bytes_of_one = len((run / file).read_bytes())
-    monkeypatch.setattr(album, "MOST_PICTURE_BYTES", 3 * bytes_of_one)
+    monkeypatch.setattr(page_parts, "MOST_PICTURE_BYTES", 3 * bytes_of_one)
     assert len(pictures_of(found)) == 3
-    assert Tags(report.html(found)).text.count("picture missing") == album.MOST_PREDICTIONS - 3
+    assert Tags(report.html(found)).text.count("picture missing") == page_parts.MOST_PREDICTIONS - 3
 
 
 def test_foreign_predictions_are_escaped_and_read_no_other_file(folder: Path) -> None:

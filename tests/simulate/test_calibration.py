@@ -14,9 +14,8 @@ from kfac_bench.core.planning.plan import Message, Stage
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate.calibration import Constants, Observation, fit, predict, split_epoch_s
 from kfac_bench.simulate.conduct import SC20_CODE
-from kfac_bench.simulate.released_plan import released_plan
 from kfac_bench.simulate.step import Workload, step_time
-from kfac_bench.simulate.sweep import SGD, Intervals, Variant, sweep
+from kfac_bench.simulate.sweep import SGD, Intervals, Variant, released_plan, sweep
 from scripts.calibrate import RANKS, minutes_of
 from tests.support.made_up_machine import BETA, MACHINE, work_of
 

@@ -12,9 +12,8 @@ from kfac_bench.core.execution.write_back import WriteBack
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.core.planning.planner import BATCH_NUMEL
 from kfac_bench.simulate.conduct import LW_CODE, OURS, SC20_CODE, Conduct
-from kfac_bench.simulate.released_plan import released_plan
 from kfac_bench.simulate.step import step_time
-from kfac_bench.simulate.sweep import Intervals, Variant, plan_of, sweep
+from kfac_bench.simulate.sweep import Intervals, Variant, plan_of, released_plan, sweep
 from tests.support.made_up_machine import BETA, MACHINE, RATES, work_of
 
 

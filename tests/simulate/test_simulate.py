@@ -21,9 +21,15 @@ from kfac_bench.core.planning.planner import make_plan
 from kfac_bench.errors import UsageError
 from kfac_bench.simulate import hardware, workload
 from kfac_bench.simulate.conduct import PAPERS_CODE
-from kfac_bench.simulate.hardware import NEAREST, NEAREST_ERROR, Hardware
-from kfac_bench.simulate.network import Network, NetworkLink
-from kfac_bench.simulate.rates import Rates, interpolate
+from kfac_bench.simulate.hardware import (
+    NEAREST,
+    NEAREST_ERROR,
+    Hardware,
+    Network,
+    NetworkLink,
+    Rates,
+    interpolate,
+)
 from kfac_bench.simulate.step import Workload, op_seconds, step_time
 from kfac_bench.simulate.sweep import Intervals, Variant, efficiency, plan_of, sweep, variant
 
@@ -393,14 +399,20 @@ def simulate_here(capsys, *arguments):
     return caught.value.code, *capsys.readouterr()
 
 
-SMALL = ("model=autoencoder", "task=reconstruction", "hardware=two_cores")
+SMALL = ("model=autoencoder", "task=reconstruction", "--hardware=two_cores")
 
 
 def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
     out, svg = tmp_path / "a.json", tmp_path / "new" / "a.svg"
-    words = (*SMALL, "world_size=1,2,4", "strategies=sgd,comm_opt,hybrid_opt@1/2")
+    words = (*SMALL, "--world-size=1,2,4", "--strategies=sgd,comm_opt,hybrid_opt@1/2")
     code, text, error = simulate_here(
-        capsys, *words, "examples=1000", "epochs=3", "kfac_epochs=2", f"out={out}", f"svg={svg}"
+        capsys,
+        *words,
+        "--examples=1000",
+        "--epochs=3",
+        "--kfac-epochs=2",
+        f"--out={out}",
+        f"--svg={svg}",
     )
     assert (code, error) == (0, "")
     assert text.splitlines()[-1].startswith("next: kfac-bench scaling ")
@@ -426,10 +438,10 @@ def test_the_command_writes_json_a_figure_and_a_table(capsys, tmp_path):
 
 def test_table_and_figure_name_the_blocks(capsys, tmp_path):
     svg = tmp_path / "a.svg"
-    words = (*SMALL, "world_size=2", "strategies=sgd,comm_opt", "kfac.block_size=64")
-    code, text, _ = simulate_here(capsys, *words, f"svg={svg}")
+    words = (*SMALL, "--world-size=2", "--strategies=sgd,comm_opt", "kfac.block_size=64")
+    code, text, _ = simulate_here(capsys, *words, f"--svg={svg}")
     assert code == 0
-    assert text.splitlines()[-1].endswith("out=steps.json   (every number)")
+    assert text.splitlines()[-1].endswith("--out steps.json   (every number)")
     # The figure breaks its title into lines of their own.
     drawn = " ".join(re.findall(r">([^<>\n]+)</t", svg.read_text()))
     assert "factors in blocks of at most 64 rows" in text
@@ -443,21 +455,23 @@ def test_the_output_names_what_was_never_validated(capsys):
     assert f"| all 9 ratios |  |  |  | {100 * NEAREST_ERROR:.1f} % |" in folds
     longhorn = hardware.load(compose.CONF_DIR / "hardware" / f"{NEAREST}.yaml")
     assert longhorn.ratio_error == NEAREST_ERROR
-    words = ("model=resnet18", "world_size=4")
-    code, text, _ = simulate_here(capsys, *words, "hardware=longhorn_v100")
+    words = ("model=resnet18", "--world-size=4")
+    code, text, _ = simulate_here(capsys, *words, "--hardware=longhorn_v100")
     assert code == 0
     assert "fp32, hardware longhorn_v100, code of the paper's ResNets" in text
     assert "eigen decompositions" in text
     assert "not validated" not in text
     assert "hybrid_opt" not in text
-    code, text, _ = simulate_here(capsys, *words, "hardware=h100_ndr", "strategies=sgd,comm_opt")
+    code, text, _ = simulate_here(
+        capsys, *words, "--hardware=h100_ndr", "--strategies=sgd,comm_opt"
+    )
     assert code == 0
     assert "bf16, hardware h100_ndr, code of this package" in text
     assert "not validated: comm_opt. In the nearest validated case, longhorn_v100, K-FAC's" in text
 
 
 def test_out_dash_prints_json_alone(capsys):
-    code, text, _ = simulate_here(capsys, *SMALL, "world_size=2", "strategies=sgd", "out=-")
+    code, text, _ = simulate_here(capsys, *SMALL, "--world-size=2", "--strategies=sgd", "--out=-")
     assert code == 0
     (cell,) = json.loads(text)["cells"]
     assert (cell["stages_s"], cell["every"]) == ({}, {})
@@ -467,39 +481,43 @@ def test_out_dash_prints_json_alone(capsys):
 def test_help_prints_the_usage(capsys):
     code, text, _ = simulate_here(capsys, "--help")
     assert code == 0
-    assert "kfac-plan simulate model=resnet50 hardware=longhorn_v100" in text
+    assert "kfac-plan simulate model=resnet50 --hardware longhorn_v100" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["hardware=cray"], "hardware=cray: choose one of h100_ndr"),
-        (["hardware=no/such.yaml"], "no/such.yaml: cannot be read"),
-        (["world_size=0"], "world_size=0: expected a whole number of at least 1"),
-        (["world_size=2,2"], "the same value twice"),
-        (["world_size=999999"], "at most 131072"),
-        (["strategies=magic"], "strategy magic: unknown; choose one of sgd, comm_opt"),
-        (["strategies=comm_opt@1/2"], "takes no fraction"),
-        (["strategies=hybrid_opt@0/0"], "write the fraction as 1/4"),
-        (["strategies=hybrid_opt@1e400"], "write the fraction as 1/4"),
-        (["strategies=hybrid_opt@2"], "must be in (0, 1]"),
-        (["world_size=4", "strategies=hybrid_opt@3/4"], "do not divide the ranks"),
-        (["trainer.batch_size=8"], "set per_rank_batch"),
-        (["per_rank_batch=-1"], "per_rank_batch=-1"),
-        (["epochs=soon"], "epochs=soon: expected a number above 0"),
-        (["epoch_s=-1"], "epoch_s=-1: expected a number of at least 0"),
+        (["--hardware=cray"], "--hardware cray: choose one of h100_ndr"),
+        (["--hardware=no/such.yaml"], "no/such.yaml: cannot be read"),
+        (["--world-size=0"], "--world-size 0: expected a whole number of at least 1"),
+        (["--world-size=2,2"], "the same value twice"),
+        (["--world-size=999999"], "at most 131072"),
+        (["--strategies=magic"], "strategy magic: unknown; choose one of sgd, comm_opt"),
+        (["--strategies=comm_opt@1/2"], "takes no fraction"),
+        (["--strategies=hybrid_opt@0/0"], "write the fraction as 1/4"),
+        (["--strategies=hybrid_opt@1e400"], "write the fraction as 1/4"),
+        (["--strategies=hybrid_opt@2"], "must be in (0, 1]"),
+        (["--world-size=4", "--strategies=hybrid_opt@3/4"], "do not divide the ranks"),
+        (["trainer.batch_size=8"], "set --per-rank-batch"),
+        (["--per-rank-batch=-1"], "--per-rank-batch -1"),
+        (["--epochs=soon"], "--epochs soon: expected a number above 0"),
+        (["--epoch-s=-1"], "--epoch-s -1: expected a number of at least 0"),
         (["trainer.precision=bf16"], "hardware=two_cores are those of fp32; set trainer.precision"),
-        (["kfac=none"], "kfac=none: set strategies="),
-        (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: set strategies="),
+        (["kfac=none"], "kfac=none: set --strategies"),
+        (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: set --strategies"),
         (["kfac.fisher=mc"], "kfac.fisher=empirical"),
         (["kfac.adaptive_damping=true"], "a fixed kfac.damping"),
         (["experiment=digits/autoencoder_adam"], "K-FAC covers no layer"),
         (["model=resnet5O"], "did you mean"),
-        (["out=/proc/none/x.json", "world_size=1"], "out=/proc/none/x.json: cannot be written"),
+        (["per_rank_batch=8"], "per_rank_batch=8: write --per-rank-batch 8"),
+        (
+            ["--out=/proc/none/x.json", "--world-size=1"],
+            "--out /proc/none/x.json: cannot be written",
+        ),
     ],
 )
 def test_wrong_words_give_a_one_line_error(capsys, arguments, fragment):
-    words = arguments if arguments[0].startswith("hardware") else [*SMALL, *arguments]
+    words = arguments if arguments[0].startswith("--hardware") else [*SMALL, *arguments]
     code, text, error = simulate_here(capsys, *words)
     assert (code, text) == (2, "")
     assert fragment in error

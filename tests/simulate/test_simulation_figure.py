@@ -4,11 +4,7 @@ import pytest
 
 from kfac_bench.core.planning.plan import Stage
 from kfac_bench.simulate import simulation_figure
-from kfac_bench.simulate.simulation_findings import (
-    efficiency_finding,
-    fraction_finding,
-    step_finding,
-)
+from kfac_bench.simulate.simulation_figure import efficiency_finding, fraction_finding, step_finding
 from kfac_bench.simulate.step import StepTime
 from kfac_bench.simulate.sweep import SGD, SimulatedCell, Variant
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kfac_bench.benchmark import jobs, slurm_submit, suite
+from kfac_bench.benchmark import slurm_jobs, suite
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Resumed
 from tests.support.runs import steps_of
@@ -36,10 +36,10 @@ def test_the_report_waits_for_cells_that_were_requeued(here, monkeypatch):
     monkeypatch.setenv("KFAC_TEST_HOLD", "step:3")
     commands = {f"seed {i}; $(touch {i})": cell(i) for i in (0, 1)}
     report = [sys.executable, "-c", REPORT, "$HOME 'x", "a  b"]
-    *cells, last = slurm_submit.submit(commands, report, here.folder / TABLE, NODE)
+    *cells, last = slurm_jobs.submit(commands, report, here.folder / TABLE, NODE)
     for job in cells:
         here.wait_until_held(job, "step", ranks=1)
-    *again, again_last = slurm_submit.submit(commands, report, here.folder / TABLE, NODE)
+    *again, again_last = slurm_jobs.submit(commands, report, here.folder / TABLE, NODE)
     for job in again:
         assert here.show(job, "Dependency") == ["singleton(unfulfilled)"]
     here("scancel", *again, again_last)
@@ -58,11 +58,11 @@ def test_the_report_waits_for_cells_that_were_requeued(here, monkeypatch):
 
 def test_a_job_that_slurm_refuses_is_one_line_and_leaves_no_job(here):
     commands = {"good": cell(0), "bad": ["x" * 200_000]}
-    with pytest.raises(UsageError, match=r"launcher=slurm: .+"):
-        slurm_submit.submit(commands, cell(0), here.folder, NODE)
+    with pytest.raises(UsageError, match=r"--launcher slurm: .+"):
+        slurm_jobs.submit(commands, cell(0), here.folder, NODE)
     assert here("squeue", "--noheader") == ""
     with pytest.raises(UsageError, match="Invalid partition"):
-        slurm_submit.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
+        slurm_jobs.submit(commands, cell(0), here.folder, ["--partition=nowhere"])
 
 
 def test_no_job_of_a_row_is_left_if_cells_with_more_ranks_are_refused(here):
@@ -71,12 +71,12 @@ def test_no_job_of_a_row_is_left_if_cells_with_more_ranks_are_refused(here):
     bad = replace(good, ranks=2, label="bad", overrides=(*good.overrides, f"label={'x' * 200_000}"))
     line = r"sbatch cannot be started .*\. The jobs submitted before \(\d+ \d+\) are cancelled"
     with pytest.raises(UsageError, match=line):
-        jobs.submit(replace(row, cells=[good, bad]), (), 0, ["--hold", "--time=5"])
+        slurm_jobs.submit_wave(replace(row, cells=[good, bad]), (), 0, ["--hold", "--time=5"])
     assert here("squeue", "--noheader") == ""
 
 
 def test_a_benchmark_runs_as_jobs_and_ends_with_its_table(here):
-    run = ("run", "kaisa_unet_lgg", "profile=smoke", "launcher=slurm", "--seeds=0")
+    run = ("run", "kaisa_unet_lgg", "--profile=smoke", "--launcher=slurm", "--seeds=0")
     options = ("trainer.max_steps=2", "trainer.eval_freq=2", "trainer.target=null", "logger=none")
     words = (*run, *options, "--runs-dir=runs/row", f"--sbatch={' '.join(NODE)}")
     said = here(sys.executable, "-c", "from kfac_bench.cli import bench; bench()", *words)

@@ -1,4 +1,4 @@
-"""`kfac-bench try launcher=slurm` is one job, which continues when it is requeued."""
+"""`kfac-bench try --launcher slurm` is one job, which continues when it is requeued."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ OPTIONS = ("--minutes=3", "--optimizers=adamw,eigen_adam", "trainer.threads=1")
 
 def test_a_study_that_is_requeued_runs_no_trial_twice(here):
     file = written(here.folder)
-    words = (file, *OPTIONS, "launcher=slurm", "--runs-dir=runs/study", "--sbatch=--exclusive")
+    words = (file, *OPTIONS, "--launcher=slurm", "--runs-dir=runs/study", "--sbatch=--exclusive")
     # By itself the study tries settings until its minutes are over.
     said = here(sys.executable, "-c", BENCH, "try", *words, KFAC_TEST_TRIALS="3")
     job = said.split("job ")[1].split()[0]

@@ -12,7 +12,7 @@ import multiprocessing
 import traceback
 
 PRELOAD = (
-    "kfac_bench.benchmark.forked",
+    "kfac_bench.benchmark.local_runs",
     "kfac_bench.cli",
     "kfac_bench.distributed",
     "kfac_bench.training.run",

@@ -1,9 +1,7 @@
 """A made-up machine and models of any depth, for tests of the simulator."""
 
 from kfac_bench.core.planning.layer_spec import LayerSpec
-from kfac_bench.simulate.hardware import Hardware
-from kfac_bench.simulate.network import Network, NetworkLink
-from kfac_bench.simulate.rates import Rates
+from kfac_bench.simulate.hardware import Hardware, Network, NetworkLink, Rates
 from kfac_bench.simulate.step import Workload
 
 BETA = 1e10

@@ -14,6 +14,7 @@ import yaml
 
 from kfac_bench.cli.bench_command import build_parser as bench_parser
 from kfac_bench.cli.data_command import build_parser as data_parser
+from kfac_bench.cli.plan_command import plan_parser
 from kfac_bench.config import compose, option_help
 from kfac_bench.record import events
 from scripts import docs_site
@@ -107,14 +108,16 @@ def commands(name):
 def test_commands_have_options_that_exist():
     """A command that trains or plans composes; a command with subcommands is understood."""
     seen = {}
-    for page, words in [*commands("kfac-train"), *commands("kfac-plan")]:
+    found = [(name, *each) for name in ("kfac-train", "kfac-plan") for each in commands(name)]
+    for page_command, page, words in found:
         named = {word.partition("=")[0] for word in words}
         if "problem" in named or "--help" in words:
             continue  # a file of the user; the usage
-        own = ("world_size=", "out=", "--")
         if "--multirun" in words:
             words = [word.partition(",")[0] for word in words]  # the first of several values
-        overrides = tuple(w for w in words if not w.startswith(own))
+        if page_command == "kfac-plan" and words[:1] != ["simulate"]:
+            words = plan_parser().parse_args(words).overrides
+        overrides = tuple(w for w in words if not w.startswith("--"))
         if words[:1] != ["simulate"] and overrides not in seen:
             seen[overrides] = page
             quick_load(compose.expanded(list(overrides)))

@@ -105,10 +105,10 @@ def test_an_installed_wheel_runs_all_commands_outside_the_repository(wheel, tmp_
     run("kfac-train", *TINY)
     assert "is complete" in run("kfac-train", *TINY)
     run("kfac-train", *TINY, "dry_run=true")
-    run("kfac-plan", *TINY, "world_size=2")
+    run("kfac-plan", *TINY, "--world-size=2")
     run("kfac-plan", "simulate", "--help")
     # No other command of this test reads conf/hardware.
-    simulated = ("model=resnet50", "data=imagefolder", "hardware=two_cores", "world_size=2")
+    simulated = ("model=resnet50", "data=imagefolder", "--hardware=two_cores", "--world-size=2")
     said = run("kfac-plan", "simulate", *simulated)
     assert "simulated: resnet50 on imagefolder" in said
     assert "hardware two_cores" in said

@@ -5,14 +5,15 @@ import shlex
 
 import pytest
 
-from kfac_bench.benchmark import contest_tables, schema
-from kfac_bench.benchmark.performance_profile import scores
-from kfac_bench.benchmark.profile_figure import profile_finding
-from kfac_bench.benchmark.result_store import ResultStore
-from kfac_bench.benchmark.score_interval import medians
-from kfac_bench.benchmark.sitting import tasks_of
+from benchmarks.contest import contest_tables
+from benchmarks.contest.contest_tables import medians
+from benchmarks.contest.result_store import ResultStore
+from benchmarks.contest.setup import CONF
+from benchmarks.contest.sitting import tasks_of
+from kfac_bench.benchmark import schema
+from kfac_bench.benchmark.performance_profile import profile_finding, scores
 from kfac_bench.cli.bench_command import build_parser
-from kfac_bench.config import compose, option_help, problem_file
+from kfac_bench.config import compose, conf_files, option_help, problem_file
 from tests.support import ROOT
 from tests.support.figures import texts
 
@@ -45,6 +46,8 @@ def folder(tmp_path, monkeypatch):
     shown = compose.shown(compose.load(["seed=3"]))
     (tmp_path / "runs" / "RUN_ID" / "config.yaml").write_text(shown)
     monkeypatch.chdir(tmp_path)
+    # Runs of later tests would look for the file, too.
+    monkeypatch.setattr(problem_file, "_files", {})
 
 
 @pytest.mark.usefixtures("folder")
@@ -114,8 +117,9 @@ TASKS = {
 LABELS = {"K-FAC before SGD": "K-FAC inverse + SGD"}
 
 
-def test_the_numbers_of_the_contest_are_those_of_its_runs():
+def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
     """The table of README, and the page of all results."""
+    monkeypatch.setattr(conf_files, "ADDED", [CONF])
     contest = schema.load("contest")
     store = ResultStore(ROOT / "benchmarks" / "results", "contest", "table", tasks_of(contest))
     result = contest_tables.load(contest, store)
@@ -132,9 +136,13 @@ def test_the_numbers_of_the_contest_are_those_of_its_runs():
         assert cells == shown, name
     page = (ROOT / "docs" / "reference" / "results" / "contest.md").read_text()
     for made in contest_tables.tables(result):
-        assert made.markdown() in page, "make it again: kfac-bench contest contest --into"
+        assert made.markdown() in page, (
+            "make it again: python -m benchmarks.contest tables contest --into"
+        )
     figure = ROOT / "docs" / "reference" / "results" / "contest.svg"
     assert figure.name in page
     drawn = " ".join(texts(figure.read_text()))
-    assert profile_finding(times) in drawn, "kfac-bench contest contest --into draws it again"
+    assert profile_finding(times) in drawn, (
+        "python -m benchmarks.contest tables contest --into draws it again"
+    )
     assert all(f"{name} {score:.2f}" in drawn for name, score in scores(times).items())

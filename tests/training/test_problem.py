@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kfac_bench import cli
-from kfac_bench.benchmark import forked, grid
+from kfac_bench.benchmark import grid, local_runs
 from kfac_bench.config import compose, problem_file
 from kfac_bench.data.base.order import Shard
 from kfac_bench.data.problem_data import ProblemData
@@ -252,7 +252,10 @@ def test_tables_name_the_file(tmp_path, own):
 @pytest.mark.parametrize("change", [(), (("nn.Linear(4, 8)", "nn.LazyLinear(8)"),)])
 def test_a_dry_run_and_a_plan(own, capsys, change):
     file = own(*change)
-    for command, words in ((cli.train, ["dry_run=true"]), (cli.plan, ["world_size=4", "out=null"])):
+    for command, words in (
+        (cli.train, ["dry_run=true"]),
+        (cli.plan, ["--world-size=4", "--out=null"]),
+    ):
         with pytest.raises(SystemExit) as caught:
             command([f"problem={file}", "kfac.fisher=type2", *words])
         assert caught.value.code == 0
@@ -339,7 +342,7 @@ def test_a_sweep_over_files_and_arguments(tmp_path, with_arguments, capsys):
 def test_a_fork_builds_the_problem_with_its_arguments(tmp_path, with_arguments):
     problem_file.run_named([f"problem={with_arguments}"])
     words = [f"problem={with_arguments}", "problem.width=4", *BASE, "kfac=none", "run_id=r"]
-    assert forked.train([*words, "trainer.max_steps=1", f"runs_dir={tmp_path}"])[0] == 0
+    assert local_runs.train_forked([*words, "trainer.max_steps=1", f"runs_dir={tmp_path}"])[0] == 0
     assert end(tmp_path / "r").status == "finished"
 
 
@@ -410,7 +413,7 @@ def test_a_table_and_an_option_cannot_run_a_file(trap, capsys):
     words = [f"{group}.file={trap}" for group in ("data", "task", "model")]
     words += [f"{group}=problem" for group in ("data", "task", "model")]
     assert "your command line does not" in refused_by_command(capsys, *words)
-    code, line = forked.train([f"problem={trap}"])
+    code, line = local_runs.train_forked([f"problem={trap}"])
     assert code == 2
     assert "your command line does not" in line
 
@@ -419,7 +422,7 @@ def test_a_fork_runs_the_file_that_the_command_names(tmp_path, own):
     file = own()
     problem_file.run_named([f"problem={file}"])
     words = [f"problem={file}", *BASE, "kfac=none", "trainer.max_steps=1", f"runs_dir={tmp_path}"]
-    assert forked.train([*words, "run_id=r"])[0] == 0
+    assert local_runs.train_forked([*words, "run_id=r"])[0] == 0
     assert end(tmp_path / "r").status == "finished"
 
 

@@ -91,7 +91,7 @@ KINDS = {
 }
 OPTIMIZERS = (
     *("sgd", "adam", "adamw", "lamb", "lars", "muon"),
-    *("shampoo", "soap", "kl_shampoo", "kl_soap"),
+    *("shampoo", "soap"),
 )
 
 

@@ -1,5 +1,6 @@
 """``kfac-bench try``: does K-FAC help on the user's own problem?
 
-:mod:`.study` runs the trials, :mod:`.budget` shares out the time, :mod:`.spaces` holds what is
-tried, :mod:`.verdict` writes the answer, and :mod:`.paste` the lines for the user's script.
+:mod:`.study_input` holds what is tried, :mod:`.study_plan` shares out the time, :mod:`.study` runs
+the trials, :mod:`.verdict` judges them, and :mod:`.answer` writes the verdict, the page and the
+lines for the user's script.
 """

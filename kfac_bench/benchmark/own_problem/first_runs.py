@@ -8,11 +8,15 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from statistics import median
 
-from kfac_bench.benchmark import forked, local_process, run_end
-from kfac_bench.benchmark.own_problem.asked import Asked, base_words
-from kfac_bench.benchmark.own_problem.budget import Budget, Measured, budget_of
-from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
-from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder
+from kfac_bench.benchmark import local_runs, run_end
+from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, Settings, base_words
+from kfac_bench.benchmark.own_problem.study_plan import (
+    Budget,
+    MeasuredSeconds,
+    StudyFolder,
+    StudyPlan,
+    budget_of,
+)
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
@@ -31,7 +35,7 @@ DEFAULT: Settings = {"optimizer": REFERENCE, "kfac": "none"}
 """AdamW with its defaults: the setting that is measured, and that fixes a missing target."""
 
 
-def make_plan(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> Plan:
+def make_plan(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> StudyPlan:
     """Run AdamW a few times; return the budget and the target.
 
     Raises:
@@ -42,9 +46,9 @@ def make_plan(asked: Asked, folder: StudyFolder, say: Callable[[str], None]) -> 
     say("trying one batch, and measuring the seconds of a step and of an evaluation")
     budget = _FirstRuns(asked, folder).budget()
     if asked.target is not None:
-        return Plan(budget, asked.target, is_own_target=False)
+        return StudyPlan(budget, asked.target, is_own_target=False)
     say(f"the problem has no target: AdamW trains for {budget.reference_steps} steps to fix one")
-    return Plan(
+    return StudyPlan(
         budget, _FirstRuns(asked, folder).reached(budget.reference_steps), is_own_target=True
     )
 
@@ -60,7 +64,7 @@ class _FirstRuns:
         first_s, first = self._timed("first", FIRST_STEPS, FIRST_STEPS)
         self._check_target(first)
         # Minutes that would be too few without evaluations and starts are refused at once.
-        self._divide(Measured(_step_s(first), 0.0, 0.0, time.monotonic() - began))
+        self._divide(MeasuredSeconds(_step_s(first), 0.0, 0.0, time.monotonic() - began))
         few_s, few = self._timed("few", STEPS, STEPS)
         # Seconds of starts vary, so the difference of two runs needs many evaluations.
         eval_freq = 1 if first_s < MANY_EVALUATIONS_S else STEPS // 4
@@ -70,7 +74,7 @@ class _FirstRuns:
         eval_s = max(0.0, many_s - trained_s[many] - few_s + trained_s[few]) / evaluations
         start_s = max(0.0, few_s - trained_s[few] - 2 * eval_s)
         spent_s = time.monotonic() - began
-        return self._divide(Measured(_step_s(many), eval_s, start_s, spent_s))
+        return self._divide(MeasuredSeconds(_step_s(many), eval_s, start_s, spent_s))
 
     def _check_target(self, first: Path) -> None:
         """Refuse a target that the initial weights meet."""
@@ -85,7 +89,7 @@ class _FirstRuns:
                 "higher_is_better"
             )
 
-    def _divide(self, measured: Measured) -> Budget:
+    def _divide(self, measured: MeasuredSeconds) -> Budget:
         asked = self._asked
         optimizers, has_target = len(asked.candidates), asked.target is not None
         return budget_of(asked.minutes, measured, optimizers, asked.seeds, has_target=has_target)
@@ -130,9 +134,9 @@ class _FirstRuns:
         overrides = [*base_words(self._asked, DEFAULT), *words, "trainer.target=null", *own]
         ranks = self._asked.ranks
         if ranks == 1:
-            code, line = forked.train(overrides)
+            code, line = local_runs.train_forked(overrides)
         else:
-            code, line = local_process.run(local_process.local_command(overrides, ranks))
+            code, line = local_runs.run_command(local_runs.local_command(overrides, ranks))
         if code in run_end.INTERRUPTED:
             raise KeyboardInterrupt
         if code:

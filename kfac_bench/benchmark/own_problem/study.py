@@ -15,15 +15,20 @@ from dataclasses import dataclass
 
 from kfac_bench.benchmark import grid, run_end
 from kfac_bench.benchmark.grid import Cell
-from kfac_bench.benchmark.machine_load import warn_if_busy
-from kfac_bench.benchmark.own_problem import spaces
-from kfac_bench.benchmark.own_problem.asked import Asked, base_words
-from kfac_bench.benchmark.own_problem.budget import FINALISTS, TRIALS, Budget
+from kfac_bench.benchmark.local_runs import warn_if_busy
+from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.benchmark.own_problem.first_runs import TUNING_SEED, make_plan
-from kfac_bench.benchmark.own_problem.spaces import REFERENCE, Settings
-from kfac_bench.benchmark.own_problem.study_folder import Plan, StudyFolder, wait_until_free
-from kfac_bench.benchmark.own_problem.trial_result import TrialResult
+from kfac_bench.benchmark.own_problem.study_input import REFERENCE, Asked, Settings, base_words
+from kfac_bench.benchmark.own_problem.study_plan import (
+    FINALISTS,
+    TRIALS,
+    Budget,
+    StudyFolder,
+    StudyPlan,
+    wait_until_free,
+)
 from kfac_bench.benchmark.own_problem.verdict import LEAST_SEEDS
+from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.config.command_options import path_word
 
 CRASHES = 2
@@ -47,7 +52,7 @@ OVERRUN = 1.25
 class StudyResult:
     """All that came of a study."""
 
-    plan: Plan
+    plan: StudyPlan
     trials: Mapping[str, Sequence[TrialResult]]
     """All runs of the tuning, in order."""
     winners: Mapping[str, TrialResult]
@@ -80,10 +85,10 @@ class Phases:
     """Tuning, and the runs on fresh seeds."""
 
     def __init__(
-        self, asked: Asked, folder: StudyFolder, plan: Plan, say: Callable[[str], None]
+        self, asked: Asked, folder: StudyFolder, plan: StudyPlan, say: Callable[[str], None]
     ) -> None:
         self._asked, self._folder, self._plan, self._say = asked, folder, plan, say
-        self._labels = spaces.tuning().labels
+        self._labels = study_input.tuning().labels
         self._budget = plan.budget
         # Of the runs that this process has made: wall time and training time.
         self._wall_s = self._train_s = 0.0

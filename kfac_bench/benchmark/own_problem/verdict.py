@@ -5,11 +5,89 @@ intervals of their median times do not overlap, over at least :data:`LEAST_SEEDS
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
-from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
-from kfac_bench.report.words import metric as shown_metric
+from kfac_bench.record.score import bootstrap_median
+from kfac_bench.report.tables import metric as shown_metric
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """A run on a fresh seed."""
+
+    seed: int
+    time_s: float
+    """Training seconds to the target; inf if it was missed."""
+    steps: float
+    curve: Sequence[tuple[float, float]]
+    """Training seconds and metric of each evaluation."""
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """An optimizer with the setting that won its tuning."""
+
+    name: str
+    runs: Sequence[SeedRun]
+    limit_s: float
+    """Training seconds that each run had."""
+    paste: str
+    """Lines for the user's script."""
+    uses_kfac: bool = False
+    step_s: float = math.nan
+    """Seconds of a step."""
+    memory_bytes: float = math.nan
+    """Peak memory of a rank."""
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of K-FAC's stages in all steps of all runs."""
+
+    @property
+    def times_s(self) -> tuple[float, float, float]:
+        """Median and interval of the seconds to target."""
+        return bootstrap_median([run.time_s for run in self.runs])
+
+    @property
+    def least_s(self) -> float:
+        """The low end of the interval, if each miss had reached the target just after its limit."""
+        return bootstrap_median([min(run.time_s, self.limit_s) for run in self.runs])[1]
+
+    @property
+    def reached(self) -> int:
+        """The number of seeds that reached the target."""
+        return sum(math.isfinite(run.time_s) for run in self.runs)
+
+
+@dataclass(frozen=True)
+class TryResult:
+    """The results of a study."""
+
+    problem: str
+    metric: str
+    higher_is_better: bool
+    target: float
+    reference: Finalist
+    """AdamW."""
+    rivals: Sequence[Finalist]
+    seeds: int
+    """How many seeds were planned."""
+    is_own_target: bool = False
+    """Whether the study fixed the target, because the problem has none."""
+    reference_steps: int = 1000
+    """Steps of AdamW that have fixed this target."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Optimizers that did not run on fresh seeds, with the reason."""
+    has_tried_kfac: bool = True
+    """Whether an optimizer with K-FAC was tuned."""
+    minutes: float = 30
+    is_quick: bool = False
+
+    @property
+    def finalists(self) -> list[Finalist]:
+        """All finalists, the fastest first."""
+        return sorted([*self.rivals, self.reference], key=lambda f: f.times_s[0])
+
 
 LEAST_SEEDS = 3
 """With fewer seeds nothing is shown: their ranges are too narrow."""

@@ -1,9 +1,9 @@
 """Measured scaling: the same training on several numbers of ranks, and where its steps' time goes.
 
-:mod:`.measured` reads event files. :mod:`.scaling_tables` and :mod:`.scaling_figure` show the
-results. :mod:`.scaling_runs` and :mod:`.scaling_options` start the runs.
+:mod:`.measured` reads event files. :mod:`.scaling_report` has the tables and the figure.
+:mod:`.scaling_runs` and :mod:`.scaling_options` start the runs.
 """
 
-from kfac_bench.benchmark.scaling.scaling_tables import scaling_table as scaling_table
-from kfac_bench.benchmark.scaling.scaling_tables import stage_table as stage_table
-from kfac_bench.benchmark.scaling.scaling_tables import tables as tables
+from kfac_bench.benchmark.scaling.scaling_report import scaling_table as scaling_table
+from kfac_bench.benchmark.scaling.scaling_report import stage_table as stage_table
+from kfac_bench.benchmark.scaling.scaling_report import tables as tables

@@ -1,19 +1,20 @@
-"""``kfac-bench scaling``: its command line, and the steps from the words to the written results."""
+"""``kfac-bench scaling``: the steps from its options to the written results."""
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kfac_bench import report
-from kfac_bench.benchmark import slurm_submit
-from kfac_bench.benchmark.jobs import KFAC_BENCH
-from kfac_bench.benchmark.scaling import scaling_figure
+from kfac_bench.benchmark import slurm_jobs
+from kfac_bench.benchmark.scaling import scaling_report
 from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
+from kfac_bench.benchmark.scaling.scaling_report import scaling_table, stage_table
 from kfac_bench.benchmark.scaling.scaling_runs import ScalingRun, run_here, scaling_runs
-from kfac_bench.benchmark.scaling.scaling_tables import scaling_table, stage_table
+from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 from kfac_bench.config import compose
-from kfac_bench.config.command_options import one_of, split_words, whole_number
+from kfac_bench.config.command_options import whole_number
 from kfac_bench.errors import UsageError
 from kfac_bench.record.runs import Run, load
 from kfac_bench.simulate import hardware
@@ -21,48 +22,12 @@ from kfac_bench.simulate.hardware import Hardware
 from kfac_bench.simulate.sweep import SGD, Intervals, Variant, efficiency, sweep, variant
 from kfac_bench.whole_files import write_text
 
-USAGE = """\
-usage: kfac-bench scaling [world_size=N,N...] [GROUP=NAME | OPTION=VALUE]...
-
-Train the same on several numbers of ranks, with each strategy and with the optimizer alone. Print
-how the time of a step scales and where the time goes. Runs that were measured before are not run
-again. All other options are those of kfac-train.
-
-  kfac-bench scaling model=resnet20 data=cifar10 world_size=1,2 strategy=comm_opt,layer_wise
-
-  world_size=1,2     numbers of ranks, all on this machine
-  mode=weak|strong   trainer.batch_size counts the examples of one rank (weak, the default) or of
-                     all ranks (strong)
-  strategy=comm_opt,layer_wise    or hybrid_opt@1/2 (its fraction); sgd is always measured too
-  rounds=3           how often each run is repeated; the table shows medians
-  steps=N            steps of a window (kfac.update_freq); of four windows the first warms up
-  runs_dir=DIR       where runs and results go (runs/scaling)
-  launcher=local     run on this machine; slurm: submit jobs, which also write the results;
-                     none: show the runs that have finished
-  sbatch=--partition=gpu,--time=10    options of each job
-  hardware=NAME      also show simulated efficiencies, as in kfac-plan simulate
-  --help             print this text and stop
-
-Results: DIR/scaling.md, DIR/scaling.svg and the page DIR/scaling.html.
-"""
-
-_OWN = {
-    "world_size": "1,2",
-    "mode": "weak",
-    "strategy": "comm_opt,layer_wise",
-    "rounds": "3",
-    "steps": "",
-    "runs_dir": "runs/scaling",
-    "launcher": "local",
-    "sbatch": "",
-    "hardware": "",
-}
 _MOST_RANKS, _MOST_ROUNDS, _MOST_STEPS = 4096, 100, 1_000_000
 
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """What the words of the command line ask for."""
+    """What the command line asks for."""
 
     words: Sequence[str]
     mode: str
@@ -78,19 +43,25 @@ class ScalingRequest:
     """The machine to simulate; None: no simulation."""
 
 
-def scaling(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Measure what `words` ask for and write the results; return 1 if a run failed, else 0.
+def scaling(options: argparse.Namespace, words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Measure what the user asks for and write the results; return 1 if a run failed, else 0.
 
-    Raises :class:`UsageError` for wrong words, and if no run has finished.
+    Args:
+        options: The parsed options of ``kfac-bench scaling``.
+        words: The same options as words of a command line.
+        say: Prints a line.
+
+    Raises:
+        UsageError: An option is wrong, or no run has finished.
     """
-    request = _parse(words)
+    request = _request(options, words)
     if request.launcher == "slurm":
         _submit(request, say)
         return 0
     failed = run_here(request.runs, say) if request.launcher == "local" else 0
     finished = [each for each in request.runs if each.has_finished()]
     if not finished:
-        raise UsageError(f"{request.folder}: no run has finished; measure with launcher=local")
+        raise UsageError(f"{request.folder}: no run has finished; measure with --launcher local")
     _write(request, [load(each.path) for each in finished], say)
     return 1 if failed else 0
 
@@ -101,7 +72,7 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
     if not points:
         raise UsageError(
             f"{request.folder}: no run is long enough to measure a step; train without "
-            "trainer.max_train_s, or use fewer steps="
+            "trainer.max_train_s, or use fewer --steps"
         )
     tables = [scaling_table(runs), stage_table(runs)]
     if missing := len(request.runs) - len(runs):
@@ -110,7 +81,7 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
     for table in tables:
         say(table.markdown())
     title = _title(request.mode, points)
-    simulated: scaling_figure.Simulated = {}
+    simulated: scaling_report.Simulated = {}
     where = ""
     if request.machine is not None:
         simulated = _simulated(request, request.machine)
@@ -118,7 +89,7 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
     folder = request.folder
     markdown = "\n".join(table.markdown() for table in tables)
     write_text(folder / "scaling.md", markdown)
-    write_text(folder / "scaling.svg", scaling_figure.svg(points, title, simulated, where))
+    write_text(folder / "scaling.svg", scaling_report.svg(points, title, simulated, where))
     report.compare([run.path for run in runs], folder / "scaling.html", tables, title)
     for ending in ("md", "svg", "html"):
         say(str(folder / f"scaling.{ending}"))
@@ -129,7 +100,7 @@ def _title(mode: str, points: Sequence[ScalingPoint]) -> str:
     return f"{mode} scaling" + (f": {tasks.pop()}" if len(tasks) == 1 else "")
 
 
-def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_figure.Simulated:
+def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_report.Simulated:
     """Return the efficiencies of the same steps on a model of the machine."""
     from kfac_bench.simulate import workload  # This import loads torch.
 
@@ -156,47 +127,45 @@ def _simulated(request: ScalingRequest, machine: Hardware) -> scaling_figure.Sim
 
 def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
     """Submit a job for each unfinished run; the last job of each world size writes the results."""
-    words = [word for word in request.words if not word.startswith("launcher=")]
-    after = [sys.executable, *KFAC_BENCH, "scaling", *words, "launcher=none"]
+    # The last --launcher counts.
+    after = [sys.executable, *KFAC_BENCH, "scaling", *request.words, "--launcher", "none"]
     for world_size in request.world_sizes:
         todo = [r for r in request.runs if r.world_size == world_size and not r.has_finished()]
         commands = {each.label: each.rank_command for each in todo}
         if commands:
             options = [f"--ntasks={world_size}", *request.sbatch]
-            jobs = slurm_submit.submit(commands, after, request.folder, options)
+            jobs = slurm_jobs.submit(commands, after, request.folder, options)
             say(f"{world_size} ranks: jobs {jobs[0]} to {jobs[-1]}, the last writes the results")
 
 
-def _parse(words: Sequence[str]) -> ScalingRequest:
-    own, overrides = split_words(words, _OWN)
-    mode = one_of("mode", own["mode"], ("weak", "strong"))
-    launcher = one_of("launcher", own["launcher"], ("local", "slurm", "none"))
+def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingRequest:
+    overrides, steps = options.overrides, options.steps
     _check_overrides(overrides)
-    chosen = [variant(text) for text in own["strategy"].split(",") if text != SGD]
+    chosen = [variant(text) for text in options.strategy.split(",") if text != SGD]
     variants = list(dict.fromkeys([Variant(SGD), *chosen]))
-    sizes = own["world_size"].split(",")
-    world_sizes = [whole_number("world_size", text, _MOST_RANKS) for text in sizes]
+    sizes = options.world_size.split(",")
+    world_sizes = [whole_number("--world-size", text, _MOST_RANKS) for text in sizes]
     world_sizes = list(dict.fromkeys(world_sizes))
     runs = scaling_runs(
         overrides,
         variants,
         world_sizes,
-        weak=mode == "weak",
-        rounds=whole_number("rounds", own["rounds"], _MOST_ROUNDS),
-        steps=whole_number("steps", own["steps"], _MOST_STEPS) if own["steps"] else None,
-        runs_dir=own["runs_dir"],
+        weak=options.mode == "weak",
+        rounds=whole_number("--rounds", options.rounds, _MOST_ROUNDS),
+        steps=whole_number("--steps", steps, _MOST_STEPS) if steps else None,
+        runs_dir=str(options.runs_dir),
     )
     return ScalingRequest(
         words,
-        mode,
-        launcher,
-        [word for word in own["sbatch"].split(",") if word],
+        options.mode,
+        options.launcher,
+        [word for word in options.sbatch.split(",") if word],
         overrides,
         variants,
         world_sizes,
         runs,
-        Path(own["runs_dir"]),
-        _machine(own["hardware"]),
+        options.runs_dir,
+        _machine(options.hardware),
     )
 
 
@@ -205,14 +174,14 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     for word in overrides:
         name = word.partition("=")[0]
         if name in ("kfac", "kfac.strategy", "kfac.grad_worker_fraction", "kfac.enabled"):
-            raise UsageError(f"{word}: set strategy= instead; sgd is always measured too")
+            raise UsageError(f"{word}: set --strategy instead; sgd is always measured too")
         if name == "from":
             raise UsageError(
                 f"{word}: kfac-bench scaling reads no file of a run. Write the options of the run, "
                 "such as model=resnet20"
             )
         if name in ("seed", "run_id", "resume"):
-            raise UsageError(f"{word}: each run has its own {name}; set rounds= for more runs")
+            raise UsageError(f"{word}: each run has its own {name}; set --rounds for more runs")
 
 
 def _machine(name: str) -> Hardware | None:

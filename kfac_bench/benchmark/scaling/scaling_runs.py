@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfac_bench.benchmark import local_process
-from kfac_bench.benchmark.machine_load import warn_if_busy
+from kfac_bench.benchmark import local_runs
+from kfac_bench.benchmark.local_runs import warn_if_busy
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
@@ -42,12 +42,12 @@ class ScalingRun:
     @property
     def local_command(self) -> list[str]:
         """The command that runs all ranks on this machine."""
-        return local_process.local_command(self.overrides, self.world_size)
+        return local_runs.local_command(self.overrides, self.world_size)
 
     @property
     def rank_command(self) -> list[str]:
         """The command of one rank, for srun to start on every rank."""
-        return local_process.rank_command(self.overrides)
+        return local_runs.rank_command(self.overrides)
 
     def has_finished(self) -> bool:
         """Whether the run is complete."""
@@ -120,7 +120,7 @@ def _run_of(
     if config.trainer.batch_size < world_size:
         raise UsageError(
             f"trainer.batch_size={config.trainer.batch_size} leaves some of {world_size} ranks "
-            "without an example; use mode=weak or a larger batch"
+            "without an example; use --mode weak or a larger batch"
         )
     digest = hashlib.sha256(repr((world_size, overrides)).encode()).hexdigest()[:8]
     name = f"{variant.label.replace('/', '_').replace('@', '-')}-{world_size}-{number}-{digest}"
@@ -168,7 +168,7 @@ def run_here(todo: Sequence[ScalingRun], say: Callable[[str], None]) -> int:
 def _run(each: ScalingRun) -> str:
     """Run it; return the error, or an empty text."""
     try:
-        code, line = local_process.run(each.local_command, MOST_S)
+        code, line = local_runs.run_command(each.local_command, MOST_S)
     except subprocess.TimeoutExpired:
         return f"failed: not finished after {MOST_S} s"
     return "" if code == 0 and each.has_finished() else f"failed: {line}"

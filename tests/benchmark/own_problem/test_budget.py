@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from kfac_bench.benchmark.own_problem.budget import Measured, budget_of
+from kfac_bench.benchmark.own_problem.study_plan import MeasuredSeconds, budget_of
 from kfac_bench.errors import UsageError
 
-QUICK_STEPS = Measured(step_s=0.01, eval_s=0.05, start_s=2, spent_s=20)
+QUICK_STEPS = MeasuredSeconds(step_s=0.01, eval_s=0.05, start_s=2, spent_s=20)
 
 
 @pytest.mark.parametrize("optimizers", [2, 7])
@@ -31,13 +31,13 @@ def test_thirty_minutes():
 
 
 def test_cheap_evaluations_are_frequent():
-    cheap = Measured(step_s=0.01, eval_s=0.001, start_s=2, spent_s=20)
+    cheap = MeasuredSeconds(step_s=0.01, eval_s=0.001, start_s=2, spent_s=20)
     made = budget_of(30, cheap, 7, 5)
     assert made.limit_s / (made.eval_freq * 0.01) == pytest.approx(500, rel=0.05)
 
 
 def test_slow_evaluations_become_rare():
-    slow = Measured(step_s=0.01, eval_s=2, start_s=2, spent_s=20)
+    slow = MeasuredSeconds(step_s=0.01, eval_s=2, start_s=2, spent_s=20)
     made = budget_of(60, slow, 7, 5)
     assert made.eval_freq * 0.01 == pytest.approx(4)
     assert made.wall_per_s == pytest.approx(1.5)
@@ -46,7 +46,7 @@ def test_slow_evaluations_become_rare():
 @pytest.mark.parametrize("step_s", [0.01, 0.2, 3])
 @pytest.mark.parametrize("eval_s", [0.0, 0.5, 20])
 def test_the_minutes_that_would_be_enough_are_enough(step_s, eval_s):
-    measured = Measured(step_s, eval_s, start_s=3, spent_s=30)
+    measured = MeasuredSeconds(step_s, eval_s, start_s=3, spent_s=30)
     with pytest.raises(UsageError, match=r"0\.1 minutes are too few to mean anything") as caught:
         budget_of(0.1, measured, 7, 5)
     enough = float(re.search(r"--minutes (\d+) is enough", str(caught.value))[1])
@@ -56,14 +56,14 @@ def test_the_minutes_that_would_be_enough_are_enough(step_s, eval_s):
 
 
 def test_the_line_says_that_evaluations_are_slow():
-    slow = Measured(step_s=0.01, eval_s=2, start_s=2, spent_s=20)
+    slow = MeasuredSeconds(step_s=0.01, eval_s=2, start_s=2, spent_s=20)
     with pytest.raises(UsageError, match=r"have \d{4} steps of AdamW and 7 evaluations, and it"):
         budget_of(20, slow, 7, 5)
 
 
 def test_starts_that_eat_the_minutes_are_named():
     """On a busy machine a start takes seconds. The steps are fast, so they are not the cause."""
-    busy = Measured(step_s=0.003, eval_s=0.01, start_s=6, spent_s=40)
+    busy = MeasuredSeconds(step_s=0.003, eval_s=0.01, start_s=6, spent_s=40)
     with pytest.raises(UsageError, match="are too few to mean anything") as caught:
         budget_of(2, busy, 7, 3)
     said = str(caught.value)
@@ -73,7 +73,7 @@ def test_starts_that_eat_the_minutes_are_named():
 
 
 def test_a_trial_is_not_shorter_than_the_run_that_fixes_the_target():
-    measured = Measured(step_s=0.3, eval_s=0.01, start_s=2, spent_s=20)
+    measured = MeasuredSeconds(step_s=0.3, eval_s=0.01, start_s=2, spent_s=20)
     assert budget_of(10, measured, 7, 5).limit_s > 50 * 0.3
     with pytest.raises(UsageError, match=r"needs 100 and 10 .* With target= in Problem") as caught:
         budget_of(10, measured, 7, 5, has_target=False)
@@ -84,5 +84,5 @@ def test_a_trial_is_not_shorter_than_the_run_that_fixes_the_target():
 @pytest.mark.parametrize(("step_s", "steps"), [(0.001, 1000), (0.05, 1000), (0.1, 300), (0.5, 100)])
 def test_the_steps_that_fix_a_target_do_not_follow_the_speed_of_the_machine(step_s, steps):
     for slower in (1, 1.3):
-        measured = Measured(slower * step_s, eval_s=0.01, start_s=1, spent_s=20)
+        measured = MeasuredSeconds(slower * step_s, eval_s=0.01, start_s=1, spent_s=20)
         assert budget_of(30, measured, 7, 5, has_target=False).reference_steps == steps

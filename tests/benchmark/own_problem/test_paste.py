@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_bench.benchmark.own_problem import paste, spaces
+from kfac_bench.benchmark.own_problem import answer, study_input
 from kfac_bench.benchmark.trials import overrides_of
 from kfac_bench.config.problem_file import ProblemFile
 from kfac_bench.core import KFAC
@@ -40,7 +40,7 @@ def problem(likelihood="categorical", **options):
 
 
 def configs(optimizer, *words):
-    for settings in spaces.candidates(optimizer, has_likelihood=True):
+    for settings in study_input.candidates(optimizer, has_likelihood=True):
         yield quick_load([*BASE, *words, *overrides_of(settings)])
 
 
@@ -82,10 +82,10 @@ def harness(config):
     return train(net, optimizer, kfac, step)
 
 
-@pytest.mark.parametrize("optimizer", spaces.choose(None))
+@pytest.mark.parametrize("optimizer", study_input.choose(None))
 def test_the_lines_train_as_the_run_did(optimizer):
     for config in itertools.islice(configs(optimizer), 3):
-        text = paste.lines(config, problem())
+        text = answer.paste_lines(config, problem())
         torch.testing.assert_close(pasted(text), harness(config), rtol=1e-4, atol=1e-6)
 
 
@@ -93,7 +93,7 @@ def test_the_lines_have_the_words_of_the_user():
     words = ("optimizer.weight_decay=0.05", "kfac.skip=[Norm,head]", "kfac.state_dtype=bf16")
     for optimizer in ("kfac_adamw", "eigen_adam"):
         config = next(configs(optimizer, *words))
-        text = paste.lines(config)
+        text = answer.paste_lines(config)
         assert "weight_decay=0.05" in text
         assert "skip=['Norm', 'head']" in text
         assert "state_dtype=torch.bfloat16" in text
@@ -101,10 +101,10 @@ def test_the_lines_have_the_words_of_the_user():
 
 
 def test_options_at_their_defaults_are_left_out():
-    text = paste.lines(next(configs("kfac_adamw")))
+    text = answer.paste_lines(next(configs("kfac_adamw")))
     assert text.splitlines()[-1] == ("KFAC(model, optimizer, update_freq=40).attach()")
-    assert "eigen_adam(model, lr=0.01)" in paste.lines(next(configs("eigen_adam")))
-    assert paste.lines(next(configs("muon"))) == (
+    assert "eigen_adam(model, lr=0.01)" in answer.paste_lines(next(configs("eigen_adam")))
+    assert answer.paste_lines(next(configs("muon"))) == (
         "from kfac_bench import muon\noptimizer = muon(model, lr=0.02, adam_lr=0.01)"
     )
 
@@ -113,7 +113,7 @@ def test_labels_that_are_drawn_need_a_line_in_the_loop():
     config = next(configs("kfac"))
 
     def line(**options):
-        return paste.lines(config, problem(**options)).splitlines()[-1]
+        return answer.paste_lines(config, problem(**options)).splitlines()[-1]
 
     call = "#   preconditioner.fisher_backward(output, "
     assert line(likelihood="gaussian") == f'{call}"gaussian")'
@@ -145,7 +145,9 @@ def test_the_arguments_of_drawn_labels_give_the_statistics_of_the_run():
 
 
 def draw_as_pasted(kfac, own, net, batch):
-    (line,) = [x for x in paste.lines(next(configs("kfac")), own).splitlines() if "output" in x]
+    (line,) = [
+        x for x in answer.paste_lines(next(configs("kfac")), own).splitlines() if "output" in x
+    ]
     exec(line.removeprefix("#   "), {"preconditioner": kfac, "output": net(batch[0])})
 
 
@@ -156,7 +158,7 @@ def draw_as_the_run(kfac, own, net, batch):
 
 
 def test_a_schedule_of_the_study_is_named():
-    text = paste.lines(next(configs("adamw")), words=["schedule=cosine", "data.workers=2"])
+    text = answer.paste_lines(next(configs("adamw")), words=["schedule=cosine", "data.workers=2"])
     assert text.splitlines()[-1] == (
         "# The runs had schedule=cosine: give your script the same schedule."
     )

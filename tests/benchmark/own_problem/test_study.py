@@ -12,11 +12,16 @@ import types
 
 import pytest
 
-from kfac_bench.benchmark import forked, schema, suite, tune
-from kfac_bench.benchmark.own_problem import answer, budget, first_runs, spaces, study
-from kfac_bench.benchmark.own_problem.asked import Asked
-from kfac_bench.benchmark.own_problem.budget import Budget, Measured
-from kfac_bench.benchmark.own_problem.study_folder import Plan, Question, StudyFolder
+from kfac_bench.benchmark import local_runs, schema, suite, tune
+from kfac_bench.benchmark.own_problem import answer, first_runs, study, study_input, study_plan
+from kfac_bench.benchmark.own_problem.study_input import Asked
+from kfac_bench.benchmark.own_problem.study_plan import (
+    Budget,
+    MeasuredSeconds,
+    Question,
+    StudyFolder,
+    StudyPlan,
+)
 from kfac_bench.config import compose, problem_file
 from kfac_bench.errors import UsageError
 from kfac_bench.record.event_log import EventLog, JsonlSink
@@ -28,7 +33,7 @@ from tests.support.quick import slow
 
 NAMES = ("sgd", "adamw", "eigen_adam")
 SEEDS = 5
-MADE = budget.budget_of(30, Measured(0.01, 0.02, 1, 10), len(NAMES), SEEDS)
+MADE = study_plan.budget_of(30, MeasuredSeconds(0.01, 0.02, 1, 10), len(NAMES), SEEDS)
 QUESTION = Question("0", "", ",".join(NAMES), 30.0, 1, SEEDS)
 COST = {"sgd": 0.5, "adamw": 0.6, "eigen_adam": 0.2}
 """Seconds to target by optimizer, in limits, for a setting that is right."""
@@ -44,7 +49,7 @@ class Simulation:
     """A study of simulated runs: ``runs`` lists them, ``fate`` may end them in another way."""
 
     def __init__(self, file, path):
-        shortened = {n: spaces.candidates(n, has_likelihood=True)[:4] for n in NAMES}
+        shortened = {n: study_input.candidates(n, has_likelihood=True)[:4] for n in NAMES}
         self.asked = Asked(file, [], 30.0, 1, SEEDS, 0.93, shortened)
         self.folder = StudyFolder(path, QUESTION)
         self.runs, self.said = [], []
@@ -55,10 +60,10 @@ class Simulation:
         """Run what is left of the study."""
         with pytest.MonkeyPatch.context() as patch, self.folder.locked():
             patch.setattr(compose, "load", load)
-            patch.setattr(forked, "train", self.train)
+            patch.setattr(local_runs, "train_forked", self.train)
             patch.setattr(study, "time", types.SimpleNamespace(monotonic=lambda: self.clock_s))
             if self.folder.plan() is None:
-                self.folder.write_plan(Plan(MADE, 0.93, is_own_target=False))
+                self.folder.write_plan(StudyPlan(MADE, 0.93, is_own_target=False))
             return study.run(self.asked, self.folder, self.said.append)
 
     def train(self, overrides):
@@ -218,12 +223,12 @@ def test_the_verdict_of_the_study(done, monkeypatch):
 
 def test_a_study_starts_from_the_settings_of_another(done):
     simulation, found = done
-    starts = spaces.starts_from(simulation.folder.path)
+    starts = study_input.starts_from(simulation.folder.path)
     assert starts.keys() == set(NAMES)
     for name in found.finals:
         won = found.winners[name].settings["optimizer.lr"]
         assert starts[name]["optimizer.lr"] == won
-        first = spaces.candidates(name, has_likelihood=True, start=starts[name])[0]
+        first = study_input.candidates(name, has_likelihood=True, start=starts[name])[0]
         assert first["optimizer.lr"] == won
         assert first["optimizer"] == name
 
@@ -304,7 +309,7 @@ def test_adamw_has_reached_the_target_that_its_metric_fixes(begins, best, higher
 
 
 def test_a_study_continues_only_with_the_same_question(tmp_path):
-    plan = Plan(MADE, 0.9, is_own_target=True)
+    plan = StudyPlan(MADE, 0.9, is_own_target=True)
     StudyFolder(tmp_path, QUESTION).write_plan(plan)
     assert StudyFolder(tmp_path, QUESTION).plan() == plan
     for changed, words in (
@@ -371,10 +376,10 @@ def test_a_trial_that_links_to_another_run_keeps_its_checkpoints(simulation, tmp
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["kfac", *(slow(n) for n in spaces.choose(None) if n != "kfac")]
+    "optimizer", ["kfac", *(slow(n) for n in study_input.choose(None) if n != "kfac")]
 )
 def test_every_setting_composes(optimizer):
-    made = spaces.candidates(optimizer, has_likelihood=True)
+    made = study_input.candidates(optimizer, has_likelihood=True)
     assert len(made) >= 8
     for settings in made:
         words = [f"{k}={'null' if v is None else v}" for k, v in settings.items()]
@@ -390,8 +395,8 @@ def test_the_spaces_are_no_table_to_run_or_to_tune(tmp_path):
 
 
 def test_labels_are_drawn_only_with_a_likelihood():
-    with_it = spaces.candidates("kfac", has_likelihood=True)
-    without = spaces.candidates("kfac", has_likelihood=False)
+    with_it = study_input.candidates("kfac", has_likelihood=True)
+    without = study_input.candidates("kfac", has_likelihood=False)
     assert {each["kfac.fisher"] for each in with_it} == {"mc"}
     assert not any("kfac.fisher" in each for each in without)
 
@@ -404,9 +409,9 @@ def test_settings_of_another_study_are_not_trusted(tmp_path):
     log.emit(RunStarted(0, 0.0, "r", "accuracy", True, config, {}))
     log.emit(Evaluated(0, 0.0, 0, {"accuracy": 0.1}))
     log.close()
-    assert spaces.starts_from(tmp_path) == {"adamw": {"optimizer.beta2": 0.5}}
+    assert study_input.starts_from(tmp_path) == {"adamw": {"optimizer.beta2": 0.5}}
     with pytest.raises(UsageError, match="no study of kfac-bench try"):
-        spaces.starts_from(path)
+        study_input.starts_from(path)
 
 
 def test_the_better_metric_is_a_start_if_all_trials_missed_the_target(tmp_path):
@@ -419,16 +424,16 @@ def test_the_better_metric_is_a_start_if_all_trials_missed_the_target(tmp_path):
         log.emit(RunStarted(0, 0.0, "r", "loss", False, config, {}))
         log.emit(Evaluated(0, 0.0, 0, {"loss": metric}))
         log.close()
-    assert spaces.starts_from(tmp_path) == {"adamw": {"optimizer.lr": 0.2}}
+    assert study_input.starts_from(tmp_path) == {"adamw": {"optimizer.lr": 0.2}}
     for number in (1, 2, 3):
         shutil.rmtree(tmp_path / "tuning" / f"{number}")
     with pytest.raises(UsageError, match="no run of this study can be read"):
-        spaces.starts_from(tmp_path)
+        study_input.starts_from(tmp_path)
 
 
 def test_a_budget_is_kept_as_json(tmp_path):
     folder = StudyFolder(tmp_path, QUESTION)
-    folder.write_plan(Plan(MADE, 1.5, is_own_target=False))
+    folder.write_plan(StudyPlan(MADE, 1.5, is_own_target=False))
     found = folder.plan()
     assert isinstance(found.budget, Budget)
     assert found.budget == MADE

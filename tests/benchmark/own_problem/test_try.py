@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from kfac_bench import cli
-from kfac_bench.benchmark import local_process
-from kfac_bench.benchmark.own_problem import first_runs, spaces
-from kfac_bench.benchmark.own_problem.asked import Asked
-from kfac_bench.benchmark.own_problem.study_folder import Question, StudyFolder
+from kfac_bench.benchmark import local_runs
+from kfac_bench.benchmark.own_problem import first_runs, study_input
+from kfac_bench.benchmark.own_problem.study_input import Asked
+from kfac_bench.benchmark.own_problem.study_plan import Question, StudyFolder
 from kfac_bench.cli import try_command
 from kfac_bench.config import problem_file
 from kfac_bench.record import score
@@ -28,10 +28,10 @@ from tests.support.runs import of_kind
 TRIALS, SEEDS = 2, 2
 """So few trials of an optimizer and fresh seeds, so that a study is short."""
 COMMAND = f"""
-from kfac_bench.benchmark.own_problem import spaces
+from kfac_bench.benchmark.own_problem import study_input
 from kfac_bench.cli import bench, try_command
-whole = spaces.candidates
-spaces.candidates = lambda *a, **k: whole(*a, **k)[:{TRIALS}]
+whole = study_input.candidates
+study_input.candidates = lambda *a, **k: whole(*a, **k)[:{TRIALS}]
 try_command.SEEDS = {SEEDS}
 bench()
 """
@@ -88,14 +88,14 @@ def test_a_missing_target_is_what_adamw_reaches(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks(tmp_path, capsys, monkeypatch):
-    whole = spaces.candidates
-    monkeypatch.setattr(spaces, "candidates", lambda *a, **k: whole(*a, **k)[:1])
+    whole = study_input.candidates
+    monkeypatch.setattr(study_input, "candidates", lambda *a, **k: whole(*a, **k)[:1])
     monkeypatch.setattr(try_command, "SEEDS", 1)
-    by_torchrun, forked_runs = local_process.run, []
+    by_torchrun, forked_runs = local_runs.run_command, []
 
     def run(command):
         """Start the first and the last run with torchrun, and the others in forks: faster."""
-        assert command == local_process.local_command(command[5:], 2)
+        assert command == local_runs.local_command(command[5:], 2)
         words = " ".join(command)
         if "run_id=first" in words or ("/final" in words and "eigen_adam" in words):
             return by_torchrun(command)
@@ -103,7 +103,7 @@ def test_two_ranks(tmp_path, capsys, monkeypatch):
         ended = launch.by_hand(tmp_path, 2, command[4:])
         return max(ended.codes), ended.errors
 
-    monkeypatch.setattr(local_process, "run", run)
+    monkeypatch.setattr(local_runs, "run_command", run)
     words = (*SMALL, "--minutes=20", "--ranks=2", f"--runs-dir={tmp_path / 'try'}")
     assert bench(written(tmp_path), *words) == 0
     assert len(forked_runs) == 5
@@ -168,7 +168,8 @@ BAD = [
     (("--optimizers=sgd,muon",), "name adamw, which the others are compared with"),
     (("--optimizers=adamw",), "at least one other"),
     (("--from=no_such_folder",), "--from no_such_folder: no study of kfac-bench try"),
-    (("launcher=pbs",), "launcher=pbs: choose one of local, slurm"),
+    (("--launcher=pbs",), "argument --launcher: invalid choice: 'pbs'"),
+    (("launcher=slurm",), "launcher=slurm: write --launcher slurm"),
     (("optimizer.lr=0.1",), "optimizer.lr=0.1: kfac-bench try sets optimizer.lr itself"),
     (("optimizer=sgd",), "kfac-bench try sets optimizer itself"),
     (("seed=3",), "kfac-bench try sets seed itself"),
@@ -217,5 +218,5 @@ def test_minutes_that_are_too_few_are_refused(tmp_path, capsys):
 
 def test_slurm_is_missing_here(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = (written(tmp_path), "launcher=slurm", f"--runs-dir={tmp_path / 'try'}")
+    words = (written(tmp_path), "--launcher=slurm", f"--runs-dir={tmp_path / 'try'}")
     assert "there is no sbatch on this machine" in refused(capsys, *words)

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kfac_bench.benchmark.own_problem.try_result import Finalist, SeedRun, TryResult
-from kfac_bench.benchmark.own_problem.verdict import verdict
+from kfac_bench.benchmark.own_problem.verdict import Finalist, SeedRun, TryResult, verdict
 
 INF = math.inf
 

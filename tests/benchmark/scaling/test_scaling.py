@@ -8,8 +8,8 @@ import pytest
 
 from kfac_bench import cli
 from kfac_bench.benchmark.scaling import (
-    scaling_figure,
     scaling_options,
+    scaling_report,
     scaling_table,
     stage_table,
     tables,
@@ -22,7 +22,8 @@ from kfac_bench.benchmark.scaling.measured import (
     over_first_order,
     step_finding,
 )
-from kfac_bench.benchmark.scaling.scaling_tables import _stages
+from kfac_bench.benchmark.scaling.scaling_report import _stages
+from kfac_bench.cli.bench_command import build_parser
 from kfac_bench.config import check, compose
 from kfac_bench.core.planning.estimate import payload_bytes
 from kfac_bench.core.planning.plan import Stage
@@ -36,8 +37,14 @@ WORDS = ("model=autoencoder", "model.hidden=[16,6]", "kfac.update_freq=4")
 WORDS += ("kfac.factor_update_freq=2", "trainer.batch_size=64")
 
 
+def request(words):
+    """Return what a command line asks for."""
+    options = build_parser().parse_args(["scaling", *words])
+    return scaling_options._request(options, words)
+
+
 def parse(*words):
-    return scaling_options._parse([*WORDS, *words])
+    return request([*WORDS, *words])
 
 
 def call(*words):
@@ -50,7 +57,7 @@ def call(*words):
 
 
 def test_runs_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
-    asked = parse("world_size=1,2", "strategy=comm_opt,hybrid_opt@1/2", "rounds=2")
+    asked = parse("--world-size=1,2", "--strategy=comm_opt,hybrid_opt@1/2", "--rounds=2")
     assert [c.label for c in asked.runs[:6]] == [
         "sgd 1 ranks round 1",
         "comm_opt 1 ranks round 1",
@@ -76,15 +83,17 @@ def test_runs_are_all_strategies_on_all_ranks_in_rounds(tmp_path):
 
 
 def test_strong_scaling_keeps_the_batch_size():
-    asked = parse("mode=strong", "world_size=1,2,4", "strategy=mem_opt", "rounds=1", "steps=10")
+    asked = parse(
+        "--mode=strong", "--world-size=1,2,4", "--strategy=mem_opt", "--rounds=1", "--steps=10"
+    )
     configs = [compose.load(c.overrides) for c in asked.runs]
     assert {c.trainer.batch_size for c in configs} == {64}
     assert {c.trainer.max_steps for c in configs} == {40}
 
 
 def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
-    words = ["experiment=digits/autoencoder_kfac", "world_size=2", "strategy=layer_wise"]
-    for cell in scaling_options._parse(words).runs:
+    words = ["experiment=digits/autoencoder_kfac", "--world-size=2", "--strategy=layer_wise"]
+    for cell in request(words).runs:
         config = compose.load(cell.overrides)
         assert config.kfac.enabled == (cell.variant.strategy != "sgd")
         assert config.kfac.strategy == "layer_wise" or not config.kfac.enabled
@@ -92,9 +101,9 @@ def test_an_experiment_cannot_choose_the_strategy_or_stop_the_run():
 
 
 def test_commands_start_the_right_number_of_ranks():
-    one, *_, two = parse("world_size=1,2", "rounds=1", "strategy=comm_opt").runs
+    one, *_, two = parse("--world-size=1,2", "--rounds=1", "--strategy=comm_opt").runs
     assert one.local_command[1:3] == ["-m", "kfac_bench"]
-    assert two.local_command[1:4] == ["-m", "kfac_bench.benchmark.local_ranks", "2"]
+    assert two.local_command[1:4] == ["-m", "kfac_bench.benchmark.local_runs", "2"]
     # kfac-train must choose no recipe: the runs would not be those that were composed.
     assert two.local_command[4:] == ["recipe=none", *two.overrides]
     assert two.rank_command[1:] == ["-m", "kfac_bench", "recipe=none", *two.overrides]
@@ -103,18 +112,20 @@ def test_commands_start_the_right_number_of_ranks():
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("mode=both", "mode=both: choose one of weak, strong"),
-        ("launcher=mpi", "choose one of local, slurm, none"),
-        ("world_size=0", "expected a whole number of at least 1 and at most 4096"),
-        ("world_size=1,x", "expected a whole number of at least 1"),
-        ("strategy=best", "choose one of sgd, comm_opt"),
-        ("strategy=comm_opt@1/2", "takes no fraction"),
-        ("kfac=mem_opt", "set strategy="),
+        ("--mode=both", "argument --mode: invalid choice: 'both'"),
+        ("--launcher=mpi", "argument --launcher: invalid choice: 'mpi'"),
+        ("--world-size=0", "expected a whole number of at least 1 and at most 4096"),
+        ("--world-size=1,x", "expected a whole number of at least 1"),
+        ("--strategy=best", "choose one of sgd, comm_opt"),
+        ("--strategy=comm_opt@1/2", "takes no fraction"),
+        ("kfac=mem_opt", "set --strategy instead"),
+        ("world_size=2", "world_size=2: write --world-size 2"),
+        ("runs_dir=x", "runs_dir=x: write --runs-dir x"),
         ("seed=1", "each run has its own seed"),
         ("from=runs/a/config.yaml", "from=runs/a/config.yaml: kfac-bench scaling reads no file"),
         ("trainer.batch_sise=1", "did you mean trainer.batch_size"),
-        ("rounds=", "rounds=: expected"),
-        ("hardware=none", "hardware=none: choose one of h100_ndr"),
+        ("--rounds=", "--rounds : expected"),
+        ("--hardware=none", "--hardware none: choose one of h100_ndr"),
     ],
 )
 def test_wrong_words_give_a_one_line_error(word, says, capsys):
@@ -125,7 +136,7 @@ def test_wrong_words_give_a_one_line_error(word, says, capsys):
 
 def test_ranks_without_an_example_are_refused():
     with pytest.raises(UsageError, match="leaves some of 128 ranks without an example"):
-        parse("mode=strong", "world_size=128")
+        parse("--mode=strong", "--world-size=128")
 
 
 # ---- what event files say ----
@@ -202,10 +213,15 @@ def test_a_run_that_was_continued_warms_up_again(tmp_path):
 
 def test_a_run_without_two_windows_is_left_out(tmp_path, capsys):
     assert measure([write(tmp_path / "a", n=1)]) == []
-    words = ("world_size=1", "strategy=comm_opt", "rounds=1", f"runs_dir={tmp_path / 'runs'}")
+    words = (
+        "--world-size=1",
+        "--strategy=comm_opt",
+        "--rounds=1",
+        f"--runs-dir={tmp_path / 'runs'}",
+    )
     for each in parse(*words).runs:
         write(each.path, n=1)
-    assert call(*WORDS, *words, "launcher=none") == 2
+    assert call(*WORDS, *words, "--launcher=none") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "no run is long enough to measure a step" in line
 
@@ -295,8 +311,8 @@ def test_the_figure_has_every_bar_and_line_and_equal_bytes(tmp_path):
                 )
             )
     points = measure(runs)
-    drawn = scaling_figure.svg(points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x")
-    assert drawn == scaling_figure.svg(
+    drawn = scaling_report.svg(points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x")
+    assert drawn == scaling_report.svg(
         points, "weak: m", {"comm_opt": {1: 1.0, 2: 0.9}}, "simulated, x"
     )
     for text in ("weak: m", "all but K-FAC", "their share", "comm_opt", "simulated, x"):
@@ -318,17 +334,23 @@ def test_the_figure_has_every_bar_and_line_and_equal_bytes(tmp_path):
 @pytest.mark.ranks
 def test_two_ranks_are_measured_once(tmp_path, capsys):
     """The first command runs twice on two ranks. The second command runs nothing."""
-    words = (*WORDS, "world_size=2", "strategy=layer_wise", "rounds=1", f"runs_dir={tmp_path}")
-    assert call(*words, "launcher=none") == 2
+    words = (
+        *WORDS,
+        "--world-size=2",
+        "--strategy=layer_wise",
+        "--rounds=1",
+        f"--runs-dir={tmp_path}",
+    )
+    assert call(*words, "--launcher=none") == 2
     assert "no run has finished" in capsys.readouterr().err
-    assert call(*words, "hardware=two_cores") == 0
+    assert call(*words, "--hardware=two_cores") == 0
     said = capsys.readouterr().out
     assert "[2/2] layer_wise 2 ranks round 1: measured\n" in said
     runs = {p.parent.name.partition("-")[0]: p for p in tmp_path.glob("*/events.jsonl")}
     started, *_ = read(runs["layer_wise"])
     assert started.environment["world_size"] == 2
     assert started.environment["pinned"] == (len(os.sched_getaffinity(0)) >= 2)
-    [cell] = [c for c in scaling_options._parse(words).runs if c.variant.strategy == "layer_wise"]
+    [cell] = [c for c in request(words).runs if c.variant.strategy == "layer_wise"]
     assert started.payload_bytes == expected_payload(cell.overrides)
     assert [e.step for e in read(runs["layer_wise"]) if isinstance(e, Trained)] == [4, 8, 12, 16]
     table = stage_table([load(runs["layer_wise"])])
@@ -354,6 +376,6 @@ def expected_payload(overrides):
 
 def test_without_slurm_there_is_a_one_line_error(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert call(*WORDS, "launcher=slurm", f"runs_dir={tmp_path}") == 2
+    assert call(*WORDS, "--launcher=slurm", f"--runs-dir={tmp_path}") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "launcher=slurm: there is no sbatch on this machine" in line
+    assert "--launcher slurm: there is no sbatch on this machine" in line

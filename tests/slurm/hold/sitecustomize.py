@@ -77,11 +77,11 @@ def main(places, folder):
 
 
 def shorten_study(trials):
-    from kfac_bench.benchmark.own_problem import spaces
+    from kfac_bench.benchmark.own_problem import study_input
     from kfac_bench.cli import try_command
 
-    whole = spaces.candidates
-    spaces.candidates = lambda *words, **more: whole(*words, **more)[:trials]
+    whole = study_input.candidates
+    study_input.candidates = lambda *words, **more: whole(*words, **more)[:trials]
     try_command.SEEDS = 2
 
 

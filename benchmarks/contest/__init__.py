@@ -1,0 +1,6 @@
+"""The contest of optimizers, run from a clone: ``python -m benchmarks.contest``.
+
+It adds optimizers, experiments and benchmarks to the package (:mod:`.setup`), keeps finished runs
+(:mod:`.result_store`) and compares unlike machines (:mod:`.sitting`).
+docs/how-to/run_a_contest.md shows the commands.
+"""

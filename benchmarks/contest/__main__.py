@@ -1,0 +1,145 @@
+"""``python -m benchmarks.contest``: a contest of optimizers, in one sitting or in several."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.contest import contest_tables, self_tune, setup
+from benchmarks.contest.contest_tables import ContestResult
+from benchmarks.contest.result_store import ResultStore
+from benchmarks.contest.sitting import Sitting, tasks_of
+from kfac_bench.benchmark import schema
+from kfac_bench.benchmark.grid import WorkSession
+from kfac_bench.benchmark.performance_profile import profile_svg
+from kfac_bench.benchmark.schema import Benchmark
+from kfac_bench.cli import suite_command, tune_command
+from kfac_bench.cli.entry import Parser, command_line, exit_with, say_next
+from kfac_bench.output import say
+from kfac_bench.whole_files import around_marks, write_text
+
+PROGRAM = "python -m benchmarks.contest"
+ALTERNATIVE = "Share of tasks that each optimizer solves within a multiple of the best time"
+"""What the figure shows, for readers who cannot see it."""
+
+
+def build_parser() -> Parser:
+    """Return the parser of all subcommands."""
+    parser = Parser(prog=PROGRAM, description="Tune, run and judge a contest of optimizers.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    tune_command.add_tune(commands)
+    _add_self_tune(commands)
+    suite_command.add_run(commands)
+    suite_command.add_report(commands)
+    _add_tables(commands)
+    for name in ("tune", "run"):
+        run = {"tune": tune_command.tune, "run": suite_command.run}[name]
+        commands.choices[name].set_defaults(
+            run_command=lambda options, run=run: run(options, open_sitting, PROGRAM)
+        )
+    return parser
+
+
+def _add_self_tune(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "self-tune", help="choose one setting of each optimizer for all tasks, from its trials"
+    )
+    tune_command.add_tuning_options(command, "folder for the benchmark file NAME_self_tuned.yaml")
+    command.set_defaults(run_command=_self_tune)
+
+
+def _add_tables(commands: argparse._SubParsersAction[Parser]) -> None:
+    command = commands.add_parser(
+        "tables", help="print scores with intervals, from packed results only"
+    )
+    command.add_argument("benchmark", help="a benchmark with packed results, such as contest")
+    command.add_argument("--results", type=Path, required=True, help="folder of packed results")
+    command.add_argument(
+        "--into",
+        type=Path,
+        help="Markdown page that gets the tables between its two marks, and the figure beside it",
+    )
+    command.add_argument(
+        "--than",
+        metavar="BENCHMARK",
+        help="add a table that compares the seconds with those of another benchmark",
+    )
+    command.add_argument("--svg", type=Path, help="write the figure of the profiles to this file")
+    command.set_defaults(run_command=_tables)
+
+
+def open_sitting(
+    options: argparse.Namespace, benchmark: Benchmark, part: str, runs_dir: str
+) -> WorkSession:
+    """Return the session of a command: a sitting if it has ``--results``, else a time limit.
+
+    Raises:
+        UsageError: The options are wrong for this benchmark, or the store is damaged.
+    """
+    if options.results is None:
+        return WorkSession(options.minutes)
+    store = ResultStore(options.results, options.benchmark, part, tasks_of(benchmark))
+    return Sitting(benchmark, Path(runs_dir), say, store, options.minutes)
+
+
+def _self_tune(options: argparse.Namespace) -> int:
+    benchmark, runs_dir, session = tune_command.tuning_session(options, open_sitting)
+    name, out = options.benchmark, options.out
+    if self_tune.self_tune(name, benchmark, runs_dir, out, say, session):
+        words = [f"{name}{self_tune.SUFFIX}"]
+        say_next(command_line(f"{PROGRAM} run", words), f"settings: {out}")
+    else:
+        words = [name, "--results", options.results, "--out", out]
+        words += ["--runs-dir", options.runs_dir] if options.runs_dir else []
+        say_next(command_line(f"{PROGRAM} self-tune", words), "continues")
+    return 0
+
+
+def _packed(name: str, results: Path) -> ContestResult:
+    """Return the packed runs of a benchmark's table."""
+    benchmark = schema.load(name)
+    return contest_tables.load(benchmark, ResultStore(results, name, "table", tasks_of(benchmark)))
+
+
+def _tables(options: argparse.Namespace) -> int:
+    result = _packed(options.benchmark, options.results)
+    figures = [options.svg] if options.svg is not None else []
+    made = contest_tables.tables(result)
+    if options.than is not None:
+        other = _packed(options.than, options.results)
+        made.append(contest_tables.compared(result, options.benchmark, other, options.than))
+    text = "\n".join(table.markdown() for table in made)
+    if options.into is None:
+        say(text)
+    else:
+        begin, end = contest_tables.begin_mark(options.benchmark), contest_tables.END
+        before, after = around_marks(options.into, begin, end, "--into")
+        figures.append(options.into.with_name(f"{options.benchmark}.svg"))
+        picture = f"![{ALTERNATIVE}]({figures[-1].name})"
+        write_text(options.into, f"{before}{begin}\n\n{picture}\n\n{text}\n{end}{after}")
+        say(f"into: {options.into}")
+    if figures:
+        drawn = profile_svg(contest_tables.medians(result.times()), "seconds")
+        for path in figures:
+            write_text(path, drawn)
+            say(f"figure: {path}")
+    words = [options.benchmark, "--results", options.results]
+    if figures:
+        say_next(command_line(f"{PROGRAM} run", words), "the runs that are missing")
+    else:
+        words += ["--svg", f"{options.benchmark}.svg"]
+        say_next(command_line(f"{PROGRAM} tables", words), "draws the figure")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Parse and run the command; return the exit code."""
+    setup.enable()
+    options = build_parser().parse_args(arguments)
+    code: int = options.run_command(options)
+    return code
+
+
+if __name__ == "__main__":
+    exit_with("contest", lambda: main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""The contest's files compose, and the package names their new place."""
+
+import pytest
+
+from benchmarks.contest.setup import CONF
+from kfac_bench import cli
+from kfac_bench.benchmark import grid, local_runs, schema
+from kfac_bench.config import compose, conf_files
+from kfac_bench.errors import UsageError
+from kfac_bench.training.run_directory import run_id
+from tests.support.quick import quick_if
+
+NAMES = sorted(path.stem for path in (CONF / "benchmark").glob("*.yaml"))
+EXPERIMENTS = sorted(
+    str(path.relative_to(CONF / "experiment").with_suffix(""))
+    for path in (CONF / "experiment").rglob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cells_of_a_benchmark_compose(name):
+    cells = grid.cells(schema.load(name), "runs/test")
+    for cell in [cells[0], cells[-1]]:
+        assert cell.config().trainer.target is not None
+
+
+@pytest.mark.parametrize("name", quick_if(EXPERIMENTS[::40].__contains__, EXPERIMENTS))
+def test_an_experiment_composes(name):
+    assert compose.load([f"experiment={name}"]).label
+
+
+def test_a_forked_run_has_the_optimizers_of_the_contest(tmp_path):
+    words = ["optimizer=kl_soap", "kfac=none", "trainer.max_steps=1", "logger=none"]
+    assert local_runs.train_forked([*words, f"runs_dir={tmp_path}"])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("contest contest --results r", "python -m benchmarks.contest tables contest --results r"),
+        ("self-tune contest --out x", "python -m benchmarks.contest self-tune contest --out x"),
+        ("run contest", "benchmark=contest: is not in the package; in a clone run it with python"),
+        ("run demo --results r", "python -m benchmarks.contest run demo --results"),
+        ("tune demo --out . --results r", "python -m benchmarks.contest tune demo --results"),
+    ],
+)
+def test_an_old_command_names_the_new_one(command, line, monkeypatch, capsys):
+    monkeypatch.setattr(conf_files, "ADDED", [])
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(command.split())
+    said = capsys.readouterr().err.strip()
+    assert (caught.value.code, len(said.splitlines())) == (2, 1)
+    assert line in said
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("experiment=contest/embedded/digits_resnet_sgd", "--config-dir benchmarks/contest/conf"),
+        ("experiment=embedded/digits_resnet_sgd", "--config-dir benchmarks/contest/conf"),
+        ("optimizer=kl_soap", "run it with python -m benchmarks.contest"),
+    ],
+)
+def test_an_old_choice_names_its_new_place(word, line, monkeypatch):
+    monkeypatch.setattr(conf_files, "ADDED", [])
+    with pytest.raises(UsageError, match=f"{word}: is not in the package; in a clone .*{line}"):
+        compose.load([word])
+
+
+@pytest.mark.slow
+def test_labels_of_the_embedded_optimizers_are_correct():
+    """Files may be written by hand or by the tuning. The files of K-FAC have its options."""
+    embedded = schema.load("embedded")
+    assert embedded.tuning.labels.keys() == embedded.tuning.space.keys()
+    for point in schema.points(embedded):
+        name = point["optimizer"]
+        found = compose.load([f"experiment=embedded/{point['task']}_{name}"])
+        assert found.label == embedded.tuning.labels[name]
+        assert found.kfac.enabled == (name.startswith("kfac") or name == "clip")
+        assert (found.kfac.method == "identity") == (name == "clip")
+        assert found.optimizer.name == {
+            "clip": "sgd",
+            "kfac_adam": "adam",
+            **dict.fromkeys(("kfac", "kfac_eigen", "kfac_ekfac", "kfac_empirical"), "sgd"),
+        }.get(name, name)
+
+
+def test_run_ids_of_moved_experiments_stay():
+    found = compose.load(["experiment=embedded/pydoc_transformer_kfac_eigen"])
+    assert run_id(found, job="").rpartition("-")[2] == "15d9ee1c"
+
+
+def test_a_benchmark_has_the_values_of_the_one_that_it_extends():
+    contest, twice = schema.load("contest"), schema.load("contest_twice")
+    assert twice.tuning.space == contest.tuning.space
+    assert (twice.tuning.trials, contest.tuning.trials) == (12, 6)
+    assert twice.axes == contest.axes | {"task": twice.axes["task"]}
+    assert twice.held_out == []
