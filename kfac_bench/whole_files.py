@@ -55,7 +55,7 @@ def write_text(path: Path, text: str, name: str = "", *, make_folder: bool = Fal
     Args:
         path: The file to write.
         text: All of its content.
-        name: What an error message calls the file, such as ``out=plan.json``; default: its path.
+        name: What an error message calls the file, such as ``--out plan.json``; default: its path.
         make_folder: Whether to create the folder of the file.
 
     Raises:

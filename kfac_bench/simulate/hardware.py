@@ -167,7 +167,7 @@ class Hardware:
         """Raise :class:`UsageError` if the rates are those of another precision."""
         if precision != self.precision:
             raise UsageError(
-                f"trainer.precision={precision}: the rates of hardware={self.name} are those of "
+                f"trainer.precision={precision}: the rates of {self.name} are those of "
                 f"{self.precision}; set trainer.precision={self.precision} or choose other hardware"
             )
 

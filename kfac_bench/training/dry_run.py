@@ -119,7 +119,7 @@ def _examples_of_a_rank(config: TrainConfig, world_size: int) -> tuple[int, int]
     batch, parts = config.trainer.batch_size, config.trainer.accumulate
     if batch < world_size:
         raise UsageError(
-            f"trainer.batch_size={batch} leaves some of world_size={world_size} ranks without an "
+            f"trainer.batch_size={batch} leaves some of {world_size} ranks without an "
             "example: it is the batch of all ranks"
         )
     check_parts(config.trainer, world_size)

@@ -444,7 +444,7 @@ def test_help_prints_the_usage(capsys):
         (["--world-size="], "--world-size : expected"),
         (["world_size=2"], "world_size=2: write --world-size 2"),
         (["out=-"], "out=-: write --out -"),
-        (["--world-size=257"], "leaves some of world_size=257 ranks without an example"),
+        (["--world-size=257"], "leaves some of 257 ranks without an example"),
         (["--world-size=256"], "batch norm"),
         (["--world-size=64", "trainer.accumulate=8"], "the 4 examples of a rank"),
         (["kfac=hybrid_optt"], "did you mean hybrid_opt?"),

@@ -502,7 +502,7 @@ def test_help_prints_the_usage(capsys):
         (["--per-rank-batch=-1"], "--per-rank-batch -1"),
         (["--epochs=soon"], "--epochs soon: expected a number above 0"),
         (["--epoch-s=-1"], "--epoch-s -1: expected a number of at least 0"),
-        (["trainer.precision=bf16"], "hardware=two_cores are those of fp32; set trainer.precision"),
+        (["trainer.precision=bf16"], "two_cores are those of fp32; set trainer.precision"),
         (["kfac=none"], "kfac=none: set --strategies"),
         (["kfac.grad_worker_fraction=0.5"], "kfac.grad_worker_fraction=0.5: set --strategies"),
         (["kfac.fisher=mc"], "kfac.fisher=empirical"),
