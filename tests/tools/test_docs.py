@@ -118,9 +118,11 @@ def test_commands_have_options_that_exist():
         if page_command == "kfac-plan" and words[:1] != ["simulate"]:
             words = plan_parser().parse_args(words).overrides
         overrides = tuple(w for w in words if not w.startswith("--"))
+        folders = [ROOT / w.partition("=")[2] for w in words if w.startswith("--config-dir=")]
+        folder = folders[0] if folders else None
         if words[:1] != ["simulate"] and overrides not in seen:
             seen[overrides] = page
-            quick_load(compose.expanded(list(overrides)))
+            quick_load(compose.expanded(list(overrides), folder), folder)
     assert len(seen) > 30
     for name, parser in (("kfac-bench", bench_parser()), ("kfac-data", data_parser())):
         found = list(commands(name))
