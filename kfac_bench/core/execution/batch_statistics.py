@@ -16,7 +16,7 @@ Statistics = MutableMapping[FactorKey, tuple[Tensor, Tensor]]
 """A statistic of this batch and its weight: the number of samples, a 0-d tensor."""
 
 SecondMoments = MutableMapping[str, tuple[Tensor, Tensor]]
-"""By layer: second moments [groups, g_dim, a_dim] of this batch, and their weight."""
+"""Second moments [groups, g_dim, a_dim] of this batch and their weight, by layer."""
 
 
 class BatchStatistics:
