@@ -101,7 +101,7 @@ class Eigen(TensorRecord):
 
     @classmethod
     def unpack(cls, numbers: Tensor, matrix: Tensor, shape: tuple[int, ...]) -> Self:
-        """Return a decomposition of views of a message. They keep the memory of the message alive."""
+        """Return a decomposition of views, which keep the memory of the message alive."""
         return cls(numbers.view(torch.float32).view(shape[:2]), matrix.view(shape))
 
 
