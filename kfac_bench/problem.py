@@ -48,7 +48,7 @@ class Problem:
     """Function of the model and a batch: the mean of the validation metric over the batch, or one
     number for each example. The harness averages over all examples of the validation set."""
     higher_is_better: bool
-    """Whether a larger metric is better."""
+    """True if a larger metric is better."""
     batch_size: int = 128
     """Examples of a step over all ranks, unless the command line sets ``trainer.batch_size``."""
     target: float | None = None
@@ -111,7 +111,7 @@ class Problem:
 
     @property
     def loss_takes_model(self) -> bool:
-        """Whether the loss is a function of model and batch, not of output and target."""
+        """True if the loss is a function of model and batch, not of output and target."""
         return self._loss_parameters[:1] == ["model"]
 
     def name_of_model(self, error: str) -> str | None:

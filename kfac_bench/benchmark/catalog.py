@@ -50,7 +50,7 @@ class Entry:
     source: str
     """The paper and its table, figure or section; empty for a study of this repository."""
     sizes: tuple[str, ...]
-    """Its profiles; empty if it has one size."""
+    """The profiles of the benchmark; empty if it has one size."""
 
 
 def groups() -> dict[str, list[Entry]]:
@@ -66,7 +66,7 @@ def groups() -> dict[str, list[Entry]]:
 
 
 def _entry(name: str) -> Entry | None:
-    """Return what lists show of a benchmark; None if it has no cells, as that of kfac-bench try."""
+    """Return the entry of a benchmark in lists; None without cells, as for kfac-bench try."""
     content = _content(name)
     if not content["overrides"] and not content.get("computed"):
         return None

@@ -51,7 +51,7 @@ class ComputedCell:
         return Path(self.runs_dir) / f"{self.kind}-{_digest(content)}"
 
     def is_done(self) -> bool:
-        """Whether the cell was computed before."""
+        """Return whether the cell was computed before."""
         return (self.path() / EVENTS_FILE).exists()
 
     def run(self) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""What a benchmark's figure shows, in one sentence that is computed from the drawn numbers.
+"""The finding of a benchmark's figure, in one sentence that is computed from the drawn numbers.
 
 The sentence compares the values of one axis, such as the optimizers. Lines that differ on this axis
 only are one comparison. Measured numbers are used if there are any, or else computed and published
@@ -132,7 +132,7 @@ def _words(axis: str, value: str) -> str:
 
 
 def _best(benchmark: Benchmark, comparisons: dict[str, list[_Bar]]) -> str:
-    """Return which value is the best in the most comparisons, and how the last of these ended."""
+    """Return a text: the value that wins the most comparisons, and the numbers of one of them."""
     name = next(iter(comparisons.values()))[0].line.quantity
     quantity = benchmark.quantities.get(name)
     is_higher_better = quantity is not None and quantity.higher

@@ -58,7 +58,7 @@ def seconds_to_target(run: Run, level: Level) -> float:
 
 
 def targets_per_s_per_rank(run: Run, level: Level) -> float:
-    """Return how many such runs a rank would bring to the target in a second; inf for a miss."""
+    """Return 1 / (ranks * seconds to the target); inf for a missed target."""
     seconds = seconds_to_target(run, level)
     return math.inf if math.isinf(seconds) else _per(1, seconds) / _ranks(run)
 
@@ -181,7 +181,7 @@ COMPUTED = frozenset(
 
 
 def exists(name: str) -> bool:
-    """Whether a benchmark may ask for this measure."""
+    """Return whether a benchmark may ask for this measure."""
     return name in MEASURES or name in COMPUTED or name.startswith(("metric ", "stage "))
 
 
@@ -231,7 +231,7 @@ def load_phases(
 
 
 def percent_less(quantity: Quantity, cell: Run, seed: int, runs: PhaseRuns) -> float:
-    """Return how much less training time the phases took than the other runs, in percent.
+    """Return the percentage of training time that the phases save compared with the other runs.
 
     If the cell starts from a checkpoint of a phase, the phase counts up to this checkpoint. NaN if
     a run is missing.

@@ -52,7 +52,7 @@ class Measured:
     seeds: int
     missed: int
     bounds: int = 0
-    """How many of the seeds have an upper bound in place of a number: a ratio to seconds that the
+    """Number of seeds that have an upper bound in place of a number: a ratio to seconds that the
     other run had trained when it missed, so that the true ratio is smaller."""
 
 
@@ -68,9 +68,9 @@ class Line:
     published: PublishedValue | None = None
     source: str = ""
     is_difference: bool = False
-    """Whether the number is a difference of two numbers: a ratio of differences has no meaning."""
+    """True if the number is a difference of two numbers: a ratio of differences has no meaning."""
     is_projected: bool = False
-    """Whether measured seconds were multiplied by an assumed number of epochs or steps."""
+    """True if measured seconds were multiplied by an assumed number of epochs or steps."""
     known: str = ""
     """``fitted``, ``given`` or ``chosen afterwards`` if the computed number is no prediction; see
     :class:`Known`."""
@@ -148,7 +148,7 @@ def axes_of(benchmark: Benchmark) -> dict[str, list[str]]:
 
 
 def how_computed(benchmark: Benchmark) -> str:
-    """Return what tables and figures call the numbers of computed cells."""
+    """Return the word for numbers of computed cells in tables and figures."""
     kinds = {part.kind for part in benchmark.computed}
     return "simulated" if kinds and kinds <= {"simulate", "phases"} else "computed"
 
@@ -216,7 +216,7 @@ class _Values:
         return Measured(*bootstrap_median(numbers), len(numbers), missed, bounds)
 
     def _is_bound(self, name: str, point: GridPoint, seed: int) -> bool:
-        """Whether the number of this seed is a ratio to seconds of a run that missed."""
+        """Return whether the number of this seed is a ratio to seconds of a run that missed."""
         quantity = self._quantities[name]
         base = self._base(quantity, point, list(self._found.trained)) if quantity.of else None
         if base is None or quantity.how != "ratio":

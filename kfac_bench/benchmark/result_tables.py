@@ -174,7 +174,7 @@ def attempts_table(found: Sequence[Attempt], folder: Path) -> Table:
 def stands_for(
     benchmark: Benchmark, profile: BenchmarkProfile, overrides: Sequence[str]
 ) -> Table | None:
-    """Return what the axes' values mean in this profile, and the user's overrides, if any."""
+    """Return the table of overrides: of each axis value in this profile, and of all cells."""
     rows: list[Sequence[Value]] = []
     axes: Mapping[str, list[str]] = benchmark.axes | profile.axes
     for axis, values in axes.items():
@@ -192,7 +192,7 @@ def stands_for(
 
 
 class Verdict(Enum):
-    """What runs say about a claim; the value is the text in the table."""
+    """The verdict of the runs on a claim; the value is the text in the table."""
 
     SUPPORTED = "supported"
     NOT_SUPPORTED = "not supported"
@@ -202,7 +202,7 @@ class Verdict(Enum):
 
 
 class CheckState(Enum):
-    """Whether a number is on the allowed side of its limit; the value is the text in the table."""
+    """The position of a number relative to its limit; the value is the text in the table."""
 
     HOLDS = "holds"
     FAILS = "fails"

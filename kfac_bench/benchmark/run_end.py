@@ -1,4 +1,4 @@
-"""How the run of a cell or of a trial ended, by the files of its directory alone.
+"""The end of the run of a cell or of a trial, from the files of its directory alone.
 
 A run that has ended by its own events is in events.jsonl. If its process failed, cell.json has the
 reason. A stopped run has neither, and the next start continues it.
@@ -22,7 +22,7 @@ INTERRUPTED = tuple(128 + number for number in SIGNALS)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the process of a run failed."""
+    """The reason why the process of a run failed."""
 
     reason: str
     has_run: bool
@@ -55,7 +55,7 @@ def failure(folder: Path) -> Failure | None:
 
 
 def ended(folder: Path) -> str | None:
-    """Return how the run of this directory ended by its events; None if it has not ended."""
+    """Return status, step and seconds of a run that has ended by its events, as text, or None."""
     if not (folder / EVENTS_FILE).exists():
         return None
     last = next((e for e in reversed(read(folder)) if isinstance(e, RunEnded)), None)
@@ -66,7 +66,7 @@ def ended(folder: Path) -> str | None:
 
 
 def outcome(folder: Path) -> str | None:
-    """Return how the run of this directory ended, as text; None if it has not ended."""
+    """Return the failure or the result of :func:`ended` as text; None if the run has not ended."""
     why = failure(folder)
     return ended(folder) if why is None else f"failed: {why.reason}"
 

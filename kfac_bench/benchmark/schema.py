@@ -37,7 +37,7 @@ class Claim:
     text: str = MISSING
     checks: list[Check] = field(default_factory=list)
     not_testable: str = ""
-    """Why this table cannot test the claim; empty: it can."""
+    """The reason why this table cannot test the claim; empty if it can."""
 
 
 Each = dict[str, dict[str, list[str]]]
@@ -59,7 +59,7 @@ class Before:
 
 @dataclass
 class BenchmarkProfile:
-    """What one size of the row changes: ``smoke``, ``cpu``, ``one_gpu`` or ``paper``."""
+    """The changes of one size of the row: ``smoke``, ``cpu``, ``one_gpu`` or ``paper``."""
 
     ran: str = ""
     """Model and data of the cells, if they are not those of the paper. Tables then name them over
@@ -100,7 +100,7 @@ class Computed:
     axes: dict[str, list[str]] = MISSING
     words: list[str] = MISSING
     each: Each = field(default_factory=dict)
-    """As in the row."""
+    """As in :attr:`Benchmark.each`."""
     known: list[Known] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -128,14 +128,14 @@ class Quantity:
     """For the measures ``..._to_level``: the values of the axes of another point. Its final metric,
     with the same seed, is the level."""
     how: str = ""
-    """How two points are compared: ``less`` (percent less), ``percent`` (the share in percent),
+    """The comparison of two points: ``less`` (percent less), ``percent`` (the share in percent),
     ``ratio`` or ``difference``."""
     scale: float = 1.0
     times: dict[str, Any] = field(default_factory=dict)
     """A factor by axis and value, such as the epochs to solution."""
     unit: str = ""
     higher: bool = False
-    """Whether more is better. A missed target counts as the worst value."""
+    """True if a larger number is better. A missed target counts as the worst value."""
     only: dict[str, list[str]] = field(default_factory=dict)
     """The points that have this quantity, by the values of an axis; {}: all points."""
 
@@ -184,7 +184,7 @@ class MatrixSpec:
 
 @dataclass
 class Tuning:
-    """How settings are found, with the same number of trials for each optimizer."""
+    """The search for settings, with the same number of trials for each optimizer."""
 
     overrides: list[str] = MISSING
     """Overrides of every trial, with the axes' values filled in."""
@@ -237,9 +237,9 @@ class Benchmark:
     published: list[Published] = field(default_factory=list)
     figure: FigureSpec | None = None
     matrix: MatrixSpec | None = None
-    """Whether the report repeats these quantities in the shape of the paper's table."""
+    """Second table with these quantities in the shape of the paper's table; None: no such table."""
     curves: bool = False
-    """Whether the report has a second figure: the curves of the runs."""
+    """True if the report has a second figure: the curves of the runs."""
     notes: list[str] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     """Claims of a paper that the numbers of this table test."""

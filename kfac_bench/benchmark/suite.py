@@ -19,7 +19,7 @@ from kfac_bench.record.runs import Run, load, was_computed
 
 
 class AttemptState(Enum):
-    """How far a cell has come; the value is the text in the table."""
+    """The progress of a cell; the value is the text in the table."""
 
     NEW = "not run yet"
     BLOCKED = "not run"
@@ -55,7 +55,7 @@ class BenchmarkRow:
     left_out: Sequence[str] = field(default_factory=list)
     """Labels of the cells that may not run yet; see :func:`schema.may_run`."""
     is_part: bool = False
-    """Whether the user asked for some of the cells or for fewer seeds: too little for a verdict."""
+    """True if the user asked for some of the cells or for fewer seeds: too little for a verdict."""
 
     @property
     def full_name(self) -> str:
@@ -152,7 +152,7 @@ def run(
 
 
 def cells_left(each: BenchmarkRow, *, retry: bool) -> int:
-    """Return how many cells :func:`run` would run now."""
+    """Return the number of cells that :func:`run` would run now."""
     return sum(run_end.will_run(cell.path(), retry=retry) for cell in each.cells)
 
 

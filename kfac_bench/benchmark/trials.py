@@ -35,7 +35,7 @@ class TuningTrial:
     here_s: float = math.inf
     """Training seconds to target on this machine; inf if missed or trained in another session."""
     is_new: bool = True
-    """Whether this command ran the trial, and no earlier one."""
+    """True if this command ran the trial, and no earlier one."""
 
     @property
     def time_s(self) -> float:
@@ -202,7 +202,7 @@ class TrialResult:
     run: Run | None
     """None: the run died before its first event."""
     failure: str
-    """Why the process failed; empty if it did not."""
+    """The reason why the process failed; empty if it did not."""
 
     @classmethod
     def of(cls, path: Path, settings: Mapping[str, Any], seed: int) -> "TrialResult":
@@ -234,17 +234,17 @@ class TrialResult:
 
     @property
     def key(self) -> tuple[float, float]:
-        """What decides which trial is best; smaller is better."""
+        """The rank of the trial among trials, from :func:`rank`; smaller is better."""
         return (math.inf, math.inf) if self.run is None else rank(self.run)
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the run failed before its first step, so that other settings may fail, too."""
+        """True if the run failed before its first step, so that other settings may fail, too."""
         return bool(self.failure) and self.train_s == 0
 
     @property
     def reason(self) -> str:
-        """Why the target was missed, in a few words; empty if it was reached."""
+        """The reason why the target was missed, in a few words; empty if it was reached."""
         if math.isfinite(self.time_s):
             return ""
         if self.failure:
@@ -271,7 +271,7 @@ class TrialResult:
 
 
 def rank(run: Run) -> tuple[float, float]:
-    """Return what decides which run is best: the seconds to target, then the best metric.
+    """Return the sort key of runs: the seconds to target, then the best metric with a sign.
 
     Smaller is better. The second number is infinite if the run has no finite metric.
     """

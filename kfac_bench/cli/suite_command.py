@@ -221,7 +221,7 @@ def run(
 
 
 def _words(options: argparse.Namespace) -> list[object]:
-    """Return what the user wrote after the benchmark, without the launcher."""
+    """Return the user's words after the benchmark, without those of the launcher."""
     words = [*options.words]
     words += ["--profile", options.profile] if options.profile else []
     words += ["--only", options.only] if options.only else []

@@ -125,7 +125,7 @@ def _check_numbers(options: argparse.Namespace, launcher: str) -> None:
 
 
 def _asked(options: argparse.Namespace, file: str, words: list[str]) -> tuple[Asked, Question]:
-    """Return what the study is about; each optimizer's first setting is composed as a check."""
+    """Return the input of the study. Each optimizer's first setting is composed as a check."""
     from kfac_bench.benchmark.own_problem import study_input
     from kfac_bench.benchmark.own_problem.study_input import Asked, base_words
     from kfac_bench.benchmark.own_problem.study_plan import Question

@@ -35,7 +35,7 @@ def add_tune(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def add_tuning_options(command: Parser, out: str) -> None:
-    """Add what commands have in common that read or make the trials of a tuning."""
+    """Add the common options of commands that read or make the trials of a tuning."""
     command.add_argument("benchmark", help="a benchmark with a tuning section, such as demo")
     command.add_argument("--runs-dir", help="where run directories go (default: runs/NAME_tuning)")
     command.add_argument("--out", type=Path, required=True, help=out)

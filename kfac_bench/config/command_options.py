@@ -78,5 +78,5 @@ def real_number(name: str, text: str, *, allow_zero: bool = False) -> float:
 
 
 def _given(name: str, text: str) -> str:
-    """Return what the user wrote: ``--rounds 0``, or ``ranks=0`` in a file."""
+    """Return the option as the user wrote it: ``--rounds 0``, or ``ranks=0`` in a file."""
     return f"{name} {text}" if name.startswith("--") else f"{name}={text}"

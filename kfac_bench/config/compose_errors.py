@@ -194,7 +194,7 @@ def _no_text(failure: _Failure) -> str | None:
 
 
 def _as_text(word: str) -> str:
-    """Return how to write a word with a text as its value, on the command line."""
+    """Return the hint to quote a value that is a text, with the quoted word."""
     name, _, value = word.partition("=")
     word = f"{name}={quoted(value)}"
     is_plain = word.isprintable() and not set(word) & set('"$`\\!')

@@ -29,7 +29,7 @@ IN_THE_CONTEST = {
     "experiment": ("contest/", "contest_twice/", "embedded/"),
     "optimizer": ("kl_shampoo", "kl_soap"),
 }
-"""By group, the beginnings of the choices that have left the package."""
+"""First parts of the names of choices that have left the package, by group."""
 
 
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:

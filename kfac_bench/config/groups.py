@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Choices(Mapping[str, type[Any]]):
-    """The choices of a group: the class of the options of each, by its name.
+    """The choices of a group, by name: the class of the options of each choice.
 
     The package of the group imports the base classes below. So this file cannot import the package
     first, and reads the table of its ``options.py`` when a choice is asked for.
@@ -66,7 +66,7 @@ class BackendConfig(Section):
     """The library that connects the ranks of a run and averages their gradients."""
 
     cuts_weights: ClassVar[bool] = False
-    """Whether ranks hold parts of weights in the usual order of their entries."""
+    """True if ranks hold parts of weights in the usual order of their entries."""
 
     name: str = option(MISSING, "backend", RESULT, resumable=True, choices=TABLES["backend"])
     timeout_s: float = option(
@@ -100,7 +100,7 @@ class DataConfig(Section):
     num_classes: ClassVar[int] = 1000
     """Classes that a dry run assumes, because a dry run reads no data."""
     reads_folder: ClassVar[bool] = False
-    """Whether the dataset is read from the folder ``root``."""
+    """True if the dataset is read from the folder ``root``."""
 
     name: str = option(MISSING, "dataset", RESULT, choices=TABLES["data"])
     root: str | None = option(
@@ -208,9 +208,9 @@ class OptimizerConfig(Section):
     """The optimizer; K-FAC, if it is on, preconditions the gradients before its step."""
 
     is_elementwise: ClassVar[bool] = True
-    """Whether each entry of a weight is updated by itself; if so, ZeRO may cut weights anywhere."""
+    """True if each entry of a weight is updated by itself; if so, ZeRO may cut weights anywhere."""
     fits_dtensors: ClassVar[bool] = True
-    """Whether the optimizer can step weights that FSDP2 distributes over ranks."""
+    """True if the optimizer can step weights that FSDP2 distributes over ranks."""
 
     name: str = option(MISSING, "optimizer", RESULT, choices=TABLES["optimizer"])
     lr: float = option(MISSING, "learning rate", RESULT, above=0)

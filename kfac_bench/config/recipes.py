@@ -53,11 +53,11 @@ class RecipeRule:
     ranks: int
     """The number of ranks that the values in the file are for."""
     keeps_batch: bool = False
-    """Whether the batch of all ranks stays, so that a rank divides its share into more parts."""
+    """True if the batch of all ranks stays, so that a rank divides its share into more parts."""
     scales_intervals: bool = False
-    """Whether the intervals of K-FAC are inversely proportional to the batch."""
+    """True if the intervals of K-FAC are inversely proportional to the batch."""
     keeps_warmup: bool = False
-    """Whether the start of the warm-up does not follow the number of ranks."""
+    """True if the start of the warm-up does not follow the number of ranks."""
 
 
 RULES: Mapping[str, RecipeRule] = {
@@ -87,11 +87,11 @@ class Recipe:
     defaults: tuple[Any, ...]
     """The defaults list of its file."""
     values: Mapping[str, Any]
-    """Its values, by groups."""
+    """The values that the recipe sets, by group."""
     ranks: int | None
 
     def line(self) -> str:
-        """Say which recipe it is, where it comes from, and what it sets."""
+        """Return a line with the name, the source and the values of the recipe."""
         flat = _flat(self.values)
         shown = [f"{name}={flat[name]}" for name in _SHOWN if name in flat]
         batch = flat.get("trainer.batch_size")

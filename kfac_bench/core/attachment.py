@@ -28,7 +28,7 @@ class Scaler(Protocol):
     """The part of a GradScaler that :meth:`KFAC.attach` needs."""
 
     def get_scale(self) -> float:
-        """Return the factor that multiplies the loss."""
+        """Return the loss scale."""
         ...
 
 

@@ -51,7 +51,8 @@ class KFACParts:
     capture: Capture
     guards: Guards
     coverage: Coverage | None
-    """What EigenAdam gets from this KFAC; None with another optimizer."""
+    """The parameters that EigenAdam updates along directions from this KFAC. None with another
+    optimizer."""
 
 
 def build(

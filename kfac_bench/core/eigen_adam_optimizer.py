@@ -45,13 +45,13 @@ class StateOfKFAC(Protocol):
 
     @property
     def is_included(self) -> bool:
-        """Whether the optimizer's state contains the KFAC's."""
+        """True if the state of the optimizer contains the state of the KFAC."""
 
     def by_parameter(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state without communication."""
 
     def load(self, saved: Mapping[Tensor, Any]) -> None:
-        """Take over a state."""
+        """Load a state."""
 
     def gather(self) -> None:
         """Let each rank get the whole state."""
@@ -287,7 +287,7 @@ class EigenAdam(AdamW):
         return packed | {"state": {i: entry for i, entry in state.items() if entry}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state. Without a KFAC, its part waits until a KFAC is built.
+        """Load a state. Without a KFAC, the part of the KFAC waits until a KFAC is built.
 
         Raises:
             ValueError: The state does not fit.

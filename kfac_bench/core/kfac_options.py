@@ -42,8 +42,8 @@ class Option:
     at_most: float | None = None
     below: float | None = None
     is_compared: bool = False
-    """Whether ranks compare it before the first step. The plan and the schedules, which ranks
-    compare as well, contain most options."""
+    """True if ranks compare the option itself before the first step. Most options are part of the
+    plan or of the schedules, which ranks compare as well."""
 
     def entry(self, name: str, default: object) -> str:
         """Return the whole text under ``name``, as the section ``Args`` of a docstring has it."""
@@ -472,7 +472,7 @@ class KFACOptions(TypedDict, total=False):
 OPTIONS: Mapping[str, Option] = {
     name: hint.__metadata__[0] for name, hint in KFACOptions.__annotations__.items()
 }
-"""By name, the options of KFAC."""
+"""The options of KFAC, by name."""
 
 PRESETS: Mapping[str, KFACOptions] = {
     "paper": {

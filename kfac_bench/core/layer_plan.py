@@ -171,7 +171,7 @@ class Report:
     """The report of :meth:`KFAC.report`: ``print(preconditioner.report())``."""
 
     plan: Plan
-    """Who computes and sends what."""
+    """The work and the messages of each rank."""
     rank: int
     """The rank whose memory the text shows."""
     layers: Sequence[Layer]

@@ -27,7 +27,7 @@ class Preconditioner(Protocol):
     in_optimizer_state: bool
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """Take over a state."""
+        """Load a state."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class OptimizerState:
 
     @property
     def is_included(self) -> bool:
-        """Whether the optimizer's state contains this state."""
+        """True if the optimizer's state contains this state."""
         kfac = self._kfac()
         return kfac is not None and kfac.in_optimizer_state
 
@@ -131,7 +131,7 @@ class OptimizerState:
         return shared
 
     def load(self, saved: Mapping[Tensor, Any]) -> None:
-        """Take over a state by parameter.
+        """Load a state by parameter.
 
         Raises:
             ValueError: The state does not fit. The KFAC has not changed then.

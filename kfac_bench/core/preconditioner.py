@@ -478,12 +478,12 @@ class KFAC:
 
     @property
     def will_decompose_all(self) -> bool:
-        """Whether the next step decomposes all factors at once, and so takes long."""
+        """True if the next step decomposes all factors at once, and so takes long."""
         return self._first_steps is None and self._stepper.will_decompose_all(self.steps)
 
     @property
     def will_adapt_damping(self) -> bool:
-        """Whether :meth:`adapt_damping` has work to do after the next step."""
+        """True if :meth:`adapt_damping` has work to do after the next step."""
         return self._stepper.will_adapt_damping(self.steps)
 
     @property
@@ -587,11 +587,11 @@ class KFAC:
 
     @property
     def holds_whole_state(self) -> bool:
-        """Whether :meth:`state_dict` of each rank has everything."""
+        """True if :meth:`state_dict` of each rank has everything."""
         return state.is_whole(self._executor)
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """Take over one :meth:`state_dict`, or the shards of all ranks.
+        """Load one :meth:`state_dict`, or the shards of all ranks.
 
         Every rank must load the same dicts. With ``max_overhead``, K-FAC takes over the choice of
         the state; if the state has steps but no choice, the options stay as they are.

@@ -31,7 +31,7 @@ class Schedules:
     update_freq: Schedule
     factor_update_freq: Schedule
     early_updates: bool
-    """Whether the first interval is divided into short ones; see :meth:`interval`."""
+    """True if the first interval is divided into short ones; see :meth:`interval`."""
 
     def at(self, step: int) -> Settings:
         """Return the values at ``step``.

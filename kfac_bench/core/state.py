@@ -21,15 +21,17 @@ from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.schedule import first_step
 
 LayersState = dict[str, dict[str, Any]]
-"""By layer: entries "A" and "G", and with EKFAC "second_moment" and "second_moment_weight". A
+"""The state of each layer, by name of the layer.
+
+A layer has entries "A" and "G", and with EKFAC "second_moment" and "second_moment_weight". A
 factor that is divided into blocks has entries "A.0", "A.1" and so on.
 
 An entry of a factor has the running "factor", its "weight", and its decomposition under "eigen"
 (values and vectors, or a diagonal's values; EKFAC's, too) or "inverse" (one tensor). With
-eigen_adam a layer also has "adam": the moments "first" and "second", their "steps", and how many of
-these were "skipped" because a gradient had overflowed. If another
-decomposition is not in use yet (``background=True``), it is under "pending" in the same form, with
-the "step" in which it comes into use. It has no tensors if the factor could not be decomposed.
+eigen_adam a layer also has "adam": the moments "first" and "second", their "steps", and the
+number of steps that were "skipped" because a gradient had overflowed. If another decomposition is
+not in use yet (``background=True``), it is under "pending" in the same form, with the "step" in
+which it comes into use. It has no tensors if the factor could not be decomposed.
 """
 
 
@@ -215,7 +217,7 @@ def _copy(saved: Tensor, layer: Layer) -> Tensor:
 
 
 def _take_pending(merged: LayersState, run: Executor, steps: int) -> set[FactorKey]:
-    """Take over the slices that had begun; return the factors that need no decomposition now.
+    """Load the slices that had begun; return the factors that need no decomposition now.
 
     A slice of which something is missing (a state of few ranks, of another ``update_freq``, or of
     another method) does not count as begun. All ranks load the same state, so they agree.

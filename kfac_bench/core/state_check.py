@@ -16,7 +16,7 @@ from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.layer_spec import Factor, LayerSpec
 
 KINDS = ("eigen", "inverse")
-"""Names of a decomposition on disk."""
+"""Names that a decomposition may have in a saved state."""
 
 
 def check(

@@ -155,7 +155,11 @@ class Stepper:
         return bool(self._schedules.slices_due(step, 1))
 
     def decomposed(self) -> tuple[int, int]:
-        """Return two counts: factors that this rank has decomposed in this step, and all of its."""
+        """Return two counts of factors.
+
+        The first counts factors that this rank has decomposed in this step. The second counts all
+        factors that this rank decomposes.
+        """
         rank = self._executor.collective.rank
         mine = (op for op in self._plan.ops(Stage.DECOMPOSE) if rank in op.ranks)
         total = sum(len(op.members) for op in mine if isinstance(op, Decompose))
@@ -210,7 +214,7 @@ class FirstSteps:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the next step collects statistics."""
+        """True if the next step collects statistics."""
         return len(self._ends) < WITH_STATISTICS
 
     def end_step(self, collected: Mapping[str, Collected]) -> Seen | None:

@@ -28,7 +28,7 @@ class Backend:
     """
 
     lockstep = False
-    """Whether a forward pass sends messages, so that all ranks must run equally many."""
+    """True if a forward pass sends messages. All ranks must then run equally many passes."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks

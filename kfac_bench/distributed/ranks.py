@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes events, configuration and manifests."""
+        """True if this is rank 0, which writes events, configuration and manifests."""
         return self.rank == 0
 
     @property

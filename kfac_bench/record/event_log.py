@@ -174,7 +174,8 @@ class EventLog:
         self.record = next((sink for sink in sinks if isinstance(sink, JsonlSink)), None)
         """The sink that writes the record; None on ranks other than rank 0."""
         self.problem: str | None = None
-        """Why an event is missing in the record; the trainer then stops the run on all ranks."""
+        """The reason why an event is missing in the record, or None. If there is a reason, the
+        trainer stops the run on all ranks."""
 
     def emit(self, event: Event) -> None:
         """Write the event to every sink."""
@@ -197,9 +198,9 @@ class EventLog:
 
 
 def lost_events(directory: Path) -> str | None:
-    """Return which events of a run directory are missing and why, in words; None if none are.
+    """Return a text that names the missing events of a run directory and the reason, or None.
 
-    A run without a readable checkpoint is not checked.
+    None: no event is missing, or the run has no readable checkpoint and is not checked.
     """
     folder = directory / "checkpoints"
     try:

@@ -23,10 +23,11 @@ QUIET_S = 1.5
 INTERVAL_S = 5.0
 """Least time between two lines."""
 INTERVAL_SHARE = 0.25
-"""The same as a share of the task's time so far, so that a long task does not fill the screen."""
+"""Least time between two lines as a share of the task's time so far. So a long task does not fill
+the screen."""
 
 Count = Callable[[], tuple[float, float]]
-"""Returns how much of a task is done, and how much it is in all. The thread calls it."""
+"""A function that returns the done amount of a task and its total. The thread calls it."""
 
 
 @dataclass

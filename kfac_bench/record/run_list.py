@@ -208,7 +208,7 @@ def _removable(path: Path, keep: int) -> list[str]:
 
 
 def _keep_best(path: Path) -> int:
-    """Return how many best checkpoints the run keeps by the option of its last start."""
+    """Return the number of best checkpoints to keep, from the option of the run's last start."""
     found = runs.last_option(runs.load(path).events, "trainer", "keep_best")
     return found if isinstance(found, int) and found >= 0 else 1
 

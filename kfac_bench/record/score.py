@@ -132,7 +132,7 @@ def best_metric(run: Run) -> float:
 
 
 def status(run: Run) -> str:
-    """Return how the run ended (``finished``, ``failed``, ...), or ``not ended``."""
+    """Return the status at the end of the run (``finished``, ``failed``, ...), or ``not ended``."""
     ended = [e for e in run.events if isinstance(e, RunEnded)]
     return plain(ended[-1].status) if ended else "not ended"
 

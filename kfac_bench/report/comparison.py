@@ -114,7 +114,7 @@ def _on_seeds(line: Row) -> str:
 
 
 def _level(one: Row, other: Row) -> bool:
-    """Whether the medians are about equal, or each median lies within the seeds of the other."""
+    """Return whether medians are about equal, or each median is within the seeds of the other."""
     fast, slow = sorted((one, other), key=lambda line: line.seconds.median)
     if slow.seconds.median < LEVEL * fast.seconds.median:
         return True

@@ -64,7 +64,7 @@ LOOK: Any = {
 
 @dataclass(frozen=True)
 class Style:
-    """How an optimizer is drawn: ``index`` into :data:`PALETTE`, and dash lengths (none: solid)."""
+    """The style of an optimizer: ``index`` into :data:`PALETTE`, and dash lengths (none: solid)."""
 
     index: int
     dashes: tuple[float, ...]
@@ -162,7 +162,7 @@ class EndLabel:
     text: str
     colour: str
     shift_pt: float = 0.0
-    """How far the line is drawn above its data, in points."""
+    """Distance of the drawn line above its data, in points."""
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], axes_height_pt: float) -> None:

@@ -86,7 +86,7 @@ def html(
 def _tasks(
     comparison: Comparison, unequal: Sequence[str], most: int, folder: Path | None
 ) -> list[dict[str, Any]]:
-    """Return what the template shows of each task."""
+    """Return the values of each task for the template."""
     drawn = styles(comparison.settings)
     # Settings are not hashable, so their identity finds their rows.
     rows = {id(s): r for s, r in zip(comparison.settings, comparison.rows, strict=True)}
@@ -185,7 +185,7 @@ def _link(run: Run, folder: Path | None) -> HtmlCell:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """Return what may make runs unequal. The command of a run always differs, and has paths."""
+    """Return the environment that may make runs unequal, without entries of one run alone."""
     environment = run.started.environment.items()
     return flatten({key: value for key, value in environment if key not in OWN_TO_A_RUN})
 

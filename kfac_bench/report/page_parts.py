@@ -40,7 +40,7 @@ MOST_OF_A_CURVE, MOST_OF_A_PAGE, FEWEST = 1000, 200_000, 100
 
 
 def most_points(runs: int) -> int:
-    """Return how many points a curve may have on a page of so many runs with two curves each."""
+    """Return the largest number of points of a curve on a page with two curves for each run."""
     return max(FEWEST, min(MOST_OF_A_CURVE, MOST_OF_A_PAGE // (2 * max(1, runs))))
 
 
@@ -130,7 +130,7 @@ class HtmlCell:
 
     @property
     def is_number(self) -> bool:
-        """Whether the cell holds a number, which is aligned to the right."""
+        """True if the cell holds a number, which is aligned to the right."""
         return self.key is not None
 
 
@@ -144,7 +144,7 @@ class HtmlTable:
     notes: Sequence[str] = ()
 
     def right(self, column: int) -> bool:
-        """Whether the column is aligned to the right, because all its cells are numbers."""
+        """Return whether the column is aligned to the right, because all its cells are numbers."""
         return all(row[column].is_number for row in self.rows)
 
 
@@ -181,7 +181,7 @@ def link_from(folder: Path, path: Path) -> str:
 
 
 def _leads_on(href: str) -> bool:
-    """Whether `href` is a web address or a path. Other schemes, such as javascript:, are not."""
+    """Return whether `href` is a web address or a path, and has no other scheme (javascript:)."""
     return re.fullmatch(r"(https?://|(?!//))[^:\\\s\x00-\x20]+", href) is not None
 
 

@@ -1,4 +1,4 @@
-"""How an implementation uses a machine: what it sends, and how often it calls the device."""
+"""The use of a machine by an implementation: its messages and its calls of the device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,18 +22,18 @@ class Conduct:
     factor_traffic: float = 1.0
     """Bytes of a factor's message over those of its packed triangle. 2: full matrices are sent."""
     sums_shares: bool = False
-    """Whether decompositions and preconditioned gradients are summed over all ranks, with zeros
+    """True if decompositions and preconditioned gradients are summed over all ranks, with zeros
     from the ranks that did not make them. Otherwise the rank that made them sends them."""
     places_in_turn: bool = False
-    """Whether factors go to ranks in turn, whatever they weigh, and whether messages start only
+    """True if factors go to ranks in turn, regardless of their cost, and messages start only
     after all work of their stage. Otherwise the planner places them."""
     waits: bool = False
-    """Whether the host waits for the device in each layer, so that the time of calls adds to the
+    """True if the host waits for the device in each layer, so that the time of calls adds to the
     time of the work. Otherwise calls run ahead, and the longer of both counts."""
     sends_in_backward: bool = True
-    """Whether gradients are sent during backward with K-FAC, as they are without it."""
+    """True if gradients are sent during backward with K-FAC, as they are without it."""
     batches: bool = True
-    """Whether a GPU works on all layers of one shape at once."""
+    """True if a GPU works on all layers of one shape at once."""
     tensor_calls: int = 0
     """Calls for each parameter tensor in a step, after its gradient has been reduced."""
     factor_calls: int = 29

@@ -151,8 +151,8 @@ class Hardware:
     overlap: float = 0.0
     """Share of backward during which gradients are already sent."""
     crowding: Mapping[int, float] = field(default_factory=dict)
-    """By ranks on a node: how many times as long each rank then computes, because ranks share
-    cores, caches and memory. Empty if each rank has a device of its own, such as a GPU."""
+    """The slowdown of each rank by ranks on a node, because ranks share cores, caches and memory.
+    Empty if each rank has a device of its own, such as a GPU."""
     epoch_s: float = 0.0
     """Seconds of each epoch beside its steps, such as the start of the processes that read data.
     The number of ranks does not change them."""
@@ -172,7 +172,7 @@ class Hardware:
             )
 
     def slowdown(self, world_size: int) -> float:
-        """Return how many times as long a rank computes as a rank that is alone on its node.
+        """Return the factor by which a rank computes longer than a rank alone on its node.
 
         Between two known numbers of ranks the factor lies on a straight line. Beyond the largest
         known number it grows in proportion to the ranks.

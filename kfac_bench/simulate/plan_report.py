@@ -21,7 +21,7 @@ from kfac_bench.whole_files import write_text
 
 
 def as_dict(run: DryRun) -> dict[str, Any]:
-    """Return what the JSON file holds: the bytes, FLOPs and messages of each rank.
+    """Return the content of the JSON file: the bytes, FLOPs and messages of each rank.
 
     * ``flops``, ``messages`` and ``traffic`` count one run of a stage.
     * ``every`` is the number of steps between two runs of a stage, before
@@ -139,7 +139,7 @@ def to_json(run: DryRun) -> str:
 
 
 def _trained(run: DryRun) -> str:
-    """Return what is trained on which data: a problem file has a name of its own."""
+    """Return the names of model, data and task, or the name of the problem file."""
     config, shape = run.config, list(run.shape)
     if isinstance(config.data, ProblemDataConfig) and config.data.file is not None:
         return f"the problem {problem_file.title(config.data.file, config.data.arguments)} {shape}"
@@ -200,7 +200,7 @@ class CostRow:
     """Steps between two occurrences of the cost; None: it is there all the time."""
     by_rank: Sequence[float]
     write: Callable[[float], str]
-    """How a number is written."""
+    """Function from a number to its text."""
 
 
 def _rows(run: DryRun) -> Iterator[CostRow | str]:
@@ -254,7 +254,7 @@ def _table(run: DryRun) -> Iterator[str]:
 
 
 def _verdict(run: DryRun) -> str:
-    """Return what K-FAC adds on the heaviest ranks, and how uneven its decompositions are."""
+    """Return a text: the cost of K-FAC on the heaviest ranks and the balance of decompositions."""
     ranks = [_rank(run, cost) for cost in run.ranks]
     flops = max(r["per_step"]["flops"] for r in ranks)
     memory = max(r["memory_bytes"]["peak"] for r in ranks)

@@ -33,7 +33,7 @@ _MOST_RANKS = 1 << 17
 
 @dataclass(frozen=True)
 class SimulationRequest:
-    """What the command line asks for."""
+    """The checked input of a simulation, from the command line."""
 
     config: TrainConfig
     machine: Hardware

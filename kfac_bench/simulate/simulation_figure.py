@@ -38,7 +38,7 @@ def ranks_of(cells: Sequence[SimulatedCell]) -> list[int]:
 
 
 def step_finding(cells: Sequence[SimulatedCell]) -> str:
-    """Return which K-FAC has the fastest step at the most ranks, beside SGD; "" without K-FAC."""
+    """Return a text: the fastest K-FAC step at the most ranks, beside SGD; "" without K-FAC."""
     kfac, sgd = _on_most_ranks(cells)
     if not kfac:
         return ""

@@ -98,7 +98,7 @@ def _duration(seconds: float) -> str:
 def as_dict(
     work: Workload, hardware: str, cells: Sequence[SimulatedCell], training: Training | None
 ) -> dict[str, Any]:
-    """Return what the JSON file holds.
+    """Return the content of the JSON file.
 
     All seconds are those of the slowest rank. The seconds of a stage are those of one run of the
     stage, not the mean over all steps.

@@ -38,7 +38,7 @@ class Workload:
     layers: Sequence[LayerSpec]
     """The layers that K-FAC covers."""
     rows: Mapping[str, int]
-    """By layer: examples times shared positions."""
+    """Examples times shared positions, by layer."""
     step_flops: float
     """FLOPs of forward and backward."""
     parameters: int
@@ -61,7 +61,7 @@ class StepTime:
     stages_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     """Seconds of one run of each stage."""
     kinds_s: dict[str, float] = field(default_factory=dict)
-    """By kind of op: seconds on the busiest rank in one run of the stage. Kinds may overlap."""
+    """Seconds on the busiest rank in one run of the stage, by kind of op. Kinds may overlap."""
 
     @property
     def sgd_s(self) -> float:

@@ -154,7 +154,7 @@ def build_kfac(
 
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By name of ``kfac.state_dtype``."""
+"""The dtypes of PyTorch, by name of ``kfac.state_dtype``."""
 
 NOT_KEYWORDS_OF_KFAC = (
     "enabled",
@@ -201,7 +201,7 @@ def _adaptive_damping(config: KFACConfig) -> LevenbergMarquardt:
 
 
 FEW_IMAGES = 16
-"""Below so many images at a time the statistics of batch norm are noisy (Wu and He, 2018)."""
+"""With fewer images at a time the statistics of batch norm are noisy (Wu and He, 2018)."""
 
 
 def batch_norm_notes(model: nn.Module, examples: int) -> list[str]:

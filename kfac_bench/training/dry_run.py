@@ -127,7 +127,7 @@ def _examples_of_a_rank(config: TrainConfig, world_size: int) -> tuple[int, int]
 
 
 def _seeds(config: TrainConfig, likelihood: str, outputs: torch.Size) -> int:
-    """Return how many gradients of its own ``kfac.fisher`` sends back from the output."""
+    """Return the number of extra gradients that ``kfac.fisher`` sends back from the output."""
     if config.kfac.fisher == "type2":
         # One gradient for each class, or for each element of the output of an example.
         one = outputs[-1:] if likelihood == "categorical" else outputs[1:]

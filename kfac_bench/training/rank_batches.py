@@ -48,7 +48,7 @@ class RunLength:
         return cls(train_size, config.batch_size, per_epoch, _max_steps(config, per_epoch))
 
     def epoch(self, step: int) -> float:
-        """Return how often the run has passed over the data."""
+        """Return the number of passes over the data after `step` updates, perhaps a fraction."""
         return step / self.steps_per_epoch
 
     def examples_seen(self, step: int) -> int:
@@ -178,7 +178,7 @@ class SkippedExamples:
         return int(examples), new > 0, problem
 
     def left_out(self, since: int, has_examples: bool) -> int:
-        """Return how many examples of the evaluation set all ranks have left out together.
+        """Return the number of evaluation examples that all ranks have left out together.
 
         Args:
             since: This rank's count before the evaluation.

@@ -209,7 +209,7 @@ class RecordCheck:
 
     @property
     def lacks_start(self) -> bool:
-        """Whether the record has no first event, without which no command can read it."""
+        """True if the record has no first event, without which no command can read it."""
         return not any(isinstance(event, RunStarted) for event in self._events)
 
     def complete(

@@ -233,7 +233,7 @@ def _data_and_model(
 
 
 def _status_if_complete(directory: RunDirectory, trainer: Trainer) -> str | None:
-    """Return how the run ended and say so; None if there is still something to do."""
+    """Return the status of a complete run and report it; None if there is still work to do."""
     events = read(directory.events) if directory.events.exists() else []
     ended = next((e for e in reversed(events) if isinstance(e, RunEnded)), None)
     hit = next((e for e in reversed(events) if isinstance(e, TargetReached)), None)
@@ -283,7 +283,7 @@ def open_log(
 
 
 def say_what_kfac_does(config: KFACConfig, trainer: Trainer) -> None:
-    """Say which layers K-FAC covers, how large its factors are, and which options change.
+    """Report the layers that K-FAC covers, the sizes of its factors, and the options that change.
 
     The first step on a large model takes long, because it decomposes all factors.
     """

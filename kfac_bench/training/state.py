@@ -78,7 +78,7 @@ class State:
         return shard
 
     def load(self, saved: Checkpoint) -> tuple[float, bool]:
-        """Take over a checkpoint, which any number of ranks may have written.
+        """Load a checkpoint, which any number of ranks may have written.
 
         Returns:
             The two arguments of :meth:`shard`.

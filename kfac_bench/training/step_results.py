@@ -29,9 +29,9 @@ class StepResult:
     loss: float
     """The mean loss over all ranks."""
     should_stop: bool
-    """Whether some rank was told to stop before it sent the result."""
+    """True if some rank was told to stop before it sent the result."""
     cannot_write: bool
-    """Whether some rank cannot write a checkpoint or the record."""
+    """True if some rank cannot write a checkpoint or the record."""
 
 
 class PendingStepResults:

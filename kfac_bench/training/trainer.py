@@ -470,7 +470,7 @@ class Trainer:
             )
 
     def restore(self, saved: Checkpoint) -> None:
-        """Take over a checkpoint, which any number of ranks may have written.
+        """Load a checkpoint, which any number of ranks may have written.
 
         Raises:
             ValueError: The checkpoint does not fit the run.

@@ -39,7 +39,7 @@ from kfac_bench.whole_files import write_text
 
 
 def try_result(asked: Asked, found: StudyResult, *, is_quick: bool) -> TryResult:
-    """Return what the verdict needs to know of a study."""
+    """Return the results of a study that the verdict needs."""
     problem = asked.chosen.problem
     made = {name: _finalist(asked, found, name) for name in found.finals}
     return TryResult(
@@ -261,7 +261,7 @@ def _kfac(config: TrainConfig, problem: Problem | None) -> list[str]:
 
 
 def _labels(problem: Problem) -> list[str]:
-    """Return how K-FAC draws labels, as the arguments of ``KFAC.fisher_backward``."""
+    """Return the arguments of ``KFAC.fisher_backward`` with which K-FAC draws labels."""
     words = [f'"{problem.likelihood}"']
     if problem.likelihood == "gaussian" and problem.curvature != 1:
         words.append(f"curvature={_shown(problem.curvature)}")

@@ -28,9 +28,10 @@ TUNING_SEED = 1000
 FIRST_STEPS, STEPS = 4, 16
 """Steps of the runs that measure seconds of a step, of an evaluation and of a start."""
 MANY_EVALUATIONS_S = 10.0
-"""If a run with two evaluations takes longer than this, few evaluations are measured."""
+"""Seconds of a run with two evaluations above which few evaluations are measured."""
 COUNTED, REFERENCE_EVALUATIONS = 5, 10
-"""The median of so many last evaluations of AdamW fixes a missing target, of so many in all."""
+"""Evaluations of the AdamW run that fixes a missing target: the last ones, whose median counts, and
+all of them."""
 DEFAULT: Settings = {"optimizer": REFERENCE, "kfac": "none"}
 """AdamW with its defaults: the setting that is measured, and that fixes a missing target."""
 

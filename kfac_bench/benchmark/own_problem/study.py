@@ -32,20 +32,20 @@ from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.config.command_options import path_word
 
 CRASHES = 2
-"""After so many trials that died before their first step, an optimizer gets no further trial."""
+"""After this number of trials that died before their first step, an optimizer gets no more."""
 WORTH = 0.25
 """Share of the best time (or of the limit) that must be left for one more trial."""
 HOPELESS = 10
-"""A trial is stopped after so many times the best seconds of all optimizers. Without this, an
+"""A trial is stopped after this multiple of the best seconds of all optimizers. Without this, an
 optimizer that reaches the target slowly or never would have few trials."""
 REPEATED = 3
-"""So many of the best settings of an optimizer run again, if its seconds suffice."""
+"""Number of the best settings of an optimizer that run again, if its seconds suffice."""
 REPEAT_SEEDS = (TUNING_SEED + 1, TUNING_SEED + 2)
 """Seeds of these runs. The best of many trials on one seed may owe its place to the seed."""
 PATIENCE = 2
-"""A setting that runs again may take so many times the seconds of the best trial."""
+"""A setting that runs again may take this multiple of the seconds of the best trial."""
 OVERRUN = 1.25
-"""The runs on fresh seeds may take so many times their planned seconds."""
+"""The runs on fresh seeds may take this multiple of their planned seconds."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StudyResult:
     trials: Mapping[str, Sequence[TrialResult]]
     """All runs of the tuning, in order."""
     winners: Mapping[str, TrialResult]
-    """By optimizer: a run of its best setting, the median one if the setting ran on more seeds."""
+    """A run of the best setting of each optimizer: the median one if it ran on more seeds."""
     finals: Mapping[str, Sequence[TrialResult]]
     """The runs of each winner on fresh seeds."""
 
@@ -140,7 +140,7 @@ class Phases:
                     self._say(f"[seed {seed}] {self._labels[name]}: {own}; {left}")
 
     def _trials_left(self, name: str, results: Mapping[str, Sequence[TrialResult]]) -> int:
-        """Return how many trials an optimizer will have at most."""
+        """Return the largest number of further trials of an optimizer."""
         if self._next_limit_s(name, results) is None:
             return 0
         return len(self._asked.candidates[name]) - len(results[name])

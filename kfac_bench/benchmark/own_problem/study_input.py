@@ -164,7 +164,7 @@ class Asked:
     minutes: float
     ranks: int
     seeds: int
-    """How many fresh seeds are planned."""
+    """Number of planned fresh seeds."""
     target: float | None
     candidates: Mapping[str, Sequence[Settings]]
     """The settings of each optimizer, in the order in which they are tried."""

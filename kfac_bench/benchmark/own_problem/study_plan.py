@@ -32,7 +32,7 @@ TRIALS = 2
 FINALISTS = 2
 """Optimizers that run on fresh seeds, if each needs the whole limit. More run if all are fast."""
 SPARE = 1
-"""For the reference run, and for runs that last until the evaluation after their limit."""
+"""Limits for the reference run, and for runs that last until the evaluation after their limit."""
 EVALUATIONS = (500, 50)
 """Evaluations of a trial that lasts for the whole limit: the most, and the usual number. Good
 trials end long before the limit, and their seconds are known only up to the interval."""
@@ -144,7 +144,7 @@ def _interval_s(limit_s: float, measured: MeasuredSeconds) -> float:
 def _too_small(
     minutes: float, measured: MeasuredSeconds, runs: int, least_steps: int, limit_s: float
 ) -> str:
-    """Say what takes the minutes: the starts of the runs, or the steps and evaluations."""
+    """Return a message about the largest cost: starts of runs, or steps and evaluations."""
     begins = f"{minutes:g} minutes are too few to mean anything: "
     starts_s = runs * measured.start_s
     if 2 * (measured.spent_s + starts_s) > 60 * minutes:
@@ -173,7 +173,7 @@ _FIRST_PHASES = ("speed", "reference")
 _PHASES = (*_FIRST_PHASES, "tuning", "final")
 """The folders of run directories, in the order of a study."""
 PATIENCE_S = 60.0
-"""How long to wait for a run that outlives a killed command. It saves and ends by itself."""
+"""Seconds to wait for a run that outlives a killed command. The run saves and ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Question:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """What was fixed before tuning."""
+    """The budget and the target of a study, which are fixed before tuning."""
 
     budget: Budget
     target: float

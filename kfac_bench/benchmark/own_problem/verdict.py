@@ -71,15 +71,15 @@ class TryResult:
     """AdamW."""
     rivals: Sequence[Finalist]
     seeds: int
-    """How many seeds were planned."""
+    """Number of planned seeds."""
     is_own_target: bool = False
-    """Whether the study fixed the target, because the problem has none."""
+    """True if the study fixed the target, because the problem has none."""
     reference_steps: int = 1000
     """Steps of AdamW that have fixed this target."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Optimizers that did not run on fresh seeds, with the reason."""
     has_tried_kfac: bool = True
-    """Whether an optimizer with K-FAC was tuned."""
+    """True if an optimizer with K-FAC was tuned."""
     minutes: float = 30
     is_quick: bool = False
 
@@ -233,7 +233,7 @@ def _in_steps(winner: Finalist, reference: Finalist) -> str:
 
 
 def _cost(winner: Finalist, reference: Finalist) -> list[str]:
-    """Return what a step costs, as far as it was measured."""
+    """Return a sentence about the costs of a step, as far as they were measured."""
     parts = []
     if math.isfinite(winner.step_s) and reference.step_s > 0:
         ratio = winner.step_s / reference.step_s
@@ -251,7 +251,7 @@ def _cost(winner: Finalist, reference: Finalist) -> list[str]:
 
 
 def _against_others(result: TryResult, winner: Finalist) -> list[str]:
-    """Return what is known about the next one, and about K-FAC if the fastest does without."""
+    """Return sentences about the second fastest optimizer, and about K-FAC if it did not win."""
     others = [f for f in result.finalists if f not in (winner, result.reference)]
     lines = []
     if others and not _is_faster(winner, others[0]):
@@ -263,7 +263,7 @@ def _against_others(result: TryResult, winner: Finalist) -> list[str]:
 
 
 def _about_kfac(result: TryResult, winner: Finalist, others: Sequence[Finalist]) -> str:
-    """Say whether K-FAC beats AdamW, and how it compares with the winner, which does without."""
+    """Return a sentence that compares K-FAC with AdamW and with the winner, which has no K-FAC."""
     forms = [f for f in others if f.uses_kfac]
     if not forms:
         if not result.has_tried_kfac:

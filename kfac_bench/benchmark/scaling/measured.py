@@ -59,7 +59,7 @@ class ScalingPoint:
 
     @property
     def series(self) -> tuple[object, ...]:
-        """What all points of a line in the figure have in common."""
+        """The values that all points of a line in the figure share."""
         return self.task, self.strategy, tuple(self.every.values())
 
     @property
@@ -224,7 +224,7 @@ def _payload_bytes(run: Run) -> float:
 
 
 def _short_of_cores(run: Run) -> bool:
-    """Whether the ranks had more threads together than the machine has cores."""
+    """Return whether the ranks had more threads together than the machine has cores."""
     threads = _whole(option(run.started.environment, "hardware", "threads"))
     cores = _whole(option(run.started.environment, "hardware", "cpu_count"))
     # A run on GPUs, or a job on several nodes, does not compete for the cores of one machine.

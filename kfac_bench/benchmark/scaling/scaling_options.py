@@ -27,7 +27,7 @@ _MOST_RANKS, _MOST_ROUNDS, _MOST_STEPS = 4096, 100, 1_000_000
 
 @dataclass(frozen=True)
 class ScalingRequest:
-    """What the command line asks for."""
+    """The checked input of a scaling measurement, from the command line."""
 
     words: Sequence[str]
     mode: str

@@ -50,7 +50,7 @@ class ScalingRun:
         return local_runs.rank_command(self.overrides)
 
     def has_finished(self) -> bool:
-        """Whether the run is complete."""
+        """Return whether the run is complete."""
         if not (self.path / EVENTS_FILE).exists():
             return False
         last = next((e for e in reversed(read(self.path)) if isinstance(e, RunEnded)), None)

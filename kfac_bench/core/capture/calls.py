@@ -126,11 +126,11 @@ class Family:
 
     layer: RowsLayer
     forward: tuple[int, int]
-    """See :meth:`.Moments.add`, as ``examples`` and ``magnitude``."""
+    """An argument of :meth:`.Moments.add`, as are ``examples`` and ``magnitude``."""
     examples: int | None
     magnitude: int
     uses: list[tuple[bool, Tensor, Tensor]] = field(default_factory=list)
-    """Whether it is a backward use, and the rows of a and g."""
+    """For each use: true for :attr:`Use.BACKWARD`, and the rows of a and g."""
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return the balanced rows of a and g; the uses are shared positions."""

@@ -82,7 +82,7 @@ class GradientWatch:
 
     @property
     def has_marks(self) -> bool:
-        """Whether gradients are remembered."""
+        """True if gradients are remembered."""
         return bool(self._marks)
 
     def expect(self, layer: Layer) -> None:
@@ -175,7 +175,7 @@ class EarlySender:
         is_last: Callable[[], bool],
     ) -> None:
         self.accumulating = False
-        """Whether more backwards will follow. The owner sets it."""
+        """True if more backwards will follow. The owner sets it."""
         self._moments = moments
         self._on_complete, self._on_void, self._is_last = on_complete, on_void, is_last
         self._pending: Counter[str] = Counter()  # uses without gradient yet, by layer
@@ -220,7 +220,7 @@ class EarlySender:
         return name in self._complete
 
     def discard(self) -> None:
-        """Take back everything: gradients of some layers were discarded."""
+        """Undo everything: gradients of some layers were discarded."""
         if self._has_begun and not self._is_void:
             self._is_void = True
             for name in self._complete:
@@ -253,16 +253,16 @@ class CountedPasses:
         self._pauses = 0
         self._has_paused = False
         self.had_pause = False
-        """Whether a pass was left out in the step that has ended."""
+        """True if a pass was left out in the step that has ended."""
 
     @property
     def paused(self) -> bool:
-        """Whether the program is inside :meth:`pause`."""
+        """True if the program is inside :meth:`pause`."""
         return self._pauses > 0
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward that counts has left gradients since the last :meth:`end`."""
+        """True if a backward that counts has left gradients since the last :meth:`end`."""
         return self._watch.has_marks
 
     @contextmanager

@@ -113,7 +113,7 @@ class Capture:
         self.seconds = 0.0
         """Host time in the hooks. The owner resets it."""
         self.has_forward = False
-        """Whether the model has run with gradients. The owner resets it."""
+        """True if the model has run with gradients. The owner resets it."""
         self.wrapper: ref[nn.Module] | None = None
         """The DistributedDataParallel that called the model last, perhaps made after K-FAC."""
         self._sampled = sampled
@@ -170,7 +170,7 @@ class Capture:
 
     @property
     def enabled(self) -> bool:
-        """Whether forwards from now on count."""
+        """True if forwards from now on count."""
         return self._eager.enabled
 
     @enabled.setter

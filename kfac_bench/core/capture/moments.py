@@ -20,7 +20,8 @@ Forward = tuple[int, int]
 Counts = dict[Forward, Number]
 
 Eigenbasis = Callable[[str], tuple[Tensor | Blocks, Tensor | Blocks] | None]
-"""From a layer's name to the eigenvectors of its A and G (EKFAC), or None if there are none yet."""
+"""A function from a layer's name to the eigenvectors of its A and G (EKFAC), or to None if there
+are none yet."""
 
 
 @dataclass(slots=True)

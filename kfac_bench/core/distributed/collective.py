@@ -163,7 +163,7 @@ def ranks_unlike_first(collective: Collective, what: str, device: torch.device) 
 
 
 AS_BITS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}
-"""From a dtype that Horovod cannot broadcast to a dtype of the same size that it can."""
+"""The dtype in which Horovod can broadcast the bits of a dtype that it does not support."""
 
 
 class _Handle:

@@ -85,7 +85,7 @@ class Part:
     """1 divided by the number of ranks that hold the same block."""
 
     def within(self, rows: slice) -> tuple[Index, Index]:
-        """Return where the part overlaps ``rows``: the index in ``rows``, the index in the part."""
+        """Return the overlap of the part and ``rows``: its index in ``rows`` and in the part."""
         start = rows.start or 0
         stop = sys.maxsize if rows.stop is None else rows.stop
         first = max(self.offsets[0], start)

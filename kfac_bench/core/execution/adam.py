@@ -23,7 +23,7 @@ FLOOR = 3000
 Rounding alone leaves about 10 roundings where a gradient is zero."""
 
 LIFT = 0.02
-"""What :func:`separated` adds to eigenvalues, divided by their mean."""
+"""Mean amount that :func:`separated` adds to eigenvalues, as a share of their mean."""
 
 GOLDEN = 0.6180339887498949
 
@@ -39,9 +39,9 @@ class AdamRule:
     orthogonal_steps: int
     update_clip: float | None
     has_qr_steps: bool
-    """Whether eigenvectors are updated by one QR step, after the first eigh."""
+    """True if eigenvectors are updated by one QR step, after the first eigh."""
     has_bfloat16: bool = False
-    """Whether large float32 updates are orthogonalized and rotated back in bfloat16."""
+    """True if large float32 updates are orthogonalized and rotated back in bfloat16."""
 
     def limit(self, lr: float, fan_in: int) -> float | None:
         """Return the largest root mean square of a direction; None: there is no limit."""
@@ -74,13 +74,13 @@ class AdamMoments:
         )
 
     def take_up(self, rotated: Tensor, rule: AdamRule) -> None:
-        """Take up gradients in the eigenbasis; the caller counts the step."""
+        """Update the moments with gradients in the eigenbasis; the caller counts the step."""
         beta1, beta2 = rule.betas
         self.first.lerp_(rotated, 1 - beta1)
         self.second.mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
 
     def take_up_finite(self, rotated: Tensor, rule: AdamRule) -> None:
-        """Take up the gradients of layers that are finite, and count the others as skipped.
+        """Update the moments of layers whose gradients are finite, and count the others as skipped.
 
         A GradScaler skips the update if a gradient overflowed, but nobody knows that on the host
         yet.

@@ -285,7 +285,7 @@ class BackgroundSlices:
                     yield key, step, made.get(key)
 
     def restore(self, due: Mapping[int, int], made: Made) -> None:
-        """Take over slices that had begun in a saved run, with all decompositions of them."""
+        """Restore the slices that had begun in a saved run, with all their decompositions."""
         self.due = dict(due)
         for i in due:
             for op in self._my_ops(i):

@@ -16,7 +16,7 @@ Statistics = MutableMapping[FactorKey, tuple[Tensor, Tensor]]
 """A statistic of this batch and its weight: the number of samples, a 0-d tensor."""
 
 SecondMoments = MutableMapping[str, tuple[Tensor, Tensor]]
-"""By layer: second moments [groups, g_dim, a_dim] of this batch, and their weight."""
+"""Second moments [groups, g_dim, a_dim] of this batch and their weight, by layer."""
 
 
 class BatchStatistics:
@@ -38,7 +38,7 @@ class BatchStatistics:
         self.second_moments: SecondMoments = {}
         self.dropped: Tensor | None = None
         self._scale = scale
-        # Whether g is the gradient of a sum over examples (mc, type2), not of the user's own loss.
+        # True if g is the gradient of a sum over examples (mc, type2), not of the user's own loss.
         self._of_sums = of_sums
         self._from_identity = from_identity
         self.loss_weight = 1.0

@@ -87,21 +87,21 @@ class Eigen(TensorRecord):
         return self.vectors.to(self.values.dtype)
 
     def compact(self, half: torch.dtype | None) -> Self:
-        """Return it in the precision in which a rank keeps it."""
+        """Return the decomposition in the precision in which a rank keeps it."""
         return self if half is None else type(self)(self.values, self.vectors.to(half))
 
     def saved(self) -> list[Tensor]:
-        """Return the tensors that a saved state has of it."""
+        """Return the tensors that a saved state has of the decomposition."""
         return [self.values, self.basis]
 
     def pack(self, numbers: Tensor, matrix: Tensor) -> None:
-        """Write it into a message: values as bits into ``numbers``, vectors into ``matrix``."""
+        """Write into a message: values as bits into ``numbers``, vectors into ``matrix``."""
         numbers.copy_(self.values.flatten().view(numbers.dtype))
         matrix.copy_(self.vectors.flatten())
 
     @classmethod
     def unpack(cls, numbers: Tensor, matrix: Tensor, shape: tuple[int, ...]) -> Self:
-        """Read it from a message: views, so the memory of the message lives as long as they do."""
+        """Return a decomposition of views, which keep the memory of the message alive."""
         return cls(numbers.view(torch.float32).view(shape[:2]), matrix.view(shape))
 
 
@@ -110,11 +110,11 @@ class Inverse(ScaledMatrix):
     """The damped inverse of a factor, (factor + damping I)^-1 [groups, n, n]."""
 
     def compact(self, half: torch.dtype | None) -> Self:
-        """Return it in the precision in which a rank keeps it."""
+        """Return the decomposition in the precision in which a rank keeps it."""
         return type(self).keep(self.matrix, half)
 
     def saved(self) -> list[Tensor]:
-        """Return the tensor that a saved state has of it."""
+        """Return the tensor that a saved state has of the inverse."""
         return [self.dense()]
 
     def pack(self, numbers: Tensor, matrix: Tensor) -> None:
@@ -126,7 +126,7 @@ class Inverse(ScaledMatrix):
 
     @classmethod
     def unpack(cls, numbers: Tensor, matrix: Tensor, shape: tuple[int, ...]) -> Self:
-        """Read it from a message into new memory."""
+        """Return the inverse from a message, in new memory."""
         has_scale = numbers.dtype.itemsize < 4
         scale = numbers.clone().view(torch.float32) if has_scale else None
         return cls(linalg.unpack_triangle(matrix, shape), scale)
@@ -139,7 +139,7 @@ class Diagonal(TensorRecord):
     values: Tensor
 
     def compact(self, half: torch.dtype | None) -> Self:
-        """Return it as it is, because a diagonal is small."""
+        """Return the diagonal unchanged, because a diagonal is small."""
         return self
 
     def saved(self) -> list[Tensor]:

@@ -55,14 +55,15 @@ class Request:
     damping: float | None
     factor_decay: float
     collected: dict[str, Collected]
-    """By layer. The executor empties it: no moment stays beside the statistic made of it."""
+    """The moments by layer. The executor empties the dict: no moment stays beside the
+    statistic made of it."""
     loss_scale: float | Tensor = 1.0
     """The factor by which the loss was multiplied before backward. It is 1 in a step without
     statistics."""
     is_scaled: bool = False
-    """Whether there is a loss scale, so that gradients may have overflowed."""
+    """True if there is a loss scale, so that gradients may have overflowed."""
     lrs: Mapping[str, float] = field(default_factory=dict)
-    """By layer, for method eigen_adam."""
+    """Learning rates by layer, for method eigen_adam."""
     check: Callable[[], None] = lambda: None
     """Called before each slice of decompositions, when all statistics have been sent."""
 

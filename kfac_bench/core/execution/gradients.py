@@ -132,7 +132,7 @@ class ShardedGradients:
         self._parts = {id(p): part_of(p, world_size) for p in self._params}
         self.left: set[str] = set()
         self._kept: dict[str, list[Tensor]] = {}
-        """By layer, this rank's parts of the preconditioned weight and bias gradients."""
+        """This rank's parts of the preconditioned weight and bias gradients, by layer."""
         self._products = torch.empty(0)
         """[names, 4]: <p, g>, <p, p>, <g, g>, <w, w>; p is a preconditioned
         gradient, g the gradient, w the weight."""

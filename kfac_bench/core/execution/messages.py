@@ -108,7 +108,7 @@ class Messenger:
                 raise TypeError(op)
 
     def unpack(self, sent: InFlight) -> None:
-        """Take over what a message brought, after its work has ended.
+        """Unpack the content of a message, after its work has ended.
 
         The root unpacks what it sent, too: with equal bits in equal memory layouts, all ranks
         compute equal bits from them, and their weights never drift apart.

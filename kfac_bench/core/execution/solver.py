@@ -34,12 +34,12 @@ class FactorBatch:
 
     keys: tuple[FactorKey, ...]
     matrices: tuple[Tensor, ...]
-    """By factor: [groups, n, n], or a diagonal [groups, n]."""
+    """The matrix of each factor: [groups, n, n], or a diagonal [groups, n]."""
     dampings: tuple[Tensor, ...]
-    """By factor: what the inverse method adds to it, [groups]. Empty for other methods."""
+    """Damping that the inverse method adds to each factor, [groups]. Empty for other methods."""
     bases: tuple[Tensor, ...]
-    """By factor: the present eigenvectors, [groups, n, n], from which a QR step starts. There are
-    none if eigh is due."""
+    """The present eigenvectors of each factor, [groups, n, n], from which a QR step starts. Empty
+    if eigh is due."""
     is_diagonal: bool
 
     def singles(self) -> Iterator["FactorBatch"]:

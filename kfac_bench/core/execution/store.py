@@ -23,7 +23,7 @@ from kfac_bench.core.planning.estimate import has_second_moment
 from kfac_bench.core.planning.layer_spec import FACTORS, Factor, LayerSpec, side_of
 
 Pair = tuple[SideDecomposition, SideDecomposition]
-"""Of A and of G."""
+"""The decompositions of A and of G."""
 
 
 class Store:

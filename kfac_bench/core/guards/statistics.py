@@ -18,12 +18,12 @@ from kfac_bench.core.layers.base import Layer
 TOLERANCE = 0.2
 """Largest difference between a sum of g a^T and the gradient, as a share of the larger norm."""
 HALF_TOLERANCE = 0.4
-"""The same for gradients in half precision."""
+"""The tolerance for gradients in half precision."""
 IS_NOISE = 1e-5
 """A sum that is smaller than this share of its bound consists of rounding errors."""
 HALF_IS_NOISE = 1e-2
 CHECKS = 2
-"""So often a layer is compared with a clear result."""
+"""Number of comparisons with a clear result that each layer needs."""
 
 
 class StatisticsCheck:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 TRIANGLE = 96
-"""From this number of columns on, computing only one triangle of a product is faster."""
+"""Number of columns from which computing only one triangle of a product is faster."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -145,7 +145,8 @@ Number = float | Tensor
 """A number, or a 0-d tensor on the device that the host does not know."""
 
 Scale = Callable[[Number, Number, bool], tuple[Number, Number]]
-"""From (samples N, positions s per sample, is a convolution) to the scales of raw A and raw G."""
+"""A function that returns the scales of raw A and raw G. Its arguments are the samples N, the
+positions s per sample, and true for a convolution."""
 
 
 def _kfc(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
@@ -161,7 +162,7 @@ def _kaisa(n: Number, s: Number, conv: bool) -> tuple[Number, Number]:
 
 
 CONVENTIONS: dict[str, Scale] = {"kfc": _kfc, "sc20": _sc20, "kaisa": _kaisa}
-"""How raw moments become the factors A and G, by name of the convention.
+"""Scales that turn raw moments into the factors A and G, by name of the convention.
 
 Raw moments are sum a a^T and sum g g^T, where g is the gradient of a loss that is a mean over N
 samples with s shared positions each. The same damping means another algorithm under each

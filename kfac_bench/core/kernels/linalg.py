@@ -322,10 +322,10 @@ def precondition_inverse(
 
 
 MOST_ACROSS = 3.0
-"""How long the part of a grafted gradient across the gradient may be, in norms of the gradient."""
+"""Largest norm of the part of a grafted gradient across the gradient, in norms of the gradient."""
 
 MOST_ACROSS_ELEMENTWISE = 0.5
-"""The limit before optimizers that divide each element by its size, as Adam does."""
+"""The same limit for optimizers that divide each element by its size, as Adam does."""
 
 
 def graft(

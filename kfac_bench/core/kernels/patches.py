@@ -17,7 +17,7 @@ PATCH_NUMEL = 1 << 20
 """Most elements of patches made at a time. 4 MiB in float32 stay in a CPU's cache until read."""
 
 AUTOCORRELATION_NUMEL = 1 << 15
-"""From this number of elements of the input on, :func:`autocorrelation_moment_3x3` is faster."""
+"""Number of input elements from which :func:`autocorrelation_moment_3x3` is faster."""
 
 
 def pad_input(x: Tensor, padding: Sequence[int], mode: str) -> Tensor:
@@ -263,7 +263,7 @@ def _slabs(
 _convolution_backward = torch.ops.aten.convolution_backward
 
 OUT_OF_REACH = {0: -1, 2: 0}
-"""By kernel offset on an axis: the index of the line of pixels that this offset does not meet."""
+"""Index of the line of pixels that a kernel offset never covers, by offset along the axis."""
 
 CHANNELS_LAST = 64
 """Up to this number of channels a channels-last copy is faster: twice as fast at 16 channels."""
@@ -274,8 +274,8 @@ def autocorrelation_moment_3x3(x: Tensor, *, bias: bool = False) -> Tensor:
 
     The convolution has stride 1 and zero padding 1; ``x`` is *not* padded. The moment has one block
     for each pair of kernel offsets d and e. The block sums x[q] x[q + e - d]^T over the pixels q
-    that offset d meets. Offset 2 of an axis does not meet the first line of pixels, and offset 0
-    does not meet the last line; otherwise all pixels count. So a block is an autocorrelation of the
+    that offset d covers. Offset 2 of an axis never covers the first line of pixels, and offset 0
+    never covers the last line; otherwise all pixels count. So a block is an autocorrelation of the
     image at lag e - d, minus that of an edge or two. A corner that two edges share was subtracted
     twice, so it is added again.
 

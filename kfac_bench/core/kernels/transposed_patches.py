@@ -99,7 +99,7 @@ class _Phase(NamedTuple):
     positions: tuple[slice, ...]
     kernel: Sequence[int]
     pads: Sequence[int]
-    """In the order of F.pad; negative to crop."""
+    """Paddings in the order of F.pad; a negative number crops."""
     dilation: Sequence[int]
     columns: Tensor
     """The columns of the whole patch that the columns of this convolution belong to."""

@@ -29,9 +29,9 @@ class Call(NamedTuple):
     x: Any
     """The input, detached. It is passed to the methods of the layer as ``x``."""
     edge: GradientEdge
-    """Where in the graph the gradient of the output can be read."""
+    """The edge of the graph at which the gradient of the output can be read."""
     prepare: Callable[[Tensor], Tensor] | None = None
-    """From the tensor at ``edge`` to the gradient of the output, if they differ."""
+    """Function from the tensor at ``edge`` to the gradient of the output, if they differ."""
 
 
 SECOND_MOMENT_NUMEL = 1 << 22
@@ -55,11 +55,11 @@ class Layer(ABC):
 
     is_conv = False
     is_linear = False
-    """Whether the layer is a matrix that is applied to each sample and position."""
+    """True if the layer is a matrix that is applied to each sample and position."""
     may_be_time_first = False
-    """Whether samples may also be the second dimension of the input [time, N, ...]."""
+    """True if samples may also be the second dimension of the input [time, N, ...]."""
     reads_saved_tensors = False
-    """Whether :meth:`calls` reads tensors that autograd saved."""
+    """True if :meth:`calls` reads tensors that autograd saved."""
     forward_context: AbstractContextManager[Any] | None = None
     """A context for the forward of ``modules`` while statistics are collected."""
     part = slice(None)
@@ -300,7 +300,9 @@ def input_as_computed(x: Tensor, output: Tensor) -> Tensor:
 
 
 def _edge_of(output: Tensor) -> tuple[GradientEdge, Callable[[Tensor], Tensor] | None]:
-    """Return where the gradient of ``output`` can be read, even after in-place operations on it.
+    """Return the edge at which the gradient of ``output`` can be read, and :attr:`Call.prepare`.
+
+    The edge is right even after in-place operations on ``output``.
 
     Linear returns a view for a 3-d input. An in-place operation gives the view a new history, which
     begins at the node of its base. So the gradient is read at the base.

@@ -33,7 +33,7 @@ LAYER_TYPES: LayerTypes = {
     nn.Embedding: EmbeddingLayer,
     **dict.fromkeys(NORMS, NormLayer),
 }
-"""From the type of a module to its layer class. Subclasses are covered like their parent."""
+"""The layer class of each type of module. Subclasses are covered like their parent."""
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 """Words that torch.compile, checkpoint_wrapper and Lightning's Fabric add to names. Names here

@@ -111,7 +111,8 @@ def map_names(module: nn.Module) -> list[str]:
 
 
 PRODUCTS = {"AddmmBackward0": ("_saved_mat1", 2), "MmBackward0": ("_saved_self", 1)}
-"""By name of the node of x @ w: the attribute with x, and the next function that leads to w."""
+"""The attribute with x and the index of the next function that leads to w, by name of the node of
+x @ w."""
 
 
 def reason_to_skip_attention(module: nn.Module) -> str | None:

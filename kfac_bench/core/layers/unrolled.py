@@ -28,7 +28,7 @@ State = tuple[Tensor, ...]
 """The hidden state h [N, d], and for an LSTM the cell state c."""
 
 Gates = Callable[[Tensor, Tensor, State], State]
-"""From W_ih x + b_ih, W_hh h + b_hh and the state to the next state."""
+"""A function from W_ih x + b_ih, W_hh h + b_hh and the state to the next state."""
 
 
 def _lstm(x: Tensor, h: Tensor, state: State) -> State:
@@ -58,7 +58,7 @@ GATES: dict[str, Gates] = {
     "rnn_tanh": _rnn_tanh,
     "rnn_relu": _rnn_relu,
 }
-"""By name of torch's function; the function of a cell has the suffix ``_cell``."""
+"""The gates by name of torch's function; the function of a cell has the suffix ``_cell``."""
 
 
 class Weights(NamedTuple):

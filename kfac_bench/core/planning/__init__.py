@@ -1,1 +1,1 @@
-"""Who computes and sends what, and what it costs. Nothing in this folder imports torch."""
+"""The work and the messages of each rank, and their cost. Nothing in this folder imports torch."""

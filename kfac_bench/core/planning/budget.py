@@ -29,11 +29,11 @@ STEP_CALLS, PRECONDITION_CALLS, WRITE_CALLS, FACTOR_CALLS, DECOMPOSE_CALLS = 60,
 its products, for each layer that is written back, for each factor that is updated or decomposed.
 Fitted to the steps of a network with three layers of 64 rows or fewer."""
 WRITE_PASSES = 9
-"""How often a gradient is read or written in a step, beside the products themselves."""
+"""Number of times that a gradient is read or written in a step, beside the products themselves."""
 FACTOR_PASSES = 6
-"""How often a factor is read or written when its running average takes up a statistic."""
+"""Number of times that a factor is read or written when a statistic enters its running average."""
 ROW_PASSES = 3
-"""How often a row of a or g is read or written for a statistic."""
+"""Number of times that a row of a or g is read or written for a statistic."""
 
 BLOCKS = (4096, 2048, 1024, 512, 256)
 """Rows of blocks that may be chosen. Smaller blocks need more steps to the same loss."""
@@ -169,7 +169,7 @@ class Seen:
     """The measurements of rank 0 in the first steps."""
 
     rows: Mapping[str, float]
-    """By layer, the rows of a and g of one step. Layers that were not used are missing."""
+    """The rows of a and g of one step, by layer. Layers that were not used are missing."""
     step_s: float
     """Seconds of a step of the optimizer alone."""
     statistics_s: float
@@ -177,7 +177,7 @@ class Seen:
 
 
 PlanOf = Callable[[int, int | None], Plan]
-"""From ``max_dim`` and ``block_size`` to a plan."""
+"""A function from ``max_dim`` and ``block_size`` to a plan."""
 
 
 class BudgetError(ValueError):

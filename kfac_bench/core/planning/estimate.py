@@ -233,7 +233,7 @@ class RankCost:
     """The memory of one rank, and its work and messages each time that a stage runs."""
 
     memory_bytes: dict[str, int]
-    """As :func:`memory_bytes`."""
+    """Bytes of K-FAC state by kind, from :func:`memory_bytes`."""
     statistics_bytes: int = 0
     """Bytes of batch statistics in fp32, held while the factors stage runs."""
     bucket_bytes: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
@@ -242,7 +242,7 @@ class RankCost:
     traffic: dict[Stage, dict[str, Traffic]] = field(
         default_factory=lambda: {stage: {} for stage in Stage}
     )
-    """By stage and kind of message."""
+    """Messages and their bytes, by stage and kind of message."""
 
     @property
     def peak_bytes(self) -> int:

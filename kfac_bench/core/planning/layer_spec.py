@@ -35,7 +35,7 @@ class LayerSpec:
     orthogonal_steps: int = 0
     """Newton-Schulz steps by which eigen_adam orthogonalizes the update of hidden linear layers."""
     is_lookup: bool = False
-    """Whether the inputs are one-hot, as the tokens of an embedding are."""
+    """True if the inputs are one-hot, as the tokens of an embedding are."""
     a_blocks: tuple[int, ...] = ()
     """Rows of the diagonal blocks that A is divided into; () if A is not divided."""
     g_blocks: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class LayerSpec:
 
     @property
     def is_divided(self) -> bool:
-        """Whether A or G is divided into blocks."""
+        """True if A or G is divided into blocks."""
         return bool(self.a_blocks or self.g_blocks)
 
     def divided(self, block_size: int, taps: int = 1) -> Self:
@@ -101,7 +101,7 @@ class LayerSpec:
 
     @property
     def is_orthogonalized(self) -> bool:
-        """Whether method eigen_adam orthogonalizes the update."""
+        """True if method eigen_adam orthogonalizes the update."""
         return self.orthogonal_steps > 0
 
     @property

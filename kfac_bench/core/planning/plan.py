@@ -157,7 +157,7 @@ IDENTITY = "identity"
 BALANCES = ("compute", "memory")
 
 FactorsOn = Literal["all", "owner", "local"]
-"""Who gets the statistics of all ranks: all ranks, the rank that decomposes, or nobody."""
+"""The ranks that get the statistics of all ranks: all, the rank that decomposes, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +167,13 @@ class Strategy:
     fraction: float
     """Share of the ranks that are gradient workers of a layer; at least one rank is."""
     adjustable: bool = False
-    """Whether the option ``grad_worker_fraction`` may replace the fraction."""
+    """True if the option ``grad_worker_fraction`` may replace the fraction."""
     colocate: bool = True
-    """Whether one rank decomposes both factors of a layer; ``colocate_factors`` may replace it.
-    Layers with a divided factor are an exception."""
+    """True if one rank decomposes both factors of a layer. The option ``colocate_factors``
+    may replace the value. Layers with a divided factor are an exception."""
     factors: FactorsOn = "all"
     in_turn: bool = False
-    """Whether layers go to ranks in turn, whatever the layers weigh."""
+    """True if layers go to ranks in turn, regardless of the cost of the layers."""
 
 
 STRATEGY_TABLE = {
@@ -220,7 +220,7 @@ class Placement:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether one rank decomposes all factors of the layer."""
+        """True if one rank decomposes all factors of the layer."""
         return len(set(self.workers)) == 1
 
 
@@ -244,11 +244,11 @@ class Plan:
     itemsize: int = 4
     """Bytes per element of dense factors, eigenvectors and inverses; everything else is fp32."""
     sharded: bool = False
-    """Whether each rank holds only parts of the gradients (FSDP2, tensor parallel)."""
+    """True if each rank holds only parts of the gradients (FSDP2, tensor parallel)."""
 
     @property
     def factors_on(self) -> FactorsOn:
-        """Who gets the statistics, and therefore keeps the running factors."""
+        """The ranks that get the statistics, and therefore keep the running factors."""
         return STRATEGY_TABLE[self.strategy].factors
 
     def keeps(self, rank: int, placement: Placement, factor: Factor) -> bool:
@@ -257,7 +257,7 @@ class Plan:
 
     @property
     def colocated(self) -> bool:
-        """Whether the rank that decomposes a factor also keeps the other factors of the layer."""
+        """True if the rank that decomposes a factor also keeps the other factors of the layer."""
         return self.factors_on == "all" or all(p.is_colocated for p in self.placements)
 
     @property

@@ -28,9 +28,9 @@ class ImageDisplay:
     """
 
     mean: Sequence[float] = ()
-    """By channel; empty if unknown."""
+    """Mean of each channel; empty if unknown."""
     std: Sequence[float] = ()
-    """By channel; empty if unknown."""
+    """Standard deviation of each channel; empty if unknown."""
     classes: Sequence[str] = ()
     """Names of the labels; empty if a label has only a number."""
 
@@ -125,7 +125,7 @@ MOST_SIZES = 100_000
 """Files of a split whose sizes are read. On a network disk a size can take a millisecond."""
 
 Fingerprint = Mapping[str, Mapping[str, Any]]
-"""By split: the number of examples, and a hash of what identifies them in their order."""
+"""The number of examples of each split, and a hash that identifies them in their order."""
 
 
 def fingerprint(data: Data) -> dict[str, dict[str, Any]]:
@@ -140,7 +140,7 @@ def fingerprint(data: Data) -> dict[str, dict[str, Any]]:
 
 
 def difference(before: Fingerprint, now: Fingerprint) -> str | None:
-    """Return how two fingerprints differ, in words, or None if they are equal."""
+    """Return the differences of two fingerprints as text, or None if they are equal."""
     parts = []
     for split in SPLITS:
         old, new = before.get(split), now.get(split)

@@ -33,7 +33,8 @@ class Instance:
     area: float
     """Pixels of the mask, as in the file."""
     crowd: bool
-    """Whether it is a crowd. Training leaves it out; the evaluator ignores detections in it."""
+    """True if the instance is a crowd. Training leaves crowds out; the evaluator ignores detections
+    in them."""
     segmentation: Polygons | RLE
 
     def corners(self, height: int, width: int) -> tuple[float, float, float, float]:
@@ -66,7 +67,7 @@ class AnnotationFile:
     categories: dict[int, str]
     """Names of the categories by id, in the order of the ids."""
     images: list[CocoImage]
-    """In the order of their ids."""
+    """The images in the order of their ids."""
     faults: list[Unreadable] = field(default_factory=list)
     """The entries with errors."""
 

@@ -78,7 +78,7 @@ def split(labels: NDArray[np.int64]) -> tuple[list[int], list[int]]:
 def _draw_counts(
     counts: NDArray[np.int64], total: int, generator: RandomState
 ) -> NDArray[np.int64]:
-    """Return how many of `total` examples each class gets, in proportion to `counts`."""
+    """Return the number of examples of each class, `total` in all, in proportion to `counts`."""
     exact: NDArray[np.float64] = counts / counts.sum() * total
     result: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     remainders = exact - result

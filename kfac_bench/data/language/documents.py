@@ -17,7 +17,7 @@ ENCODING = "utf-8-sig"
 """UTF-8. Programs of Windows put a mark at the beginning of a file, which is no text."""
 SKIPPED = "it has no text"
 MOST_RATIO = 200
-"""A compressed file may unpack to so many times its size. Texts unpack to 3 to 10 times."""
+"""Largest ratio of unpacked size to compressed size of a file. Texts unpack to 3 to 10 times."""
 MOST_BYTES = 64 * 2**20
 """Bytes that a small compressed file may unpack to, whatever the ratio."""
 _HEADING = re.compile(r"^\s*=\s+(?P<title>[^=].*?)\s+=\s*$")
@@ -38,12 +38,12 @@ class Document:
     """One document of a corpus."""
 
     where: str
-    """Its place in the corpus, for messages."""
+    """The place of the document in the corpus, for messages."""
     text: str
     held_out: bool | None = None
-    """Whether the corpus holds it out for evaluation; None if the corpus does not say."""
+    """True if the corpus holds the document out for evaluation; None if the corpus does not say."""
     fault: str = SKIPPED
-    """Why there is no text, if there is none."""
+    """The reason why there is no text, if there is none."""
 
 
 def read(kind: str, source: Path) -> Iterator[Document]:

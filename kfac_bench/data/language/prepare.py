@@ -48,7 +48,7 @@ class SentencePair:
     first: list[int]
     second: list[int]
     random: bool
-    """Whether the second segment is from another document."""
+    """True if the second segment is from another document."""
 
 
 def prepare(

@@ -35,7 +35,7 @@ class Vocabulary:
 
     @property
     def lowercase(self) -> bool:
-        """Whether the tokenizer must lowercase text: no token except [...] has a capital letter."""
+        """True if the tokenizer must lowercase text: no token except [...] has a capital letter."""
         return all(t == t.lower() for t in self.tokens if not t.startswith("["))
 
 

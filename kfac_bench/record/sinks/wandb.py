@@ -182,7 +182,7 @@ class WandbSink:
         if self.mode != "disabled":
             self._start(options)
         self.failed = self._run is None
-        """Whether W&B did not get everything; final only after :meth:`close`."""
+        """True if W&B did not get everything; final only after :meth:`close`."""
         if self._run is not None:
             self._worker.start()
         self.hint = self._hint()

@@ -132,7 +132,7 @@ class Writer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not write. All ranks must learn of it and call `finish`."""
+        """True if this rank could not write. All ranks must learn of it and call `finish`."""
         return self._in_flight is not None and self._in_flight.error is not None
 
     def pop_saved(self) -> SavedCheckpoint | None:
