@@ -8,7 +8,7 @@ from hydra.core.override_parser.types import OverrideType
 from omegaconf import OmegaConf
 
 from kfac_bench import config
-from kfac_bench.config import compose, problem_file
+from kfac_bench.config import compose, conf_files, problem_file
 from kfac_bench.errors import UsageError
 
 GROUPS = ("model", "optimizer", "schedule", "kfac", "data", "task", "backend", "logger")
@@ -22,7 +22,7 @@ _load = compose.load
 
 
 @functools.cache
-def _composed(conf_dir, *choices):
+def _composed(folders, *choices):
     return _load(choices)
 
 
@@ -44,7 +44,7 @@ def quick_load(overrides, config_dir=None):
         parsed = [_parsed(override) for override in overrides]
         is_choice = [o.key_or_group in CHOICES for o in parsed]
         choices = [text for text, choice in zip(overrides, is_choice, strict=True) if choice]
-        tree = OmegaConf.structured(_composed(compose.CONF_DIR, *choices))
+        tree = OmegaConf.structured(_composed((compose.CONF_DIR, *conf_files.ADDED), *choices))
         for override, choice in zip(parsed, is_choice, strict=True):
             if not choice:
                 assert override.type == OverrideType.CHANGE
