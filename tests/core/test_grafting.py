@@ -128,13 +128,24 @@ def test_a_step_within_the_trust_ratio_stays_as_it_is():
     assert linalg.trust_scale(torch.zeros(()), torch.ones(()), 0.01) == 1.0
 
 
+@pytest.mark.parametrize(("value", "nu"), [(0.0, 1.0), (float("nan"), float("nan"))])
+def test_nu_of_a_step_of_zeros_is_1_and_nan_stays_visible(value, nu):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    kfac = kfac_of(model, trust_ratio=1e-3, grafting=True)
+    model(torch.randn(8, 4)).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad.fill_(value)
+    kfac.step()
+    assert kfac.statistics()["nu"] == pytest.approx(nu, nan_ok=True)
+
+
 def test_a_layer_of_zeros_may_move():
     """Its norm is 0, but the limit counts its rows."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3))
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     kfac = kfac_of(model, trust_ratio=1e-3, grafting=True)
-    (100 * model(torch.randn(8, 4))).square().mean().backward()
+    model(torch.randn(8, 4)).sum().backward()
     model[0].weight.grad, model[0].bias.grad = torch.full((3, 4), 1e3), torch.full((3,), 1e3)
     kfac.step()
     step = torch.cat([model[0].weight.grad.flatten(), model[0].bias.grad]).norm() * 0.1

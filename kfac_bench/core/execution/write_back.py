@@ -117,8 +117,8 @@ class WriteBack:
             ranks = tuple(range(others.world_size))
             others.all_reduce(sums, ranks, "model_parallel/limit").wait()
         change, shrunk, square = sums.unbind()
-        # Without a step the quotient is not a number, and nothing was shrunk.
-        self._nu = (shrunk / square).sqrt().nan_to_num(1.0)
+        # Nothing shrinks a step of 0. If gradients are not finite, neither is nu.
+        self._nu = torch.where(square == 0, 1.0, (shrunk / square).sqrt())
         if kl_clip is not None:
             clip = linalg.kl_clip_scale(change, kl_clip)
             self._nu = self._nu * clip
