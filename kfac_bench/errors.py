@@ -86,6 +86,7 @@ EXTRAS = {
     "deepspeed": ("deepspeed",),
     "detection": ("pycocotools",),
     "language": ("tokenizers", "transformers"),
+    "parquet": ("pyarrow",),
     "pictures": ("skimage",),
     "tensorboard": ("tensorboard",),
 }

@@ -12,6 +12,7 @@ _WORDS = {
     "lgg": ("model=unet",),
     "squad": ("task=question_answering", "model=bert_base"),
     "text": ("model=bert_base",),
+    "text_parquet": ("model=bert_base",),
 }
 """Words that choose a model for a dataset that the default model cannot learn."""
 
@@ -27,11 +28,12 @@ def data(arguments: list[str]) -> int:
                 raise
             raise UsageError(f"{options.folder}: cannot be written ({error.strerror})") from None
     if options.command == "fetch":
-        from kfac_bench.data.images import fashion_mnist
+        from kfac_bench.data.images import fetch_idx_images, idx_images
 
-        fashion_mnist.fetch(options.folder, options.url, say)
+        dataset = idx_images.DATASETS[options.dataset]
+        fetch_idx_images.fetch(options.folder, options.url, say, dataset)
         say(f"{options.folder}: complete")
-        words = ["data=fashion_mnist", f"data.root={options.folder}"]
+        words = [f"data={options.dataset}", f"data.root={options.folder}"]
         say_next(command_line("kfac-train", words))
         return 0
     return _verify(options.folder)
@@ -50,7 +52,7 @@ def build_parser() -> Parser:
     fetch = commands.add_parser(
         "fetch", help="copy a dataset from an installed package, or download the dataset"
     )
-    fetch.add_argument("dataset", choices=("fashion_mnist",), help="name of the dataset")
+    fetch.add_argument("dataset", choices=("fashion_mnist", "mnist"), help="name of the dataset")
     fetch.add_argument("--url", help="address of a folder with the files, instead of the authors'")
     codes = "exit codes: 0 no faults, 1 damaged or missing files, 2 no dataset that can be read"
     verify = commands.add_parser(

@@ -162,8 +162,8 @@ class DataConfig(Section):
         """Return the shape of one input and the number of classes, without reading data."""
         return (self.channels, self.image_size, self.image_size), self.num_classes
 
-    def example_inputs(self, n: int) -> Any:
-        """Return the inputs of a model for ``n`` examples, on torch's default device."""
+    def example_inputs(self, n: int, task: str) -> Any:
+        """Return the inputs of a model for ``n`` examples of a task, on torch's default device."""
         import torch
 
         return torch.empty(n, *self.shape()[0])

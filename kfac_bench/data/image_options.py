@@ -18,6 +18,8 @@ from kfac_bench.output import counted
 if TYPE_CHECKING:
     from kfac_bench.data.base.dataset import Data
     from kfac_bench.data.base.files import Unreadable
+    from kfac_bench.data.images.cifar import CifarDataset
+    from kfac_bench.data.images.idx_images import IdxDataset
 
 
 @dataclass
@@ -68,31 +70,48 @@ def by_split(counts: Mapping[str, int], noun: str) -> str:
     return ", ".join(f"{counted(n, noun)} in {split}" for split, n in counts.items())
 
 
+class _CifarConfig(FilesConfig):
+    """CIFAR-10 or CIFAR-100, whose name is that of the choice."""
+
+    def build(self, task: str) -> Data:
+        from kfac_bench.data.images import cifar
+
+        return cifar.load(self.folder(), self._dataset(), augment=self.augment)
+
+    @classmethod
+    def _dataset(cls) -> CifarDataset:
+        from kfac_bench.data.images import cifar
+
+        return cifar.CIFAR10 if cls.num_classes == 10 else cifar.CIFAR100
+
+    @classmethod
+    def is_at(cls, root: Path) -> bool:
+        from kfac_bench.data.images import cifar
+
+        return cifar.is_at(root, cls._dataset())
+
+    @classmethod
+    def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:
+        from kfac_bench.data.images import cifar
+
+        data = cifar.load(root, cls._dataset())
+        return f"{data.train_size} images to train on, {data.eval_size} to evaluate", []
+
+
 @dataclass
-class CIFAR10Config(FilesConfig):
+class CIFAR10Config(_CifarConfig):
     """CIFAR-10, read from its archives."""
 
     num_classes: ClassVar[int] = 10
 
     image_size: int = option(32, "images are not resized", RESULT, at_least=32, at_most=32)
 
-    def build(self, task: str) -> Data:
-        from kfac_bench.data.images import cifar10
 
-        return cifar10.load(self.folder(), augment=self.augment)
+@dataclass
+class CIFAR100Config(CIFAR10Config):
+    """CIFAR-100 with its 100 fine classes, read from its archives."""
 
-    @classmethod
-    def is_at(cls, root: Path) -> bool:
-        from kfac_bench.data.images import cifar10
-
-        return cifar10.is_at(root)
-
-    @classmethod
-    def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:
-        from kfac_bench.data.images import cifar10
-
-        data = cifar10.load(root)
-        return f"{data.train_size} images to train on, {data.eval_size} to evaluate", []
+    num_classes: ClassVar[int] = 100
 
 
 @dataclass
@@ -169,24 +188,46 @@ class FashionMNISTConfig(FilesConfig):
     )
 
     def build(self, task: str) -> Data:
-        from kfac_bench.data.images import fashion_mnist
+        from kfac_bench.data.images import idx_images
 
-        root = None if self.root is None else self.folder()
+        has_package = self._dataset() == idx_images.FASHION_MNIST
+        root = None if self.root is None and has_package else self.folder()
         # A reconstruction's error is meant in pixels, so its images keep their range.
         normalize = task == "classification"
-        return fashion_mnist.load(root, self.train_images, self.eval_images, normalize)
+        return idx_images.load(
+            root, self.train_images, self.eval_images, normalize, self._dataset()
+        )
+
+    @classmethod
+    def _dataset(cls) -> IdxDataset:
+        from kfac_bench.data.images import idx_images
+
+        return idx_images.FASHION_MNIST
 
     @classmethod
     def is_at(cls, root: Path) -> bool:
-        from kfac_bench.data.images import fashion_mnist
+        from kfac_bench.data.images import idx_images
 
-        return fashion_mnist.is_at(root)
+        return idx_images.is_at(root, cls._dataset())
 
     @classmethod
     def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:
-        from kfac_bench.data.images import fashion_mnist
+        from kfac_bench.data.images import idx_images
 
-        return fashion_mnist.scan(root)
+        return idx_images.scan(root, cls._dataset())
+
+
+@dataclass
+class MNISTConfig(FashionMNISTConfig):
+    """MNIST, handwritten digits; ``kfac-data fetch mnist`` downloads the files."""
+
+    demo: ClassVar[str] = "fashion_mnist"
+
+    @classmethod
+    def _dataset(cls) -> IdxDataset:
+        from kfac_bench.data.images import idx_images
+
+        return idx_images.MNIST
 
 
 @dataclass
@@ -204,7 +245,11 @@ class ImageFolderConfig(FilesConfig):
 
     @classmethod
     def is_at(cls, root: Path) -> bool:
-        return (root / "train").is_dir() or (root / "val").is_dir()
+        from kfac_bench.data.base import tables
+
+        # `datasets` also writes a folder train.
+        has_folder = (root / "train").is_dir() or (root / "val").is_dir()
+        return has_folder and not tables.is_at(root)
 
     @classmethod
     def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:
@@ -254,6 +299,68 @@ class LGGConfig(FilesConfig):
         volumes, faults = lgg.scan(root)
         slices = sum(len(volume.slices) for volume in volumes)
         return f"{counted(slices, 'good slice')} in {counted(len(volumes), 'volume')}", faults
+
+
+@dataclass
+class TableConfig(FilesConfig):
+    """A dataset of Parquet or Arrow files, whose splits have names."""
+
+    train_split: str = option("train", "split that is trained on", RESULT)
+    eval_split: str | None = option(
+        None,
+        "split for evaluation; null: validation, or else test, or else a share of train_split",
+        RESULT,
+    )
+    eval_share: float = option(
+        0.1,
+        "share of train_split for evaluation, if there is no other split; the same rows for all "
+        "seeds",
+        RESULT,
+        above=0,
+        below=1,
+    )
+
+
+@dataclass
+class ParquetConfig(TableConfig):
+    """Images with labels in Parquet or Arrow files, as Hugging Face's hub and datasets have."""
+
+    image_column: str | None = option(None, "column of images; null: image or img", RESULT)
+    label_column: str | None = option(
+        None, "column of labels; null: label, labels or fine_label", RESULT
+    )
+
+    def build(self, task: str) -> Data:
+        from kfac_bench.data.images import table_images
+
+        options = table_images.TableOptions(
+            self.image_column,
+            self.label_column,
+            self.train_split,
+            self.eval_split,
+            self.eval_share,
+        )
+        return table_images.load(
+            self.folder(),
+            options,
+            self.image_size,
+            self.workers,
+            self.on_error,
+            augment=self.augment,
+        )
+
+    @classmethod
+    def is_at(cls, root: Path) -> bool:
+        from kfac_bench.data.images import table_images
+
+        return table_images.is_at(root)
+
+    @classmethod
+    def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:
+        from kfac_bench.data.images import table_images
+
+        counts, faults = table_images.scan(root)
+        return by_split(counts, "good image"), faults
 
 
 @dataclass

@@ -16,15 +16,19 @@ from kfac_bench.config.groups import DataConfig
 from kfac_bench.config.options import PLACE, RESULT, option
 from kfac_bench.data.image_options import (
     CIFAR10Config,
+    CIFAR100Config,
     COCOConfig,
     DigitsConfig,
     FashionMNISTConfig,
     FilesConfig,
     ImageFolderConfig,
     LGGConfig,
+    MNISTConfig,
+    ParquetConfig,
     PatchesConfig,
     PicturesConfig,
     ShardsConfig,
+    TableConfig,
     by_split,
 )
 from kfac_bench.errors import UsageError
@@ -79,7 +83,7 @@ class ProblemDataConfig(DataConfig):
         """Return the shape of the first tensor of an example, which is read from the data."""
         return self.build("problem").shape, 0
 
-    def example_inputs(self, n: int) -> Any:
+    def example_inputs(self, n: int, task: str) -> Any:
         """Return a batch of ``n`` examples with the shapes of the first examples."""
         return self.build("problem").example_batch(n)
 
@@ -134,7 +138,7 @@ class PydocConfig(_TokenSequences, DataConfig):
 
         return pydoc.load(self.sequence_length)
 
-    def example_inputs(self, n: int) -> Any:
+    def example_inputs(self, n: int, task: str) -> Any:
         import torch
 
         return torch.zeros(n, self.sequence_length, dtype=torch.int64)
@@ -172,7 +176,7 @@ class SquadConfig(_TokenSequences, FilesConfig):
             on_error=self.on_error,
         )
 
-    def example_inputs(self, n: int) -> Any:
+    def example_inputs(self, n: int, task: str) -> Any:
         return token_inputs(n, self.sequence_length)
 
     @classmethod
@@ -212,7 +216,7 @@ class TextConfig(_TokenSequences, FilesConfig):
             max_predictions=self.max_predictions,
         )
 
-    def example_inputs(self, n: int) -> Any:
+    def example_inputs(self, n: int, task: str) -> Any:
         return token_inputs(n, self.sequence_length, self.max_predictions)
 
     @classmethod
@@ -228,13 +232,80 @@ class TextConfig(_TokenSequences, FilesConfig):
         return masked_text.scan(root)
 
 
+@dataclass
+class TextParquetConfig(TextConfig, TableConfig):
+    """Text in Parquet or Arrow files, which is tokenized when first used."""
+
+    tasks: ClassVar[tuple[str, ...]] = ("language_model", "pretraining")
+
+    text_column: str | None = option(None, "column of text; null: text or content", RESULT)
+    eval_share: float = option(
+        0.05,
+        "share of the documents for evaluation, if there is no other split; the same documents for "
+        "all seeds",
+        RESULT,
+        above=0,
+        below=1,
+    )
+    vocabulary_file: str | None = option(
+        None,
+        "vocab.txt of a WordPiece vocabulary; null: the one in data.root, or else a new one",
+        RESULT,
+    )
+    vocabulary_size: int = option(
+        VOCABULARY_SIZE, "largest number of tokens of a new vocabulary", RESULT, at_least=8
+    )
+
+    def build(self, task: str) -> Data:
+        from kfac_bench.data.language import table_text
+
+        table = table_text.TextTable(
+            self.folder(),
+            self.text_column,
+            self.train_split,
+            self.eval_split,
+            self.eval_share,
+            self.sequence_length,
+            Path(self.vocabulary_file) if self.vocabulary_file else None,
+            self.vocabulary_size,
+        )
+        if task == "language_model":
+            return table_text.load_windows(table)
+        return table_text.load_masked(table, self.workers, self.masked, self.max_predictions)
+
+    def shape(self) -> tuple[tuple[int, ...], int]:
+        return (self.sequence_length,), self.vocabulary_size
+
+    def example_inputs(self, n: int, task: str) -> Any:
+        import torch
+
+        if task == "language_model":
+            return torch.zeros(n, self.sequence_length, dtype=torch.int64)
+        return super().example_inputs(n, task)
+
+    @classmethod
+    def is_at(cls, root: Path) -> bool:
+        from kfac_bench.data.base import tables
+
+        return tables.is_at(root)
+
+    @classmethod
+    def scan(cls, root: Path) -> tuple[str, list[Unreadable]]:
+        from kfac_bench.data.language import table_text
+
+        return table_text.scan(root), []
+
+
 CHOICES: Mapping[str, type[DataConfig]] = {
     "cifar10": CIFAR10Config,
+    "cifar100": CIFAR100Config,
     "coco": COCOConfig,
     "digits": DigitsConfig,
     "fashion_mnist": FashionMNISTConfig,
     "imagefolder": ImageFolderConfig,
     "lgg": LGGConfig,
+    "mnist": MNISTConfig,
+    "parquet": ParquetConfig,
     "patches": PatchesConfig,
     "pictures": PicturesConfig,
     "problem": ProblemDataConfig,
@@ -242,6 +313,7 @@ CHOICES: Mapping[str, type[DataConfig]] = {
     "shards": ShardsConfig,
     "squad": SquadConfig,
     "text": TextConfig,
+    "text_parquet": TextParquetConfig,
 }
 
 

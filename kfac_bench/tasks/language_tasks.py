@@ -23,10 +23,12 @@ class LanguageModel(SummedTask):
     """Cross entropy of logits [n, L, symbols] with the following symbols [n, L], in nats.
 
     The metric `loss` is the mean over all positions of all windows; lower is better. The training
-    loss is the same mean over a batch.
+    loss is the same mean over a batch. With `tokens`, a symbol is a token of this WordPiece
+    vocabulary, else a character of `pydoc`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Sequence[str] = ()) -> None:
+        self.tokens = tokens
         self.metric = "loss"
         self.higher_is_better = False
         self.num_totals = 3
@@ -60,10 +62,15 @@ class LanguageModel(SummedTask):
         losses = functional.cross_entropy(logits.mT, following, reduction="none").double().mean(1)
         shown = []
         for i in losses.argsort(descending=True, stable=True)[:count].tolist():
-            true, guessed = (pydoc.decode(s) for s in (following[i], logits[i].argmax(-1)))
+            true, guessed = (self._text(s) for s in (following[i], logits[i].argmax(-1)))
             text = f"true:    {true!r}\nguessed: {guessed!r}"
             shown.append(Prediction(f"loss {losses[i].item():.3g}", text=text))
         return shown
+
+    def _text(self, symbols: Tensor) -> str:
+        if not self.tokens:
+            return pydoc.decode(symbols)
+        return " ".join(self.tokens[symbol] for symbol in symbols.tolist()).replace(" ##", "")
 
 
 class Pretraining(SummedTask):

@@ -95,7 +95,7 @@ class LanguageModelConfig(TaskConfig):
     def build(self, data: Data) -> Task:
         from kfac_bench.tasks.language_tasks import LanguageModel
 
-        return LanguageModel()
+        return LanguageModel(getattr(data, "tokens", ()))
 
 
 @dataclass

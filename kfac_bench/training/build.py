@@ -64,7 +64,7 @@ class Builders:
             model=partial(config.model.build, task=task),
             shape=shape,
             num_classes=num_classes,
-            example_inputs=config.data.example_inputs,
+            example_inputs=partial(config.data.example_inputs, task=task),
             output=config.task.output,
             try_out=config.task.try_out,
             likelihood=config.task.likelihood,

@@ -9,7 +9,7 @@ from torch import nn
 from kfac_bench.data.base.dataset import UNKNOWN, ImageDisplay
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.images import cifar10, imagefolder
+from kfac_bench.data.images import cifar, imagefolder
 from kfac_bench.tasks import pictures
 from kfac_bench.tasks.image_tasks import (
     PREDICTED,
@@ -41,7 +41,7 @@ def pixels(*shape, seed=0):
 def test_normalization_is_undone_exactly():
     stored = torch.from_numpy(pixels(4, 3, 5, 6))
     split = (stored, torch.zeros(4, dtype=torch.int64))
-    data = LabelledImages("x", split, split, 10, mean=cifar10.MEAN, std=cifar10.STD)
+    data = LabelledImages("x", split, split, 10, mean=cifar.CIFAR10.mean, std=cifar.CIFAR10.std)
     [(images, _)] = map(data.prepare, data.evaluate(4, Shard()))
     for shown, original in zip(images, stored, strict=True):
         assert (pictures.to_rgb(shown, data.looks) == original.permute(1, 2, 0).numpy()).all()

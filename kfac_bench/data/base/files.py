@@ -7,13 +7,17 @@ and examples that cannot be read stop the run, or are left out and reported.
 
 import errno
 import io
+import os
 import re
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfac_bench.errors import UsageError, one_line
 from kfac_bench.output import counted
+from kfac_bench.whole_files import locked_folder
 
 
 def regular(path: Path) -> Path:
@@ -25,6 +29,48 @@ def regular(path: Path) -> Path:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return path
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of the user's cache, which may not exist yet."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "kfac_bench" / name
+
+
+def made_once(final: Path, make: Callable[[Path], None], what: str) -> None:
+    """Make a folder in the user's cache, if it is not there. Other processes wait for it.
+
+    Args:
+        final: The folder.
+        make: Writes the content into a folder that does not exist yet.
+        what: What needs the folder, for the message of an error.
+
+    Raises:
+        UsageError: The cache cannot be written.
+    """
+    try:
+        if final.is_dir():
+            return
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            locked_folder(final.parent),
+            tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}-") as scratch,
+        ):
+            if not final.is_dir():
+                make(Path(scratch) / "made")
+                _move(Path(scratch) / "made", final)
+    except OSError as error:
+        raise UsageError(f"{what}: {final} cannot be written ({error.strerror})") from None
+
+
+def _move(made: Path, final: Path) -> None:
+    """Move a complete folder into place, unless another rank was faster where locks do nothing."""
+    try:
+        made.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(made)
 
 
 class Unpacked(io.RawIOBase):

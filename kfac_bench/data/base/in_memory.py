@@ -47,6 +47,7 @@ class InMemory(Data):
         self.train_size, self.eval_size = len(train[0]), len(evaluation[0])
         self.faults = Faults()
         self.looks = looks
+        self.tokens: Sequence[str] = ()
         self._train, self._evaluation = train, evaluation
         self._prepare, self._augment = prepare, augment
 

@@ -1,30 +1,46 @@
-"""Demo: scikit-learn's digits in the layout of CIFAR-10's binary version."""
+"""Demo: scikit-learn's digits in the layout of the binary versions of CIFAR-10 and CIFAR-100."""
 
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kfac_bench.data.base.order import Shard
-from kfac_bench.data.images import cifar10, digits
+from kfac_bench.data.images import digits
+from kfac_bench.data.images.cifar import CIFAR10, CIFAR100, CifarDataset
 from kfac_bench.errors import UsageError
 
 
-def make(root: Path) -> None:
+def make_cifar10(root: Path) -> None:
     """Write `root/cifar-10-batches-bin` with grey digits of 32 x 32 pixels.
 
     The split is the one of data=digits: 1347 images for training, in five files, and 450 for
     evaluation. Raise UsageError if the folder exists already.
     """
-    folder = root / next(iter(cifar10.FOLDERS))
+    _make(root, CIFAR10)
+
+
+def make_cifar100(root: Path) -> None:
+    """Write `root/cifar-100-binary`, as `make_cifar10`; only the first ten classes have images."""
+    _make(root, CIFAR100)
+
+
+def _make(root: Path, dataset: CifarDataset) -> None:
+    name, files = next(iter(dataset.folders.items()))
+    folder = root / name
     if folder.exists():
         raise UsageError(f"{folder} exists already. Choose another folder")
     data = digits.load(32, normalize=False)
     [train] = data.train(data.train_size, 0, 0, 0, Shard())
     [evaluation] = data.evaluate(data.eval_size, Shard())
-    images, labels = (x.chunk(len(cifar10.BINARY) - 1) for x in train)
+    images, labels = (x.chunk(len(files) - 1) for x in train)
     parts = [*zip(images, labels, strict=True), evaluation]
     folder.mkdir(parents=True)
-    for name, (grey, digit) in zip(cifar10.BINARY, parts, strict=True):
-        pixels = (grey.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1).flatten(1)
-        records = torch.cat([digit[:, None].to(torch.uint8), pixels], dim=1)
-        (folder / name).write_bytes(records.numpy().tobytes())
+    for file, (grey, digit) in zip(files, parts, strict=True):
+        (folder / file).write_bytes(_records(grey, digit, dataset.label_bytes))
+
+
+def _records(grey: Tensor, digit: Tensor, label_bytes: int) -> bytes:
+    pixels = (grey.clamp(0, 1) * 255).round().to(torch.uint8).expand(-1, 3, -1, -1).flatten(1)
+    labels = digit[:, None].to(torch.uint8).expand(-1, label_bytes)
+    return torch.cat([labels, pixels], dim=1).numpy().tobytes()

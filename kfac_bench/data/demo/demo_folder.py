@@ -1,23 +1,25 @@
 """Demo datasets in published layouts: made by `kfac-data make-demo`, and by `data.root=demo`."""
 
 import hashlib
-import os
-import shutil
-import tempfile
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from kfac_bench.data.base.files import cache_folder, made_once
 from kfac_bench.errors import UsageError
 
 DEMOS = {
     "imagenet": "kfac_bench.data.demo.demo_images:make_imagenet",
     "shards": "kfac_bench.data.demo.demo_images:make_shards",
-    "cifar10": "kfac_bench.data.demo.demo_cifar10:make",
+    "cifar10": "kfac_bench.data.demo.demo_cifar10:make_cifar10",
+    "cifar100": "kfac_bench.data.demo.demo_cifar10:make_cifar100",
     "fashion_mnist": "kfac_bench.data.demo.demo_fashion_mnist:make",
     "lgg": "kfac_bench.data.demo.demo_images:make_lgg",
     "coco": "kfac_bench.data.demo.demo_images:make_coco",
+    "parquet": "kfac_bench.data.demo.demo_tables:make_images",
     "squad": "kfac_bench.data.demo.demo_language:make_squad",
     "text": "kfac_bench.data.demo.demo_language:make_text",
+    "text_parquet": "kfac_bench.data.demo.demo_tables:make_text",
 }
 """Import paths of the functions that write the demos into a folder."""
 
@@ -42,24 +44,6 @@ def folder(demo: str) -> Path:
     # makes its own demo. The whole source counts, because the makers also use the readers.
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kfac_bench"
-    final = cache / f"demo-{demo}-{digest[:8]}"
-    try:
-        if not final.is_dir():
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache, prefix=f"{final.name}-") as scratch:
-                make(demo, Path(scratch) / "made")
-                _move(Path(scratch) / "made", final)
-    except OSError as error:
-        raise UsageError(f"data.root=demo: {final} cannot be written ({error.strerror})") from None
+    final = cache_folder(f"demo-{demo}-{digest[:8]}")
+    made_once(final, partial(make, demo), "data.root=demo")
     return final
-
-
-def _move(made: Path, final: Path) -> None:
-    """Move a complete demo into place, unless another rank was faster."""
-    try:
-        made.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
-        shutil.rmtree(made)

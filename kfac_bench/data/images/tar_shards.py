@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfac_bench.data.base.dataset import Data
-from kfac_bench.data.base.files import Faults, Unreadable, left_out, regular
+from kfac_bench.data.base.files import Faults, Unreadable, cache_folder, left_out, regular
 from kfac_bench.data.base.order import epoch_order
 from kfac_bench.data.images import imagefolder, reading
 from kfac_bench.data.images.opening import KINDS, check_file_size
@@ -211,7 +211,7 @@ def index_of(shard: Path) -> ShardIndex:
     """
     stat = regular(shard).stat()
     key = f"{shard.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
-    cached = _cache() / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.npz"
+    cached = cache_folder("shards") / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.npz"
     try:
         with np.load(io.BytesIO(cached.read_bytes()), allow_pickle=False) as table:
             return ShardIndex(
@@ -223,11 +223,6 @@ def index_of(shard: Path) -> ShardIndex:
     if not index.faults and index.keys and max(map(len, index.keys)) <= KEY_LENGTH:
         _keep(cached, index)
     return index
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "kfac_bench" / "shards"
 
 
 def _keep(path: Path, index: ShardIndex) -> None:

@@ -91,7 +91,7 @@ def prepare(
     if old := sorted(set(sequence_lengths) & set(text_shards.lengths(root))):
         raise UsageError(f"{root} has text of length {old[0]} already. Choose another folder")
     root.mkdir(parents=True, exist_ok=True)
-    vocabulary = _vocabulary(source, root, vocabulary_file, vocabulary_size, say)
+    vocabulary = vocabulary_of(source, root, vocabulary_file, vocabulary_size, say)
     writers = [_Writer(root, vocabulary, n, seed) for n in sorted(set(sequence_lengths))]
     skipped: list[Unreadable] = []
     count = 0
@@ -99,7 +99,7 @@ def prepare(
     for number, block in enumerate(_blocks(source(), skipped)):
         count += len(block)
         for split in text_shards.SPLITS:
-            chosen = [d for d in block if _held_out(d, eval_share) == (split == "eval")]
+            chosen = [d for d in block if is_held_out(d, eval_share) == (split == "eval")]
             tokens = [t for d in chosen if (t := _tokens(tokenizer, d))]
             # All lengths use the same tokens, so each document is tokenized once.
             for writer in writers:
@@ -114,8 +114,12 @@ def prepare(
         writer.finish(origin)
 
 
-def _vocabulary(
-    source: Callable[[], Iterator[Document]], root: Path, file: Path | None, size: int, say: Say
+def vocabulary_of(
+    source: Callable[[], Iterator[Document]],
+    root: Path,
+    file: Path | None,
+    size: int,
+    say: Say = lambda text: None,
 ) -> wordpiece.Vocabulary:
     """Return the vocabulary to use, and write it into `root` if it is not there."""
     final = root / text_shards.VOCABULARY
@@ -167,7 +171,8 @@ def _blocks(source: Iterator[Document], skipped: list[Unreadable]) -> Iterator[l
         yield block
 
 
-def _held_out(document: Document, share: float) -> bool:
+def is_held_out(document: Document, share: float) -> bool:
+    """Return whether a document is for evaluation: the corpus or a hash of the text decides."""
     if document.held_out is not None:
         return document.held_out
     digest = hashlib.sha256(document.text.encode()).digest()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional
-from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.data.base.order import (
@@ -26,7 +26,7 @@ from kfac_bench.data.base.order import (
     train_indices,
 )
 from kfac_bench.data.image_options import ImageFolderConfig
-from kfac_bench.data.images import cifar10, digits, imagefolder, tar_shards
+from kfac_bench.data.images import cifar, digits, imagefolder, tar_shards
 from kfac_bench.data.images import reading as pictures
 from kfac_bench.data.options import verify
 from kfac_bench.errors import UsageError
@@ -275,7 +275,7 @@ def pack(root, layout):
 def check_cifar(data):
     assert (data.shape, data.num_classes) == ((3, 32, 32), 10)
     assert (data.train_size, data.eval_size) == (5 * COUNT, COUNT)
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (cifar10.MEAN, cifar10.STD))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (cifar.CIFAR10.mean, cifar.CIFAR10.std))
     [(images, labels)] = prepared(data, data.evaluate(COUNT, ALONE))
     pixels, expected = cifar_content(5)
     assert labels.tolist() == expected
@@ -311,11 +311,41 @@ def test_cifar10_is_read_from_every_published_layout(tmp_path, monkeypatch, layo
     if packed:
         archive = pack(root, layout)
         md5 = hashlib.md5(archive.read_bytes()).hexdigest()
-        monkeypatch.setitem(cifar10.ARCHIVES, archive.name, md5)
+        monkeypatch.setitem(cifar.CIFAR10.archives, archive.name, md5)
     for place in (root, root / layout[1 if packed else 0]):
-        check_cifar(cifar10.load(place, augment=False))
+        check_cifar(cifar.load(place, augment=False))
         assert verify(place)[0].startswith(f"cifar10: {5 * COUNT} images")
     assert len(list(root.iterdir())) == 1  # nothing was extracted there
+
+
+@pytest.mark.parametrize("kind", ["binary", "python"])
+def test_cifar100_has_the_fine_labels_of_both_layouts(tmp_path, monkeypatch, kind):
+    pixels, _ = cifar_content(0)
+    fine, coarse = [99, 0, 7, 7], [19, 1, 2, 3]
+    folder = tmp_path / f"cifar-100-{kind}"
+    folder.mkdir()
+    if kind == "binary":
+        for name in ("train.bin", "test.bin"):
+            rows = zip(coarse, fine, pixels, strict=True)
+            content = b"".join(bytes([c, f]) + row.tobytes() for c, f, row in rows)
+            (folder / name).write_bytes(content)
+    else:
+        content = pickle.dumps({"data": pixels, "fine_labels": fine, "coarse_labels": coarse}, 2)
+        md5 = hashlib.md5(content).hexdigest()
+        for part, name in (("train_list", "train"), ("test_list", "test")):
+            (folder / name).write_bytes(content)
+            monkeypatch.setattr(CIFAR100, part, [[name, md5]])
+        meta = pickle.dumps({"fine_label_names": list(cifar.CIFAR100.classes)})
+        (folder / "meta").write_bytes(meta)
+        md5 = hashlib.md5(meta).hexdigest()
+        monkeypatch.setattr(CIFAR100, "meta", CIFAR100.meta | {"md5": md5})
+    for place in (tmp_path, folder):
+        data = cifar.load(place, cifar.CIFAR100)
+        [(images, labels)] = data.evaluate(COUNT, ALONE)
+        assert (data.num_classes, labels.tolist()) == (100, fine)
+        assert images.flatten(1).tolist() == pixels.tolist()
+        assert data.looks.classes[99] == "worm"
+        assert verify(place)[0].startswith("cifar100: 4 images")
 
 
 @pytest.mark.parametrize("keep", [-1, 0])
@@ -326,10 +356,10 @@ def test_a_truncated_cifar10_file_is_named(tmp_path, monkeypatch, layout, keep):
     path = next((root / layout[0]).glob("data_batch_3*"))
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(UsageError, match=rf"{path.name} (in .* damaged|is not the published file)"):
-        cifar10.load(root)
+        cifar.load(root)
     path.unlink()
     with pytest.raises(UsageError, match=f"(lacks the file {path.name}|{path.name} is missing)"):
-        cifar10.load(root)
+        cifar.load(root)
 
 
 @pytest.mark.parametrize("layout", [BINARY, PYTHON])
@@ -337,15 +367,15 @@ def test_another_cifar10_archive_is_refused_before_it_is_unpacked(tmp_path, monk
     archive = pack(write_cifar(tmp_path, layout), layout)
     monkeypatch.setattr(tarfile, "open", None)
     with pytest.raises(UsageError, match=f"{archive} is not the published archive"):
-        cifar10.load(tmp_path)
+        cifar.load(tmp_path)
 
 
 def test_cifar10_contents_are_checked(tmp_path):
     pixels, labels = cifar_content(0)
     with pytest.raises(ValueError, match="label"):
-        cifar10.decode_binary(binary_file(pixels, [10, *labels[1:]]))
+        cifar.decode_binary(binary_file(pixels, [10, *labels[1:]]), cifar.CIFAR10)
     with pytest.raises(UsageError, match=r"cifar-10-batches-bin/data_batch_1\.bin") as caught:
-        cifar10.load(tmp_path / "nowhere")
+        cifar.load(tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -370,7 +400,7 @@ def test_a_malicious_pickle_is_refused_and_executes_nothing(tmp_path, monkeypatc
     publish(monkeypatch, write_cifar(tmp_path, PYTHON), PYTHON)
     (tmp_path / PYTHON[0] / name).write_bytes(content)
     with pytest.raises(UsageError, match=f"{name} is not the published file: its MD5 is wrong"):
-        cifar10.load(tmp_path)
+        cifar.load(tmp_path)
     assert not canary.exists()
 
 
@@ -379,7 +409,7 @@ DRAWN = torch.rand(4000, 3, generator=torch.Generator().manual_seed(0), dtype=to
 
 def test_crop_and_flip_gives_every_crop_of_the_padded_image_and_its_mirror():
     images = torch.randint(1, 256, (4000, 3, 6, 8), dtype=torch.uint8)
-    result = cifar10.crop_and_flip(images, DRAWN)
+    result = cifar.crop_and_flip(images, DRAWN)
     assert result.dtype == torch.uint8
     padded = functional.pad(images, (4, 4, 4, 4))
     crops = [padded[:, :, y : y + 6, x : x + 8] for y in range(9) for x in range(9)]
@@ -393,8 +423,8 @@ def test_crop_and_flip_gives_every_crop_of_the_padded_image_and_its_mirror():
 
 
 def test_cifar10_augmentation_is_on_by_default_and_for_training_only(tmp_path):
-    data = cifar10.load(write_cifar(tmp_path, BINARY))
-    plain = cifar10.load(tmp_path, augment=False)
+    data = cifar.load(write_cifar(tmp_path, BINARY))
+    plain = cifar.load(tmp_path, augment=False)
     assert not equal(data.train(10, 0, 0, 0, ALONE), plain.train(10, 0, 0, 0, ALONE))
     assert equal(data.evaluate(10, ALONE), plain.evaluate(10, ALONE))
 

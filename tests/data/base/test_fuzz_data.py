@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kfac_bench.data.base.files import Unreadable
-from kfac_bench.data.images import cifar10, reading, tar_shards
+from kfac_bench.data.images import cifar, reading, tar_shards
 from kfac_bench.data.language import text_shards
 from kfac_bench.training.predictions import read as read_picture
 from tests.support.fuzzing import damaged, fuzz, refused_or
 
 RANDOM = np.random.default_rng(0)
 PIXELS = RANDOM.integers(0, 256, (20, 30, 3), np.uint8)
-TWO = RANDOM.integers(0, 256, (2, cifar10.PIXELS), np.uint8)
+TWO = RANDOM.integers(0, 256, (2, cifar.PIXELS), np.uint8)
 
 
 def encoded(kind):
@@ -78,10 +78,10 @@ def test_damaged_prediction_images_are_left_out(tmp_path_factory, content):
 def test_a_damaged_cifar10_file_is_read_or_refused(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("cifar")
     good = b"".join(bytes([i]) + TWO[i].tobytes() for i in range(2))
-    for name in cifar10.BINARY:
+    for name in cifar.CIFAR10.folders["cifar-10-batches-bin"]:
         (folder / name).write_bytes(good)
     (folder / "data_batch_3.bin").write_bytes(data.draw(damaged(good)))
-    refused_or(lambda: cifar10.load(folder))
+    refused_or(lambda: cifar.load(folder))
 
 
 @fuzz(60)

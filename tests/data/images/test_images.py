@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import v2
 
 from kfac_bench.data.base.in_memory import LabelledImages
-from kfac_bench.data.images import cifar10, reading
+from kfac_bench.data.images import cifar, reading
 from kfac_bench.errors import UsageError
 from kfac_bench.record.events import Trained
 from kfac_bench.record.sinks.view import metrics_of
@@ -222,7 +222,7 @@ def test_batches_are_uint8_on_the_device_and_float_in_the_model(tmp_path):
     raw = next(trainer.data.train(4, 0, 0, 0, reading.Shard()))
     assert raw[0].dtype == torch.uint8
     batch = next(iter(trainer._batches()))
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (cifar10.MEAN, cifar10.STD))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (cifar.CIFAR10.mean, cifar.CIFAR10.std))
     torch.testing.assert_close(batch[0], (raw[0] / 255 - mean) / std)
     assert batch[0].is_contiguous()
     trainer.config.channels_last = True
@@ -231,7 +231,7 @@ def test_batches_are_uint8_on_the_device_and_float_in_the_model(tmp_path):
 
 
 def cifar_parts(root):
-    data, ranks = cifar10.load(root), here().ranks
+    data, ranks = cifar.load(root), here().ranks
     shard = reading.Shard(ranks.rank, ranks.world_size)
     return [data.prepare(batch) for batch in data.train(8, 3, 1, 0, shard)]
 
@@ -239,7 +239,7 @@ def cifar_parts(root):
 @pytest.mark.ranks
 def test_another_number_of_ranks_sees_the_same_crops(tmp_path):
     root = write_cifar(tmp_path, BINARY)
-    data = cifar10.load(root)
+    data = cifar.load(root)
     whole = [data.prepare(batch) for batch in data.train(8, 3, 1, 0, reading.Shard())]
     parts = run_ranks(2, cifar_parts, root)
     assert len(whole) == len(parts[0]) == 2

@@ -13,6 +13,7 @@ from PIL import Image
 from webdataset import TarWriter, tariterators
 
 from kfac_bench.data.base.dataset import fingerprint
+from kfac_bench.data.base.files import cache_folder
 from kfac_bench.data.base.order import Shard, epoch_order
 from kfac_bench.data.images import imagefolder, tar_shards
 from kfac_bench.data.options import verify
@@ -150,7 +151,7 @@ def test_the_index_is_cached_until_the_shard_changes(root, monkeypatch):
     os.utime(path, ns=(1, 1))
     tar_shards.TarShards(root, "train")
     assert calls[3:] == ["train-000001.tar"] * 2
-    for cached in tar_shards._cache().glob("*.npz"):
+    for cached in cache_folder("shards").glob("*.npz"):
         cached.write_bytes(cached.read_bytes()[:50])  # torn
     assert len(tar_shards.TarShards(root, "train").labels) == 15
     assert len(calls) == 8

@@ -272,7 +272,7 @@ def test_examples_are_segments_of_their_documents(root):
         held[split] = [
             " " + " ".join(str(t) for s in documents.sentences(d.text) for t in
                            tokenizer.encode(s).ids) + " "
-            for d in topics() if prepare._held_out(d, 0.3) == (split == "eval")
+            for d in topics() if prepare.is_held_out(d, 0.3) == (split == "eval")
         ]  # fmt: skip
     assert all(held.values())
     for split, said in held.items():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from kfac_bench.data.images import cifar10
+from kfac_bench.data.images import cifar
 from kfac_bench.errors import UsageError
 from kfac_bench.models import maskrcnn
 from kfac_bench.training import checkpoint, weights
@@ -123,10 +123,10 @@ def test_readers_of_weights_run_no_code(tmp_path, trap):
 
 def test_readers_of_data_run_no_code(tmp_path, trap):
     for content in evil_contents(trap):
-        for name in cifar10.PYTHON:
+        for name in cifar.CIFAR10.folders["cifar-10-batches-py"]:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match="is not the published file"):
-            cifar10.load(tmp_path)
+            cifar.load(tmp_path)
 
 
 @fuzz(30)

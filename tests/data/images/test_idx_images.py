@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kfac_bench.config import compose
 from kfac_bench.data.base.order import Shard, epoch_order
-from kfac_bench.data.image_options import FashionMNISTConfig, PatchesConfig
-from kfac_bench.data.images import digits, fashion_mnist, pictures
+from kfac_bench.data.image_options import FashionMNISTConfig, MNISTConfig, PatchesConfig
+from kfac_bench.data.images import digits, idx_images, pictures
+from kfac_bench.data.options import verify
 from kfac_bench.errors import UsageError
 from tests.cli.test_kfac_data import run
 from tests.support.fuzzing import damaged, fuzz, refused_or
@@ -63,7 +64,7 @@ def batch_of(data, split):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_images_and_labels_are_read_from_plain_and_packed_files(tmp_path, packed):
-    data = fashion_mnist.load(write_files(tmp_path, packed))
+    data = idx_images.load(write_files(tmp_path, packed))
     assert (data.shape, data.num_classes) == ((1, 28, 28), 10)
     assert (data.train_size, data.eval_size) == (12, 5)
     for split in COUNTS:
@@ -71,6 +72,32 @@ def test_images_and_labels_are_read_from_plain_and_packed_files(tmp_path, packed
         torch.testing.assert_close(images, (stored - 0.2860) / 0.3530)
         assert torch.equal(labels, expected)
         assert labels.dtype == torch.int64
+
+
+def test_mnist_is_read_from_the_folder_that_torchvision_makes(tmp_path):
+    root = write_files(tmp_path, packed=False)
+    (tmp_path / "MNIST").mkdir()
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir()
+    for path in [path for path in root.iterdir() if path.is_file()]:
+        path.rename(raw / path.name)
+    data = MNISTConfig("mnist", str(root)).build("classification")
+    images, labels, stored, expected = batch_of(data, "t10k")
+    torch.testing.assert_close(images, (stored - 0.1307) / 0.3081)
+    assert torch.equal(labels, expected)
+    assert data.looks.classes[7] == "7"
+    with pytest.raises(UsageError, match="data=mnist is read from disk"):
+        MNISTConfig("mnist").build("classification")
+
+
+def test_the_two_datasets_are_told_apart(tmp_path):
+    labels = np.array([7, 2, 1, 0, 4, 1, 4, 9, 5, 9, 0], np.uint8)
+    write_files(tmp_path, packed=False)
+    (tmp_path / f"t10k{LABELS}").write_bytes(idx(labels))
+    (tmp_path / f"t10k{IMAGES}").write_bytes(idx(np.zeros((11, 28, 28), np.uint8)))
+    assert verify(tmp_path)[0].startswith("mnist: 12 images to train on")
+    with pytest.raises(UsageError, match=r"has the files of MNIST, not of Fashion-MNIST\. Use"):
+        idx_images.load(tmp_path)
 
 
 def test_the_first_images_are_used_and_reconstruction_keeps_pixels(tmp_path):
@@ -88,10 +115,10 @@ def test_the_first_images_are_used_and_reconstruction_keeps_pixels(tmp_path):
     assert classified.prepare((images, labels))[0].min() < 0
     wrong = r"^data.train_images=13: .* has only 12 such images. Set .* to 12 or less"
     with pytest.raises(UsageError, match=wrong):
-        fashion_mnist.load(root, train_images=13)
+        idx_images.load(root, train_images=13)
     wrong = r"^data.eval_images=6: .* has only 5 such images. Set .* to 5 or less"
     with pytest.raises(UsageError, match=wrong):
-        fashion_mnist.load(root, eval_images=6)
+        idx_images.load(root, eval_images=6)
 
 
 def train_file(root, array=None, header=None, cut=None, more=b""):
@@ -153,20 +180,20 @@ def test_a_bad_file_is_named_in_one_line(tmp_path, name):
     spoil, reason = BAD[name]
     spoil(write_files(tmp_path))
     with pytest.raises(UsageError, match=rf"^Fashion-MNIST: {tmp_path}/.*{reason}") as caught:
-        fashion_mnist.load(tmp_path)
+        idx_images.load(tmp_path)
     assert "\n" not in str(caught.value)
     assert "dataset-fashion-mnist installs them" in str(caught.value)
-    _, faults = fashion_mnist.scan(tmp_path)
+    _, faults = idx_images.scan(tmp_path)
     assert len(faults) == 1
 
 
 def test_a_command_says_how_to_get_the_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "none")
+    monkeypatch.setattr(idx_images, "DEBIAN", tmp_path / "none")
     with pytest.raises(UsageError, match="is missing") as caught:
         compose.load(["data=fashion_mnist"]).data.build("classification")
     said = str(caught.value)
     assert "Install Debian's package dataset-fashion-mnist, or set data.root" in said
-    assert all(name in said for name in fashion_mnist.NAMES)
+    assert all(name in said for name in idx_images.NAMES)
     with pytest.raises(UsageError, match=r"data.image_size=32: must be at least 28 and at most 28"):
         compose.load(["data=fashion_mnist", "data.image_size=32"])
     with pytest.raises(UsageError, match=r"data.image_size=64: must be at least 32 and at most 32"):
@@ -177,7 +204,7 @@ def test_a_fifo_does_not_hang(tmp_path):
     (write_files(tmp_path) / f"train{IMAGES}.gz").unlink()
     os.mkfifo(tmp_path / f"train{IMAGES}")
     with pytest.raises(UsageError, match="is missing"):
-        fashion_mnist.load(tmp_path)
+        idx_images.load(tmp_path)
 
 
 def test_a_gzip_bomb_fills_no_memory(tmp_path):
@@ -188,7 +215,7 @@ def test_a_gzip_bomb_fills_no_memory(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(UsageError, match="has more"):
-            fashion_mnist.load(tmp_path)
+            idx_images.load(tmp_path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -206,7 +233,7 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
     packed = data.draw(st.booleans())
     whole = gzip.compress(WHOLE[end]) if packed else WHOLE[end]
     (folder / f"train{end}{'.gz' if packed else ''}").write_bytes(data.draw(damaged(whole)))
-    found = refused_or(lambda: fashion_mnist.load(folder))
+    found = refused_or(lambda: idx_images.load(folder))
     assert found is None or found.train_size == 12
 
 
@@ -219,7 +246,7 @@ def test_verify_reads_the_demo_which_contains_the_digits(capsys, tmp_path):
         "fashion_mnist: 1347 images to train on, 450 to evaluate; no faults\n"
         f"next: kfac-train data=fashion_mnist data.root={root}\n",
     )
-    [(images, labels)] = fashion_mnist.load(root, normalize=False).evaluate(450, Shard())
+    [(images, labels)] = idx_images.load(root, normalize=False).evaluate(450, Shard())
     [(grey, expected)] = digits.load(28, normalize=False).evaluate(450, Shard())
     assert torch.equal(labels, expected)
     assert (images / 255 - grey).abs().max() < 0.51 / 255
@@ -245,7 +272,7 @@ def test_both_tasks_train_on_the_files(tmp_path, task):
 
 @pytest.mark.slow
 def test_the_files_of_debian():
-    if not fashion_mnist.DEBIAN.is_dir():
+    if not idx_images.DEBIAN.is_dir():
         pytest.skip("needs Debian's package dataset-fashion-mnist")
     data = FashionMNISTConfig("fashion_mnist").build("classification")
     assert (data.train_size, data.eval_size) == (60_000, 10_000)
@@ -253,12 +280,12 @@ def test_the_files_of_debian():
     assert labels.bincount().tolist() == [6000] * 10
     assert data._evaluation[1].bincount().tolist() == [1000] * 10
     std, mean = torch.std_mean(images.double() / 255)
-    assert mean.item() == pytest.approx(fashion_mnist.MEAN, abs=5e-5)
-    assert std.item() == pytest.approx(fashion_mnist.STD, abs=5e-5)
+    assert mean.item() == pytest.approx(idx_images.FASHION_MNIST.mean, abs=5e-5)
+    assert std.item() == pytest.approx(idx_images.FASHION_MNIST.std, abs=5e-5)
     # The images are what their labels say: trousers have two legs and an empty middle below.
     below = images[:, 0, 20:].double().mean(1)
-    trousers = below[labels == fashion_mnist.CLASSES.index("trouser")].mean(0)
-    dresses = below[labels == fashion_mnist.CLASSES.index("dress")].mean(0)
+    trousers = below[labels == idx_images.FASHION_MNIST.classes.index("trouser")].mean(0)
+    dresses = below[labels == idx_images.FASHION_MNIST.classes.index("dress")].mean(0)
     assert trousers[13:15].mean() < 0.7 * trousers[9:12].mean()
     assert dresses[13:15].mean() > 0.9 * dresses[9:12].mean()
 

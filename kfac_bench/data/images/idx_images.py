@@ -1,21 +1,17 @@
-"""Fashion-MNIST: 70,000 grey images of 28 x 28 pixels, of ten kinds of clothing.
+"""MNIST and Fashion-MNIST: 70,000 grey images of 28 x 28 pixels, of digits or kinds of clothing.
 
-The data are four idx files, plain or with gzip, as published by Zalando. Debian's package
-dataset-fashion-mnist installs them, and ``kfac-data fetch fashion_mnist`` downloads them. The demo
-has the same layout with other images. torchvision's reader accepts no packed file and reads a file
-of any size, so the short reader of idx files is here.
+Each has four idx files, plain or with gzip, as published. Debian's package dataset-fashion-mnist
+installs those of Fashion-MNIST, and ``kfac-data fetch`` downloads either. The demo has the same
+layout with other images. torchvision's reader accepts no packed file and reads a file of any size,
+so the short reader of idx files is here.
 """
 
 import gzip
-import hashlib
-import http.client
 import math
-import shutil
 import struct
-import urllib.error
-import urllib.request
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,36 +22,73 @@ from torch import Tensor
 from kfac_bench.data.base.files import Unreadable
 from kfac_bench.data.base.in_memory import LabelledImages
 from kfac_bench.errors import UsageError
-from kfac_bench.whole_files import whole_file
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Folder of Debian's package dataset-fashion-mnist."""
 SIDE = 28
 MOST = 60_000
-"""Images of the published training set. No file may have more."""
-MEAN, STD = 0.2860, 0.3530
-"""Mean and standard deviation of the pixels, in [0, 1], of the 60,000 training images."""
-CLASSES = (
-    "T-shirt/top",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
+"""Images of the published training sets. No file may have more."""
+
+
+@dataclass(frozen=True)
+class IdxDataset:
+    """One of the two datasets. Their files have the same names.
+
+    Attributes:
+        name: Name in the configuration.
+        title: Name in messages.
+        published: Class of torchvision that knows addresses and MD5.
+        mean: Mean of the pixels, in [0, 1], of the 60,000 training images.
+        std: Standard deviation of these pixels.
+        classes: Names of the labels.
+        first: The first evaluation labels, by which both are told apart.
+    """
+
+    name: str
+    title: str
+    published: str
+    mean: float
+    std: float
+    classes: Sequence[str]
+    first: Sequence[int]
+
+
+FASHION_MNIST = IdxDataset(
+    "fashion_mnist",
+    "Fashion-MNIST",
+    "FashionMNIST",
+    0.2860,
+    0.3530,
+    (
+        "T-shirt/top",
+        "trouser",
+        "pullover",
+        "dress",
+        "coat",
+        "sandal",
+        "shirt",
+        "sneaker",
+        "bag",
+        "ankle boot",
+    ),
+    (9, 2, 1, 1, 6, 1, 4, 6, 5, 7),
 )
+MNIST = IdxDataset(
+    "mnist",
+    "MNIST",
+    "MNIST",
+    0.1307,
+    0.3081,
+    tuple("0123456789"),
+    (7, 2, 1, 0, 4, 1, 4, 9, 5, 9),
+)
+DATASETS = {dataset.name: dataset for dataset in (FASHION_MNIST, MNIST)}
 SPLITS = {"train": "train", "eval": "t10k"}
 """The beginning of the names of a split's two files."""
 ENDS = {"images": "-images-idx3-ubyte", "labels": "-labels-idx1-ubyte"}
 NAMES = tuple(begin + end for begin in SPLITS.values() for end in ENDS.values())
 MAGIC = 0x800
 """First number of an idx file of bytes, without the number of dimensions in its last byte."""
-MOST_DOWNLOAD_BYTES = 32 * 2**20
-"""More than the largest of the published files has."""
-TIMEOUT_S = 30
 
 
 def load(
@@ -63,45 +96,75 @@ def load(
     train_images: int | None = None,
     eval_images: int | None = None,
     normalize: bool = True,
+    dataset: IdxDataset = FASHION_MNIST,
 ) -> LabelledImages:
-    """Return Fashion-MNIST as images [n, 1, 28, 28].
+    """Return a dataset as images [n, 1, 28, 28].
 
     Args:
-        root: Folder of the four files; None: the folder of Debian's package.
+        root: Folder of the four files, or the one that torchvision has made, where they are below
+            `<class>/raw`; None: the folder of Debian's package.
         train_images: The first so many images of the training files are used; None: all.
         eval_images: The same for evaluation.
-        normalize: Whether `prepare` subtracts MEAN and divides by STD. Reconstruction needs pixels
-            in [0, 1], because its error is meant in pixels.
+        normalize: Whether `prepare` subtracts the mean and divides by the standard deviation.
+            Reconstruction needs pixels in [0, 1], because its error is meant in pixels.
+        dataset: The dataset.
 
     Raises:
-        UsageError: A file is missing or damaged, or has fewer images than the options ask for.
+        UsageError: A file is missing or damaged, has fewer images than the options ask for, or
+            belongs to the other dataset.
     """
-    folder = DEBIAN if root is None else root
+    folder = DEBIAN if root is None else folder_of(root, dataset)
     parts = {}
     for split in SPLITS:
         try:
             parts[split] = _read_split(folder, split)
         except _BadFileError as error:
-            raise UsageError(f"Fashion-MNIST: {error.file} {error}. {_how_to_get(root)}") from error
+            reason = f"{dataset.title}: {error.file} {error}. {_how_to_get(root, dataset)}"
+            raise UsageError(reason) from error
+    found = _dataset_of(parts["eval"][1])
+    if found not in (dataset, None):
+        raise UsageError(
+            f"{folder} has the files of {found.title}, not of {dataset.title}. Use "
+            f"data={found.name}, or set data.root to another folder"
+        )
     train = _first(*parts["train"], train_images, "data.train_images", folder)
     evaluation = _first(*parts["eval"], eval_images, "data.eval_images", folder)
     return LabelledImages(
-        "fashion_mnist",
+        dataset.name,
         train,
         evaluation,
-        num_classes=len(CLASSES),
-        mean=[MEAN] if normalize else None,
-        std=[STD] if normalize else None,
-        classes=CLASSES,
+        num_classes=len(dataset.classes),
+        mean=[dataset.mean] if normalize else None,
+        std=[dataset.std] if normalize else None,
+        classes=dataset.classes,
     )
 
 
-def is_at(root: Path) -> bool:
-    """Return whether the folder has one of the four files."""
-    return any(path_of(root, name).is_file() for name in NAMES)
+def folder_of(root: Path, dataset: IdxDataset) -> Path:
+    """Return `<root>/<class>/raw` if torchvision has made this folder, else `root`."""
+    made = root / dataset.published / "raw"
+    return made if made.is_dir() else root
 
 
-def scan(root: Path) -> tuple[str, list[Unreadable]]:
+def _dataset_of(labels: Tensor) -> IdxDataset | None:
+    """Return the dataset that has these first evaluation labels; None: other files, as a demo."""
+    first = tuple(labels[:10].tolist())
+    return next((dataset for dataset in DATASETS.values() if dataset.first == first), None)
+
+
+def is_at(root: Path, dataset: IdxDataset = FASHION_MNIST) -> bool:
+    """Return whether the folder has one of the four files, and they do not belong to the other."""
+    folder = folder_of(root, dataset)
+    if not any(path_of(folder, name).is_file() for name in NAMES):
+        return False
+    try:
+        found = _dataset_of(_read_split(folder, "eval")[1])
+    except _BadFileError:
+        found = None
+    return (found or FASHION_MNIST) == dataset
+
+
+def scan(root: Path, dataset: IdxDataset = FASHION_MNIST) -> tuple[str, list[Unreadable]]:
     """Read the files. Return what the folder has, in words, and its missing and damaged files.
 
     A split with a fault counts as a split without images.
@@ -109,7 +172,7 @@ def scan(root: Path) -> tuple[str, list[Unreadable]]:
     counts, faults = dict.fromkeys(SPLITS, 0), list[Unreadable]()
     for split in SPLITS:
         try:
-            counts[split] = len(_read_split(root, split)[1])
+            counts[split] = len(_read_split(folder_of(root, dataset), split)[1])
         except _BadFileError as error:
             faults.append(Unreadable.because(error.file, error))
     return f"{counts['train']} images to train on, {counts['eval']} to evaluate", faults
@@ -133,7 +196,7 @@ def _read_split(folder: Path, split: str) -> tuple[Tensor, Tensor]:
             labels_path,
             f"has {len(labels)} labels, but {images_path.name} has {len(images)} images",
         )
-    if labels.max() >= len(CLASSES):
+    if labels.max() > 9:
         raise _BadFileError(
             labels_path, f"is damaged: it has the label {labels.max()}, allowed are 0 to 9"
         )
@@ -203,7 +266,7 @@ def _first(
     return images[:count], labels[:count]
 
 
-def _how_to_get(root: Path | None) -> str:
+def _how_to_get(root: Path | None, dataset: IdxDataset) -> str:
     """Return the ways to get the files, for a message about a missing or damaged file."""
     names = ", ".join(NAMES)
     if root is None:
@@ -212,75 +275,12 @@ def _how_to_get(root: Path | None) -> str:
             f"the files {names} (plain or .gz). kfac-data fetch fashion_mnist DIR downloads them. "
             "data.root=demo makes a small demo"
         )
+    installed = (
+        f"; Debian's package dataset-fashion-mnist installs them in {DEBIAN}"
+        if dataset == FASHION_MNIST
+        else ""
+    )
     return (
         f"data.root must be a folder with the files {names} (plain or .gz). kfac-data fetch "
-        f"fashion_mnist DIR gets them; Debian's package dataset-fashion-mnist installs them in "
-        f"{DEBIAN}"
+        f"{dataset.name} DIR gets them{installed}"
     )
-
-
-# ---- kfac-data fetch fashion_mnist ----
-
-
-def fetch(root: Path, url: str | None, say: Callable[[str], None]) -> None:
-    """Put the four files into `root`, which is made if it does not exist, and read them.
-
-    Args:
-        root: The folder. Files of these names that it has already are kept.
-        url: Address of a folder with the four .gz files. None: Debian's package if it is installed,
-            else the address of the authors.
-        say: Prints a line for each file.
-
-    Raises:
-        UsageError: A file cannot be had or is damaged, or `root` cannot be written.
-    """
-    from torchvision.datasets import FashionMNIST
-
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url}: must be an address that begins with http:// or https://")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for file, md5 in FashionMNIST.resources:
-            name = file.removesuffix(".gz")
-            installed = path_of(DEBIAN, name)
-            if path_of(root, name).exists():
-                say(f"{name}: was there already")
-            elif url is None and installed.is_file():
-                with whole_file(root / installed.name) as temporary:
-                    shutil.copyfile(installed, temporary)
-                say(f"{name}: copied from {installed}")
-            else:
-                address = f"{(url or FashionMNIST.mirrors[0]).rstrip('/')}/{file}"
-                content = _download(address, md5)
-                with whole_file(root / file) as temporary:
-                    temporary.write_bytes(content)
-                say(f"{name}: downloaded from {address}")
-    except OSError as error:
-        raise UsageError(f"{root}: cannot be written ({error.strerror or error})") from None
-    load(root)
-
-
-def _download(address: str, md5: str) -> bytes:
-    """Return a file of a web server.
-
-    Raises:
-        UsageError: The server cannot be reached, or the file is not the published one.
-    """
-    other_ways = "Use another --url, or install Debian's package dataset-fashion-mnist"
-    try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as response:  # noqa: S310 (checked)
-            content: bytes = response.read(MOST_DOWNLOAD_BYTES)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise UsageError(
-            f"{address}: the server answers {error.code} {error.reason}. {other_ways}"
-        ) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise UsageError(f"{address}: cannot be reached ({reason}). {other_ways}") from None
-    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
-        raise UsageError(
-            f"{address}: is not the published file, or the connection broke: its MD5 is wrong. "
-            f"Run the same command again. {other_ways}"
-        )
-    return content
