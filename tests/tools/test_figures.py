@@ -52,6 +52,6 @@ def test_measured_scaling_states_the_finding_of_its_table():
         for row in rows("scaling.md", 9)[1:]
     ]
     assert len(points) == 6
-    drawn = words(DOCS / "explanation" / "scaling_measured.svg")
+    drawn = words(LAB / "scaling_measured.svg")
     assert step_finding(points) in drawn
     assert efficiency_finding(points) in drawn
