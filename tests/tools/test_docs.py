@@ -205,6 +205,58 @@ def test_the_menu_has_every_page_or_an_index_of_it():
     assert hidden - {"lab/index.md"} <= listed
 
 
+MOST_WORDS_OF_THE_MENU = 40_000
+"""The pages of the menu that are written by hand. A new page makes others shorter."""
+
+
+def hand_written():
+    """Return the texts of the menu, without the pages that are made from code."""
+    pages = (page for section in menu().values() for page in section)
+    return {page: PAGES[page] for page in pages if page in PAGES}
+
+
+def test_the_menu_is_short():
+    words = sum(len(text.split()) for text in hand_written().values())
+    assert words <= MOST_WORDS_OF_THE_MENU
+    assert words > MOST_WORDS_OF_THE_MENU - 4000, "lower the limit"
+
+
+RESULT = re.compile(
+    r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ?(%|x|s|ms|h|min|MB|GB|MiB|GFLOP|steps)(?!\w)"
+)
+ON_TWO_PAGES = {
+    ("1.25", "x"),  # steps of ResNet-8 on digits; intervals of the papers
+    ("1.27", "x"),  # steps of EigenAdam; ResNet-8 of the papers
+}
+"""Equal numbers of different measurements."""
+
+
+def test_a_result_is_on_one_page():
+    """A number with three digits and a unit that is on two pages becomes wrong on one of them."""
+    found = {}
+    for page, text in hand_written().items():
+        for number, unit in RESULT.findall(BLOCK.sub("", text)):
+            if len(re.sub("[.,]", "", number).strip("0")) >= 3:
+                found.setdefault((number, unit), set()).add(page)
+    twice = {result: pages for result, pages in found.items() if len(pages) > 1}
+    assert not {result: twice[result] for result in twice.keys() - ON_TWO_PAGES}
+    assert twice.keys() >= ON_TWO_PAGES, "take the number from the list"
+
+
+def test_the_verdicts_are_those_of_the_tables():
+    """The page of the claims has them in words, the lab as kfac-bench report printed them."""
+    made = re.findall(
+        r"^\| (?:Claim|The|Goal).*?\. \| ([a-z ]+) \|", PAGES["lab/papers.md"], re.MULTILINE
+    )
+    told = re.findall(
+        r"\. \| ([a-z ]+)(?:, by computed bytes)? \|$",
+        PAGES["reference/benchmarks.md"],
+        re.MULTILINE,
+    )
+    assert len(made) == 12
+    assert told == made
+
+
 def test_links_lead_somewhere():
     for page, text in PAGES.items():
         for target in re.findall(r"\]\(<?([^)#:\s>]+)>?(?:#[^)]*)?\)", text):
