@@ -272,14 +272,7 @@ def _labels(problem: Problem) -> list[str]:
 
 
 def _eigen_adam(config: TrainConfig, optimizer: EigenAdamConfig) -> list[str]:
-    given = optimizer.settings() | {
-        "orthogonalize": optimizer.orthogonalize,
-        "scale": optimizer.scale,
-        "orthogonal_scale": optimizer.orthogonal_scale,
-        "orthogonal_steps": optimizer.orthogonal_steps,
-        "update_clip": optimizer.update_clip,
-        "decomposition": optimizer.decomposition,
-    }
+    given = optimizer.settings()
     own = inspect.signature(eigen_adam).parameters
     words = ["model", f"lr={_shown(given.pop('lr'))}"]
     words += _keywords(EigenAdam, given, {"betas": own["betas"].default})
