@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 
 from kfac_bench.benchmark import grid, local_runs, schema, trials, tune
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.trials import TuningTrial
+from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.benchmark.tune import Search
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
@@ -76,8 +77,8 @@ def composed(tmp_path, name, text):
 def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     point = {"task": task, "optimizer": optimizer}
     all_settings = trials.trial_settings(DEMO.tuning, optimizer)
-    made = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
-    made[4] = TuningTrial(all_settings[4], (1.25, 0.0))
+    made = [TrialResult(s, 100, (math.inf, 0.5)) for s in all_settings]
+    made[4] = TrialResult(all_settings[4], 100, (1.25, 0.0))
     search = Search(f"digits/{task}_{optimizer}", point, {100: made, 101: made[:4]})
     text = tune.experiment_yaml(DEMO.tuning, point, search.reached, made[4], [1.25, math.inf])
     found = composed(tmp_path, "tuned", text)
@@ -216,7 +217,9 @@ def test_if_all_trials_miss_the_nearest_wins(tuned, best, others):
     outcomes = {(lr, seed): (others, None) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
     outcomes |= {(best, 1): (0.9, None), (best, 2): (0.9, None)}
     assert tuned(outcomes) == best
-    assert "missed, median over seeds: missed" in "".join(tuned.said)
+    assert re.search(
+        r"yaml: optimizer.lr=\S+ not reached.*, median over seeds: missed", "".join(tuned.said)
+    )
 
 
 def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkeypatch):
