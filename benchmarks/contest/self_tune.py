@@ -144,7 +144,7 @@ class Candidates:
                 times = [
                     # A trial that was stopped says only that it was slower than the best.
                     on_own[task] if seed == own and math.isfinite(on_own[task])
-                    else runs.final(point, settings, seed).time_s
+                    else runs.run(point, settings, seed, f"final {seed}").time_s
                     for seed in self._tuning.seeds
                 ]  # fmt: skip
                 medians[task] = median(times)

@@ -165,46 +165,33 @@ class TuningRuns:
         self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
         self._runner = TrialRunner(session, is_strict=True)
 
-    def trial(
+    def run(
         self,
         point: Mapping[str, str],
         settings: Mapping[str, Any],
         seed: int,
-        limit_s: float,
         turn: str,
+        limit_s: float | None = None,
     ) -> TrialResult:
-        """Run a trial of a study, which stops after ``limit_s``; see :meth:`TrialRunner.run`."""
-        # The limit is no part of the name: in one study later trials have smaller limits only, so
-        # a trial that was stopped would be stopped again. A run without limit has another name.
-        cell = self._cell(point, settings, seed, limit_s, "-trial")
-        return self._runner.run(cell, settings, "trial", turn)
+        """Run a trial of a study; see :meth:`TrialRunner.run`.
 
-    def final(
-        self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int
-    ) -> TrialResult:
-        """Run a winner on the seed of another study, without a limit."""
-        cell = self._cell(point, settings, seed, math.inf, "")
-        return self._runner.run(cell, settings, "final", f"final {seed}")
-
-    def _cell(
-        self,
-        point: Mapping[str, str],
-        settings: Mapping[str, Any],
-        seed: int,
-        limit_s: float,
-        suffix: str,
-    ) -> Cell:
+        ``limit_s`` is its longest training, infinite without a limit yet. None: it is the run of a
+        winner on the seed of another study, which has no limit.
+        """
         texts = [*self._tuning.overrides]
         for axis, value in point.items():
             texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
         own = [f"seed={seed}", path_word("runs_dir", self._runs_dir)]
         words = [*(schema.fill_in(t, point) for t in texts), *overrides_of(settings), *own]
         config = compose.load(words)
-        # Without the job's number, because jobs of a cluster share the directory.
-        folder = Path(config.runs_dir) / (run_id(config, job="") + suffix)
-        if limit_s < (config.trainer.max_train_s or math.inf):
+        # The limit is no part of the name: in one study later trials have smaller limits only, so
+        # a trial that was stopped would be stopped again. A run without limit has another name. The
+        # job's number is no part of it either, because jobs of a cluster share the directory.
+        name = run_id(config, job="") + ("" if limit_s is None else "-trial")
+        if limit_s is not None and limit_s < (config.trainer.max_train_s or math.inf):
             words.append(f"trainer.max_train_s={limit_s}")
-        return Cell(folder.name, tuple(words), 1, point, seed, folder=folder)
+        cell = Cell(name, tuple(words), 1, point, seed, folder=Path(config.runs_dir) / name)
+        return self._runner.run(cell, settings, "final" if limit_s is None else "trial", turn)
 
 
 def _run_studies(
@@ -223,7 +210,7 @@ def _run_studies(
             settings = trial_settings(tuning, search.point["optimizer"], study)[len(trials)]
             done = study * tuning.trials + len(trials) + 1
             limit_s = tuning.patience * min((t.here_s for t in trials), default=math.inf)
-            trials.append(runs.trial(search.point, settings, seed, limit_s, f"turn {done}"))
+            trials.append(runs.run(search.point, settings, seed, f"turn {done}", limit_s))
             if before is not None and not trials[-1].is_new:
                 before += 1
                 return True
@@ -247,7 +234,9 @@ def _final(tuning: Tuning, search: Search, runs: TuningRuns) -> tuple[TrialResul
     for own in tuning.seeds:
         winner = search.best(own)
         on_seeds = [
-            winner if seed == own else runs.final(search.point, winner.settings, seed)
+            winner
+            if seed == own
+            else runs.run(search.point, winner.settings, seed, f"final {seed}")
             # A winner that missed its own study's target is not run on other seeds.
             for seed in (tuning.seeds if not math.isinf(winner.time_s) else [own])
         ]
