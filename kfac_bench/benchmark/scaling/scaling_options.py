@@ -2,15 +2,14 @@
 
 import argparse
 import hashlib
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kfac_bench import report
-from kfac_bench.benchmark import local_runs, slurm_jobs
+from kfac_bench.benchmark import run_end, slurm_jobs
+from kfac_bench.benchmark.grid import Cell, run_cells
 from kfac_bench.benchmark.local_runs import warn_if_busy
 from kfac_bench.benchmark.scaling import scaling_report
 from kfac_bench.benchmark.scaling.measured import ScalingPoint, measure
@@ -19,8 +18,6 @@ from kfac_bench.benchmark.slurm_jobs import KFAC_BENCH
 from kfac_bench.config import compose
 from kfac_bench.config.command_options import path_word, whole_number
 from kfac_bench.errors import UsageError
-from kfac_bench.output import time_left
-from kfac_bench.record.events import EVENTS_FILE, RunEnded, read
 from kfac_bench.record.runs import Run, load
 from kfac_bench.simulate import hardware
 from kfac_bench.simulate.hardware import Hardware
@@ -30,43 +27,6 @@ from kfac_bench.whole_files import write_text
 _MOST_RANKS, _MOST_ROUNDS, _MOST_STEPS = 4096, 100, 1_000_000
 WINDOWS = 4
 """Intervals of decompositions that a run trains. The first interval warms up."""
-MOST_S = 3600
-"""Time limit of one run."""
-
-
-@dataclass(frozen=True)
-class ScalingRun:
-    """One round of one strategy on one number of ranks: one run of kfac-train."""
-
-    variant: Variant
-    world_size: int
-    round: int
-    overrides: tuple[str, ...]
-    """Overrides of kfac-train, run_id and runs_dir included."""
-    path: Path
-    """The run directory."""
-
-    @property
-    def label(self) -> str:
-        """The name for readers, which is also the name of the job."""
-        return f"{self.variant.label} {self.world_size} ranks round {self.round + 1}"
-
-    @property
-    def local_command(self) -> list[str]:
-        """The command that runs all ranks on this machine."""
-        return local_runs.local_command(self.overrides, self.world_size)
-
-    @property
-    def rank_command(self) -> list[str]:
-        """The command of one rank, for srun to start on every rank."""
-        return local_runs.rank_command(self.overrides)
-
-    def has_finished(self) -> bool:
-        """Return whether the run is complete."""
-        if not (self.path / EVENTS_FILE).exists():
-            return False
-        last = next((e for e in reversed(read(self.path)) if isinstance(e, RunEnded)), None)
-        return last is not None and last.status == "finished"
 
 
 @dataclass(frozen=True)
@@ -80,7 +40,8 @@ class ScalingRequest:
     overrides: Sequence[str]
     variants: Sequence[Variant]
     world_sizes: Sequence[int]
-    runs: Sequence[ScalingRun]
+    cells: Sequence[Cell]
+    """One round of one strategy on one number of ranks each."""
     folder: Path
     """Folder of the runs and of the results."""
     machine: Hardware | None
@@ -102,11 +63,15 @@ def scaling(options: argparse.Namespace, words: Sequence[str], say: Callable[[st
     if request.launcher == "slurm":
         _submit(request, say)
         return 0
-    failed = run_here(request.runs, say) if request.launcher == "local" else 0
-    finished = [each for each in request.runs if each.has_finished()]
+    failed = 0
+    if request.launcher == "local":
+        if any(run_end.will_run(cell.path(), retry=True) for cell in request.cells):
+            warn_if_busy(say)  # before the runs themselves make the machine busy
+        failed = run_cells(request.cells, say, retry=True)
+    finished = [each for each in request.cells if _has_finished(each)]
     if not finished:
         raise UsageError(f"{request.folder}: no run has finished; measure with --launcher local")
-    _write(request, [load(each.path) for each in finished], say)
+    _write(request, [load(each.path()) for each in finished], say)
     return 1 if failed else 0
 
 
@@ -119,8 +84,8 @@ def _write(request: ScalingRequest, runs: Sequence[Run], say: Callable[[str], No
             "trainer.max_train_s, or use fewer --steps"
         )
     tables = [scaling_table(runs), stage_table(runs)]
-    if missing := len(request.runs) - len(runs):
-        note = f"missing: {missing} of {len(request.runs)} runs"
+    if missing := len(request.cells) - len(runs):
+        note = f"missing: {missing} of {len(request.cells)} runs"
         tables[0] = replace(tables[0], notes=[note, *tables[0].notes])
     for table in tables:
         say(table.markdown())
@@ -174,8 +139,8 @@ def _submit(request: ScalingRequest, say: Callable[[str], None]) -> None:
     # The last --launcher counts.
     after = [sys.executable, *KFAC_BENCH, "scaling", *request.words, "--launcher", "none"]
     for world_size in request.world_sizes:
-        todo = [r for r in request.runs if r.world_size == world_size and not r.has_finished()]
-        commands = {each.label: each.rank_command for each in todo}
+        todo = [c for c in request.cells if c.ranks == world_size and not _has_finished(c)]
+        commands = {each.label: each.rank_command() for each in todo}
         if commands:
             options = [f"--ntasks={world_size}", *request.sbatch]
             jobs = slurm_jobs.submit(commands, after, request.folder, options)
@@ -190,7 +155,7 @@ def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingReques
     sizes = options.world_size.split(",")
     world_sizes = [whole_number("--world-size", text, _MOST_RANKS) for text in sizes]
     world_sizes = list(dict.fromkeys(world_sizes))
-    runs = scaling_runs(
+    cells = scaling_cells(
         overrides,
         variants,
         world_sizes,
@@ -207,7 +172,7 @@ def _request(options: argparse.Namespace, words: Sequence[str]) -> ScalingReques
         overrides,
         variants,
         world_sizes,
-        runs,
+        cells,
         options.runs_dir,
         _machine(options.hardware),
     )
@@ -235,7 +200,7 @@ def _machine(name: str) -> Hardware | None:
     return hardware.load(hardware_path(name, None)) if name else None
 
 
-def scaling_runs(
+def scaling_cells(
     overrides: Sequence[str],
     variants: Sequence[Variant],
     world_sizes: Sequence[int],
@@ -244,7 +209,7 @@ def scaling_runs(
     rounds: int,
     steps: int | None,
     runs_dir: str,
-) -> list[ScalingRun]:
+) -> list[Cell]:
     """Return the runs of every variant on every number of ranks, in rounds.
 
     Rounds are the outer loop. So a slow minute of the machine slows all variants alike.
@@ -265,14 +230,14 @@ def scaling_runs(
     fixed = [*overrides, *_fixed(steps or base.kfac.update_freq), path_word("runs_dir", runs_dir)]
     if base.trainer.threads is None:
         fixed.append("trainer.threads=1")
-    runs = []
+    cells = []
     for number in range(rounds):
         for world_size in world_sizes:
             batch = base.trainer.batch_size * (world_size if weak else 1)
             for each in variants:
                 own = (*fixed, f"trainer.batch_size={batch}", *_kfac(each), f"seed={number}")
-                runs.append(_run_of(each, world_size, number, own, runs_dir))
-    return runs
+                cells.append(_cell(each, world_size, number, own, runs_dir))
+    return cells
 
 
 def _fixed(window: int) -> list[str]:
@@ -291,9 +256,9 @@ def _fixed(window: int) -> list[str]:
     ]
 
 
-def _run_of(
+def _cell(
     variant: Variant, world_size: int, number: int, overrides: tuple[str, ...], runs_dir: str
-) -> ScalingRun:
+) -> Cell:
     config = compose.load(overrides)
     if config.trainer.batch_size < world_size:
         raise UsageError(
@@ -302,8 +267,8 @@ def _run_of(
         )
     digest = hashlib.sha256(repr((world_size, overrides)).encode()).hexdigest()[:8]
     name = f"{variant.label.replace('/', '_').replace('@', '-')}-{world_size}-{number}-{digest}"
-    named = (*overrides, f"run_id={name}")
-    return ScalingRun(variant, world_size, number, named, Path(runs_dir) / name)
+    label = f"{variant.label} {world_size} ranks round {number + 1}"
+    return Cell(label, overrides, world_size, folder=Path(runs_dir) / name)
 
 
 def _kfac(variant: Variant) -> tuple[str, ...]:
@@ -319,34 +284,6 @@ def _kfac(variant: Variant) -> tuple[str, ...]:
     )
 
 
-def run_here(todo: Sequence[ScalingRun], say: Callable[[str], None]) -> int:
-    """Run all on this machine, one after the other; return how many failed.
-
-    Finished runs are skipped. An interrupted run continues from its checkpoint.
-    """
-    failed = 0
-    # Before the runs themselves make the machine busy.
-    if not all(each.has_finished() for each in todo):
-        warn_if_busy(say)
-    took_s: list[float] = []
-    for number, each in enumerate(todo, start=1):
-        if each.has_finished():
-            text = "measured before"
-        else:
-            began = time.monotonic()
-            error = _run(each)
-            took_s.append(time.monotonic() - began)
-            failed += bool(error)
-            text = error or "measured"
-        left = sum(not later.has_finished() for later in todo[number:])
-        say(f"[{number}/{len(todo)}] {each.label}: {text}{time_left(took_s, left)}")
-    return failed
-
-
-def _run(each: ScalingRun) -> str:
-    """Run it; return the error, or an empty text."""
-    try:
-        code, line = local_runs.run_command(each.local_command, MOST_S)
-    except subprocess.TimeoutExpired:
-        return f"failed: not finished after {MOST_S} s"
-    return "" if code == 0 and each.has_finished() else f"failed: {line}"
+def _has_finished(cell: Cell) -> bool:
+    """Return whether the run is complete, so that it can be measured."""
+    return (run_end.ended(cell.path()) or "").startswith("finished")
