@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.contest import packed_runs
 from benchmarks.contest.packed_runs import PackedRun
 from kfac_bench.benchmark import run_end
-from kfac_bench.benchmark.computed import event_lines
 from kfac_bench.errors import UsageError
+from kfac_bench.record.event_log import line_of
 from kfac_bench.record.events import EVENTS_FILE
 from kfac_bench.whole_files import write_text
 
@@ -83,7 +83,7 @@ class ResultStore:
                 if (folder / EVENTS_FILE).exists() or run_end.failure(folder) is not None:
                     continue
                 if run.events:
-                    content = event_lines(run.events)
+                    content = "".join(map(line_of, run.events))
                     write_text(folder / EVENTS_FILE, content, make_folder=True)
                 if run.failure:
                     run_end.record_failure(folder, run.name, run.failure)

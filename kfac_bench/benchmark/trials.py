@@ -20,7 +20,6 @@ from kfac_bench.benchmark.grid import Cell, WorkSession
 from kfac_bench.benchmark.schema import Tuning
 from kfac_bench.errors import UsageError
 from kfac_bench.record import own_files, score
-from kfac_bench.record.events import RunEnded, Trained
 from kfac_bench.record.runs import Run, load, number, plain
 
 T = TypeVar("T")
@@ -108,7 +107,6 @@ class TrialResult:
         except UsageError as error:
             return cls(settings, seed, failure=failure or str(error), **others)
         seconds = [number(e.train_s) for e in run.events]
-        ended = [e for e in run.events if isinstance(e, RunEnded)]
         return cls(
             settings,
             seed,
@@ -116,7 +114,7 @@ class TrialResult:
             steps=score.steps_to_target(run),
             train_s=max((s for s in seconds if math.isfinite(s)), default=0.0),
             failure=failure,
-            message=(ended[-1].message or "") if ended else "",
+            message=(run.ended.message or "") if run.ended else "",
             path=path,
             **others,
         )
@@ -136,16 +134,9 @@ class TrialResult:
         """The reason why the target was missed, in a few words; empty if it was reached."""
         return "" if math.isfinite(self.time_s) else plain(self.failure or self.message)
 
-    @property
-    def curve(self) -> list[tuple[float, float]]:
-        """Training seconds and metric of each evaluation, from the run directory."""
-        return [(s, m) for _, s, m in score.metric_curve(load(self.path))] if self.path else []
-
-    @property
-    def trained(self) -> list[Trained]:
-        """The events of training steps, from the run directory."""
-        events = load(self.path).events if self.path else ()
-        return [e for e in events if isinstance(e, Trained)]
+    def run(self) -> Run | None:
+        """Read the whole run from its directory; None if it died before its first event."""
+        return load(self.path) if self.path else None
 
     def __str__(self) -> str:
         shown = shown_settings(self.settings)

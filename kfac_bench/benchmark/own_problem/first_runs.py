@@ -21,7 +21,6 @@ from kfac_bench.benchmark.own_problem.study_plan import (
 from kfac_bench.config.command_options import path_word
 from kfac_bench.errors import UsageError
 from kfac_bench.record import score
-from kfac_bench.record.events import Trained
 from kfac_bench.record.runs import load
 
 TUNING_SEED = 1000
@@ -157,6 +156,5 @@ def rounded(best: float, begins: float, *, higher_is_better: bool) -> float:
 
 
 def _step_s(path: Path) -> float:
-    """Return the seconds of a step of a run that recorded each step, without the first one."""
-    trained = [e for e in load(path).events if isinstance(e, Trained)]
-    return max(1e-6, (trained[-1].train_s - trained[0].train_s) / (len(trained) - 1))
+    """Return the seconds of a step, without the first recorded one."""
+    return max(1e-6, load(path).pace[0])
