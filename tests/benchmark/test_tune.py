@@ -150,6 +150,10 @@ def test_the_winner_over_all_seeds_becomes_the_experiment(tuned):
     assert [str(p.relative_to(tuned.out)) for p in tuned.out.rglob("*.yaml")] == [
         "digits/resnet_sgd.yaml"
     ]
+    folders = [path.name for path in (tuned.out.parent / "runs").iterdir()]
+    # A trial may have been stopped, so the run of a winner on another seed has another name.
+    assert [name.endswith("-trial") for name in sorted(folders)].count(True) == 6
+    assert len(folders) == 8
     text = (tuned.out / "digits/resnet_sgd.yaml").read_text()
     assert "best of 12 trials, 6 on each of the seeds" in text
     assert "on these seeds: 4.00 s, 5.00 s." in text
