@@ -234,6 +234,8 @@ def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkey
     )
     tuning.labels = {"sgd": "SGD, ours"}
     tune.tune(small(tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
+    turns = [line.split()[0] for line in said if line.startswith("[")]
+    assert turns == ["[1/2]"] * 4 + ["[2/2]"] * 4
     assert [line.split()[1] for line in said if line.startswith("[1/2]")] == [
         "digits/resnet_sgd",
         "digits/resnet_adamw",
