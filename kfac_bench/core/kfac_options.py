@@ -462,7 +462,7 @@ class EigenAdamOptions(TypedDict, total=False):
             meaning="factor of Adam's direction in the eigenbasis",
             details="""
                 Steps in the eigenbasis may be longer than those of AdamW;
-                docs/reference/results/eigen_adam.md shows how the default was chosen.
+                docs/lab/eigen_adam.md shows how the default was chosen.
                 """,
         ),
     ]
