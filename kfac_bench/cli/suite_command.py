@@ -310,7 +310,7 @@ def _compare(row: BenchmarkRow) -> None:
     """Report as ``kfac-bench compare``, for a benchmark without quantities."""
     from kfac_bench.benchmark import run_end, suite
     from kfac_bench.benchmark.suite import AttemptState
-    from kfac_bench.cli import compare_command
+    from kfac_bench.cli import runs_command
     from kfac_bench.record.events import EVENTS_FILE
 
     found = suite.attempts(row)
@@ -330,7 +330,7 @@ def _compare(row: BenchmarkRow) -> None:
     if new:
         say(f"not run yet: {new} of {counted(len(found), 'cell')}")
     if began:
-        compare_command.compare(began, row.folder / "report.html", None, False)
+        runs_command.compare(began, row.folder / "report.html", None, False)
 
 
 def _show(table: Table) -> None:

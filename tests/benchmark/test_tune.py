@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 
 from kfac_bench.benchmark import grid, local_runs, schema, trials, tune
 from kfac_bench.benchmark.schema import Tuning
-from kfac_bench.benchmark.trials import TuningTrial
+from kfac_bench.benchmark.trials import TrialResult
 from kfac_bench.benchmark.tune import Search
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
@@ -76,8 +77,8 @@ def composed(tmp_path, name, text):
 def test_the_best_trial_becomes_an_experiment(tmp_path, task, optimizer):
     point = {"task": task, "optimizer": optimizer}
     all_settings = trials.trial_settings(DEMO.tuning, optimizer)
-    made = [TuningTrial(s, (math.inf, 0.5)) for s in all_settings]
-    made[4] = TuningTrial(all_settings[4], (1.25, 0.0))
+    made = [TrialResult(s, 100, (math.inf, 0.5)) for s in all_settings]
+    made[4] = TrialResult(all_settings[4], 100, (1.25, 0.0))
     search = Search(f"digits/{task}_{optimizer}", point, {100: made, 101: made[:4]})
     text = tune.experiment_yaml(DEMO.tuning, point, search.reached, made[4], [1.25, math.inf])
     found = composed(tmp_path, "tuned", text)
@@ -149,6 +150,10 @@ def test_the_winner_over_all_seeds_becomes_the_experiment(tuned):
     assert [str(p.relative_to(tuned.out)) for p in tuned.out.rglob("*.yaml")] == [
         "digits/resnet_sgd.yaml"
     ]
+    folders = [path.name for path in (tuned.out.parent / "runs").iterdir()]
+    # A trial may have been stopped, so the run of a winner on another seed has another name.
+    assert [name.endswith("-trial") for name in sorted(folders)].count(True) == 6
+    assert len(folders) == 8
     text = (tuned.out / "digits/resnet_sgd.yaml").read_text()
     assert "best of 12 trials, 6 on each of the seeds" in text
     assert "on these seeds: 4.00 s, 5.00 s." in text
@@ -216,7 +221,9 @@ def test_if_all_trials_miss_the_nearest_wins(tuned, best, others):
     outcomes = {(lr, seed): (others, None) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)}
     outcomes |= {(best, 1): (0.9, None), (best, 2): (0.9, None)}
     assert tuned(outcomes) == best
-    assert "missed, median over seeds: missed" in "".join(tuned.said)
+    assert re.search(
+        r"yaml: optimizer.lr=\S+ not reached.*, median over seeds: missed", "".join(tuned.said)
+    )
 
 
 def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkeypatch):
@@ -227,6 +234,8 @@ def test_experiments_take_turns_and_several_tasks_have_profiles(tmp_path, monkey
     )
     tuning.labels = {"sgd": "SGD, ours"}
     tune.tune(small(tuning=tuning), str(tmp_path / "runs"), tmp_path, said.append)
+    turns = [line.split()[0] for line in said if line.startswith("[")]
+    assert turns == ["[1/2]"] * 4 + ["[2/2]"] * 4
     assert [line.split()[1] for line in said if line.startswith("[1/2]")] == [
         "digits/resnet_sgd",
         "digits/resnet_adamw",
