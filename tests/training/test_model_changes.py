@@ -133,6 +133,7 @@ def test_all_options_on_two_ranks_leave_equal_weights_and_resume(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.supports("ddp", "kfac-train")
 def test_the_average_on_two_ranks_equals_that_of_one_rank(tmp_path):
     options = (*STABLE, "trainer.ema=0.8", "trainer.max_steps=4")
