@@ -76,9 +76,16 @@ def _value(option: Mapping[str, list[Any]], u: float) -> Any:
         case {"log": [low, high]}:
             # Three digits keep experiment files readable.
             return float(f"{low * (high / low) ** u:.3g}")
+        case {"uniform": [low, high]}:
+            return float(f"{low + (high - low) * u:.4g}")
+        case {"integer": [low, high]}:
+            return low + math.floor(u * (high - low + 1))
         case {"choice": [*choices]}:
             return choices[math.floor(u * len(choices))]
-    raise UsageError(f"tuning space: {dict(option)} is neither log: [low, high] nor choice: [...]")
+    raise UsageError(
+        f"tuning space: {dict(option)} is neither log, uniform or integer: [low, high] nor choice: "
+        "[...]"
+    )
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
@@ -118,6 +125,10 @@ class TrialRunner:
     ) -> None:
         self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
         self.session = session
+
+    def check(self, point: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        """Raise :class:`UsageError` if the options of a trial are wrong, before any trial runs."""
+        compose.load(self._overrides(PlannedTrial("trial", point, settings, 0, math.inf, "")))
 
     def trial(
         self,

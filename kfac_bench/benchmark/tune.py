@@ -84,6 +84,8 @@ def tune(
     tuning = check(benchmark, out)
     searches = _searches(benchmark, tuning, only, say)
     runner = TrialRunner(benchmark, tuning, runs_dir, session or WorkSession())
+    for search in searches:
+        runner.check(search.point, trial_settings(tuning, search.point["optimizer"])[0])
     try:
         _run_studies(tuning, searches, runner, say)
         for search in searches:
@@ -221,17 +223,22 @@ def experiment_yaml(
 
     ``reached`` of all trials met the target; ``times`` are those of the best one by seed.
     """
-    groups = {k: v for k, v in best.settings.items() if "." not in k}
+    words = [schema.fill_in(text, point) for text in tuning.overrides]
+    parents = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
+    settings = dict(best.settings)
+    if not parents:  # the words of every trial say then what was trained, and how long
+        pairs = (word.split("=", 1) for word in words if "=" in word)
+        settings = {k: yaml.safe_load(v) for k, v in pairs if k != "logger"} | settings
+    groups = {k: v for k, v in settings.items() if "." not in k}
     tree: dict[str, Any] = {}
-    for key, value in best.settings.items():
+    for key, value in settings.items():
         group, _, option = key.partition(".")
         if option:
             tree.setdefault(group, {})[option] = value
     if label := tuning.labels.get(point["optimizer"]):
         tree = {"label": label, **tree}
-    parent: str = schema.fill_in(tuning.overrides[0], point).removeprefix("experiment=")
     defaults = [
-        f"/experiment/{parent}",
+        *(f"/experiment/{parent}" for parent in parents),
         *({f"override /{k}": v} for k, v in groups.items()),
         "_self_",
     ]
