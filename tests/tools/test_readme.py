@@ -134,12 +134,12 @@ def test_the_numbers_of_the_contest_are_those_of_its_runs(monkeypatch):
         shown = [f"{seconds:.2f}" for seconds in own]
         shown[fastest] = f"**{shown[fastest]}**"
         assert cells == shown, name
-    page = (ROOT / "docs" / "reference" / "results" / "contest.md").read_text()
+    page = (ROOT / "docs" / "lab" / "contest.md").read_text()
     for made in contest_tables.tables(result):
         assert made.markdown() in page, (
             "make it again: python -m benchmarks.contest tables contest --into"
         )
-    figure = ROOT / "docs" / "reference" / "results" / "contest.svg"
+    figure = ROOT / "docs" / "lab" / "contest.svg"
     assert figure.name in page
     drawn = " ".join(texts(figure.read_text()))
     assert profile_finding(times) in drawn, (
