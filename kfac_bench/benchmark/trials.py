@@ -56,9 +56,16 @@ def _value(option: Mapping[str, list[Any]], u: float) -> Any:
         case {"log": [low, high]}:
             # Three digits keep experiment files readable.
             return float(f"{low * (high / low) ** u:.3g}")
+        case {"uniform": [low, high]}:
+            return float(f"{low + (high - low) * u:.4g}")
+        case {"integer": [low, high]}:
+            return low + math.floor(u * (high - low + 1))
         case {"choice": [*choices]}:
             return choices[math.floor(u * len(choices))]
-    raise UsageError(f"tuning space: {dict(option)} is neither log: [low, high] nor choice: [...]")
+    raise UsageError(
+        f"tuning space: {dict(option)} is neither log, uniform or integer: [low, high] nor choice: "
+        "[...]"
+    )
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:

@@ -93,6 +93,8 @@ def tune(
     tuning = check(benchmark, out)
     searches = _searches(benchmark, tuning, only, say)
     runs = TuningRuns(benchmark, tuning, runs_dir, session or WorkSession())
+    for search in searches:
+        runs.check(search.point, trial_settings(tuning, search.point["optimizer"])[0])
     try:
         _run_studies(tuning, searches, runs, say)
         for search in searches:
@@ -165,6 +167,10 @@ class TuningRuns:
         self._benchmark, self._tuning, self._runs_dir = benchmark, tuning, runs_dir
         self._runner = TrialRunner(session, is_strict=True)
 
+    def check(self, point: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        """Raise :class:`UsageError` if the options of a trial are wrong, before any trial runs."""
+        compose.load(self._words(point, settings, seed=0))
+
     def run(
         self,
         point: Mapping[str, str],
@@ -178,11 +184,7 @@ class TuningRuns:
         ``limit_s`` is its longest training, infinite without a limit yet. None: it is the run of a
         winner on the seed of another study, which has no limit.
         """
-        texts = [*self._tuning.overrides]
-        for axis, value in point.items():
-            texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
-        own = [f"seed={seed}", path_word("runs_dir", self._runs_dir)]
-        words = [*(schema.fill_in(t, point) for t in texts), *overrides_of(settings), *own]
+        words = self._words(point, settings, seed)
         config = compose.load(words)
         # The limit is no part of the name: in one study later trials have smaller limits only, so
         # a trial that was stopped would be stopped again. A run without limit has another name. The
@@ -192,6 +194,13 @@ class TuningRuns:
             words.append(f"trainer.max_train_s={limit_s}")
         cell = Cell(name, tuple(words), 1, point, seed, folder=Path(config.runs_dir) / name)
         return self._runner.run(cell, settings, "final" if limit_s is None else "trial", turn)
+
+    def _words(self, point: Mapping[str, str], settings: Mapping[str, Any], seed: int) -> list[str]:
+        texts = [*self._tuning.overrides]
+        for axis, value in point.items():
+            texts += grid.options_of_value(self._benchmark, BenchmarkProfile(), axis, value)
+        own = [f"seed={seed}", path_word("runs_dir", self._runs_dir)]
+        return [*(schema.fill_in(t, point) for t in texts), *overrides_of(settings), *own]
 
 
 def _run_studies(
@@ -283,17 +292,22 @@ def experiment_yaml(
 
     ``reached`` of all trials met the target; ``times`` are those of the best one by seed.
     """
-    groups = {k: v for k, v in best.settings.items() if "." not in k}
+    words = [schema.fill_in(text, point) for text in tuning.overrides]
+    parents = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
+    settings = dict(best.settings)
+    if not parents:  # the words of every trial say then what was trained, and how long
+        pairs = (word.split("=", 1) for word in words if "=" in word)
+        settings = {k: yaml.safe_load(v) for k, v in pairs if k != "logger"} | settings
+    groups = {k: v for k, v in settings.items() if "." not in k}
     tree: dict[str, Any] = {}
-    for key, value in best.settings.items():
+    for key, value in settings.items():
         group, _, option = key.partition(".")
         if option:
             tree.setdefault(group, {})[option] = value
     if label := tuning.labels.get(point["optimizer"]):
         tree = {"label": label, **tree}
-    parent: str = schema.fill_in(tuning.overrides[0], point).removeprefix("experiment=")
     defaults = [
-        f"/experiment/{parent}",
+        *(f"/experiment/{parent}" for parent in parents),
         *({f"override /{k}": v} for k, v in groups.items()),
         "_self_",
     ]

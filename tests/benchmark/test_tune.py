@@ -65,11 +65,43 @@ def test_trials_of_spaces_with_and_without_ranges():
         trials.trial_settings(tuning, "y")
 
 
+def test_ranges_reach_both_ends():
+    ranges = {
+        "optimizer.lr": {"uniform": [0.5, 1.5]},
+        "kfac.update_freq": {"integer": [2, 4]},
+        "optimizer.momentum": {"choice": [0.5, 0.9]},
+    }
+    tuning = Tuning(["experiment=digits/resnet"], 64, [1], {"x": ranges}, "e")
+    made = trials.trial_settings(tuning, "x")
+    rates = [t["optimizer.lr"] for t in made]
+    assert 0.5 <= min(rates) < 0.55
+    assert 1.45 < max(rates) <= 1.5
+    assert 0.9 < sum(rates) / 64 < 1.1, "not spread evenly"
+    counts = [[t["kfac.update_freq"] for t in made].count(n) for n in (2, 3, 4)]
+    assert sum(counts) == 64
+    assert min(counts) > 15
+    assert {t["optimizer.momentum"] for t in made} == {0.5, 0.9}
+
+
 def composed(tmp_path, name, text):
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.yaml").write_text(text)
     return compose.load([f"experiment={name}"], tmp_path / "conf")
+
+
+def test_a_tuning_without_an_experiment_writes_its_own_words(tmp_path):
+    words = ["model=resnet20", "trainer.max_steps=4", "data.mixup=0.2", "logger=none"]
+    best = TrialResult({"optimizer": "adam", "kfac": "none", "optimizer.lr": 0.01}, 1, (1.5, 0.0))
+    tuning = Tuning(words, 1, [1], {"adam": best.settings}, "mine_{optimizer}")
+    text = tune.experiment_yaml(tuning, {"optimizer": "adam"}, 1, best, [1.5])
+    found = composed(tmp_path, "mine", text)
+    assert (found.model.name, found.optimizer.name, found.kfac.enabled) == (
+        "resnet20",
+        "adam",
+        False,
+    )
+    assert (found.trainer.max_steps, found.data.mixup, found.optimizer.lr) == (4, 0.2, 0.01)
 
 
 @pytest.mark.parametrize("task", DEMO.axes["task"])
