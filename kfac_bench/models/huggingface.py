@@ -57,13 +57,17 @@ class TextNetwork(nn.Module):
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Any:
         """Return the logits."""
-        if isinstance(inputs, Tensor):
-            return self.network(inputs).logits
-        given = {"attention_mask": inputs["attention_mask"].long()}
-        if self._reads_types:
-            given["token_type_ids"] = inputs["token_type_ids"]
-        logits: Tensor = self.network(inputs["input_ids"], **given).logits
-        if self.kind != "masked":
+        tokens = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]
+        given: dict[str, Tensor] = {}
+        if not isinstance(inputs, Tensor):
+            given["attention_mask"] = inputs["attention_mask"].long()
+            if self._reads_types:
+                given["token_type_ids"] = inputs["token_type_ids"]
+        if tokens.is_meta:  # a dry run; transformers looks at values to make a mask of its own
+            n, length = tokens.shape
+            given["attention_mask"] = tokens.new_ones((n, 1, length, length), dtype=torch.bool)
+        logits: Tensor = self.network(tokens, **given).logits
+        if isinstance(inputs, Tensor) or self.kind != "masked":
             return logits
         places = inputs["positions"][..., None].expand(-1, -1, logits.shape[-1])
         return logits.gather(1, places), None

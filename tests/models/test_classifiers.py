@@ -6,6 +6,7 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
+from benchmarks import architectures
 from kfac_bench.config import compose
 from kfac_bench.errors import UsageError
 from kfac_bench.models.library_options import TimmConfig, TorchvisionConfig
@@ -144,3 +145,20 @@ def test_weights_of_another_architecture_are_refused(tmp_path):
     config = TimmConfig("timm", architecture="test_vit", weights=str(file))
     with pytest.raises(UsageError, match=r"model\.weights="):
         weights.load(timm_model("test_vit"), config)
+
+
+def test_the_table_of_architectures_names_shares_and_errors():
+    row = architectures.train("timm", "test_vit")
+    assert row["covered"] == row["parameters"] - sum(
+        parameter.numel()
+        for name, parameter in timm.create_model(
+            "test_vit", num_classes=10, img_size=64
+        ).named_parameters()
+        if "norm" in name or name in ("cls_token", "pos_embed")
+    )
+    about = {"library": "timm", "family": "test", "warnings": []}
+    rows = [about | row | {"name": "good"}, about | {"name": "bad", "error": "too small"}]
+    lines = [*architectures.table({("timm", each["name"]): each for each in rows})]
+    share = 100 * row["covered"] // row["parameters"]
+    assert f"| timm | {share} % | good {max(row['seconds'], 0.1):.1f} |" in lines
+    assert lines[-1] == "* timm, bad: too small"

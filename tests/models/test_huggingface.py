@@ -89,6 +89,12 @@ def test_a_classifier_reads_padded_texts(gpt2):
     assert model(torch.randint(1, 96, (3, 16))).shape == (3, 4)
 
 
+def test_a_dry_run_needs_no_values(gpt2):
+    with torch.device("meta"):
+        model = build(gpt2)
+        assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 96)
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
