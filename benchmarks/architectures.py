@@ -6,7 +6,7 @@ Of each family of timm and torchvision the smallest architecture is tried, and a
 with at most 31 million parameters. Each trains two steps of SGD with ``KFAC(model, optimizer)`` on
 random images, in a process of its own with a time limit. Finished architectures are kept in the
 file and not tried again. ``--table`` trains nothing and prints the table of
-docs/reference/results/architectures.md.
+docs/lab/architectures.md.
 """
 
 from __future__ import annotations
