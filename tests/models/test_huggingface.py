@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from kfac_bench import cli
 from kfac_bench.errors import UsageError
 from kfac_bench.models import huggingface
 from kfac_bench.models.library_options import HuggingFaceConfig
@@ -93,6 +94,16 @@ def test_a_dry_run_needs_no_values(gpt2):
     with torch.device("meta"):
         model = build(gpt2)
         assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 96)
+
+
+def test_a_masked_network_has_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = transformers.RobertaConfig(**SIZES, intermediate_size=16)
+    config.save_pretrained(tmp_path)
+    words = ["model=huggingface", f"model.path={tmp_path}", "task=pretraining", "data=text"]
+    with pytest.raises(SystemExit):
+        cli.plan([*words, "data.sequence_length=32"])
+    assert "K-FAC covers 7 layers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
