@@ -8,7 +8,7 @@ CONTRIBUTING.md shows an example.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,10 +209,15 @@ class ModelConfig(Section):
     name: str = option(MISSING, "architecture", RESULT, choices=TABLES["model"])
     weights: str | None = option(
         None,
-        "weights to start from: a run directory, a .safetensors file, or a folder with "
-        "model.safetensors; the state of the optimizer is not read",
+        "weights to start from: a run directory, a file (.safetensors, or of torch.save), or a "
+        "folder with model.safetensors; the state of the optimizer is not read",
         RESULT,
     )
+
+    @classmethod
+    def architectures(cls) -> Sequence[str]:
+        """Return the names that the option ``model.architecture`` may have, if there is one."""
+        return ()
 
     def build(self, shape: tuple[int, ...], num_classes: int, task: str) -> nn.Module:
         """Return the network with random weights.
