@@ -583,9 +583,10 @@ def takes_options(kfac: type[T]) -> type[T]:
     explicit_hints = {p.name: p.annotation for p in explicit if p.annotation is not p.empty}
     init.__annotations__ = explicit_hints | hints | {"return": None}
     each = (option.entry(name, values[name]) for name, option in OPTIONS.items())
-    entries = textwrap.indent("".join(f"{entry}\n" for entry in each), " " * 8)
+    entries = textwrap.indent("".join(f"{entry}\n" for entry in each), " " * 4)
     if kfac.__doc__ is not None:  # python -OO removes it
-        before, _, after = kfac.__doc__.partition("        options: ")
+        # Python 3.13 removes the indentation of docstrings, as cleandoc does.
+        before, _, after = inspect.cleandoc(kfac.__doc__).partition("    options: ")
         kfac.__doc__ = before + entries + after[after.index("\n") + 1 :]
     return kfac
 

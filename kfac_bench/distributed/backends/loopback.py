@@ -10,6 +10,7 @@ import socket
 from contextlib import suppress
 from datetime import timedelta
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 _listening: dict[int, int] = {}
@@ -69,4 +70,6 @@ def store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) 
             timeout=timeout,
             # The store closes the socket at its end.
             master_listen_fd=listener.detach(),
+            # The store of libuv takes no socket in torch 2.6.
+            use_libuv=torch.__version__ >= "2.8",
         )
