@@ -137,7 +137,7 @@ def sent(run_id: str, project: str, entity: str | None) -> tuple[float, str]:
         last = run.lastHistoryStep
         # From wandb 0.28 the rows can come from a cache on disk that is older than the newest rows.
         has_cache = "use_cache" in inspect.signature(run.scan_history).parameters
-        fresh = {"use_cache": False} if has_cache else {}
+        fresh: dict[str, Any] = {"use_cache": False} if has_cache else {}
         rows = list(run.scan_history(**fresh)) if last >= 0 else []
         if last >= 0 and not rows:  # otherwise the caller would send all rows again
             raise ValueError(f"it has rows up to {last}, but sends none")
@@ -309,7 +309,7 @@ def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
     # Values that JSON does not know, such as paths, become text.
     plain_config = json.loads(json.dumps(options["config"], default=str))
     # Before wandb 0.27 the thread that finishes a run can hang; WandbSink.close reports that.
-    limits = {"finish_timeout": finish_s, "finish_timeout_raises": True}
+    limits: dict[str, Any] = {"finish_timeout": finish_s, "finish_timeout_raises": True}
     settings = wandb.Settings(
         silent=True,
         console="off",  # a captured console breaks progress bars
