@@ -152,8 +152,8 @@ def _subcommands(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _run_options() -> str:
     intro = (
-        "These options belong to every run. [The roles](../roles.md) of an option decide whether "
-        "another value is another run."
+        "These options belong to every run. [The role](../options.md#roles) of an option decides "
+        "whether another value is another run."
     )
     sections: dict[str, list[str]] = {}
     for name, [(_, option), *_] in option_table.every_option().items():

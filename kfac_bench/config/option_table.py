@@ -207,7 +207,7 @@ def _options_of(group: str, choice: str) -> Mapping[str, DeclaredOption]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the most similar known word, or nothing."""
+    """Return "; did you mean X?" for the most similar known words, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
     if not close:
         return ""
@@ -216,7 +216,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(other, word, strict=False))
         return difflib.SequenceMatcher(None, other, word).ratio(), len([*same])
 
-    return f"; did you mean {max(close, key=likeness)}?"
+    best = max(map(likeness, close))
+    return f"; did you mean {' or '.join(w for w in sorted(close) if likeness(w) == best)}?"
 
 
 def no_such_option(name: str, known: Iterable[str] = ()) -> str:

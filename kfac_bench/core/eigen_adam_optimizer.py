@@ -122,7 +122,7 @@ class EigenAdam(AdamW):
             ``linear`` (default): linear layers but the last one, and but layers with more than
             8192 outputs (vocabulary heads). ``none``: no layer.
         scale: Factor of Adam's direction in the eigenbasis. Steps in the eigenbasis may be longer
-            than those of AdamW; docs/reference/results/eigen_adam.md shows how the default
+            than those of AdamW; docs/lab/eigen_adam.md shows how the default
             was chosen.
         orthogonal_scale: Root mean square of the entries of an orthogonalized update at lr=1, if
             all its singular values are 1.

@@ -69,7 +69,7 @@ class KFAC:
     Gradients may be clipped before K-FAC or after it. Training frameworks clip before
     ``optimizer.step()``, so with :meth:`attach` the clip comes first. A clip before K-FAC limits
     the influence of one batch. A clip after K-FAC limits the length of the step and needs another
-    ``max_norm`` than without K-FAC; docs/how-to/clip_gradients.md compares both.
+    ``max_norm`` than without K-FAC; docs/how-to/schedulers_ema_checkpoints.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
     the mean over the examples of all micro-batches. The first dimension of the model's first
@@ -280,7 +280,7 @@ class KFAC:
                 remedy = "EigenAdam needs whole weights, so use ZeRO stage 0"
             raise RuntimeError(
                 "attach() with DeepSpeed's ZeRO, which leaves each rank a part of the gradients: "
-                f"{remedy} (docs/how-to/deepspeed.md)"
+                f"{remedy} (docs/reference/backends.md)"
             )
         order = self._guards.order
         # An optimizer may step without a new backward: frameworks do so to make its state.

@@ -293,7 +293,7 @@ def test_a_schedule_works_with_groups_that_count_steps(tmp_path):
 
 
 def script_on_rank(stage, autocast):
-    """Run the lines of docs/how-to/deepspeed.md, and return gradients and weights."""
+    """Run the lines of docs/reference/backends.md, and return gradients and weights."""
     with deepspeed_here(stage):
         import deepspeed
 

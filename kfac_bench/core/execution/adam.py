@@ -1,7 +1,7 @@
 """Adam in the eigenbasis of a layer: its options, its moments, and the direction of an update.
 
 ``method="eigen_adam"`` of KFAC uses it in place of a division by damped eigenvalues. The gradient
-workers of a layer keep its moments. docs/explanation/eigen_adam.md explains the rule and its
+workers of a layer keep its moments. docs/how-to/eigen_adam.md explains the rule and its
 literature.
 """
 
