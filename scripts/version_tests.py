@@ -127,6 +127,8 @@ def main() -> int:
             if name in ("light", "oldest"):
                 code = SMOKE.replace("BIN", str(python.parent))
                 run([python, "-W", "ignore", "-c", code], place)
+            else:
+                run([python.parent / "kfac-plan", "model=resnet50"], place)
             results[name] = run_tests(python, place, options.workers, name)
             shutil.rmtree(place)
     write({name: result for name, result in results.items() if name in ROWS})

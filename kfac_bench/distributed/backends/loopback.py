@@ -71,5 +71,5 @@ def store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) 
             # The store closes the socket at its end.
             master_listen_fd=listener.detach(),
             # The store of libuv takes no socket in torch 2.6.
-            use_libuv=torch.__version__ >= "2.8",
+            use_libuv=torch.__version__ >= "2.11",
         )
