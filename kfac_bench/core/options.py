@@ -125,9 +125,10 @@ def takes_options(options: Any, **other_defaults: Any) -> Callable[[type[T]], ty
         explicit_hints = {p.name: p.annotation for p in explicit if p.annotation is not p.empty}
         init.__annotations__ = explicit_hints | hints | {"return": None}
         each = (option.entry(name, values[name]) for name, option in known.items())
-        entries = textwrap.indent("".join(f"{entry}\n" for entry in each), " " * 8)
+        entries = textwrap.indent("".join(f"{entry}\n" for entry in each), " " * 4)
         if owner.__doc__ is not None:  # python -OO removes it
-            before, _, after = owner.__doc__.partition("        options: ")
+            # Python 3.13 removes the indentation of docstrings, as cleandoc does.
+            before, _, after = inspect.cleandoc(owner.__doc__).partition("    options: ")
             owner.__doc__ = before + entries + after[after.index("\n") + 1 :]
         return owner
 

@@ -5,6 +5,7 @@ from a dry run. All numbers follow from shapes. The model is on torch's meta dev
 allocates no weights, reads no data and starts no ranks.
 """
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,9 @@ def trace(config: TrainConfig, world_size: int = 1, builders: Builders | None = 
     """
     builders = builders or Builders.of(config)
     smallest_part, examples = _examples_of_a_rank(config, world_size)
+    if torch.__version__ < "2.11":
+        # torchvision imports it, and torch 2.6 cannot import it where tensors have no values.
+        importlib.import_module("torch._dynamo")
     with torch.device("meta"):
         model = builders.assumed_model()
         inputs = builders.example_inputs(examples)

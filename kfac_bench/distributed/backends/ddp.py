@@ -260,4 +260,6 @@ def loopback_store(
             timeout=timeout,
             # The store closes the socket at its end.
             master_listen_fd=listener.detach(),
+            # The store of libuv takes no socket in torch 2.6.
+            use_libuv=torch.__version__ >= "2.11",
         )
