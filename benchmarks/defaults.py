@@ -1,4 +1,4 @@
-"""Measure K-FAC's defaults on the seven develop tasks: docs/reference/results/defaults.md.
+"""Measure K-FAC's defaults on the seven develop tasks: docs/lab/defaults.md.
 
     python benchmarks/defaults.py [--tasks NAME,...] [--optimizers sgd,adamw] [--seeds 0,1,2]
         [--kfac JSON] [--turns] [--all-rates]

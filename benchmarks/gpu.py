@@ -51,7 +51,7 @@ ALL = list(dict.fromkeys([*FIRST, *_GRID]))
 NOT_TRIED = (
     ["several ranks", "tested with gloo", "not tried with NCCL"],
     ["Horovod", "tested", "not tried"],
-    ["clusters of V100", "", "[simulated](simulation.md)"],
+    ["clusters of V100", "", "[simulated](../../lab/simulation.md)"],
 )
 """Rows about what this command does not run, on a CPU and on a GPU. Edit them after such a run."""
 RESERVE_S = 10.0

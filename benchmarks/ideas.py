@@ -1,4 +1,4 @@
-"""Measure ideas for more speed; docs/explanation/what_was_tried.md has results and verdicts.
+"""Measure ideas for more speed; docs/lab/what_was_tried.md has results and verdicts.
 
     python benchmarks/ideas.py [--rounds 11]
 

@@ -1,7 +1,7 @@
 """Seconds to a target beside other libraries, on the same work: K-FAC, kfac-jax, SOAP and others.
 
     python benchmarks/peers.py [--competitors NAME,...] [--trials 6] [--seeds 0,1,2]
-    python benchmarks/peers.py --into docs/reference/results/peers.md
+    python benchmarks/peers.py --into docs/lab/peers.md
 
 The work is the autoencoder 784-1000-500-250-30 of conf/experiment/cpu/autoencoder.yaml. Each
 competitor of benchmarks/peers.yaml gets the same initial weights, the same batches in the same

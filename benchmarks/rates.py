@@ -1,6 +1,6 @@
 """Steps to a target by learning rate, for AdamW and EigenAdam.
 
-The page docs/reference/results/eigen_adam.md shows the table.
+The page docs/lab/eigen_adam.md shows the table.
 
     python benchmarks/rates.py [--tasks NAME,...] [--seeds 0,1,2] [--rates 0.001,...]
     python benchmarks/rates.py --only EigenAdam --rates 0.003 --options '{"betas": [0.9, 0.95]}'
@@ -58,7 +58,7 @@ TARGETS = {
     "pydoc transformer": Target(2.2, 32, 500, 10),
     "digits VAE": Target(22.84, 64, 1000, 50),
 }
-"""AdamW's final metrics of docs/reference/results/defaults.md for the MLP, convolutional net and
+"""AdamW's final metrics of docs/lab/defaults.md for the MLP, convolutional net and
 the VAE, and a loss of 0.12 for ResNet-8. The others are those of the embedded benchmark."""
 
 Build = Callable[[nn.Module, float], Optimizer]

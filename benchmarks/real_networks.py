@@ -1,4 +1,4 @@
-"""Measure K-FAC's defaults on large networks: docs/reference/results/real_networks.md.
+"""Measure K-FAC's defaults on large networks: docs/lab/real_networks.md.
 
     OMP_NUM_THREADS=1 python benchmarks/real_networks.py [--results FILE] [--table]
 

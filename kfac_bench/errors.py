@@ -89,6 +89,7 @@ EXTRAS = {
     "parquet": ("pyarrow",),
     "pictures": ("skimage",),
     "tensorboard": ("tensorboard",),
+    "timm": ("timm",),
 }
 """The packages of each extra of pyproject.toml, by the names that Python imports."""
 

@@ -1,9 +1,10 @@
-"""Test the wheel with other versions of Python and torch, each in a new environment.
+"""Test kfac_bench with other versions of Python and of packages, each in a new environment.
 
 `make test-light` runs the row `light` alone: torch and pytest are links to the packages of this
 environment, so that nothing is downloaded, and no other package is there. `make test-versions` runs
 all other rows, which install torch (about 5 GB each), and writes their outcomes into
-docs/reference/supported_versions.md.
+docs/reference/supported_versions.md. The row `oldest-harness` installs the lowest versions that
+pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 import venv
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "supported_versions.md"
 BEGIN, END = "<!-- versions: made by make test-versions -->", "<!-- end of versions -->"
+# A Python whose wandb reads the logs of an old wandb, for tests/support/wandb_rows.py.
+READER = sys.executable
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 SMOKE = """
@@ -56,12 +61,27 @@ for name in ("train", "bench", "plan", "data"):
 """A script that must run with torch alone."""
 
 
+class Row(NamedTuple):
+    """The Python of an environment, what pip installs, and the tests that run there."""
+
+    python: str
+    packages: Literal["torch alone", "lowest", "newest"]
+    tests: tuple[str, ...]
+
+
+HARNESS = ("training", "cli", "record", "models", "data")
 ROWS = {
-    "oldest": ("3.11", "torch==2.6.0"),
-    "3.13": ("3.13", "torch"),
-    "3.14": ("3.14", "torch"),
+    "oldest": Row("3.11", "torch alone", ("core",)),
+    "oldest-harness": Row("3.11", "lowest", HARNESS),
+    "3.13": Row("3.13", "newest", ("core", "training", "cli")),
+    "3.14": Row("3.14", "newest", ("core", "training", "cli")),
 }
-"""The Python of each environment, and the torch that pip installs."""
+
+EXTRAS = ("train", "detection", "language", "pictures", "tensorboard")
+"""The extras of the rows with a harness."""
+
+OF_THEIR_TIME = ("pydantic<2.12",)
+"""Packages that the oldest packages need in versions of their time."""
 
 NOT_RUN = {
     "oldest": (
@@ -99,14 +119,17 @@ def main() -> int:
             place = Path(folder) / name
             if name == "light":
                 python = linked_environment(place, wheel)
-            elif run([f"python{ROWS[name][0]}", "-c", "print(1)"], ROOT, check=False) != "1\n":
-                print(f"{name}: not tested, because there is no python{ROWS[name][0]}")
+            elif run([f"python{ROWS[name].python}", "-c", "print(1)"], ROOT, check=False) != "1\n":
+                print(f"{name}: not tested, because there is no python{ROWS[name].python}")
                 continue
             else:
-                python = installed_environment(place, wheel, *ROWS[name])
-            code = SMOKE.replace("BIN", str(python.parent))
-            run([python, "-W", "ignore", "-c", code], place)
-            results[name] = run_tests(python, place, options.workers, NOT_RUN.get(name, ()))
+                python = installed_environment(place, wheel, ROWS[name])
+            if name in ("light", "oldest"):
+                code = SMOKE.replace("BIN", str(python.parent))
+                run([python, "-W", "ignore", "-c", code], place)
+            else:
+                run([python.parent / "kfac-plan", "model=resnet50"], place)
+            results[name] = run_tests(python, place, options.workers, name)
             shutil.rmtree(place)
     write({name: result for name, result in results.items() if name in ROWS})
     return int(any(result["failed"] for result in results.values()))
@@ -144,29 +167,52 @@ def required(names: Iterable[str]) -> set[str]:
     return {name for name, _ in seen}
 
 
-def installed_environment(place: Path, wheel: Path, version: str, torch: str) -> Path:
-    """Install the wheel, a torch and pytest from the package index; return the Python."""
-    run([f"python{version}", "-m", "venv", place], ROOT)
+def installed_environment(place: Path, wheel: Path, row: Row) -> Path:
+    """Install the packages of a row and pytest from the package index; return the Python."""
+    run([f"python{row.python}", "-m", "venv", place], ROOT)
     python = place / "bin" / "python"
-    run([python, "-m", "pip", "-q", "install", "--no-cache-dir", torch, wheel, *TOOLS], place)
+    words = [f"torch=={lowest('torch')}", wheel]
+    if row.packages != "torch alone":
+        words = ["webdataset", "-e", f"{ROOT}[{','.join(EXTRAS)}]"]
+    if row.packages == "lowest":
+        words += [*OF_THEIR_TIME, *(f"{name}=={lowest(name)}" for name in requirements())]
+    run([python, "-m", "pip", "-q", "install", "--no-cache-dir", *words, *TOOLS], place)
     return python
 
 
-def run_tests(
-    python: Path, place: Path, workers: str, without: Iterable[str]
-) -> dict[str, str | int]:
-    """Run the quick tests on the installed wheel, outside of the checkout; return the outcomes."""
-    for name in ("__init__.py", "conftest.py", "support", "core"):
-        copy = shutil.copytree if (ROOT / "tests" / name).is_dir() else shutil.copy
-        (place / "tests").mkdir(exist_ok=True)
-        copy(ROOT / "tests" / name, place / "tests" / name)
-    shutil.copy(ROOT / "pyproject.toml", place)
-    shutil.copytree(ROOT / "examples", place / "examples")
+def requirements() -> dict[str, Requirement]:
+    """Return the requirements of the library and of the tested extras, by name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for name in EXTRAS for line in extras[name])]
+    made = {needed.name: needed for needed in map(Requirement, lines)}
+    del made["kfac-bench"]
+    return made
+
+
+def lowest(name: str) -> str:
+    """Return the lowest version that a requirement allows."""
+    (version,) = (each.version for each in requirements()[name].specifier if each.operator == ">=")
+    return version
+
+
+def run_tests(python: Path, place: Path, workers: str, name: str) -> dict[str, str | int]:
+    """Run the quick tests of a row and return the outcomes.
+
+    The tests of the harness run in the checkout, those of torch alone on the wheel outside of it.
+    """
+    row = ROWS.get(name, ROWS["oldest"])
     words = ["-q", "-n", workers, "-m", "not slow and not alone", "-p", "no:cacheprovider"]
     words.append("--ignore=tests/core/test_architecture.py")  # reads the documentation
-    words += [f"--deselect=tests/{test}" for test in without]
-    said = run([python, "-m", "pytest", *words, "tests/core"], place, check=False)
-    print(said[-3000:])
+    words += [f"--deselect=tests/{test}" for test in NOT_RUN.get(name, ())]
+    if row.packages == "torch alone":
+        copy_tests(place)
+    if row.packages == "lowest":
+        words += ["-W", "default"]  # old packages call what is deprecated now
+    words += [f"tests/{folder}" for folder in row.tests]
+    folder = place if row.packages == "torch alone" else ROOT
+    said = run([python, "-m", "pytest", *words], folder, check=False)
+    print(said[-6000:])
     counts = dict.fromkeys(("passed", "skipped", "failed"), 0)
     for count, outcome in re.findall(r"(\d+) (passed|skipped|failed|error)", said.splitlines()[-1]):
         counts["failed" if outcome == "error" else outcome] += int(count)
@@ -175,7 +221,23 @@ def run_tests(
     code = "import platform, torch; print(platform.python_version(), torch.__version__)"
     version, torch = run([python, "-W", "ignore", "-c", code], place).split()
     date = datetime.now(UTC).date().isoformat()
-    return {"python": version, "torch": torch, **counts, "date": date}
+    return {
+        "python": version,
+        "torch": torch,
+        "tests": ", ".join(row.tests),
+        **counts,
+        "date": date,
+    }
+
+
+def copy_tests(place: Path) -> None:
+    """Copy the tests of the core, so that they import the installed wheel."""
+    for name in ("__init__.py", "conftest.py", "support", "core"):
+        copy = shutil.copytree if (ROOT / "tests" / name).is_dir() else shutil.copy
+        (place / "tests").mkdir(exist_ok=True)
+        copy(ROOT / "tests" / name, place / "tests" / name)
+    shutil.copy(ROOT / "pyproject.toml", place)
+    shutil.copytree(ROOT / "examples", place / "examples")
 
 
 def run(command: Sequence[object], folder: Path, *, check: bool = True) -> str:
@@ -186,7 +248,7 @@ def run(command: Sequence[object], folder: Path, *, check: bool = True) -> str:
     done = subprocess.run(  # noqa: S603
         [str(word) for word in command],
         cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1"},
+        env=clean | {"OMP_NUM_THREADS": "1", "READER_OF_WANDB": READER},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

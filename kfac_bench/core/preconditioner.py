@@ -30,22 +30,22 @@ from kfac_bench.core.distributed.collective import Collective, default_collectiv
 from kfac_bench.core.distributed.deepspeed_zero import takes_gradient
 from kfac_bench.core.eigen_adam_optimizer import Coverage, find_eigen_adam
 from kfac_bench.core.kfac_options import (
+    OPTIONS,
     KFACOptions,
-    check_names,
     defaults,
-    takes_options,
     with_preset,
     within,
 )
 from kfac_bench.core.layer_plan import Report, choose_within_budget
 from kfac_bench.core.layers.coverage import LayerTypes, SkippedModule
 from kfac_bench.core.optimizer_state import OptimizerState
+from kfac_bench.core.options import check_names, takes_options
 from kfac_bench.core.planning.budget import Choice
 from kfac_bench.core.planning.plan import EIGEN_ADAM
 from kfac_bench.core.stepper import FirstSteps, Stepper, measure
 
 
-@takes_options
+@takes_options(KFACOptions, state_dtype=defaults()["state_dtype"])
 class KFAC:
     """Kronecker-factored approximate curvature (K-FAC) as a preconditioner of gradients.
 
@@ -69,7 +69,7 @@ class KFAC:
     Gradients may be clipped before K-FAC or after it. Training frameworks clip before
     ``optimizer.step()``, so with :meth:`attach` the clip comes first. A clip before K-FAC limits
     the influence of one batch. A clip after K-FAC limits the length of the step and needs another
-    ``max_norm`` than without K-FAC; docs/how-to/clip_gradients.md compares both.
+    ``max_norm`` than without K-FAC; docs/how-to/schedulers_ema_checkpoints.md compares both.
 
     The loss must be a mean over the examples of the step. With gradient accumulation it must be
     the mean over the examples of all micro-batches. The first dimension of the model's first
@@ -150,7 +150,7 @@ class KFAC:
         model_parallel: Collective | None = None,
         **options: Unpack[KFACOptions],
     ) -> None:
-        check_names(options)
+        check_names("KFAC", OPTIONS, options)
         self._options = defaults() | with_preset(options, preset)
         self.fisher, self.background = self._options["fisher"], self._options["background"]
         self.collective = collective or default_collective()
@@ -280,7 +280,7 @@ class KFAC:
                 remedy = "EigenAdam needs whole weights, so use ZeRO stage 0"
             raise RuntimeError(
                 "attach() with DeepSpeed's ZeRO, which leaves each rank a part of the gradients: "
-                f"{remedy} (docs/how-to/deepspeed.md)"
+                f"{remedy} (docs/reference/backends.md)"
             )
         order = self._guards.order
         # An optimizer may step without a new backward: frameworks do so to make its state.

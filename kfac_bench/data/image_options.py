@@ -76,7 +76,8 @@ class _CifarConfig(FilesConfig):
     def build(self, task: str) -> Data:
         from kfac_bench.data.images import cifar
 
-        return cifar.load(self.folder(), self._dataset(), augment=self.augment)
+        augment = self.auto_augment or self.augment
+        return cifar.load(self.folder(), self._dataset(), augment=augment)
 
     @classmethod
     def _dataset(cls) -> CifarDataset:
@@ -102,6 +103,7 @@ class _CifarConfig(FilesConfig):
 class CIFAR10Config(_CifarConfig):
     """CIFAR-10, read from its archives."""
 
+    has_photographs: ClassVar[bool] = True
     num_classes: ClassVar[int] = 10
 
     image_size: int = option(32, "images are not resized", RESULT, at_least=32, at_most=32)
@@ -234,13 +236,18 @@ class MNISTConfig(FashionMNISTConfig):
 class ImageFolderConfig(FilesConfig):
     """Images in folders by class, as ImageNet has them."""
 
+    has_photographs: ClassVar[bool] = True
     demo: ClassVar[str] = "imagenet"
 
     def build(self, task: str) -> Data:
         from kfac_bench.data.images import imagefolder
 
         return imagefolder.load(
-            self.folder(), self.image_size, self.workers, self.on_error, augment=self.augment
+            self.folder(),
+            self.image_size,
+            self.workers,
+            self.on_error,
+            augment=self.auto_augment or self.augment,
         )
 
     @classmethod
@@ -325,6 +332,8 @@ class TableConfig(FilesConfig):
 class ParquetConfig(TableConfig):
     """Images with labels in Parquet or Arrow files, as Hugging Face's hub and datasets have."""
 
+    has_photographs: ClassVar[bool] = True
+
     image_column: str | None = option(None, "column of images; null: image or img", RESULT)
     label_column: str | None = option(
         None, "column of labels; null: label, labels or fine_label", RESULT
@@ -346,7 +355,7 @@ class ParquetConfig(TableConfig):
             self.image_size,
             self.workers,
             self.on_error,
-            augment=self.augment,
+            augment=self.auto_augment or self.augment,
         )
 
     @classmethod
@@ -399,11 +408,17 @@ class PicturesConfig(DataConfig):
 class ShardsConfig(FilesConfig):
     """ImageNet as tar shards, as the webdataset package writes them."""
 
+    has_photographs: ClassVar[bool] = True
+
     def build(self, task: str) -> Data:
         from kfac_bench.data.images import tar_shards
 
         return tar_shards.load(
-            self.folder(), self.image_size, self.workers, self.on_error, augment=self.augment
+            self.folder(),
+            self.image_size,
+            self.workers,
+            self.on_error,
+            augment=self.auto_augment or self.augment,
         )
 
     @classmethod

@@ -5,6 +5,7 @@ Parameters have the names of transformers' own checkpoints.
 
 from collections.abc import Mapping
 
+import transformers
 from torch import Tensor, nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertForPreTraining, BertForQuestionAnswering
@@ -74,11 +75,12 @@ class QuestionAnsweringBert(nn.Module):
 
 def _encode(bert: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return the hidden states [n, L, H], and the first one after the pooler, if any."""
+    # transformers would read the values of a mask of two dimensions, and the CPU would wait for
+    # the GPU. Version 5 takes a mask of four dimensions as it is, version 4 one of three.
+    mask = inputs["attention_mask"][:, None]
+    is_old = transformers.__version__.startswith("4.")
+    mask = mask.expand(-1, mask.shape[-1], -1) if is_old else mask[:, None]
     encoded = bert(
-        inputs["input_ids"],
-        token_type_ids=inputs["token_type_ids"],
-        # transformers takes a mask of four dimensions as it is. It would read the values of
-        # another mask, and the CPU would wait for the GPU.
-        attention_mask=inputs["attention_mask"][:, None, None, :],
+        inputs["input_ids"], token_type_ids=inputs["token_type_ids"], attention_mask=mask
     )
     return encoded.last_hidden_state, encoded.pooler_output

@@ -5,6 +5,7 @@ from a dry run. All numbers follow from shapes. The model is on torch's meta dev
 allocates no weights, reads no data and starts no ranks.
 """
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,9 @@ def trace(config: TrainConfig, world_size: int = 1, builders: Builders | None = 
     """
     builders = builders or Builders.of(config)
     smallest_part, examples = _examples_of_a_rank(config, world_size)
+    if torch.__version__ < "2.11":
+        # torchvision imports it, and torch 2.6 cannot import it where tensors have no values.
+        importlib.import_module("torch._dynamo")
     with torch.device("meta"):
         model = builders.assumed_model()
         inputs = builders.example_inputs(examples)
@@ -180,7 +184,7 @@ def _step(model: nn.Module, forward_pass: Callable[[], Any], layers: Sequence[La
     with FlopCounterMode(display=False) as forward:
         made = forward_pass()
         outputs = made if isinstance(made, tuple) else (made,)
-        total = sum((x.sum() for x in outputs), torch.zeros((), device="meta"))
+        total = sum((x.sum() for x in outputs if x is not None), torch.zeros((), device="meta"))
     with FlopCounterMode(display=False) as to_layers:
         if edges:
             torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)

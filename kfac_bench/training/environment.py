@@ -44,7 +44,7 @@ def keep_freed_memory() -> bool:
     """Tell glibc to keep freed memory, and return whether glibc is there and agreed.
 
     By default glibc returns freed memory to the system, and each new use costs page faults. A K-FAC
-    step on a CPU frees and takes tens of megabytes (docs/explanation/what_was_tried.md).
+    step on a CPU frees and takes tens of megabytes (docs/lab/what_was_tried.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:

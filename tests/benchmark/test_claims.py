@@ -27,9 +27,9 @@ def test_claims_name_quantities_and_points_of_their_table(name):
             assert {*check.at} == {*axes}
             assert all(value in axes[axis] for axis, value in check.at.items())
             assert (check.at_most is None) != (check.at_least is None)
-    text = (compose.CONF_DIR.parent / "docs/reference/benchmarks.md").read_text()
+    text = (compose.CONF_DIR.parent / "docs/lab/papers.md").read_text()
     assert all(claim.text in text for claim in row.claims), (
-        "report all --profile cpu --into docs/..."
+        "report all --profile cpu --into docs/lab/papers.md"
     )
 
 

@@ -133,7 +133,7 @@ def test_options_are_in_the_config_that_wandb_gets(tmp_path):
     """Compare with the configuration and the environment of a real run."""
     train(tmp_path, "kfac=none", "trainer.max_steps=1", "logger=wandb", "logger.mode=offline")
     [log] = tmp_path.glob("*/wandb/offline-run-*/*.wandb")
-    config = wandb_config(log)
+    config = wandb_rows.run_record(log)["config"]["update"]
     for option in (*GROUPS, WORLD_SIZE):
         value = config
         for key in option.split("."):
@@ -141,18 +141,6 @@ def test_options_are_in_the_config_that_wandb_gets(tmp_path):
     assert value == 1
     assert set(GROUPS) <= flatten(asdict(compose.load([]))).keys()
     assert config["environment"]["hardware"] == environment.describe()["hardware"]
-
-
-def wandb_config(log):
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    [run] = [r["run"] for r in map(json.loads, lines) if r["type"] == "run"]
-    return run["config"]["update"]
 
 
 def test_the_dashboard_equals_the_golden_file(tmp_path):

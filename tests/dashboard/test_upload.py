@@ -4,8 +4,6 @@ import fcntl
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from PIL import Image
@@ -87,13 +85,11 @@ def test_a_real_run_is_sent_once_with_all_points_and_pictures(tmp_path, capsys):
     assert {Image.open(x).tobytes() for x in uploaded} == {
         Image.open(path / item["file"]).convert("RGB").tobytes() for item in event.items
     }
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    [run] = [r["run"] for r in map(json.loads, lines.splitlines()) if r["type"] == "run"]
+    run = wandb_rows.run_record(log)
     assert run["project"] == "kfac_bench"
     assert run["config"]["update"]["kfac"]["update_freq"] == 4
     assert run["config"]["update"]["environment"]["world_size"] == 1
-    assert '"exit_code":0' in lines.replace(" ", "")
+    assert '"exit_code":0' in wandb_rows.inspect(log, "--json").replace(" ", "")
 
     assert call(tmp_path, "--offline") == 0
     assert (
@@ -132,9 +128,7 @@ def test_a_complete_run_that_a_sweep_draws_again_is_sent_again(tmp_path, monkeyp
     shutil.rmtree(path / "wandb")
     assert call(path, "--offline") == 0
     [log] = path.glob("wandb/offline-run-*/run-first.wandb")
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    [run] = [r["run"] for r in map(json.loads, lines.splitlines()) if r["type"] == "run"]
+    run = wandb_rows.run_record(log)
     assert run["project"] == "mine"
     assert views.scope_of_runs([path], None, None).run_ids == ["first"]
 

@@ -201,9 +201,9 @@ def assert_same_state(ours, theirs, tolerance=1e-3):
     [
         ("optimizer.weight_decay=0.01", "kfac.adaptive_damping=true", "kfac.damping_freq=2"),
         ("optimizer=adamw", "optimizer.lr=0.002", "trainer.accumulate=3", "kfac.fisher=type2"),
-        ("kfac=none",),
+        ("kfac=none", "trainer.clip_grad_norm=0.1"),
     ],
-    ids=["sgd adaptive", "adamw type2 parts", "none"],
+    ids=["sgd adaptive", "adamw type2 parts", "none clip"],
 )
 def test_a_run_equals_one_with_ddp(tmp_path, with_ddp, stage, options):
     options = (*options, "trainer.max_steps=6")
@@ -293,7 +293,7 @@ def test_a_schedule_works_with_groups_that_count_steps(tmp_path):
 
 
 def script_on_rank(stage, autocast):
-    """Run the lines of docs/how-to/deepspeed.md, and return gradients and weights."""
+    """Run the lines of docs/reference/backends.md, and return gradients and weights."""
     with deepspeed_here(stage):
         import deepspeed
 

@@ -1,4 +1,4 @@
-"""docs/how-to/training_frameworks.md shows the files of examples/; frameworks may be missing."""
+"""docs/how-to/training_frameworks.md shows lines of examples/; frameworks may be missing."""
 
 import importlib
 import os
@@ -13,15 +13,16 @@ import torch
 from tests.support import ROOT
 
 PAGE = (ROOT / "docs/how-to/training_frameworks.md").read_text()
-SHOWN = re.findall(r"\]\(../../examples/(\w+\.py)\):\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+SHOWN = re.findall(r"/(\w+\.py)\) is a complete .*?:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_page_shows_the_files():
+def test_the_lines_of_the_page_are_those_of_the_files():
     assert len(SHOWN) == PAGE.count("```python") == 5
     for name, block in SHOWN:
-        text = (ROOT / "examples" / name).read_text()
-        assert block == text, f"{name} and its block in docs/how-to/training_frameworks.md differ"
-        assert len(text.splitlines()) <= 30, name
+        lines = (ROOT / "examples" / name).read_text().splitlines()
+        assert "(1)" in block
+        assert {*block.splitlines()} <= {*lines, ""}, f"the page shows other lines than {name}"
+        assert len(lines) <= 30, name
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.reliability.faults.matrix import Outcome
 from tests.support import ROOT
 from tests.support.quick import quick_if
 
-PAGE = ROOT / "docs" / "reference" / "results" / "faults.md"
+PAGE = ROOT / "docs" / "lab" / "faults.md"
 
 
 @pytest.mark.alone
@@ -169,7 +169,7 @@ def test_the_page_counts_methods_and_names_failures():
     assert "3 real runs" in text
     assert "met a fault: 2 ended as they\nshould, 1 did not" in text
     assert "a \\| b" in text
-    assert 'docs/reference/results/faults.md"` wrote this page on 2026-11-21' in text
+    assert 'docs/lab/faults.md"` wrote this page on 2026-11-21' in text
 
 
 def test_the_page_in_docs_lists_every_fault():

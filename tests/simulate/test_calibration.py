@@ -151,7 +151,7 @@ def test_a_page_without_marks_is_refused_before_anything_is_computed(tmp_path, m
 @pytest.mark.slow
 def test_the_page_has_the_tables_that_the_command_prints(tmp_path):
     root = compose.CONF_DIR.parent
-    page = root / "docs" / "reference" / "results" / "simulation_folds.md"
+    page = root / "docs" / "lab" / "simulation_folds.md"
     copy = tmp_path / "page.md"
     shutil.copy(page, copy)
     before, _, rest = copy.read_text().partition(BEGIN)

@@ -450,7 +450,7 @@ def test_table_and_figure_name_the_blocks(capsys, tmp_path):
 
 def test_the_output_names_what_was_never_validated(capsys):
     """The error of the nearest validated case is that of the folds and of Longhorn's file."""
-    pages = compose.CONF_DIR.parent / "docs" / "reference" / "results"
+    pages = compose.CONF_DIR.parent / "docs" / "lab"
     folds = (pages / "simulation_folds.md").read_text()
     assert f"| all 9 ratios |  |  |  | {100 * NEAREST_ERROR:.1f} % |" in folds
     longhorn = hardware.load(compose.CONF_DIR / "hardware" / f"{NEAREST}.yaml")

@@ -1,20 +1,42 @@
-"""The rows of W&B's offline runs, as W&B's own reader finds them."""
+"""The content of W&B's offline runs, as W&B's own reader finds it."""
 
 import json
+import os
 import subprocess
 import sys
+
+# wandb has the reader since 0.28. scripts/version_tests.py names a Python that has such a wandb.
+READER = os.environ.get("READER_OF_WANDB", sys.executable)
+
+
+def inspect(log, *options):
+    """Return what `wandb leet inspect` prints about a log, also of a killed run."""
+    command = [READER, "-m", "wandb", "leet", "inspect", *options, str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.stdout, done.stderr
+    return done.stdout
+
+
+def records(log):
+    """Yield the records of a log, up to a damaged end."""
+    for line in inspect(log, "--json").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # a message about damage, at the end of the file
+        if isinstance(record, dict):
+            yield record
+
+
+def run_record(log):
+    """Return the record of the run: its name, its config and its place in W&B."""
+    [run] = [record["run"] for record in records(log) if record["type"] == "run"]
+    return run
 
 
 def offline(run_directory):
     """Yield the rows of every offline run below ``run_directory``, also of a killed run."""
     for log in sorted(run_directory.glob("wandb/offline-run-*/*.wandb")):
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.stdout, done.stderr
-        for line in done.stdout.splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # a message about damage, at the end of the file
-            if isinstance(record, dict) and record.get("type") == "history":
+        for record in records(log):
+            if record.get("type") == "history":
                 yield dict(record["history"]["item"])

@@ -30,8 +30,8 @@ FRONT = {
 }
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
-RESULTS = "reference/results/"
-"""Raw tables, which may be long. kfac-bench writes those of its folders, such as smoke/."""
+LAB = "lab/"
+"""Raw tables and experiments, which may be long. They are not in the menu."""
 MOST_WORDS = 1500
 
 RUNS = {
@@ -168,24 +168,93 @@ def test_an_event_explains_each_of_its_fields(kind):
 
 def test_pages_are_short():
     words = {page: len(text.split()) for page, text in (PAGES | MADE).items()}
-    long = {page for page, n in words.items() if n > MOST_WORDS and not page.startswith(RESULTS)}
+    long = {page for page, n in words.items() if n > MOST_WORDS and not page.startswith(LAB)}
     assert not long, "split these pages"
 
 
-def test_the_navigation_has_every_page():
+def menu():
+    """Return the files of the menu, by the title of the section."""
+
     def files(entry):
         if isinstance(entry, str):
             yield entry
         for part in entry.values() if isinstance(entry, dict) else entry * isinstance(entry, list):
             yield from files(part)
 
-    nav = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert len(nav) == len(set(nav))
-    raw = {page for page in PAGES if page.startswith(RESULTS) and page.count("/") == 3}
-    assert set(nav) == set(PAGES) - raw | set(MADE)
-    links = re.findall(r"\]\(<(results/[^>]+)>\)", PAGES["reference/benchmarks.md"])
-    listed = {f"reference/{link}" for link in links}
-    assert raw == listed, "the overview lists every page of raw tables"
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    return {title: list(files(part)) for each in sections for title, part in each.items()}
+
+
+LINK = re.compile(r"\]\(<?([^)#:\s>]+\.md)>?(?:#[^)]*)?\)")
+INDEXES = ("lab/index.md", "lab/papers.md", "reference/commands.md", "reference/options.md")
+
+
+def test_the_menu_has_every_page_or_an_index_of_it():
+    """The lab has an index, kfac-bench report --into writes one, and two list made pages."""
+    sections = menu()
+    assert all(len(section) <= 10 for section in sections.values()), "ten pages are enough"
+    pages = [page for section in sections.values() for page in section]
+    assert len(pages) == len(set(pages))
+    listed = set()
+    for index in INDEXES:
+        folder = index.rpartition("/")[0]
+        listed |= {f"{folder}/{link}" for link in LINK.findall(PAGES[index])}
+    hidden = {page for page in PAGES if page.startswith(LAB)}
+    hidden |= {page for page in MADE if page.count("/") == 2 and page.startswith("reference/")}
+    assert set(pages) == (set(PAGES) | set(MADE)) - (hidden - {"lab/index.md"})
+    assert hidden - {"lab/index.md"} <= listed
+
+
+MOST_WORDS_OF_THE_MENU = 40_000
+"""The pages of the menu that are written by hand. A new page makes others shorter."""
+
+
+def hand_written():
+    """Return the texts of the menu, without the pages that are made from code."""
+    pages = (page for section in menu().values() for page in section)
+    return {page: PAGES[page] for page in pages if page in PAGES}
+
+
+def test_the_menu_is_short():
+    words = sum(len(text.split()) for text in hand_written().values())
+    assert words <= MOST_WORDS_OF_THE_MENU
+    assert words > MOST_WORDS_OF_THE_MENU - 4000, "lower the limit"
+
+
+RESULT = re.compile(
+    r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ?(%|x|s|ms|h|min|MB|GB|MiB|GFLOP|steps)(?!\w)"
+)
+ON_TWO_PAGES = {
+    ("1.25", "x"),  # steps of ResNet-8 on digits; intervals of the papers
+    ("1.27", "x"),  # steps of EigenAdam; ResNet-8 of the papers
+}
+"""Equal numbers of different measurements."""
+
+
+def test_a_result_is_on_one_page():
+    """A number with three digits and a unit that is on two pages becomes wrong on one of them."""
+    found = {}
+    for page, text in hand_written().items():
+        for number, unit in RESULT.findall(BLOCK.sub("", text)):
+            if len(re.sub("[.,]", "", number).strip("0")) >= 3:
+                found.setdefault((number, unit), set()).add(page)
+    twice = {result: pages for result, pages in found.items() if len(pages) > 1}
+    assert not {result: twice[result] for result in twice.keys() - ON_TWO_PAGES}
+    assert twice.keys() >= ON_TWO_PAGES, "take the number from the list"
+
+
+def test_the_verdicts_are_those_of_the_tables():
+    """The page of the claims has them in words, the lab as kfac-bench report printed them."""
+    made = re.findall(
+        r"^\| (?:Claim|The|Goal).*?\. \| ([a-z ]+) \|", PAGES["lab/papers.md"], re.MULTILINE
+    )
+    told = re.findall(
+        r"\. \| ([a-z ]+)(?:, by computed bytes)? \|$",
+        PAGES["reference/benchmarks.md"],
+        re.MULTILINE,
+    )
+    assert len(made) == 12
+    assert told == made
 
 
 def test_links_lead_somewhere():

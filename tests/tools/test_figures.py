@@ -14,7 +14,7 @@ from tests.support import ROOT
 from tests.support.figures import texts
 
 DOCS = ROOT / "docs"
-RESULTS = DOCS / "reference" / "results"
+LAB = DOCS / "lab"
 DRAWN = sorted(path for path in DOCS.rglob("*.svg") if path.name != "architecture.svg")
 MOST_PT = 480
 """A phone shows 280 points or more. A wider figure would have letters of less than 6 points."""
@@ -27,7 +27,7 @@ def words(path):
 
 def rows(page, columns):
     """Return the cells of all table rows with so many columns, without the lines of heads."""
-    lines = (line for line in (RESULTS / page).read_text().splitlines() if line.startswith("| "))
+    lines = (line for line in (LAB / page).read_text().splitlines() if line.startswith("| "))
     cells = ([cell.strip() for cell in line.strip("| ").split("|")] for line in lines)
     return [row for row in cells if len(row) == columns and "---" not in row[0]]
 
@@ -52,6 +52,6 @@ def test_measured_scaling_states_the_finding_of_its_table():
         for row in rows("scaling.md", 9)[1:]
     ]
     assert len(points) == 6
-    drawn = words(DOCS / "explanation" / "scaling_measured.svg")
+    drawn = words(LAB / "scaling_measured.svg")
     assert step_finding(points) in drawn
     assert efficiency_finding(points) in drawn

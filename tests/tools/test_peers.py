@@ -133,7 +133,7 @@ def test_other_versions_are_refused():
 def test_the_command_that_makes_the_environment_is_on_the_page():
     command = peers_desk.how_to_install().partition(": ")[2]
     assert "benchmarks/peers_requirements.txt" in command
-    for path in ("docs/reference/results/peers.md", "benchmarks/peers.py"):
+    for path in ("docs/lab/peers.md", "benchmarks/peers.py"):
         assert command in (ROOT / path).read_text()
 
 
@@ -270,7 +270,7 @@ def test_a_failed_run_is_a_miss():
 
 def test_tables_stand_between_the_marks_of_the_page(tmp_path):
     page = tmp_path / "peers.md"
-    page.write_text((ROOT / "docs/reference/results/peers.md").read_text())
+    page.write_text((ROOT / "docs/lab/peers.md").read_text())
     before, after = peers_results.parts_of(page)
     peers_results.into(page, "first")
     peers_results.into(page, "second\n")

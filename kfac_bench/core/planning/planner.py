@@ -207,7 +207,7 @@ later members are still computed.
 BATCH_NUMEL = 1 << 22
 """Most elements of equally shaped layers that a GPU preconditions, or decomposes, at once.
 
-A CPU gains nothing from batches (docs/explanation/what_was_tried.md).
+A CPU gains nothing from batches (docs/lab/what_was_tried.md).
 """
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from kfac_bench.errors import UsageError, one_line
 from kfac_bench.output import counted
-from kfac_bench.whole_files import locked_folder
 
 
 def regular(path: Path) -> Path:
@@ -38,7 +37,7 @@ def cache_folder(name: str) -> Path:
 
 
 def made_once(final: Path, make: Callable[[Path], None], what: str) -> None:
-    """Make a folder in the user's cache, if it is not there. Other processes wait for it.
+    """Make a folder in the user's cache, if it is not there.
 
     Args:
         final: The folder.
@@ -52,19 +51,15 @@ def made_once(final: Path, make: Callable[[Path], None], what: str) -> None:
         if final.is_dir():
             return
         final.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            locked_folder(final.parent),
-            tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}-") as scratch,
-        ):
-            if not final.is_dir():
-                make(Path(scratch) / "made")
-                _move(Path(scratch) / "made", final)
+        with tempfile.TemporaryDirectory(dir=final.parent, prefix=f"{final.name}-") as scratch:
+            make(Path(scratch) / "made")
+            _move(Path(scratch) / "made", final)
     except OSError as error:
         raise UsageError(f"{what}: {final} cannot be written ({error.strerror})") from None
 
 
 def _move(made: Path, final: Path) -> None:
-    """Move a complete folder into place, unless another rank was faster where locks do nothing."""
+    """Move a complete folder into place, unless another rank was faster."""
     try:
         made.rename(final)
     except OSError:

@@ -11,9 +11,9 @@ from kfac_bench.errors import UsageError
 DEMOS = {
     "imagenet": "kfac_bench.data.demo.demo_images:make_imagenet",
     "shards": "kfac_bench.data.demo.demo_images:make_shards",
-    "cifar10": "kfac_bench.data.demo.demo_cifar10:make_cifar10",
-    "cifar100": "kfac_bench.data.demo.demo_cifar10:make_cifar100",
-    "fashion_mnist": "kfac_bench.data.demo.demo_fashion_mnist:make",
+    "cifar10": "kfac_bench.data.demo.demo_digits:make_cifar10",
+    "cifar100": "kfac_bench.data.demo.demo_digits:make_cifar100",
+    "fashion_mnist": "kfac_bench.data.demo.demo_digits:make_idx_images",
     "lgg": "kfac_bench.data.demo.demo_images:make_lgg",
     "coco": "kfac_bench.data.demo.demo_images:make_coco",
     "parquet": "kfac_bench.data.demo.demo_tables:make_images",

@@ -7,7 +7,7 @@ plain bytes, so its files may have any content: the demo has this layout.
 
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kfac_bench.data.base.in_memory import LabelledImages
+from kfac_bench.data.images.random_methods import RandomMethod
 from kfac_bench.errors import UsageError
 
 PIXELS = 3 * 32 * 32
@@ -95,7 +96,7 @@ CifarPart = tuple[Tensor, Tensor]
 """uint8 images [n, 3, 32, 32] and int64 labels [n]."""
 
 
-def load(root: Path, dataset: CifarDataset = CIFAR10, augment: bool = True) -> LabelledImages:
+def load(root: Path, dataset: CifarDataset = CIFAR10, augment: bool | str = True) -> LabelledImages:
     """Return a dataset from `root`, normalized per channel.
 
     `root` holds a folder of `dataset.folders`, such as `cifar-10-batches-bin/`, or one of its
@@ -104,7 +105,8 @@ def load(root: Path, dataset: CifarDataset = CIFAR10, augment: bool = True) -> L
     Args:
         root: Where the dataset is.
         dataset: The dataset.
-        augment: Augment training images with `crop_and_flip`.
+        augment: Augment training images with `crop_and_flip`; then also with this method of
+            `random_methods`, if it is a name.
 
     Raises:
         UsageError: A file is missing or damaged, or a pickle or archive is not the published one.
@@ -118,8 +120,16 @@ def load(root: Path, dataset: CifarDataset = CIFAR10, augment: bool = True) -> L
         mean=dataset.mean,
         std=dataset.std,
         classes=dataset.classes,
-        augment=crop_and_flip if augment else None,
+        augment=augmentation(augment),
     )
+
+
+def augmentation(augment: bool | str) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return the function that augments a batch; see `load` for the argument."""
+    if not isinstance(augment, str):
+        return crop_and_flip if augment else None
+    method = RandomMethod(augment)
+    return lambda images, draws: method.of_batch(crop_and_flip(images, draws), draws)
 
 
 def is_at(root: Path, dataset: CifarDataset) -> bool:

@@ -80,7 +80,7 @@ def load(
     workers: int = 4,
     on_error: str = "fatal",
     *,
-    augment: bool = True,
+    augment: bool | str = True,
 ) -> Data:
     """Open the tables in `root`; see `tables.find` and `reading.ImageData`.
 

@@ -10,6 +10,7 @@
 """
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -26,7 +27,6 @@ import wandb
 from PIL import Image
 from wandb.errors import CommError
 from wandb.sdk import wandb_setup
-from wandb.sdk.lib import wbauth
 
 from kfac_bench.errors import UsageError, one_line
 from kfac_bench.record.events import Event, Predicted, RunEnded
@@ -80,7 +80,7 @@ def decide_mode(requested: str = "auto") -> Mode:
             return Mode(_MODES[mode], f"{source}={os.environ.get(source, mode)}")
     try:
         # wandb.init uses the same: environment, then settings files, then defaults.
-        settings = wandb_setup.singleton().settings
+        settings = wandb_setup._setup(start_service=False).settings
         if settings.mode != "online":
             return Mode(_MODES.get(settings.mode, "offline"), "set in wandb's settings file")
         if not _has_key(settings):
@@ -99,7 +99,13 @@ def decide_mode(requested: str = "auto") -> Mode:
 def _has_key(settings: wandb.Settings) -> bool:
     if settings.api_key or settings.identity_token_file:  # environment or settings file
         return True
-    return bool(wbauth.read_netrc_auth(host=settings.base_url))
+    try:
+        from wandb.sdk.lib.wbauth import read_netrc_auth
+    except ImportError:  # before wandb 0.24
+        from wandb.sdk.lib import apikey  # type: ignore[attr-defined]
+
+        return bool(apikey.api_key(settings))
+    return bool(read_netrc_auth(host=settings.base_url))
 
 
 def wandb_id(run_id: str) -> str:
@@ -129,8 +135,10 @@ def sent(run_id: str, project: str, entity: str | None) -> tuple[float, str]:
         api = wandb.Api(timeout=ANSWER_S)
         run = api.run(f"{entity or api.default_entity}/{project}/{wandb_id(run_id)}")
         last = run.lastHistoryStep
-        # The cache on disk may be older than the newest rows.
-        rows = list(run.scan_history(use_cache=False)) if last >= 0 else []
+        # From wandb 0.28 the rows can come from a cache on disk that is older than the newest rows.
+        has_cache = "use_cache" in inspect.signature(run.scan_history).parameters
+        fresh: dict[str, Any] = {"use_cache": False} if has_cache else {}
+        rows = list(run.scan_history(**fresh)) if last >= 0 else []
         if last >= 0 and not rows:  # otherwise the caller would send all rows again
             raise ValueError(f"it has rows up to {last}, but sends none")
         return max((number(row.get("train_s", 0)) for row in rows), default=-math.inf), run.state
@@ -300,6 +308,8 @@ class WandbSink:
 def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
     # Values that JSON does not know, such as paths, become text.
     plain_config = json.loads(json.dumps(options["config"], default=str))
+    # Before wandb 0.27 the thread that finishes a run can hang; WandbSink.close reports that.
+    limits: dict[str, Any] = {"finish_timeout": finish_s, "finish_timeout_raises": True}
     settings = wandb.Settings(
         silent=True,
         console="off",  # a captured console breaks progress bars
@@ -307,8 +317,7 @@ def _init(options: Mapping[str, Any], mode: ModeName, finish_s: float) -> Any:
         disable_git=True,  # otherwise wandb uploads uncommitted changes of the user's files
         x_save_requirements=False,
         init_timeout=INIT_S,
-        finish_timeout=finish_s,
-        finish_timeout_raises=True,
+        **(limits if limits.keys() <= wandb.Settings.model_fields.keys() else {}),
     )
     return wandb.init(
         **{**options, "config": plain_config},

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument("--jobs", type=int, default=1, help="number of runs at a time (1)")
     command.add_argument(
-        "--out", type=Path, help="write the page to this file (docs/reference/results/faults.md)"
+        "--out", type=Path, help="write the page to this file (docs/lab/faults.md)"
     )
     command.add_argument(
         "--keep", type=Path, help="file of outcomes; those in it are not tried again"

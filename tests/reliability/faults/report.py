@@ -1,4 +1,4 @@
-"""The page docs/reference/results/faults.md: a row for each fault and number of ranks."""
+"""The page docs/lab/faults.md: a row for each fault and number of ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def page(
 {len(tried)} real runs of `kfac-train` (gloo, CPU) met a fault: {len(tried) - wrong} ended as they
 should, {wrong} did not. The table shows what happened to them.
 
-`make faults ARGS="--out docs/reference/results/faults.md"` wrote this page on {today.isoformat()}:
+`make faults ARGS="--out docs/lab/faults.md"` wrote this page on {today.isoformat()}:
 {versions}, commit {about["git_commit"][:12] or "unknown"};
 {hardware["cpu"]}, {hardware["cpu_count"]} cores, {hardware["system"]}.
 
