@@ -1,7 +1,7 @@
 """The datasets: a table of all, and the options of texts and of a user's own problem.
 
-:mod:`kfac_bench.data.image_options` has the options of the others. Both files import no torch:
-``kfac-train --help`` and the completion read them.
+:mod:`kfac_bench.data.image_options` and :mod:`kfac_bench.data.folder_options` have the options of
+the others. The three files import no torch: ``kfac-train --help`` and the completion read them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kfac_bench.config import problem_file
 from kfac_bench.config.groups import DataConfig
 from kfac_bench.config.options import PLACE, RESULT, option
+from kfac_bench.data.folder_options import (
+    FilesConfig,
+    ImageFolderConfig,
+    ParquetConfig,
+    ShardsConfig,
+    TableConfig,
+    by_split,
+)
 from kfac_bench.data.image_options import (
     CIFAR10Config,
     CIFAR100Config,
     COCOConfig,
     DigitsConfig,
     FashionMNISTConfig,
-    FilesConfig,
-    ImageFolderConfig,
     LGGConfig,
     MNISTConfig,
-    ParquetConfig,
     PatchesConfig,
     PicturesConfig,
-    ShardsConfig,
-    TableConfig,
-    by_split,
 )
 from kfac_bench.errors import UsageError
 
@@ -239,14 +241,6 @@ class TextParquetConfig(TextConfig, TableConfig):
     tasks: ClassVar[tuple[str, ...]] = ("language_model", "pretraining")
 
     text_column: str | None = option(None, "column of text; null: text or content", RESULT)
-    eval_share: float = option(
-        0.05,
-        "share of the documents for evaluation, if there is no other split; the same documents for "
-        "all seeds",
-        RESULT,
-        above=0,
-        below=1,
-    )
     vocabulary_file: str | None = option(
         None,
         "vocab.txt of a WordPiece vocabulary; null: the one in data.root, or else a new one",

@@ -22,7 +22,7 @@ from kfac_bench import plain_yaml
 from kfac_bench.config import TrainConfig, compose, options, problem_file
 from kfac_bench.config.option_table import declared
 from kfac_bench.config.options import RECORD, RESULT
-from kfac_bench.data.image_options import FilesConfig
+from kfac_bench.data.folder_options import FilesConfig
 from kfac_bench.data.options import ProblemDataConfig
 from kfac_bench.distributed import slurm_rank
 from kfac_bench.errors import UsageError, first_line

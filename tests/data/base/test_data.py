@@ -25,7 +25,7 @@ from kfac_bench.data.base.order import (
     steps_per_epoch,
     train_indices,
 )
-from kfac_bench.data.image_options import ImageFolderConfig
+from kfac_bench.data.folder_options import ImageFolderConfig
 from kfac_bench.data.images import cifar, digits, imagefolder, tar_shards
 from kfac_bench.data.images import reading as pictures
 from kfac_bench.data.options import verify
