@@ -17,12 +17,12 @@ def test_the_signature_and_the_docstring_have_each_option():
     for name, kind in types().items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].annotation == kind
-        assert f"\n        {name}: " in KFAC.__doc__
+        assert f"\n    {name}: " in KFAC.__doc__
         assert typing.get_type_hints(KFAC.__init__)[name] == kind
     assert parameters["state_dtype"].default is torch.float32
     assert parameters["update_freq"].default == OPTIONS["update_freq"].default
     assert "**options" not in str(inspect.signature(KFAC))
-    assert "        options: " not in KFAC.__doc__
+    assert "    options: " not in KFAC.__doc__
 
 
 def test_a_text_of_several_paragraphs_keeps_its_lists():
